@@ -95,6 +95,10 @@ class MeasureError(PsgradError):
     """A measure does not go with this model, loss or data, or its numbers can't be had."""
 
 
+class DistributedError(PsgradError):
+    """One of several processes failed, or they can't work together."""
+
+
 class TransformError(PsgradError, RuntimeError):
     """A function can't be transformed (differentiated, mapped over samples) as it is written.
 

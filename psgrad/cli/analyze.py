@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from psgrad.cli import processes as several
 from psgrad.cli.boundary import boundary
 from psgrad.cli.check import show_check
 from psgrad.cli.command import Panel, command
 from psgrad.cli.options import AsJson, ConfigPath, Debug, Output, Overwrite, Settings, read_config
-from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
+from psgrad.cli.processes import ProcessesOption
+from psgrad.cli.progress import ProgressOption, ProgressStyle
 from psgrad.errors import EXIT_OK, ConfigError
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ def analyze(
     as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
+    processes: ProcessesOption = 1,
     shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
@@ -93,7 +96,9 @@ def analyze(
         resolved = read_config(config, settings, output)
         from psgrad.workflows.analyze import analyze as run_analyze
 
-        with progress_display(ProgressStyle.none if quiet else shown) as progress:
+        several.start(processes)
+        style = ProgressStyle.none if quiet else shown
+        with several.joined() as group, several.display(style, group, resolved.output) as progress:
             result = run_analyze(
                 resolved,
                 overwrite=overwrite,
@@ -102,7 +107,10 @@ def analyze(
                 sample=sample,
                 report=report,
                 progress=progress,
+                processes=group,
             )
+        if result is None:  # on all ranks but the first
+            return
         _say(result, quiet, verbose)
         if as_json:
             from psgrad.reports.analyze_terminal import run_record

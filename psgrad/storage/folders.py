@@ -33,7 +33,7 @@ CHECKPOINT = "checkpoint.safetensors"
 
 # The files of psgrad at the top of a run folder: replacing a run removes only these. Other files stay.
 OWN_ENTRIES = (
-    *(SHARDS, "plots", "report.html", "identity.json"),
+    *(SHARDS, "plots", "report.html", "identity.json", "logs"),
     *(
         "samples.parquet",
         "samples.csv",

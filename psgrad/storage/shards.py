@@ -1,6 +1,4 @@
-"""The finished part of a pass over the samples, kept as shards, so that a killed run continues after the last
-one.
-"""
+"""The finished part of a pass over the samples, kept as shards, so that a killed run continues after them."""
 
 from __future__ import annotations
 
@@ -23,41 +21,61 @@ _ORDER = "order"
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The finished part of a pass: its first rows, in order.
+class Shard:
+    """The columns of the rows first, ..., first + n - 1 of the dataset.
 
-    rows: how many. table: a row a sample, its columns of one number (or text) a sample. arrays: name ->
-        [rows, ...], its other columns. state: what was gathered over these rows.
+    table: a row a sample, its columns of one number (or text) a sample. arrays: name -> [n, ...], its other
+    columns.
     """
 
-    rows: int = 0
-    table: pd.DataFrame = field(default_factory=pd.DataFrame)
-    arrays: Arrays = field(default_factory=dict)
+    first: int
+    table: pd.DataFrame
+    arrays: Arrays
+
+    @property
+    def rows(self) -> range:
+        return range(self.first, self.first + len(self.table))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one process has finished of a pass: its shards, in the order in which it made them, and what it
+    gathered over their rows.
+    """
+
+    shards: list[Shard] = field(default_factory=list)
     state: Arrays = field(default_factory=dict)
+
+    @property
+    def ranges(self) -> list[range]:
+        return [shard.rows for shard in self.shards]
 
 
 class Shards:
-    """The shards of one pass: parts/<name>/00000.parquet with the table, beside it, behind an underscore so
-    that readers of the folder skip them, the arrays, and the state after it.
+    """The shards that one process makes of one pass: parts/<name>/<part>/00000.parquet with the table,
+    beside it, behind an underscore so that readers of the folder skip them, the arrays, and the state after
+    it.
 
-    The parquet file is written last, and completes the shard: before that it does not exist. `counted`: its
-    rows are the finished samples of the run.
+    The parquet file is written last, and completes the shard: before that it does not exist. part: of the
+    process, empty for a process alone. counted: its rows are finished samples of the run.
     """
 
-    def __init__(self, folder: RunFolder, name: str, counted: bool = False) -> None:
-        self._folder, self._name, self._counted = folder, name, counted
+    def __init__(self, folder: RunFolder, name: str, part: str = "", counted: bool = False) -> None:
+        self._folder, self._counted = folder, counted
+        self._place = "/".join(filter(None, (SHARDS, name, part)))
         self._count = 0
         self._rows = 0
 
-    def append(self, table: pd.DataFrame, arrays: Arrays, state: Arrays) -> None:
-        """Store these rows durably, and all that was gathered up to them. Raises OutputError."""
-        about = _about(self._rows, len(table))
-        self._folder.write_bytes(
-            self._name_of("arrays", self._count), packed(arrays, {**about, _ORDER: json.dumps(list(arrays))})
-        )
-        self._folder.write_bytes(
-            self._name_of("state", self._count), packed(state, {**about, _ORDER: json.dumps(list(state))})
-        )
+    def append(self, first: int, table: pd.DataFrame, arrays: Arrays, state: Arrays) -> None:
+        """Store these rows, from the row `first` of the dataset on, durably, and all that was gathered up to
+        them. Raises OutputError.
+        """
+        about = {"first": str(first), "rows": str(len(table))}
+        for kind, content in (("arrays", arrays), ("state", state)):
+            self._folder.write_bytes(
+                self._name_of(kind, self._count),
+                packed(content, {**about, _ORDER: json.dumps(list(content))}),
+            )
         buffer = io.BytesIO()
         table.to_parquet(buffer, index=False)
         self._folder.write_bytes(self._name_of("table", self._count), buffer.getbuffer())
@@ -67,29 +85,26 @@ class Shards:
         self._set_rows(self._rows + len(table))
 
     def read(self) -> Kept:
-        """The complete shards, from the first row on; shards behind one that is damaged or missing are
-        ignored, and written anew. `append` goes on from here.
+        """The complete shards; those behind one that is damaged or missing are ignored, and written anew.
+        `append` goes on from here.
         """
-        result: list[tuple[pd.DataFrame, Arrays]] = []
-        while (shard := self._shard(len(result), sum(len(table) for table, _ in result))) is not None:
+        result: list[Shard] = []
+        while (shard := self._shard(len(result))) is not None:
             result.append(shard)
         # The state goes with the last shard alone: those before it have none, but for the moment of writing.
-        while result:
-            state = self._state(
-                len(result) - 1, sum(len(table) for table, _ in result[:-1]), len(result[-1][0])
-            )
-            if state is not None:
-                break
+        state: Arrays | None = None
+        while result and (state := self._state(len(result) - 1, result[-1])) is None:
             result.pop()
-        else:
-            state = {}
         self._count = len(result)
-        self._set_rows(sum(len(table) for table, _ in result))
-        if not result:
-            return Kept()
-        table = pd.concat([table for table, _ in result], ignore_index=True)
-        arrays = {name: np.concatenate([parts[name] for _, parts in result]) for name in result[0][1]}
-        return Kept(self._rows, table, arrays, state or {})
+        self._set_rows(sum(len(shard.table) for shard in result))
+        return Kept(result, state or {})
+
+    @staticmethod
+    def parts(folder: RunFolder, name: str) -> list[str]:
+        """The parts that a pass has in this folder, in order; the empty name for that of a process alone."""
+        place = folder.path / SHARDS / name
+        below = sorted(each.name for each in place.iterdir() if each.is_dir()) if place.is_dir() else []
+        return ["", *below]
 
     def _set_rows(self, rows: int) -> None:
         self._rows = rows
@@ -97,42 +112,37 @@ class Shards:
             self._folder.rows = rows
 
     def _name_of(self, kind: str, number: int) -> str:
-        return (
-            f"{SHARDS}/{self._name}/{number:05d}.parquet"
-            if kind == "table"
-            else f"{SHARDS}/{self._name}/_{number:05d}.{kind}.safetensors"
-        )
+        file = f"{number:05d}.parquet" if kind == "table" else f"_{number:05d}.{kind}.safetensors"
+        return f"{self._place}/{file}"
 
     def _path(self, kind: str, number: int) -> Path:
         return self._folder.path / self._name_of(kind, number)
 
-    def _shard(self, number: int, first: int) -> tuple[pd.DataFrame, Arrays] | None:
+    def _shard(self, number: int) -> Shard | None:
         try:
             table = pd.read_parquet(self._path("table", number))
         except (OSError, ValueError):  # missing or damaged: pyarrow's own errors are ValueErrors
             return None
-        arrays = _unpacked(self._path("arrays", number), _about(first, len(table)))
-        return None if arrays is None else (table, arrays)
+        arrays, first, rows = _unpacked(self._path("arrays", number))
+        return Shard(first, table, arrays) if arrays is not None and rows == len(table) else None
 
-    def _state(self, number: int, first: int, rows: int) -> Arrays | None:
-        return _unpacked(self._path("state", number), _about(first, rows))
-
-
-def _about(first: int, rows: int) -> dict[str, str]:
-    return {"first": str(first), "rows": str(rows)}
+    def _state(self, number: int, shard: Shard) -> Arrays | None:
+        state, first, rows = _unpacked(self._path("state", number))
+        return state if (first, rows) == (shard.first, len(shard.table)) else None
 
 
-def _unpacked(path: Path, about: Mapping[str, str]) -> Arrays | None:
-    """The arrays of a file; None if it is missing, damaged, or of other rows."""
+def _unpacked(path: Path) -> tuple[Arrays | None, int, int]:
+    """(the arrays of a file, None if it is missing or damaged; the first of its rows; how many)."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             # A file has its arrays in an order of its own, and sums depend on the order.
-            order = json.loads(metadata.pop(_ORDER, "null"))
-            if metadata != dict(about) or sorted(order) != sorted(file.keys()):
-                return None
-            return {name: file.get_tensor(name) for name in order}
-    except (OSError, ValueError, TypeError, SafetensorError):
-        return None
+            order = json.loads(metadata[_ORDER])
+            if sorted(order) != sorted(file.keys()):
+                return None, 0, 0
+            arrays = {name: file.get_tensor(name) for name in order}
+            return arrays, int(metadata["first"]), int(metadata["rows"])
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError):
+        return None, 0, 0

@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 
 from psgrad.config import Config
+from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.measure import Gathered, Measure
 from psgrad.engine.measures.norms import GradientNorms
@@ -56,7 +57,8 @@ def analyze(
     sample: bool = False,
     report: bool = True,
     progress: Say = lambda _: None,
-) -> AnalyzeResult:
+    processes: Processes | None = None,
+) -> AnalyzeResult | None:
     """Measure the samples of a dataset by their gradients: the whole of `psgrad analyze`.
 
     Args:
@@ -66,11 +68,15 @@ def analyze(
             and 1; None for all.
         sample: whether these rows are drawn at random instead, by analyze.seed.
         report: write report.html and plots/.
+        processes: those that share the rows; None for this one alone.
+
+    Returns None on all ranks but the first, which alone judges and writes.
 
     Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk. What
     is finished by then stays in the run folder.
     """
-    if not resume:
+    processes = OneProcess() if processes is None else processes
+    if not resume and processes.rank == 0:
         RunFolder.require_free(config.output, overwrite)
     clock = Clock()
     with clock("load"):
@@ -87,22 +93,33 @@ def analyze(
         )
         stream = setting.examples.stream
         judging = Judging(run, measures)
+    if processes.rank:
+        processes.meet("folder")  # until the first rank has made it
+        folder = RunFolder(config.output)
+        Passes(setting, stream, every, about_rows(run), folder, progress, processes).run()
+        judging.reference(folder, progress, processes)
+        return None
     now = identity(run, count) | judging.identity() | ({"rows are drawn at random": True} if sample else {})
-    folder = reopen(config.output, now, run) if resume else None
-    if folder is not None and folder.finished:
-        folder.drop_shards()  # if it was killed just before
-        return judged_before(config, folder, gate)
+    reopened = reopen(config.output, now, run) if resume else None
+    if reopened is not None and reopened.finished:
+        reopened.drop_shards()  # if it was killed just before
+        return judged_before(config, reopened, gate)
     with clock("self-check"):
         check = run.self_check(stream)
-    if folder is None:
+    if reopened is None:
         folder = RunFolder.create(config.output, overwrite or resume)
         folder.write_json(NAMES, names_of(run))
+    else:
+        folder = reopened
+    processes.meet("folder")
     manifest = describe_run("analyze", run, check, measure_specs(config))
     seed = config.analyze.seed if sample else None
     with recorded(folder, replace(manifest, identity=now, limit=limit, sampled_by=seed), clock) as record:
         with clock("gradients"):
-            measured = Passes(setting, stream, every, about_rows(run), folder, progress).run()
-            reference = judging.reference(folder, progress)
+            passes = Passes(setting, stream, every, about_rows(run), folder, progress, processes)
+            measured = passes.run()
+            assert measured is not None, "the first rank has what all have measured"
+            reference = judging.reference(folder, progress, processes)
         with clock("tables"):
             judged = judging.judge(measured, reference)
             frame = judged.frame

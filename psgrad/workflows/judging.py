@@ -12,6 +12,7 @@ import pandas as pd
 
 from psgrad.config import Config, DataConfig, nearest
 from psgrad.config.plugin_options import own_plugins
+from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.measures.measure import Measure
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality.baselines import read_baseline
@@ -76,11 +77,12 @@ class Judging:
             "score": self._outliers.score,
         }
 
-    def reference(self, folder: RunFolder, say: Say) -> Reference | None:
-        """The trusted samples with their scores; None where there are none. A dataset is measured now, and
-        what is finished of it is kept in the run's folder, as the run's own rows are.
+    def reference(self, folder: RunFolder, say: Say, processes: Processes) -> Reference | None:
+        """The trusted samples with their scores; None where there are none, and on all ranks but the first.
+        A dataset is measured now, and what is finished of it is kept in the run's folder, as the run's own
+        rows are.
         """
-        return self._found if self._trusted is None else self._measure(self._trusted, folder, say)
+        return self._found if self._trusted is None else self._measure(self._trusted, folder, say, processes)
 
     def judge(self, measured: Measured, reference: Reference | None) -> Judged:
         """The verdict on what was measured, against the trusted samples."""
@@ -182,7 +184,7 @@ class Judging:
         config = run.config.model_copy(update={"data": source.data})
         return replace(run, config=config, samples=trusted).with_rows_described()
 
-    def _measure(self, trusted: Setup, folder: RunFolder, say: Say) -> Reference:
+    def _measure(self, trusted: Setup, folder: RunFolder, say: Say, processes: Processes) -> Reference | None:
         """The trusted dataset, measured as the samples are: what the score, the groups and the detectors
         need.
         """
@@ -194,8 +196,10 @@ class Judging:
             lambda message: say(Progress(0, 0, "reference", message)),
         )
         measured = Passes(
-            setting, setting.examples.stream, every, about_rows(trusted), folder, say, _PREFIX
+            setting, setting.examples.stream, every, about_rows(trusted), folder, say, processes, _PREFIX
         ).run()
+        if measured is None:
+            return None
         frame = measured.table
         if self._of_data is not None and trusted.samples.units is not None:
             frame = frame.assign(**{self._of_data: trusted.samples.units})

@@ -92,13 +92,13 @@ class OwnMeasure(Measure):
             if not isinstance(own, OwnPass):
                 raise self._wrong("passes", f"returned a list with {type(own).__name__}", "a list of OwnPass")
 
-        def run(own: OwnPass, start: int, chunk_size: int) -> Iterator[Columns]:
+        def run(own: OwnPass, rows: range, chunk_size: int) -> Iterator[Columns]:
             with self._told(f"the pass {own.name}"):
-                for each in own.run(start, chunk_size):
+                for each in own.run(rows, chunk_size):
                     values = self._checked(each.values, each.stop - each.start, f"the pass {own.name}")
                     yield Columns(each.start, each.stop, values)
 
-        return [OwnPass(own.name, lambda start, size, own=own: run(own, start, size)) for own in found]  # type: ignore[misc]
+        return [OwnPass(own.name, lambda rows, size, own=own: run(own, rows, size)) for own in found]  # type: ignore[misc]
 
     def state(self) -> Arrays:
         with self._told("state"):
@@ -108,6 +108,10 @@ class OwnMeasure(Measure):
     def restore(self, state: Arrays) -> None:
         with self._told("restore"):
             self.inner.restore(state)
+
+    def merge(self, state: Arrays) -> None:
+        with self._told("merge"):
+            self.inner.merge(state)
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         with self._told("gather"):

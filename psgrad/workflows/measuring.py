@@ -7,7 +7,7 @@ What is known of rows without any measure: who they are, and how long.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,14 +16,16 @@ import numpy as np
 import pandas as pd
 import torch
 
+from psgrad.engine.execution.ranks import Processes, gaps, guided_ranges
 from psgrad.engine.execution.streaming import Columns, Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
 from psgrad.engine.measures.passes import SecondPass
+from psgrad.errors import MeasureError
 from psgrad.inputs.drawn import DrawnSamples
 from psgrad.inputs.reader import digest_of
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
-from psgrad.storage.shards import Shards
+from psgrad.storage.shards import Kept, Shard, Shards
 from psgrad.workflows.measures import joined_columns
 from psgrad.workflows.running import held
 from psgrad.workflows.setup import Setup
@@ -61,7 +63,8 @@ class Passes:
         stream: of the samples' gradients.
         measures: all of them, those that others need before them.
         about: see About.
-        folder: where finished rows go.
+        folder: where finished rows go; all processes see it.
+        processes: those that share the rows.
         prefix: of the passes' names, where one run has the passes of two datasets.
     """
 
@@ -73,38 +76,48 @@ class Passes:
         about: About,
         folder: RunFolder,
         say: Say,
+        processes: Processes,
         prefix: str = "",
     ) -> None:
-        self.setting, self.stream, self.measures, self.about, self.folder, self.say = (
-            setting,
-            stream,
-            measures,
-            about,
-            folder,
-            say,
-        )
-        self.prefix = prefix
+        self.setting, self.stream, self.measures = setting, stream, measures
+        self.about, self.folder, self.say = about, folder, say
+        self.processes, self.prefix = processes, prefix
 
-    def run(self) -> Measured:
-        """All passes, and what the measures gathered."""
-        count = len(self.setting)
+    def run(self) -> Measured | None:
+        """All passes, and what the measures gathered; None on all ranks but the first."""
         again = [measure for measure in self.measures if measure.looks_twice]
         second = SecondPass(again, self.stream)
         first = [*self.measures, second] if again else self.measures
-        run = partial(self.stream.run, count, first, often=True)
-        table, rows = self._take(_FIRST, first, lambda start: run(start=start), about=self.about)
+
+        def run(rows: range) -> Iterator[Columns]:
+            second.begin(rows.start)
+            return self.stream.run(rows.stop, first, start=rows.start, often=True)
+
+        names = [(_FIRST, "the first pass")]
+        self._take(_FIRST, first, run, about=self.about)
+        self._merge(first)
         chunk_size = self.stream.chunk_size
         self.stream.fix_chunk_size(chunk_size)
         if again:
             for measure in again:
                 measure.between()
-            rows = joined_columns(rows, self._take(_SECOND, again, second.run)[1], "its second pass")
+            before = self._state(again)
+            self._take(_SECOND, again, second.run, as_in=_FIRST, stored=second.stored_rows)
+            self._require_unchanged(again, before)
+            names.append((_SECOND, "its second pass"))
             self.stream.fix_chunk_size(chunk_size)
         for measure in self.measures:
             for own in measure.passes():
-                rows = joined_columns(
-                    rows, self._take(own.name, [], partial(self._own, own))[1], f"the pass {own.name}"
-                )
+                self._take(own.name, [], partial(self._own, own))
+                names.append((own.name, f"the pass {own.name}"))
+        return None if self.processes.rank else self._gathered(names)
+
+    def _gathered(self, passes: Sequence[tuple[str, str]]) -> Measured:
+        """What the measures make of the columns of all passes (name, in words)."""
+        (first, _), *others = passes
+        table, rows = _joined(self._shards(first))
+        for name, where in others:
+            rows = joined_columns(rows, _joined(self._shards(name))[1], where)
         rows["ok"] = torch.isfinite(rows["loss"]) & torch.isfinite(rows["grad_norm"])
         gathered = {measure.name: measure.gather(rows) for measure in self.measures if measure.name}
         flat = {name: column for name, column in rows.items() if column.dim() == 1 and name != "ok"}
@@ -114,46 +127,64 @@ class Passes:
             table.assign(**{name: column.numpy() for name, column in flat.items()}), gathered, rows
         )
 
-    def _own(self, own: OwnPass, start: int) -> Iterator[Columns]:
-        return own.run(start, self.stream.rows_at_longest)
+    def _own(self, own: OwnPass, rows: range) -> Iterator[Columns]:
+        return own.run(rows, self.stream.rows_at_longest)
+
+    # -- one pass --------------------------------------------------------------------------------------------
 
     def _take(
         self,
         name: str,
         measures: Sequence[Measure],
-        run: Callable[[int], Iterator[Columns]],
-        about: About = lambda start, stop: {
-            "index": np.arange(start, stop)
-        },  # a table without a column has no rows to count
-    ) -> tuple[pd.DataFrame, Arrays]:
-        """One pass, from where it was left: (what is known of its rows without the measures, the columns of
-        all rows).
+        run: Callable[[range], Iterator[Columns]],
+        about: About = lambda start, stop: {"index": np.arange(start, stop)},
+        as_in: str | None = None,
+        stored: Collection[int] = (),
+    ) -> None:
+        """One pass, from where it was left, by all processes.
+
+        about: a table without a column has no rows to count. as_in: an earlier pass, in whose ranges the rows
+        are computed. stored: rows whose ranges this process computes before others.
         """
-        name = self.prefix + name
-        shards, count = Shards(self.folder, name, counted=name == _FIRST), len(self.setting)
-        kept = shards.read()
-        parts = (
-            [(kept.table, {key: torch.from_numpy(value) for key, value in kept.arrays.items()})]
-            if kept.rows
-            else []
+        count, pass_name = len(self.setting), self.prefix + name
+        shards = Shards(
+            self.folder, pass_name, self.processes.part_of(self.processes.rank), counted=name == _FIRST
         )
-        if kept.rows:
+        kept = shards.read()
+        if kept.shards:
             self._restore(measures, kept.state)
+        if name == _FIRST:
+            self._agree_on_chunk_size(pass_name)
+        every = self._ranges(name, as_in)
+        self._say_progress(name, 0)
+        for rows in self.processes.ranges(pass_name, every, stored):
+            self._compute(rows, shards, measures, run(rows), about, name)
+        self.processes.meet(pass_name)
+        self.say(Progress(count, count, pass_name))
+
+    def _compute(
+        self,
+        rows: range,
+        shards: Shards,
+        measures: Sequence[Measure],
+        chunks: Iterator[Columns],
+        about: About,
+        name: str,
+    ) -> None:
+        """Compute the columns of these rows, and store them from time to time."""
         waiting: list[tuple[pd.DataFrame, Arrays]] = []
-        last = time.monotonic()
+        first, last = rows.start, time.monotonic()
 
         def keep() -> None:
+            nonlocal first
             if waiting:
                 table = pd.concat([frame for frame, _ in waiting], ignore_index=True)
                 arrays = {key: torch.cat([part[key] for _, part in waiting]) for key in waiting[0][1]}
-                shards.append(
-                    table, {key: value.numpy() for key, value in arrays.items()}, self._state(measures)
-                )
-                parts.append((table, arrays))
+                values = {key: value.numpy() for key, value in arrays.items()}
+                shards.append(first, table, values, _as_numpy(self._state(measures)))
+                first += len(table)
                 waiting.clear()
 
-        self.say(Progress(kept.rows, count, name))
-        chunks = run(kept.rows) if kept.rows < count else iter(())
         try:
             while True:
                 with held():  # Ctrl-C waits for the chunk to be done
@@ -162,7 +193,7 @@ class Passes:
                         waiting.append(_split(columns, about(columns.start, columns.stop)))
                 if columns is None:
                     break
-                self.say(Progress(columns.stop, count, name))
+                self._say_progress(name, columns.stop - columns.start)
                 if (
                     sum(len(table) for table, _ in waiting) >= _ROWS_PER_SHARD
                     or time.monotonic() - last > _SECONDS_PER_SHARD
@@ -171,33 +202,138 @@ class Passes:
                     last = time.monotonic()
         finally:
             keep()  # after an interrupt too: what is computed is not thrown away
-        table = pd.concat([frame for frame, _ in parts], ignore_index=True)
-        known = [column for column in ABOUT_COLUMNS if column in table]
-        measured = [str(column) for column in table if column not in ABOUT_COLUMNS]
-        rows: Arrays = {column: torch.from_numpy(table[column].to_numpy(copy=True)) for column in measured}
-        rows |= {key: torch.cat([part[key] for _, part in parts]) for key in parts[0][1]}
-        return table[known], rows
 
-    def _state(self, measures: Sequence[Measure]) -> dict[str, np.ndarray[Any, Any]]:
+    def _ranges(self, name: str, as_in: str | None) -> list[range]:
+        """The ranges of rows that are still to be computed, as the first rank cuts them."""
+        chunk = self.stream.chunk_size if name in (_FIRST, _SECOND) else self.stream.rows_at_longest
+
+        def cut() -> list[int]:
+            done = [rows for kept in self._kept(name) for rows in kept.ranges]
+            self.processes.progress(self.prefix + name, sum(map(len, done)))
+            missing = gaps(len(self.setting), done)
+            if as_in is None or self.processes.size == 1:
+                every = guided_ranges(missing, chunk, self.processes.size)
+            else:
+                cuts = [rows for kept in self._kept(as_in) for rows in kept.ranges]
+                every = [part for rows in missing for part in _overlaps(rows, cuts)]
+            return [end for rows in every for end in (rows.start, rows.stop)]
+
+        ends = self.processes.agreed(f"{self.prefix}{name}.ranges", cut)
+        return [range(*pair) for pair in zip(ends[::2], ends[1::2], strict=True)]
+
+    def _agree_on_chunk_size(self, pass_name: str) -> None:
+        """Let all ranks take as many rows at a time as the first one does."""
+        if self.processes.size == 1:
+            return
+
+        def size() -> list[int]:
+            self.stream.settle_chunk_size(len(self.setting))
+            return [self.stream.chunk_size, *(self.stream.positions or ())]
+
+        chunk_size, *positions = self.processes.agreed(f"{pass_name}.chunk", size)
+        self.stream.fix_chunk_size(
+            chunk_size, (positions[0], positions[1], positions[2]) if positions else None
+        )
+
+    def _merge(self, measures: Sequence[Measure]) -> None:
+        """Give each process what all have gathered, those of an earlier run among them."""
+        processes, pass_name = self.processes, self.prefix + _FIRST
+        if processes.rank == 0:
+            here = {processes.part_of(rank) for rank in range(processes.size)}
+            for part in Shards.parts(self.folder, pass_name):
+                kept = Kept() if part in here else Shards(self.folder, pass_name, part).read()
+                self._add(measures, {key: torch.from_numpy(value) for key, value in kept.state.items()})
+        state = processes.reduce(pass_name, lambda: self._state(measures), partial(self._add, measures))
+        if processes.rank:
+            self._restore(measures, _as_numpy(state))
+
+    def _require_unchanged(self, measures: Sequence[Measure], before: Arrays) -> None:
+        """Raises MeasureError for a measure that gathers in its second pass, where several processes share
+        the rows: each has the sums of all by then, and would add its own.
+        """
+        if self.processes.size == 1:
+            return
+        after = self._state(measures)
+        for place, measure in enumerate(measures):
+            own = [key for key in after if key.startswith(f"{place}.")]
+            if any(key not in before or not torch.equal(before[key], after[key]) for key in own):
+                raise MeasureError(
+                    f"the measure {measure.name} gathers over the samples in its second pass",
+                    expected="gathering in the first pass alone, where several processes share the samples",
+                    next_step="run it in one process, or gather from columns, in `gather`",
+                )
+
+    def _say_progress(self, name: str, rows: int) -> None:
+        done = self.processes.progress(self.prefix + name, rows)
+        if done < len(self.setting):
+            self.say(Progress(done, len(self.setting), self.prefix + name))
+
+    def _kept(self, name: str) -> list[Kept]:
+        """What all processes have stored of a pass."""
+        pass_name = self.prefix + name
+        return [Shards(self.folder, pass_name, part).read() for part in Shards.parts(self.folder, pass_name)]
+
+    def _shards(self, name: str) -> list[Shard]:
+        """All shards of a pass, in the order of their rows."""
+        return sorted(
+            (shard for kept in self._kept(name) for shard in kept.shards), key=lambda each: each.first
+        )
+
+    # -- what is gathered ------------------------------------------------------------------------------------
+
+    def _state(self, measures: Sequence[Measure]) -> Arrays:
         state: Arrays = {_CHUNK_SIZE: torch.tensor(self.stream.chunk_size)}
         if self.stream.positions is not None:
             state[_POSITIONS] = torch.tensor(self.stream.positions)
         for place, measure in enumerate(measures):
             state |= {f"{place}.{key}": value for key, value in measure.state().items()}
-        return {key: value.cpu().numpy() for key, value in state.items()}
+        return state
 
     def _restore(self, measures: Sequence[Measure], state: Mapping[str, np.ndarray[Any, Any]]) -> None:
         tokens, longest, by_factors = state[_POSITIONS].tolist() if _POSITIONS in state else (None, 0, 0)
         positions = None if tokens is None else (tokens, longest, by_factors)
         self.stream.fix_chunk_size(int(state[_CHUNK_SIZE]), positions)
-        for place, measure in enumerate(measures):
-            own = {
-                key.partition(".")[2]: torch.from_numpy(value)
-                for key, value in state.items()
-                if key.startswith(f"{place}.")
-            }
-            if own:
-                measure.restore(own)
+        for measure, own in _by_measure(
+            measures, {key: torch.from_numpy(value) for key, value in state.items()}
+        ):
+            measure.restore(own)
+
+    def _add(self, measures: Sequence[Measure], state: Arrays) -> None:
+        for measure, own in _by_measure(measures, state):
+            measure.merge(own)
+
+
+def _by_measure(measures: Sequence[Measure], state: Arrays) -> Iterator[tuple[Measure, Arrays]]:
+    """Each measure that has a state, with its own."""
+    for place, measure in enumerate(measures):
+        own = {key.partition(".")[2]: value for key, value in state.items() if key.startswith(f"{place}.")}
+        if own:
+            yield measure, own
+
+
+def _as_numpy(state: Arrays) -> dict[str, np.ndarray[Any, Any]]:
+    return {key: value.cpu().numpy() for key, value in state.items()}
+
+
+def _overlaps(rows: range, cuts: Sequence[range]) -> Iterator[range]:
+    """The parts of these rows in each of the ranges that cut them."""
+    for each in sorted(cuts, key=lambda each: each.start):
+        part = range(max(rows.start, each.start), min(rows.stop, each.stop))
+        if part:
+            yield part
+
+
+def _joined(shards: Sequence[Shard]) -> tuple[pd.DataFrame, Arrays]:
+    """(what is known of the rows without the measures, the columns of all rows)."""
+    table = pd.concat([shard.table for shard in shards], ignore_index=True)
+    known = [column for column in ABOUT_COLUMNS if column in table]
+    measured = [str(column) for column in table if column not in ABOUT_COLUMNS]
+    rows: Arrays = {column: torch.from_numpy(table[column].to_numpy(copy=True)) for column in measured}
+    rows |= {
+        key: torch.from_numpy(np.concatenate([shard.arrays[key] for shard in shards]))
+        for key in shards[0].arrays
+    }
+    return table[known], rows
 
 
 def _split(columns: Columns, about: Mapping[str, Any]) -> tuple[pd.DataFrame, Arrays]:

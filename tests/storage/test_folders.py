@@ -29,7 +29,7 @@ ROWS = pd.DataFrame({"id": ["a", "b"], "loss": [0.5, np.nan], "rank": pd.array([
 
 
 def append(run: RunFolder) -> None:
-    Shards(run, "samples", counted=True).append(ROWS, {}, {})
+    Shards(run, "samples", counted=True).append(0, ROWS, {}, {})
 
 
 def _names(folder: Path) -> set[str]:
@@ -40,7 +40,7 @@ def test_run_folder_from_shards_to_tables(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "deep" / "run")
     shards = Shards(run, "samples", counted=True)
     for end in (2.0, 4.0):
-        shards.append(ROWS, {}, {"sum": np.array(end)})
+        shards.append(int(end) - 2, ROWS, {}, {"sum": np.array(end)})
     assert _names(run.path) == {
         "manifest.json",
         *(f"parts/samples/{name}" for name in ("00000.parquet", "00001.parquet", "_00001.state.safetensors")),
@@ -186,7 +186,7 @@ def test_run_folder_file_size_limit(tmp_path: Path) -> None:
         from psgrad.storage.shards import Shards
 
         run = RunFolder.create(Path({str(tmp_path / "run")!r}))
-        Shards(run, "samples", counted=True).append(pd.DataFrame({{"id": range(10)}}), {{}}, {{}})
+        Shards(run, "samples", counted=True).append(0, pd.DataFrame({{"id": range(10)}}), {{}}, {{}})
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
         try:

@@ -55,10 +55,11 @@ class Everything(Measure):
         return {"dot": gradients.dot(self.total)}
 
     def passes(self):
-        def run(start, chunk_size):
+        def run(rows, chunk_size):
             examples = self.setting.examples.sized(chunk_size)
-            for rows, found in examples.each(lambda g: {"own": g.losses * 3}, start):
-                yield type("C", (), {"start": rows.start, "stop": rows.stop, "values": found})
+            asked = examples.each(lambda g: {"own": g.losses * 3}, rows.start, rows.stop)
+            for part, found in asked:
+                yield type("C", (), {"start": part.start, "stop": part.stop, "values": found})
         return [OwnPass("everything", run)]
 
     def state(self):

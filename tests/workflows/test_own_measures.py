@@ -154,8 +154,8 @@ def test_a_pass_of_its_own_is_checked_too(workplace: Workplace) -> None:
 def passes(self):
     from psgrad.engine.execution.streaming import Columns
 
-    def run(start, size):
-        yield Columns(start, 24, {"mine": torch.zeros(24 - start - 1)})
+    def run(rows, size):
+        yield Columns(rows.start, rows.stop, {"mine": torch.zeros(len(rows) - 1)})
 
     return [OwnPass("mine-alone", run)]
 """

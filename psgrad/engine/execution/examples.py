@@ -80,11 +80,13 @@ class Examples:
 
     # -- passes ----------------------------------------------------------------------------------------------
 
-    def each(self, query: Query, start: int = 0) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        """For each chunk of the rows from `start` on, in order: its rows, and what `query` says of its
-        gradients, name -> [k, ...], on the CPU.
+    def each(
+        self, query: Query, start: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
+        """For each chunk of the rows start, ..., stop - 1 (to the last one if None), in order: its rows, and
+        the results of `query` for its gradients, name -> [k, ...], on the CPU.
         """
-        return self.run(_Asking(query), start=start)
+        return self.run(_Asking(query), start=start, stop=stop)
 
     def norms(self) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """For each chunk its rows, `loss` [k], `square_norm` [k], both float64, and what the objective's
@@ -148,9 +150,13 @@ class Examples:
         )
 
     def run(
-        self, measure: Measure, way: Callable[..., Any] | None = None, start: int = 0
+        self,
+        measure: Measure,
+        way: Callable[..., Any] | None = None,
+        start: int = 0,
+        stop: int | None = None,
     ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        for columns in self.stream.run(self.count, [measure], way, start):
+        for columns in self.stream.run(self.count if stop is None else stop, [measure], way, start):
             yield slice(columns.start, columns.stop), columns.values
 
 

@@ -184,12 +184,17 @@ class OutputRows(Examples):
         return found
 
     def run(
-        self, measure: Measure, way: Callable[..., Any] | None = None, start: int = 0
+        self,
+        measure: Measure,
+        way: Callable[..., Any] | None = None,
+        start: int = 0,
+        stop: int | None = None,
     ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         if way is not None:
-            yield from super().run(measure, way, start)
+            yield from super().run(measure, way, start, stop)
             return
-        for columns in self.row_stream.run(self.count, [measure], self._rows_of, start // self.per_sample):
+        last = self.count if stop is None else stop // self.per_sample
+        for columns in self.row_stream.run(last, [measure], self._rows_of, start // self.per_sample):
             yield slice(columns.start * self.per_sample, columns.stop * self.per_sample), columns.values
 
     def _rows_of(

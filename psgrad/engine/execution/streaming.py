@@ -246,6 +246,13 @@ class Stream:
             self.ragged.tokens, self.ragged.longest = positions[:2]
             self.ragged.by_factors = bool(positions[2])
 
+    def settle_chunk_size(self, count: int) -> None:
+        """Find an automatic chunk size for so many rows by the first few, whose gradients are not used."""
+        self._passed += count
+        if self.automatic:
+            for _ in self.run(min(count, _PROBE), []):
+                pass
+
     @property
     def positions(self) -> Positions | None:
         """Where rows differ in length: how many positions are computed at once, those of the row that this

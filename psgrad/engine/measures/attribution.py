@@ -108,10 +108,10 @@ class Attribution(Measure):
             if isinstance(module.padding_idx, int)
         }
 
-    def _run(self, start: int, chunk_size: int) -> Iterator[Columns]:
+    def _run(self, rows: range, chunk_size: int) -> Iterator[Columns]:
         return refusing(
             self,
-            row_pass(self._setting.examples, self._columns, chunk_size, start),
+            row_pass(self._setting.examples, self._columns, chunk_size, rows),
             "derivatives in the input",
         )
 

@@ -86,14 +86,14 @@ class OwnPass:
 
     Attributes:
         name: of the pass, unlike those of all others; lower-case letters, digits and dashes.
-        run: (start, chunk_size) -> the columns of the rows start, ..., n - 1, chunk by chunk, in order.
-            chunk_size is how many rows the first pass took at a time; a pass that needs more memory a row
-            takes fewer (`Examples.sized`). A resumed run calls it again, for the missing rows: its columns of
-            a row may not depend on the rows before it.
+        run: (rows, chunk_size) -> the columns of these rows, a `range`, chunk by chunk, in order. chunk_size
+            is how many rows the first pass took at a time; a pass that needs more memory a row takes fewer
+            (`Examples.sized`). It is called for one range after another, by several processes, and again by a
+            resumed run: its columns of a row may not depend on other rows.
     """
 
     name: str
-    run: Callable[[int, int], Iterator[Columns]]
+    run: Callable[[range, int], Iterator[Columns]]
 
 
 class Measure:
@@ -166,6 +166,17 @@ class Measure:
 
     def restore(self, state: Arrays) -> None:
         """Continue from a result of `state`."""
+
+    def merge(self, state: Arrays) -> None:
+        """Add what another process gathered of other samples: a result of its `state`. Needed where several
+        processes share the samples. Raises MeasureError if a measure that gathers does not define it.
+        """
+        if state:
+            raise MeasureError(
+                f"the measure {self.name} gathers over all samples, and has no method merge",
+                expected="merge(state), which adds what another process gathered, a result of `state`",
+                next_step="add the method, or run the measure in one process",
+            )
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         """The results, after all passes; rows: every column of every measure, name -> [n, ...], those of this

@@ -63,6 +63,14 @@ class GradientNorms(Measure):
             distribution = self.parameters[name] = NormDistribution()
             distribution.restore({part: state[f"{place}.{part}"] for part in distribution.state()})
 
+    def merge(self, state: Arrays) -> None:
+        others = GradientNorms()
+        others.restore(state)
+        for name, distribution in others.parameters.items():
+            self.parameters.setdefault(name, NormDistribution()).merge(distribution)
+        self.computed_as = self.computed_as or others.computed_as
+        self.unfactored = list(dict.fromkeys([*self.unfactored, *others.unfactored]))
+
 
 def text_tensor(content: Any) -> torch.Tensor:
     """Plain values as a tensor of bytes [length] uint8, for a state."""
@@ -97,22 +105,32 @@ class NormDistribution:
 
     def add(self, values: torch.Tensor) -> None:
         """values: [n], non-negative and finite."""
-        values = values.double()
-        n = len(values)
-        if not n:
+        if not len(values):
             return
-        mean = float(values.mean())
-        difference, total = mean - self.mean, self.count + n
-        self._squares += float((values - mean).square().sum()) + difference**2 * self.count * n / total
-        self.mean += difference * n / total
-        self.mean_square += (float(values.square().mean()) - self.mean_square) * n / total
-        self.count = total
-        self.minimum = min(self.minimum, float(values.min()))
-        self.maximum = max(self.maximum, float(values.max()))
+        values = values.double()
+        added = NormDistribution()
+        added.count, added.mean = len(values), float(values.mean())
+        added._squares = float((values - added.mean).square().sum())
+        added.mean_square = float(values.square().mean())
+        added.minimum, added.maximum = float(values.min()), float(values.max())
         places = ((values.log10() - self._LOWEST) * self._PER_DECADE).floor().clamp(
             -1, len(self._bins) - 2
         ) + 1
-        self._bins += torch.bincount(places.long(), minlength=len(self._bins))
+        added._bins = torch.bincount(places.long(), minlength=len(self._bins))
+        self.merge(added)
+
+    def merge(self, other: NormDistribution) -> None:
+        """Add the numbers of another stream."""
+        if not other.count:
+            return
+        difference, total = other.mean - self.mean, self.count + other.count
+        self._squares += other._squares + difference**2 * self.count * other.count / total
+        self.mean += difference * other.count / total
+        self.mean_square += (other.mean_square - self.mean_square) * other.count / total
+        self.count = total
+        self.minimum = min(self.minimum, other.minimum)
+        self.maximum = max(self.maximum, other.maximum)
+        self._bins += other._bins
 
     def state(self) -> Arrays:
         """All of it: `numbers` [6] float64, and `bins` [2, filled bins] int64, their places and counts."""

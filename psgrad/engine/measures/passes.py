@@ -45,7 +45,7 @@ class SecondPass(Measure):
         self._kept: dict[int, PerSampleGradients] = {}  # by the chunk's first row
         self._left: int | None = None  # bytes
         self._chunk: PerSampleGradients | None = None
-        self._runs: list[tuple[int, int]] = []  # chunks of one size: (size, how many), in order
+        self._runs: list[tuple[int, int, int]] = []  # chunks of one size: (first row, size, how many)
         self._reached = 0
         stream.at_need.append(self._give_back)
 
@@ -57,8 +57,11 @@ class SecondPass(Measure):
         if self._chunk is None:
             return
         size, start = len(self._chunk), self._reached
-        last, times = self._runs[-1] if self._runs else (0, 0)
-        self._runs[-1 if last == size else len(self._runs) :] = [(size, times + 1 if last == size else 1)]
+        first, last, times = self._runs[-1] if self._runs else (0, 0, 0)
+        if (last, first + last * times) == (size, start):
+            self._runs[-1] = (first, size, times + 1)
+        else:
+            self._runs.append((start, size, 1))
         self._reached += size
         if self._left is None:
             self._left = (
@@ -73,19 +76,34 @@ class SecondPass(Measure):
             self._left = 0  # the first ones stay
         self._chunk = None
 
+    def begin(self, row: int) -> None:
+        """The next chunk of the first pass begins at this row."""
+        self._reached = row
+
+    @property
+    def stored_rows(self) -> list[int]:
+        """The first rows of the chunks whose gradients are in memory, in order."""
+        return sorted(self._kept)
+
     def state(self) -> Arrays:
-        return {"chunks": torch.tensor(self._runs, dtype=torch.int64).reshape(-1, 2)}
+        return {"chunks": torch.tensor(self._runs, dtype=torch.int64).reshape(-1, 3)}
 
     def restore(self, state: Arrays) -> None:
-        self._runs = [(int(size), int(times)) for size, times in state["chunks"]]
-        self._reached = sum(size * times for size, times in self._runs)
+        self._runs = [(first, size, times) for first, size, times in state["chunks"].tolist()]
+        first, size, times = self._runs[-1]
+        self._reached = first + size * times
 
-    def run(self, start: int) -> Iterator[Columns]:
-        """The columns of the second pass, of the rows from `start` on. The stream's chunk size is another one
-        afterwards.
+    def merge(self, state: Arrays) -> None:
+        self._runs = sorted(
+            [*self._runs, *((first, size, times) for first, size, times in state["chunks"].tolist())]
+        )
+
+    def run(self, rows: range) -> Iterator[Columns]:
+        """The columns of the second pass for these rows, which begin and end where chunks of the first pass
+        did. The stream's chunk size is another one afterwards.
         """
         measures = [_InSecondPass(measure) for measure in self.measures]
-        for size, first, last in self._pieces(start):
+        for size, first, last in self._pieces(rows):
             gradients = self._kept.pop(first, None)
             values = None if gradients is None else self._columns_of_stored(gradients, measures)
             if values is not None:
@@ -94,26 +112,25 @@ class SecondPass(Measure):
             self.stream.fix_chunk_size(size)
             yield from self.stream.run(last, measures, start=first, often=True)
 
-    def _pieces(self, start: int) -> Iterator[tuple[int, int, int]]:
-        """(chunk size, first row, last row + 1): kept chunks one by one, those in between in runs of one
+    def _pieces(self, rows: range) -> Iterator[tuple[int, int, int]]:
+        """(chunk size, first row, last row + 1): stored chunks one by one, those in between in runs of one
         size.
         """
-        reached = 0
-        for size, times in self._runs:
+        for start, size, times in self._runs:
             waiting: int | None = None
-            for first in range(reached, reached + size * times, size):
-                if first + size <= start:
+            end = min(start + size * times, rows.stop)
+            for first in range(start, end, size):
+                if first + size <= rows.start:
                     continue
-                if first in self._kept and first >= start:
+                if first in self._kept and first >= rows.start:
                     if waiting is not None:
                         yield size, waiting, first
                         waiting = None
                     yield size, first, first + size
                 elif waiting is None:
-                    waiting = max(first, start)
-            reached += size * times
+                    waiting = max(first, rows.start)
             if waiting is not None:
-                yield size, waiting, reached
+                yield size, waiting, end
 
     def _columns_of_stored(
         self, gradients: PerSampleGradients, measures: Sequence[_InSecondPass]
@@ -167,9 +184,9 @@ def plain_objective(examples: Examples) -> Objective:
     return examples.objective.with_summary(None)
 
 
-def row_pass(examples: Examples, ask: Ask, chunk_size: int, start: int) -> Iterator[Columns]:
-    """The columns of `ask` for the rows start, ..., n - 1, `chunk_size` at a time, fewer if memory runs out.
-    Raises what Stream.run does.
+def row_pass(examples: Examples, ask: Ask, chunk_size: int, rows: range) -> Iterator[Columns]:
+    """The columns of `ask` for these rows, `chunk_size` at a time, fewer if memory runs out. Raises what
+    Stream.run does.
 
     Rows that differ in length are asked about without padding: what is asked may be about positions.
     """
@@ -192,7 +209,7 @@ def row_pass(examples: Examples, ask: Ask, chunk_size: int, start: int) -> Itera
     def compute(loss: Any, params: Any, inputs: Inputs, target: torch.Tensor | None, **_: Any) -> Arrays:
         return ask(inputs[:-1], target, inputs[-1])
 
-    return stream.run(len(examples), [_Columns()], compute, start)
+    return stream.run(rows.stop, [_Columns()], compute, rows.start)
 
 
 def refusing(measure: Measure, columns: Iterator[Columns], needs: str) -> Iterator[Columns]:

@@ -103,6 +103,9 @@ class MeanGradientMeasure(Measure):
     def restore(self, state: Arrays) -> None:
         self._sums.restore(self, state)
 
+    def merge(self, state: Arrays) -> None:
+        self._sums.merge(self, state)
+
 
 class GradientSums:
     """Sums in float64 over the samples with finite numbers, and inner products with their means.
@@ -210,6 +213,14 @@ class GradientSums:
         if measure is self.owner and "sums" in state:
             self._sums = state["sums"].clone().to(self.device)
             self.counts, self.squares = state["counts"].clone(), state["squares"].clone()
+            self._means = None
+
+    def merge(self, measure: Measure, state: Arrays) -> None:
+        """Add a result of another process's `state`."""
+        if measure is self.owner and "sums" in state:
+            sums = state["sums"].to(self.device)
+            self._sums = sums.clone() if self._sums is None else self._sums + sums
+            self.counts, self.squares = self.counts + state["counts"], self.squares + state["squares"]
             self._means = None
 
     # -- means over all samples

@@ -36,7 +36,7 @@ def columns_of(measure: Measure, setting: Setting, chunk_size: int = 5, start: i
     result: dict[str, list[Tensor]] = {}
     for own in measure.passes():
         reached = start
-        for part in own.run(start, chunk_size):
+        for part in own.run(range(start, len(setting)), chunk_size):
             assert part.start == reached
             reached = part.stop
             for name, column in part.values.items():

@@ -98,7 +98,9 @@ def measured(
     if run.again:
         for measure in run.again:
             measure.between()
-        first |= run.take(lambda run, start: run.second.run(start), interrupted_at, "again")
+        first |= run.take(
+            lambda run, start: run.second.run(range(start, len(run.rows.inputs))), interrupted_at, "again"
+        )
     first["ok"] = torch.isfinite(first["loss"]) & torch.isfinite(first["grad_norm"])
     return Measured(first, {measure.name: measure.gather(first) for measure in run.measures if measure.name})
 

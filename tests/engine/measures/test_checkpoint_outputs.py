@@ -307,7 +307,7 @@ def test_checkpoints_model_is_loaded_when_its_pass_begins(monkeypatch: pytest.Mo
     passes = list(measure.passes())
     assert loaded == []
     for count, own in enumerate(passes, 1):
-        list(own.run(0, 4))
+        list(own.run(range(len(setting)), 4))
         assert len(loaded) == count
 
 

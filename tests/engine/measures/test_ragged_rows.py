@@ -72,7 +72,7 @@ def test_rows_that_a_measure_asks_about_are_not_padded() -> None:
         seen.append(tuple(inputs[0].shape))
         return {"row": rows, "length": torch.full((len(rows),), inputs[0].shape[1])}
 
-    (chunk,) = row_pass(setting(case("mean")).examples, ask, 5, 0)
+    (chunk,) = row_pass(setting(case("mean")).examples, ask, 5, range(5))
     assert chunk.values["row"].tolist() == [0, 1, 2, 3, 4]
     assert chunk.values["length"].tolist() == list(LENGTHS)
     assert sorted(seen) == [(1, 1), (1, 5), (1, 6), (2, 3)]

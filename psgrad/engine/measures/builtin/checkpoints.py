@@ -80,16 +80,16 @@ class CheckpointOutputs(Measure):
         return [checkpoint.name for checkpoint in self._setting.checkpoints]
 
     def _run(
-        self, first: int, checkpoints: Sequence[CheckpointModel], start: int, chunk_size: int
+        self, first: int, checkpoints: Sequence[CheckpointModel], rows: range, chunk_size: int
     ) -> Iterator[Columns]:
         """The pass of one group of checkpoints, the weights of which are in memory during the pass."""
         examples = self._setting.examples
         objectives = [checkpoint.objective().with_summary(self._summary()) for checkpoint in checkpoints]
         there = replace(examples, objective=objectives[0]).sized(chunk_size)
         if len(checkpoints) == 1:
-            return there.stream.run(len(examples), [Asking(first)], start=start)
+            return there.stream.run(rows.stop, [Asking(first)], start=rows.start)
         ensemble = StackedModels.of(objectives[0], [objective.model for objective in objectives])
-        return there.stream.run(len(examples), [Asking(first)], ensemble, start)
+        return there.stream.run(rows.stop, [Asking(first)], ensemble, rows.start)
 
     def _summary(self) -> Callable[[Any, Any], dict[str, torch.Tensor]]:
         return checkpoint_summary(self._setting.kind, self._setting.ignore_index)

@@ -77,9 +77,9 @@ class HessianTopEigenvalue(Measure):
     def passes(self) -> Sequence[OwnPass]:
         return [OwnPass("hessian-top-eigenvalue", self._run)]
 
-    def _run(self, start: int, chunk_size: int) -> Iterator[Columns]:
+    def _run(self, rows: range, chunk_size: int) -> Iterator[Columns]:
         size = self._hessians.chunk_size(chunk_size, vectors=1, kept=self.iterations + 4)
-        return refusing(self, row_pass(self._examples, self._ends, size, start), "second derivatives")
+        return refusing(self, row_pass(self._examples, self._ends, size, rows), "second derivatives")
 
     def _ends(self, inputs: Inputs, target: torch.Tensor | None, rows: torch.Tensor) -> Arrays:
         starts = random_normals(self._seed, self.name, rows, self._hessians.size)[:, 0].to(
@@ -147,9 +147,9 @@ class HessianTrace(Measure):
     def passes(self) -> Sequence[OwnPass]:
         return [OwnPass("hessian-trace", self._run)]
 
-    def _run(self, start: int, chunk_size: int) -> Iterator[Columns]:
+    def _run(self, rows: range, chunk_size: int) -> Iterator[Columns]:
         size = self._hessians.chunk_size(chunk_size, min(_AT_ONCE, self.probes))
-        return refusing(self, row_pass(self._examples, self._traces, size, start), "second derivatives")
+        return refusing(self, row_pass(self._examples, self._traces, size, rows), "second derivatives")
 
     def _traces(self, inputs: Inputs, target: torch.Tensor | None, rows: torch.Tensor) -> Arrays:
         estimates = torch.cat(

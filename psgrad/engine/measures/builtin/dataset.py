@@ -225,6 +225,10 @@ class CovarianceSpectrum(Measure):
         if self._sums is not None:
             self._sums.restore(self, state)
 
+    def merge(self, state: Arrays) -> None:
+        if self._sums is not None:
+            self._sums.merge(self, state)
+
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         examples = self._setting.examples
         intervals = Projected.of(rows, examples.flat.size)

@@ -211,6 +211,12 @@ class SignalToNoise(MeanGradientMeasure):
         if "element_squares" in state:
             self._squares = state["element_squares"].clone().to(self._sums.device)
 
+    def merge(self, state: Arrays) -> None:
+        super().merge(state)
+        if "element_squares" in state:
+            squares = state["element_squares"].to(self._sums.device)
+            self._squares = squares.clone() if self._squares is None else self._squares + squares
+
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         n, flat = self._sums.count, self._sums.flat
         table: dict[str, list[Any]] = {

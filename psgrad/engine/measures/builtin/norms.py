@@ -153,6 +153,12 @@ class RelativeNorm(Measure):
         for place, each in enumerate(self._seen.values()):
             each.restore({part: state[f"{place}.{part}"] for part in each.state()})
 
+    def merge(self, state: Arrays) -> None:
+        for place, each in enumerate(self._seen.values()):
+            other = NormDistribution()
+            other.restore({part: state[f"{place}.{part}"] for part in other.state()})
+            each.merge(other)
+
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         table: dict[str, list[Any]] = {
             "parameter": [],

@@ -70,10 +70,10 @@ class _TokenMeasure(Measure):
         }
         return Gathered(arrays={"rows": shown} | filled)
 
-    def _run(self, start: int, chunk_size: int) -> Iterator[Columns]:
+    def _run(self, rows: range, chunk_size: int) -> Iterator[Columns]:
         return refusing(
             self,
-            row_pass(self._setting.examples, self._columns, chunk_size, start),
+            row_pass(self._setting.examples, self._columns, chunk_size, rows),
             "gradients whose factors are kept by position",
         )
 

@@ -88,10 +88,10 @@ class VoG(Measure):
         numbers = {"checkpoints": names, "of": self.of, "places": [place.name for place in self._places]}
         return Gathered({"vog": spread, "vog_z": standardised(spread, label.long())}, numbers)
 
-    def _run(self, start: int, chunk_size: int) -> Iterator[Columns]:
+    def _run(self, rows: range, chunk_size: int) -> Iterator[Columns]:
         examples = self._setting.examples
         models = Resident(self._setting.checkpoints, examples)
-        columns = row_pass(examples, partial(self._columns, models), chunk_size, start)
+        columns = row_pass(examples, partial(self._columns, models), chunk_size, rows)
         return refusing(self, columns, "derivatives in the input")
 
     def _columns(

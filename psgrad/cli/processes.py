@@ -1,0 +1,136 @@
+"""Several processes for one command: started by `--processes`, or by torchrun or srun.
+
+They have RANK and WORLD_SIZE in the environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from psgrad.cli.boundary import Terminated
+from psgrad.cli.progress import PlainDisplay, ProgressDisplay, ProgressStyle, progress_display
+from psgrad.errors import EXIT_INTERRUPTED, EXIT_RUNTIME, EXIT_TERMINATED, PsgradError
+
+if TYPE_CHECKING:
+    from psgrad.engine.execution.ranks import Processes
+
+ProcessesOption = Annotated[
+    int,
+    typer.Option(
+        "--processes",
+        metavar="N",
+        min=1,
+        help="Start N processes on this machine that share the samples; torchrun does the same on several.",
+    ),
+]
+OPTION = "--processes"
+
+
+def in_a_group() -> bool:
+    """Whether the environment says that this process is one of several."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE") or 1) > 1
+
+
+def start(count: int) -> None:
+    """Run this process's command in `count` processes, and leave with the exit code of the first that failed.
+    Returns if the command is to run here: for one process, and in a process that was started so.
+    """
+    if count == 1 or in_a_group():
+        return
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # each rank says what failed
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="psgrad",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "psgrad", *_without_option(sys.argv[1:]))
+    except ChildFailedError as error:
+        raise typer.Exit(max(_exit_code(failure.exitcode) for failure in error.failures.values())) from None
+    raise typer.Exit
+
+
+def _without_option(arguments: list[str]) -> list[str]:
+    """The arguments without --processes and its value."""
+    result, skip = [], False
+    for argument in arguments:
+        if not skip and argument != OPTION and not argument.startswith(f"{OPTION}="):
+            result.append(argument)
+        skip = argument == OPTION
+    return result
+
+
+def _exit_code(code: int) -> int:
+    return code if code >= 0 else EXIT_RUNTIME  # a signal ended it
+
+
+@contextmanager
+def joined() -> Iterator[Processes | None]:
+    """The processes that run this command; None for this one alone. An error is printed by the rank that
+    failed first.
+    """
+    if not in_a_group():
+        yield None
+        return
+    from psgrad.engine.execution.process_group import RankGroup
+
+    group = RankGroup.join()
+    try:
+        yield group
+    except (KeyboardInterrupt, typer.Exit) as ended:
+        if group.rank == 0 or isinstance(ended, typer.Exit):
+            raise
+        raise typer.Exit(EXIT_TERMINATED if isinstance(ended, Terminated) else EXIT_INTERRUPTED) from None
+    except Exception as error:
+        message = error.arrived if isinstance(error, PsgradError) else f"{type(error).__name__}: {error}"
+        if group.fail(message):
+            raise
+        raise typer.Exit(error.exit_code if isinstance(error, PsgradError) else EXIT_RUNTIME) from None
+    finally:
+        group.leave()
+
+
+def display(style: ProgressStyle, processes: Processes | None, output: Path) -> ProgressDisplay:
+    """The progress of the first rank on stderr; that of each other one in logs/ of the run folder."""
+    if processes is None or processes.rank == 0:
+        return progress_display(style)
+    return PlainDisplay(_LogFile(output / "logs" / f"rank-{processes.rank}.log"))
+
+
+class _LogFile:
+    """A text file that is made when its folder is there: the first rank makes the run folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._waiting = path, ""
+
+    def write(self, text: str) -> int:
+        self._waiting += text
+        return len(text)
+
+    def flush(self) -> None:
+        if self._waiting and self._path.parent.parent.is_dir():
+            self._path.parent.mkdir(exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(self._waiting)
+            self._waiting = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)

@@ -1,0 +1,195 @@
+"""The ranks of torch.distributed as the processes that share the rows of a dataset.
+
+torchrun, srun and others start the processes, and set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+(https://docs.pytorch.org/docs/stable/elastic/run.html). Ranks wait for each other in the key-value store of
+the process group, where a wait ends with an error as soon as another rank has failed or died. Tensors are
+sent when all ranks are there, and only tensors: nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from psgrad.engine.execution.ranks import Arrays
+from psgrad.errors import DistributedError
+
+_POLL = timedelta(seconds=0.5)
+_BEAT = 2.0  # seconds between two signs of life
+_SILENCE = 60.0  # seconds without a sign of life, after which a rank is taken for dead
+_TIMEOUT = timedelta(minutes=10)  # of one collective
+_FAILED = "failed"
+
+
+class RankGroup:
+    """The ranks of one run. See `Processes`."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.rank, self.size, self._store = rank, size, store
+        self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}
+        self._stopped = threading.Event()
+        self._beating = threading.Thread(target=self._beat, daemon=True)
+        self._beating.start()
+
+    @classmethod
+    def join(cls) -> RankGroup:
+        """Join the group that the environment describes. Raises DistributedError."""
+        try:
+            store, rank, size = next(iter(dist.rendezvous("env://", timeout=_TIMEOUT)))
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+        except (RuntimeError, ValueError) as error:
+            raise DistributedError(
+                f"the process group can't be made: {str(error).splitlines()[0]}",
+                expected="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them",
+                next_step="start with torchrun, or with --processes; or unset WORLD_SIZE for one process",
+            ) from error
+        return cls(dist.PrefixStore("psgrad", store), rank, size)
+
+    def leave(self) -> None:
+        """End the signs of life, and leave the group."""
+        self._stopped.set()
+        self._beating.join()
+        dist.destroy_process_group()
+
+    def fail(self, message: str) -> bool:
+        """Let the others know that this rank has failed, and why; returns whether it was the first."""
+        failure = json.dumps([self.rank, message])
+        try:
+            return bool(self._store.compare_set(_FAILED, "", failure) == failure.encode())
+        except RuntimeError:  # the store's process is gone
+            return True
+
+    def part_of(self, rank: int) -> str:
+        return f"rank-{rank}"
+
+    # -- rows ------------------------------------------------------------------------------------------------
+
+    def ranges(self, name: str, every: Sequence[range], first: Collection[int] = ()) -> Iterator[range]:
+        own = [any(row in rows for row in first) for rows in every]
+        for place in sorted(range(len(every)), key=lambda place: not own[place]):
+            if self._store.add(f"{name}.taken.{place}", 1) == 1:
+                yield every[place]
+
+    def progress(self, name: str, rows: int) -> int:
+        return int(self._store.add(f"{name}.rows", rows))
+
+    # -- meeting ---------------------------------------------------------------------------------------------
+
+    def agreed(self, name: str, numbers: Callable[[], list[int]]) -> list[int]:
+        key = f"agreed.{name}"
+        if self.rank == 0:
+            self._store.set(key, json.dumps(numbers()))
+        self._wait(key)
+        result: list[int] = json.loads(self._store.get(key))
+        return result
+
+    def meet(self, name: str) -> None:
+        key = f"met.{name}"
+        if self._store.add(f"{key}.count", 1) == self.size:
+            self._store.set(key, "1")
+        self._wait(key)
+
+    def reduce(self, name: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
+        """In pairs of ranks, then pairs of pairs: the time grows with the logarithm of their number."""
+        self.meet(f"{name}.reduce")
+        step = 1
+        while step < self.size:
+            if self.rank % (2 * step) == step:
+                self._send(state(), self.rank - step)
+                break
+            if self.rank + step < self.size:
+                merge(self._receive(self.rank + step))
+            step *= 2
+        return self._broadcast(state() if self.rank == 0 else {})
+
+    def _wait(self, key: str) -> None:
+        """Wait until the key is there. Raises DistributedError where a rank has failed or died."""
+        while True:
+            try:
+                self._store.wait([key], _POLL)
+            except RuntimeError:  # the time is over
+                self._require_others()
+            else:
+                return
+
+    def _require_others(self) -> None:
+        if self._store.check([_FAILED]):
+            rank, message = json.loads(self._store.get(_FAILED))
+            raise DistributedError(
+                f"rank {rank} failed: {message}", next_step="mend it there, and run again with --resume"
+            )
+        now = time.monotonic()
+        for rank, (before, since) in self._heard.items():
+            beat = self._store.get(f"alive.{rank}") if self._store.check([f"alive.{rank}"]) else b""
+            if beat != before:
+                self._heard[rank] = beat, now
+            elif now - since > _SILENCE:
+                raise DistributedError(
+                    f"rank {rank} has given no sign of life for {_SILENCE:.0f} seconds",
+                    cause="its process was killed, or its machine is down",
+                    next_step="run again with --resume: finished rows are kept",
+                )
+
+    def _beat(self) -> None:
+        with suppress(RuntimeError):  # the store's process may be gone
+            while True:
+                self._store.set(f"alive.{self.rank}", str(time.monotonic()))
+                if self._stopped.wait(_BEAT):
+                    return
+
+    # -- tensors ---------------------------------------------------------------------------------------------
+
+    def _send(self, state: Arrays, to: int) -> None:
+        words = _described(state)
+        dist.send(torch.tensor([len(words)]), to)
+        dist.send(words, to)
+        for value in state.values():
+            dist.send(_on_cpu(value), to)
+
+    def _receive(self, source: int) -> Arrays:
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.recv(length, source)
+        words = torch.zeros(int(length), dtype=torch.uint8)
+        dist.recv(words, source)
+        state = _empty(words)
+        for value in state.values():
+            dist.recv(value, source)
+        return state
+
+    def _broadcast(self, state: Arrays) -> Arrays:
+        words = _described(state)
+        length = torch.tensor([len(words)])
+        dist.broadcast(length, 0)
+        if self.rank:
+            words = torch.zeros(int(length), dtype=torch.uint8)
+        dist.broadcast(words, 0)
+        result = {key: _on_cpu(value) for key, value in state.items()} if self.rank == 0 else _empty(words)
+        for value in result.values():
+            dist.broadcast(value, 0)
+        return result
+
+
+def _on_cpu(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().cpu().contiguous()
+
+
+def _described(state: Arrays) -> torch.Tensor:
+    """Names, shapes and types of the tensors, as bytes."""
+    facts = [
+        [name, list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in state.items()
+    ]
+    return torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
+
+
+def _empty(words: torch.Tensor) -> Arrays:
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, dtype))
+        for name, shape, dtype in json.loads(bytes(words.tolist()))
+    }

@@ -1,0 +1,115 @@
+"""The processes that share the rows of a dataset: one alone, or several ranks.
+
+A rank takes the next range of rows that no other has taken, so that a slow rank does not hold up the others.
+Ranges begin and end at multiples of the chunk size: the chunks, and so the numbers of a row, are those of one
+process. What is gathered over all rows is merged when all ranks have come to the end of a pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+Arrays = dict[str, torch.Tensor]
+
+# The rows that are left are divided by so many times the number of ranks: ranges become smaller towards the
+# end, so that ranks end at about the same time.
+_RANGES_LEFT = 2
+
+
+class Processes(Protocol):
+    """What a workflow needs of the processes that run it.
+
+    Attributes:
+        rank: 0, 1, ...; the process of rank 0 alone writes tables and reports. size: how many there are.
+    """
+
+    rank: int
+    size: int
+
+    def part_of(self, rank: int) -> str:
+        """The name of a rank's part of what is stored; empty for a process alone."""
+
+    def ranges(self, name: str, every: Sequence[range], first: Collection[int] = ()) -> Iterator[range]:
+        """Those of the ranges `every` (the same on each process) that this process computes in the pass
+        `name`, one after another. Those with a row of `first`, whose gradients it has in memory, come before
+        the others.
+        """
+
+    def agreed(self, name: str, numbers: Callable[[], list[int]]) -> list[int]:
+        """The whole numbers that rank 0 finds, on every rank."""
+
+    def progress(self, name: str, rows: int) -> int:
+        """Add so many finished rows; returns how many all processes have finished."""
+
+    def meet(self, name: str) -> None:
+        """Wait for all processes. Raises DistributedError as soon as one has failed."""
+
+    def reduce(self, name: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
+        """What all processes have gathered, on each of them.
+
+        state: returns what this process has gathered. merge: adds a state of another one to it.
+        """
+
+
+class OneProcess:
+    """A process alone: it takes all rows."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self._done = Counter[str]()
+
+    def part_of(self, rank: int) -> str:
+        return ""
+
+    def ranges(self, name: str, every: Sequence[range], first: Collection[int] = ()) -> Iterator[range]:
+        yield from every
+
+    def agreed(self, name: str, numbers: Callable[[], list[int]]) -> list[int]:
+        return numbers()
+
+    def progress(self, name: str, rows: int) -> int:
+        self._done[name] += rows
+        return self._done[name]
+
+    def meet(self, name: str) -> None:
+        pass
+
+    def reduce(self, name: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
+        return state()
+
+
+def guided_ranges(todo: Sequence[range], chunk: int, size: int) -> list[range]:
+    """The same rows as ranges of whole chunks for `size` processes, large ones first; for one process as they
+    are.
+
+    Source: Polychronopoulos, Kuck: Guided Self-Scheduling (IEEE Transactions on Computers C-36, 1987).
+    """
+    if size == 1:
+        return list(todo)
+    left, result = sum(map(len, todo)), list[range]()
+    for rows in todo:
+        start = rows.start
+        while start < rows.stop:
+            chunks = max(1, round(left / (_RANGES_LEFT * size * chunk)))
+            stop = min(rows.stop, (start // chunk + chunks) * chunk)
+            result.append(range(start, stop))
+            left -= stop - start
+            start = stop
+    return result
+
+
+def gaps(count: int, done: Sequence[range]) -> list[range]:
+    """The rows 0, ..., count - 1 that are in none of these ranges, as ranges in order."""
+    result, reached = list[range](), 0
+    for rows in sorted(done, key=lambda rows: rows.start):
+        if rows.start > reached:
+            result.append(range(reached, rows.start))
+        reached = max(reached, rows.stop)
+    if reached < count:
+        result.append(range(reached, count))
+    return result
