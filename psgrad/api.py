@@ -113,7 +113,7 @@ def analyze(
     from psgrad.workflows.analyze import analyze as run_analyze
 
     with config_of(config, objects, resume=resume) as found:
-        return run_analyze(
+        result = run_analyze(
             found,
             limit=limit,
             sample=sample,
@@ -122,6 +122,8 @@ def analyze(
             report=report,
             progress=progress,
         )
+        assert result is not None, "one process has the whole result"
+        return result
 
 
 def load_run(run: AnyPath) -> AnalyzeResult:

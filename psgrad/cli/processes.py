@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import typer
 
 from psgrad.cli.boundary import Terminated
 from psgrad.cli.progress import PlainDisplay, ProgressDisplay, ProgressStyle, progress_display
-from psgrad.errors import EXIT_INTERRUPTED, EXIT_RUNTIME, EXIT_TERMINATED, PsgradError
+from psgrad.errors import EXIT_INTERRUPTED, EXIT_RUNTIME, EXIT_TERMINATED, DistributedError, PsgradError
 
 if TYPE_CHECKING:
     from psgrad.engine.execution.ranks import Processes
@@ -45,6 +46,7 @@ def start(count: int) -> None:
     """
     if count == 1 or in_a_group():
         return
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -64,7 +66,16 @@ def start(count: int) -> None:
     try:
         elastic_launch(config, sys.executable)("-m", "psgrad", *_without_option(sys.argv[1:]))
     except ChildFailedError as error:
-        raise typer.Exit(max(_exit_code(failure.exitcode) for failure in error.failures.values())) from None
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:  # an error, which the rank has printed, or a verdict
+            raise typer.Exit(failure.exitcode) from None
+        raise DistributedError(
+            f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}",
+            cause="too little memory for so many processes, or somebody ended it",
+            next_step="run the same command with --resume: finished samples are kept; try fewer --processes",
+        ) from None
+    except SignalException as ended:
+        raise (Terminated if ended.sigval == signal.SIGTERM else KeyboardInterrupt) from None
     raise typer.Exit
 
 
@@ -76,10 +87,6 @@ def _without_option(arguments: list[str]) -> list[str]:
             result.append(argument)
         skip = argument == OPTION
     return result
-
-
-def _exit_code(code: int) -> int:
-    return code if code >= 0 else EXIT_RUNTIME  # a signal ended it
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from psgrad.engine.execution.ranks import Arrays
 from psgrad.errors import DistributedError
 
-_POLL = timedelta(seconds=0.5)
+_POLL = 0.05  # seconds
 _BEAT = 2.0  # seconds between two signs of life
 _SILENCE = 60.0  # seconds without a sign of life, after which a rank is taken for dead
 _TIMEOUT = timedelta(minutes=10)  # of one collective
@@ -111,13 +111,9 @@ class RankGroup:
 
     def _wait(self, key: str) -> None:
         """Wait until the key is there. Raises DistributedError where a rank has failed or died."""
-        while True:
-            try:
-                self._store.wait([key], _POLL)
-            except RuntimeError:  # the time is over
-                self._require_others()
-            else:
-                return
+        while not self._store.check([key]):
+            self._require_others()
+            time.sleep(_POLL)
 
     def _require_others(self) -> None:
         if self._store.check([_FAILED]):
