@@ -14,10 +14,11 @@ from psgrad.cli.check import show_check
 from psgrad.cli.command import Panel, command
 from psgrad.cli.options import AsJson, ConfigPath, Debug, Output, Overwrite, Settings, read_config
 from psgrad.cli.processes import ProcessesOption
-from psgrad.cli.progress import ProgressOption, ProgressStyle
+from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 from psgrad.errors import EXIT_OK, ConfigError
 
 if TYPE_CHECKING:
+    from psgrad.config import Config
     from psgrad.results import AnalyzeResult
 
 
@@ -66,6 +67,16 @@ Verbose = Annotated[
 ]
 
 
+Part = Annotated[
+    str | None,
+    typer.Option(
+        "--part",
+        metavar="K/N",
+        help="Measure only part K of N of the samples, for job arrays; psgrad merge joins the parts.",
+    ),
+]
+
+
 @command(Panel.QUALITY, 1)
 def analyze(
     config: ConfigPath,
@@ -81,6 +92,7 @@ def analyze(
     quiet: Quiet = False,
     verbose: Verbose = False,
     processes: ProcessesOption = 1,
+    part: Part = None,
     shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
@@ -96,6 +108,11 @@ def analyze(
         resolved = read_config(config, settings, output)
         from psgrad.workflows.analyze import analyze as run_analyze
 
+        if part is not None:
+            _require_one_of(processes > 1, "--part", "--processes")
+            _require_one_of(overwrite, "--part", "--overwrite")
+            _measure_part(resolved, part, limit, sample, ProgressStyle.none if quiet else shown)
+            return
         several.start(processes)
         style = ProgressStyle.none if quiet else shown
         with several.joined() as group, several.display(style, group, resolved.output) as progress:
@@ -111,18 +128,36 @@ def analyze(
             )
         if result is None:  # on all ranks but the first
             return
-        _say(result, quiet, verbose)
-        if as_json:
-            from psgrad.reports.analyze_terminal import run_record
+        show_result(result, check, as_json, quiet, verbose)
 
-            typer.echo(json.dumps(run_record(result, resolved.analyze.top), indent=2, allow_nan=False))
-        else:
-            _show(result, resolved.analyze.top, check)
-        if check and result.check is not None:
-            if as_json and not quiet:
-                _say_verdict(result)
-            if result.check.exit_code != EXIT_OK:
-                raise typer.Exit(result.check.exit_code)
+
+def _measure_part(config: Config, part: str, limit: float | None, sample: bool, style: ProgressStyle) -> None:
+    """Measure one part of a run, K/N, and print its folder."""
+    number, _, count = part.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise ConfigError(f"--part {part}", expected="K/N: which part, and how many there are, such as 3/64")
+    from psgrad.workflows.parts import measure_part
+
+    with progress_display(style) as progress:
+        folder = measure_part(config, int(number), int(count), limit=limit, sample=sample, progress=progress)
+    typer.echo(str(folder))
+
+
+def show_result(result: AnalyzeResult, check: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
+    """Print a finished run. Leaves with the gate's exit code if `check`."""
+    top = int((result.manifest.get("config") or {}).get("analyze", {}).get("top", 0))
+    _say(result, quiet, verbose)
+    if as_json:
+        from psgrad.reports.analyze_terminal import run_record
+
+        typer.echo(json.dumps(run_record(result, top), indent=2, allow_nan=False))
+    else:
+        _show(result, top, check)
+    if check and result.check is not None:
+        if as_json and not quiet:
+            _say_verdict(result)
+        if result.check.exit_code != EXIT_OK:
+            raise typer.Exit(result.check.exit_code)
 
 
 def _require_one_of(both: bool, first: str, second: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from psgrad.errors import DataError
 from psgrad.storage.folders import SHARDS, RunFolder, packed
 
 Array = np.ndarray[Any, Any]
@@ -57,11 +58,14 @@ class Shards:
     it.
 
     The parquet file is written last, and completes the shard: before that it does not exist. part: of the
-    process, empty for a process alone. counted: its rows are finished samples of the run.
+    process, empty for a process alone. run: a hash of the identity of the run. counted: its rows are finished
+    samples of the run.
     """
 
-    def __init__(self, folder: RunFolder, name: str, part: str = "", counted: bool = False) -> None:
-        self._folder, self._counted = folder, counted
+    def __init__(
+        self, folder: RunFolder, name: str, run: str = "", part: str = "", counted: bool = False
+    ) -> None:
+        self._folder, self._run, self._counted = folder, run, counted
         self._place = "/".join(filter(None, (SHARDS, name, part)))
         self._count = 0
         self._rows = 0
@@ -70,7 +74,7 @@ class Shards:
         """Store these rows, from the row `first` of the dataset on, durably, and all that was gathered up to
         them. Raises OutputError.
         """
-        about = {"first": str(first), "rows": str(len(table))}
+        about = {"first": str(first), "rows": str(len(table)), "run": self._run}
         for kind, content in (("arrays", arrays), ("state", state)):
             self._folder.write_bytes(
                 self._name_of(kind, self._count),
@@ -86,7 +90,7 @@ class Shards:
 
     def read(self) -> Kept:
         """The complete shards; those behind one that is damaged or missing are ignored, and written anew.
-        `append` goes on from here.
+        `append` goes on from here. Raises DataError for shards of another run.
         """
         result: list[Shard] = []
         while (shard := self._shard(len(result))) is not None:
@@ -123,16 +127,25 @@ class Shards:
             table = pd.read_parquet(self._path("table", number))
         except (OSError, ValueError):  # missing or damaged: pyarrow's own errors are ValueErrors
             return None
-        arrays, first, rows = _unpacked(self._path("arrays", number))
-        return Shard(first, table, arrays) if arrays is not None and rows == len(table) else None
+        arrays, first, rows, run = _unpacked(self._path("arrays", number))
+        if arrays is None or rows != len(table):
+            return None
+        if run != self._run:
+            raise DataError(
+                f"{self._path('table', number)} is of another run",
+                expected="parts of one config, model and dataset",
+                cause="the files of another run were copied into this folder",
+                next_step=f"remove {self._path('table', number).parent}, and run that part again",
+            )
+        return Shard(first, table, arrays)
 
     def _state(self, number: int, shard: Shard) -> Arrays | None:
-        state, first, rows = _unpacked(self._path("state", number))
+        state, first, rows, _ = _unpacked(self._path("state", number))
         return state if (first, rows) == (shard.first, len(shard.table)) else None
 
 
-def _unpacked(path: Path) -> tuple[Arrays | None, int, int]:
-    """(the arrays of a file, None if it is missing or damaged; the first of its rows; how many)."""
+def _unpacked(path: Path) -> tuple[Arrays | None, int, int, str]:
+    """(the arrays of a file, None if it is missing or damaged; the first of its rows; how many; whose)."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -141,8 +154,8 @@ def _unpacked(path: Path) -> tuple[Arrays | None, int, int]:
             # A file has its arrays in an order of its own, and sums depend on the order.
             order = json.loads(metadata[_ORDER])
             if sorted(order) != sorted(file.keys()):
-                return None, 0, 0
+                return None, 0, 0, ""
             arrays = {name: file.get_tensor(name) for name in order}
-            return arrays, int(metadata["first"]), int(metadata["rows"])
+            return arrays, int(metadata["first"]), int(metadata["rows"]), metadata["run"]
     except (OSError, ValueError, TypeError, KeyError, SafetensorError):
-        return None, 0, 0
+        return None, 0, 0, ""

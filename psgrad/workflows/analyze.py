@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,8 +14,9 @@ import torch
 
 from psgrad.config import Config
 from psgrad.engine.execution.ranks import OneProcess, Processes
+from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.measures.measure import Gathered, Measure
+from psgrad.engine.measures.measure import Gathered, Measure, Setting
 from psgrad.engine.measures.norms import GradientNorms
 from psgrad.errors import ConfigError
 from psgrad.inputs.rows import Samples
@@ -29,22 +32,90 @@ from psgrad.results import (
     TopSample,
     top_samples,
 )
-from psgrad.results.manifest import Counts, EngineFacts
+from psgrad.results.manifest import Counts, EngineFacts, RunManifest
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
 from psgrad.storage.folders import SHARDS
 from psgrad.user_code import with_code_beside
 from psgrad.wording import listed_names
 from psgrad.workflows.check import GateFiles, check_samples, gate_files
-from psgrad.workflows.identity import NAMES, identity, measure_specs, names_of, reopen, require_judged_alike
+from psgrad.workflows.identity import (
+    NAMES,
+    digest,
+    identity,
+    measure_specs,
+    names_of,
+    reopen,
+    require_judged_alike,
+)
 from psgrad.workflows.judging import Judging
 from psgrad.workflows.measures import frame_of, measures_of, prepare
-from psgrad.workflows.measuring import Passes, about_rows
+from psgrad.workflows.measuring import Measured, Passes, about_rows
 from psgrad.workflows.running import Clock, describe_run, recorded
-from psgrad.workflows.setup import set_up
+from psgrad.workflows.setup import Setup, set_up
 
 _PICTURES = 40
 _TOLD = 10  # rows that can not be read
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose model, data and measures are loaded.
+
+    setting, every: of the measures. in_dataset: rows of the whole dataset.
+    """
+
+    run: Setup
+    setting: Setting
+    every: list[Measure]
+    judging: Judging
+    in_dataset: int
+    limit: int | float | None
+    sample: bool
+
+    @property
+    def stream(self) -> Stream:
+        return self.setting.examples.stream
+
+    def identity(self, parts: int | None = None) -> dict[str, Any]:
+        """All that the numbers of the run depend on. parts: of how many the run is made."""
+        drawn = {"rows are drawn at random": True} if self.sample else {}
+        in_parts = {"number of parts": parts} if parts is not None else {}
+        return identity(self.run, len(self.setting)) | self.judging.identity() | drawn | in_parts
+
+    def manifest(self, check: SelfCheck | None, now: dict[str, Any]) -> RunManifest:
+        """manifest.json at the beginning. now: the run's identity."""
+        config = self.run.config
+        seed = config.analyze.seed if self.sample else None
+        about = describe_run("analyze", self.run, check, measure_specs(config))
+        return replace(about, identity=now, limit=self.limit, sampled_by=seed)
+
+    def measure(self, folder: RunFolder, progress: Say, processes: Processes, run: str) -> Measured | None:
+        """What was measured; None for a process that does not lead. run: the hash of the run's identity."""
+        about = about_rows(self.run)
+        return Passes(self.setting, self.stream, self.every, about, folder, progress, processes, run).run()
+
+
+def prepared(config: Config, limit: int | float | None, sample: bool, progress: Say) -> Prepared:
+    """Load what a config names. Raises PsgradError for everything that can be wrong with it."""
+    measures = measures_of(config)
+    run = set_up(config, config.output / SHARDS)
+    in_dataset, count = len(run.samples), limited(len(run.samples), limit)
+    if sample:
+        require_limit(limit)
+        run = run.with_drawn_rows(count, config.analyze.seed)
+    run = run.with_rows_described()
+    setting, every = prepare(
+        run, measures, count, lambda message: progress(Progress(0, 0, "samples", message))
+    )
+    return Prepared(run, setting, every, Judging(run, measures), in_dataset, limit, sample)
+
+
+def new_folder(output: Path, run: Setup, overwrite: bool) -> RunFolder:
+    """The folder of a run that begins."""
+    folder = RunFolder.create(output, overwrite)
+    folder.write_json(NAMES, names_of(run))
+    return folder
 
 
 @with_code_beside
@@ -76,52 +147,36 @@ def analyze(
     is finished by then stays in the run folder.
     """
     processes = OneProcess() if processes is None else processes
-    if not resume and processes.rank == 0:
+    if not resume and processes.leads:
         RunFolder.require_free(config.output, overwrite)
     clock = Clock()
     with clock("load"):
-        measures = measures_of(config)
         gate = gate_files(config.gate, config.base)
-        run = set_up(config, config.output / SHARDS)
-        in_dataset, count = len(run.samples), limited(len(run.samples), limit)
-        if sample:
-            require_limit(limit)
-            run = run.with_drawn_rows(count, config.analyze.seed)
-        run = run.with_rows_described()
-        setting, every = prepare(
-            run, measures, count, lambda message: progress(Progress(0, 0, "samples", message))
-        )
-        stream = setting.examples.stream
-        judging = Judging(run, measures)
-    if processes.rank:
-        processes.meet("folder")  # until the first rank has made it
+        start = prepared(config, limit, sample, progress)
+    run, every, stream = start.run, start.every, start.stream
+    if not processes.leads:
+        hash_of_run = processes.agreed("identity", list)  # the first rank has made the folder by then
         folder = RunFolder(config.output)
-        Passes(setting, stream, every, about_rows(run), folder, progress, processes).run()
-        judging.reference(folder, progress, processes)
+        start.measure(folder, progress, processes, bytes(hash_of_run).hex())
+        start.judging.reference(folder, progress, processes, bytes(hash_of_run).hex())
         return None
-    now = identity(run, count) | judging.identity() | ({"rows are drawn at random": True} if sample else {})
+    now = start.identity(processes.parts)
     reopened = reopen(config.output, now, run) if resume else None
     if reopened is not None and reopened.finished:
         reopened.drop_shards()  # if it was killed just before
         return judged_before(config, reopened, gate)
     with clock("self-check"):
         check = run.self_check(stream)
-    if reopened is None:
-        folder = RunFolder.create(config.output, overwrite or resume)
-        folder.write_json(NAMES, names_of(run))
-    else:
-        folder = reopened
-    processes.meet("folder")
-    manifest = describe_run("analyze", run, check, measure_specs(config))
-    seed = config.analyze.seed if sample else None
-    with recorded(folder, replace(manifest, identity=now, limit=limit, sampled_by=seed), clock) as record:
+    folder = reopened or new_folder(config.output, run, overwrite or resume)
+    with recorded(folder, start.manifest(check, now), clock) as record:
         with clock("gradients"):
-            passes = Passes(setting, stream, every, about_rows(run), folder, progress, processes)
-            measured = passes.run()
-            assert measured is not None, "the first rank has what all have measured"
-            reference = judging.reference(folder, progress, processes)
+            hash_of_run = processes.agreed("identity", lambda: list(bytes.fromhex(digest(now))))
+            measured = start.measure(folder, progress, processes, bytes(hash_of_run).hex())
+            assert measured is not None, "the process that leads has what all have measured"
+            trusted_by = OneProcess() if processes.parts is not None else processes
+            reference = start.judging.reference(folder, progress, trusted_by, bytes(hash_of_run).hex())
         with clock("tables"):
-            judged = judging.judge(measured, reference)
+            judged = start.judging.judge(measured, reference)
             frame = judged.frame
             norms = next(each for each in every if isinstance(each, GradientNorms))
             parameters = parameter_table(norms, run.objective.params)
@@ -142,8 +197,8 @@ def analyze(
         words = vocabulary_of(run.samples, results.values()) if shows else {}
         facts = record.add(
             outliers=judged.facts,
-            engine=engine_facts(manifest.engine, stream, norms),
-            counts=counts_of(frame, in_dataset),
+            engine=engine_facts(record.manifest.engine, stream, norms),
+            counts=counts_of(frame, start.in_dataset),
             timings=clock.seconds,
         )
         verdict = check_samples(frame, facts, folder, gate)

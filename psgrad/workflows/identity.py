@@ -6,6 +6,7 @@ Whether a run may continue where an earlier one ended: only with the same model,
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -135,13 +136,20 @@ def identity(run: Setup, count: int) -> dict[str, Any]:
     }
 
 
+def digest(identity: Mapping[str, Any]) -> str:
+    """A hash of an identity."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def measure_specs(config: Config) -> list[str]:
     """The code of measures that a config names."""
     return [measure.name for measure in config.analyze.measures]
 
 
-def reopen(path: Path, now: dict[str, Any], run: Setup) -> RunFolder | None:
+def reopen(path: Path, now: dict[str, Any], run: Setup, *, alone: bool = True) -> RunFolder | None:
     """The folder of an interrupted run with this identity, to go on with; None where there is none.
+
+    alone: whether no other process writes in it now, so that files that a killed one left can be removed.
 
     Raises ConfigError, with the difference, where the folder holds a run with another identity, or one of
     another command.
@@ -175,7 +183,7 @@ def reopen(path: Path, now: dict[str, Any], run: Setup) -> RunFolder | None:
             expected="the config, checkpoint, data and code of the run that is to go on",
             next_step="put back what changed; or begin anew with --overwrite, or another --output",
         )
-    return RunFolder.reopen(path)
+    return RunFolder.reopen(path) if alone else RunFolder(path)
 
 
 def _parts_that_differ(path: Path, now: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

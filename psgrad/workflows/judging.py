@@ -77,12 +77,14 @@ class Judging:
             "score": self._outliers.score,
         }
 
-    def reference(self, folder: RunFolder, say: Say, processes: Processes) -> Reference | None:
+    def reference(self, folder: RunFolder, say: Say, processes: Processes, identity: str) -> Reference | None:
         """The trusted samples with their scores; None where there are none, and on all ranks but the first.
         A dataset is measured now, and what is finished of it is kept in the run's folder, as the run's own
         rows are.
         """
-        return self._found if self._trusted is None else self._measure(self._trusted, folder, say, processes)
+        if self._trusted is None:
+            return self._found
+        return self._measure(self._trusted, folder, say, processes, identity)
 
     def judge(self, measured: Measured, reference: Reference | None) -> Judged:
         """The verdict on what was measured, against the trusted samples."""
@@ -184,7 +186,9 @@ class Judging:
         config = run.config.model_copy(update={"data": source.data})
         return replace(run, config=config, samples=trusted).with_rows_described()
 
-    def _measure(self, trusted: Setup, folder: RunFolder, say: Say, processes: Processes) -> Reference | None:
+    def _measure(
+        self, trusted: Setup, folder: RunFolder, say: Say, processes: Processes, identity: str
+    ) -> Reference | None:
         """The trusted dataset, measured as the samples are: what the score, the groups and the detectors
         need.
         """
@@ -196,7 +200,15 @@ class Judging:
             lambda message: say(Progress(0, 0, "reference", message)),
         )
         measured = Passes(
-            setting, setting.examples.stream, every, about_rows(trusted), folder, say, processes, _PREFIX
+            setting,
+            setting.examples.stream,
+            every,
+            about_rows(trusted),
+            folder,
+            say,
+            processes,
+            identity,
+            _PREFIX,
         ).run()
         if measured is None:
             return None

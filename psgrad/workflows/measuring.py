@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,12 @@ from psgrad.engine.execution.ranks import Processes, gaps, guided_ranges
 from psgrad.engine.execution.streaming import Columns, Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
 from psgrad.engine.measures.passes import SecondPass
-from psgrad.errors import MeasureError
+from psgrad.errors import DataError, MeasureError
 from psgrad.inputs.drawn import DrawnSamples
 from psgrad.inputs.reader import digest_of
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
+from psgrad.storage.folders import SHARDS
 from psgrad.storage.shards import Kept, Shard, Shards
 from psgrad.workflows.measures import joined_columns
 from psgrad.workflows.running import held
@@ -65,6 +67,7 @@ class Passes:
         about: see About.
         folder: where finished rows go; all processes see it.
         processes: those that share the rows.
+        run: a hash of the run's identity: shards of another one are refused.
         prefix: of the passes' names, where one run has the passes of two datasets.
     """
 
@@ -77,14 +80,17 @@ class Passes:
         folder: RunFolder,
         say: Say,
         processes: Processes,
+        run: str,
         prefix: str = "",
     ) -> None:
         self.setting, self.stream, self.measures = setting, stream, measures
         self.about, self.folder, self.say = about, folder, say
-        self.processes, self.prefix = processes, prefix
+        self.processes, self.identity, self.prefix = processes, run, prefix
 
     def run(self) -> Measured | None:
-        """All passes, and what the measures gathered; None on all ranks but the first."""
+        """All passes, and what the measures gathered; None for processes that do not lead. A part of a run
+        leaves the second pass out as long as rows of other parts are missing.
+        """
         again = [measure for measure in self.measures if measure.looks_twice]
         second = SecondPass(again, self.stream)
         first = [*self.measures, second] if again else self.measures
@@ -95,7 +101,10 @@ class Passes:
 
         names = [(_FIRST, "the first pass")]
         self._take(_FIRST, first, run, about=self.about)
-        self._merge(first)
+        if again and self._waits_for_parts(again):
+            again = []
+        else:
+            self._merge(first)
         chunk_size = self.stream.chunk_size
         self.stream.fix_chunk_size(chunk_size)
         if again:
@@ -110,7 +119,30 @@ class Passes:
             for own in measure.passes():
                 self._take(own.name, [], partial(self._own, own))
                 names.append((own.name, f"the pass {own.name}"))
-        return None if self.processes.rank else self._gathered(names)
+        return self._gathered(names) if self.processes.leads else None
+
+    def _waits_for_parts(self, again: Sequence[Measure]) -> bool:
+        """Whether the second pass has to wait for rows of other parts. Says so."""
+        if self.processes.leads or self.processes.size > 1:
+            return False
+        missing = self._missing(_FIRST)
+        if missing:
+            names = ", ".join(measure.name for measure in again)
+            self.say(
+                Progress(
+                    0,
+                    0,
+                    _FIRST,
+                    f"{names}: a second pass compares each sample with all, and"
+                    f" {sum(map(len, missing)):,} samples of other parts are missing; run this part again"
+                    " when all parts have come to their end",
+                )
+            )
+        return bool(missing)
+
+    def _missing(self, name: str) -> list[range]:
+        """The rows that no process has finished."""
+        return gaps(len(self.setting), [rows for kept in self._kept(name) for rows in kept.ranges])
 
     def _gathered(self, passes: Sequence[tuple[str, str]]) -> Measured:
         """What the measures make of the columns of all passes (name, in words)."""
@@ -147,9 +179,8 @@ class Passes:
         are computed. stored: rows whose ranges this process computes before others.
         """
         count, pass_name = len(self.setting), self.prefix + name
-        shards = Shards(
-            self.folder, pass_name, self.processes.part_of(self.processes.rank), counted=name == _FIRST
-        )
+        part = self.processes.part_of(self.processes.rank)
+        shards = Shards(self.folder, pass_name, self.identity, part, counted=name == _FIRST)
         kept = shards.read()
         if kept.shards:
             self._restore(measures, kept.state)
@@ -208,9 +239,8 @@ class Passes:
         chunk = self.stream.chunk_size if name in (_FIRST, _SECOND) else self.stream.rows_at_longest
 
         def cut() -> list[int]:
-            done = [rows for kept in self._kept(name) for rows in kept.ranges]
-            self.processes.progress(self.prefix + name, sum(map(len, done)))
-            missing = gaps(len(self.setting), done)
+            missing = self._missing(name)
+            self.processes.progress(self.prefix + name, len(self.setting) - sum(map(len, missing)))
             if as_in is None or self.processes.size == 1:
                 every = guided_ranges(missing, chunk, self.processes.size)
             else:
@@ -241,7 +271,7 @@ class Passes:
         if processes.rank == 0:
             here = {processes.part_of(rank) for rank in range(processes.size)}
             for part in Shards.parts(self.folder, pass_name):
-                kept = Kept() if part in here else Shards(self.folder, pass_name, part).read()
+                kept = Kept() if part in here else self._read(pass_name, part)
                 self._add(measures, {key: torch.from_numpy(value) for key, value in kept.state.items()})
         state = processes.reduce(pass_name, lambda: self._state(measures), partial(self._add, measures))
         if processes.rank:
@@ -271,13 +301,26 @@ class Passes:
     def _kept(self, name: str) -> list[Kept]:
         """What all processes have stored of a pass."""
         pass_name = self.prefix + name
-        return [Shards(self.folder, pass_name, part).read() for part in Shards.parts(self.folder, pass_name)]
+        return [self._read(pass_name, part) for part in Shards.parts(self.folder, pass_name)]
+
+    def _read(self, pass_name: str, part: str) -> Kept:
+        return Shards(self.folder, pass_name, self.identity, part).read()
 
     def _shards(self, name: str) -> list[Shard]:
-        """All shards of a pass, in the order of their rows."""
-        return sorted(
+        """All shards of a pass, in the order of their rows. Raises DataError for rows that are in two."""
+        found = sorted(
             (shard for kept in self._kept(name) for shard in kept.shards), key=lambda each: each.first
         )
+        for one, other in pairwise(found):
+            if other.first < one.rows.stop:
+                raise DataError(
+                    f"the rows {other.first:,} to {min(one.rows.stop, other.rows.stop) - 1:,} of the pass"
+                    f" {name} are there twice",
+                    expected="each row in one part",
+                    cause="parts of two divisions of the dataset ran at the same time, such as 1/2 and 1/3",
+                    next_step=f"remove the parts of one of them from {self.folder.path / SHARDS}",
+                )
+        return found
 
     # -- what is gathered ------------------------------------------------------------------------------------
 

@@ -31,8 +31,10 @@ _FAILED = "failed"
 class RankGroup:
     """The ranks of one run. See `Processes`."""
 
+    parts: int | None = None
+
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self.rank, self.size, self._store = rank, size, store
+        self.rank, self.size, self.leads, self._store = rank, size, rank == 0, store
         self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}
         self._stopped = threading.Event()
         self._beating = threading.Thread(target=self._beat, daemon=True)

@@ -13,6 +13,9 @@ from typing import Protocol
 
 import torch
 
+from psgrad.errors import DataError
+
+_SHOWN = 5
 Arrays = dict[str, torch.Tensor]
 
 # The rows that are left are divided by so many times the number of ranks: ranges become smaller towards the
@@ -24,11 +27,14 @@ class Processes(Protocol):
     """What a workflow needs of the processes that run it.
 
     Attributes:
-        rank: 0, 1, ...; the process of rank 0 alone writes tables and reports. size: how many there are.
+        rank: 0, 1, ... size: how many there are. leads: whether this one writes tables and reports. parts:
+            of how many parts the run is made, one after another or at the same time; None for a whole run.
     """
 
     rank: int
     size: int
+    leads: bool
+    parts: int | None
 
     def part_of(self, rank: int) -> str:
         """The name of a rank's part of what is stored; empty for a process alone."""
@@ -58,7 +64,8 @@ class Processes(Protocol):
 class OneProcess:
     """A process alone: it takes all rows."""
 
-    rank, size = 0, 1
+    rank, size, leads = 0, 1, True
+    parts: int | None = None
 
     def __init__(self) -> None:
         self._done = Counter[str]()
@@ -81,6 +88,57 @@ class OneProcess:
 
     def reduce(self, name: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
         return state()
+
+
+class RowPart(OneProcess):
+    """One of several parts of a run, of which none knows when the others run: of a job array.
+
+    Args:
+        number: 1, 2, ..., count. rows: those of the dataset that this part computes.
+    """
+
+    leads = False
+
+    def __init__(self, number: int, count: int, rows: range) -> None:
+        super().__init__()
+        self.number, self.parts, self.rows = number, count, rows
+
+    @classmethod
+    def of(cls, number: int, count: int, total: int, chunk: int) -> RowPart:
+        """The part `number` of `count` of so many rows; all parts together have each row once, in whole
+        chunks.
+        """
+        chunks = -(-total // chunk)
+        first, last = (min(total, chunks * each // count * chunk) for each in (number - 1, number))
+        return cls(number, count, range(first, last))
+
+    def part_of(self, rank: int) -> str:
+        return f"part-{self.number:0{len(str(self.parts))}d}-of-{self.parts}"
+
+    def ranges(self, name: str, every: Sequence[range], first: Collection[int] = ()) -> Iterator[range]:
+        for rows in every:
+            if part := range(max(rows.start, self.rows.start), min(rows.stop, self.rows.stop)):
+                yield part
+
+
+class MergingParts(OneProcess):
+    """A process that merges what the parts of a run have computed, and computes no row itself."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.parts = count
+
+    def ranges(self, name: str, every: Sequence[range], first: Collection[int] = ()) -> Iterator[range]:
+        if every:
+            raise DataError(
+                f"{sum(map(len, every)):,} rows of the pass {name} are missing:"
+                f" {', '.join(f'{rows.start:,} to {rows.stop - 1:,}' for rows in every[:_SHOWN])}"
+                + (f", and {len(every) - _SHOWN} more ranges" if len(every) > _SHOWN else ""),
+                expected="all rows, each in one part",
+                cause="a part has not run, or has not come to its end",
+                next_step="run that part again; its finished rows are kept",
+            )
+        yield from ()
 
 
 def guided_ranges(todo: Sequence[range], chunk: int, size: int) -> list[range]:

@@ -1,0 +1,116 @@
+"""A run in parts that do not know of each other, for job arrays: `psgrad analyze --part 3/64`, then
+`psgrad merge`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from psgrad.config import Config
+from psgrad.config.reading import config_from
+from psgrad.engine.execution.ranks import MergingParts, RowPart
+from psgrad.errors import ConfigError, OutputError, OutputExistsError
+from psgrad.results import AnalyzeResult, Progress, Say
+from psgrad.storage import RunFolder
+from psgrad.storage.folders import manifest_of
+from psgrad.user_code import with_code_beside
+from psgrad.workflows.analyze import Prepared, analyze, new_folder, prepared
+from psgrad.workflows.identity import digest, reopen
+
+# A part that begins makes the folder within this time, and others wait for it.
+_SECONDS_TO_MAKE_FOLDER = 60.0
+
+
+@with_code_beside
+def measure_part(
+    config: Config,
+    number: int,
+    count: int,
+    *,
+    limit: int | float | None = None,
+    sample: bool = False,
+    progress: Say = lambda _: None,
+) -> Path:
+    """Measure the part `number` of `count` of a dataset's rows; returns the run folder, which the
+    parts share.
+
+    A part that is run again goes on where it ended. Raises PsgradError.
+    """
+    start = prepared(config, limit, sample, progress)
+    size = config.engine.chunk_size
+    rows = len(start.setting)
+    part = RowPart.of(number, count, rows, size if isinstance(size, int) else 1)
+    now = start.identity(count)
+    folder = _shared_folder(config.output, start, now)
+    progress(Progress(0, 0, "samples", f"rows {part.rows.start:,} to {part.rows.stop - 1:,} of {rows:,}"))
+    start.measure(folder, progress, part, digest(now))
+    return folder.path
+
+
+def merge(output: Path, *, report: bool = True, progress: Say = lambda _: None) -> AnalyzeResult:
+    """Judge and report a run whose parts have measured all rows.
+
+    Raises ConfigError for a folder that is not one of a run in parts, and DataError for rows that are missing
+    or there twice.
+    """
+    manifest = manifest_of(output) or {}
+    parts = (manifest.get("identity") or {}).get("number of parts")
+    if manifest.get("command") != "analyze" or parts is None:
+        raise ConfigError(
+            f"{output} is not the folder of a run in parts",
+            expected="the output folder of psgrad analyze --part K/N",
+        )
+    base = Path(str(manifest.get("config_folder") or "."))
+    config = config_from({**manifest["config"], "output": str(output.resolve())}, base=base)
+    sample = manifest.get("sampled_by") is not None
+    result = analyze(
+        config,
+        resume=True,
+        limit=manifest.get("limit"),
+        sample=sample,
+        report=report,
+        progress=progress,
+        processes=MergingParts(parts),
+    )
+    assert result is not None, "the merging process leads"
+    return result
+
+
+def _shared_folder(output: Path, start: Prepared, now: dict[str, Any]) -> RunFolder:
+    """The folder of the run, which the first of its parts makes."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if output.is_dir() and not any(output.iterdir()):
+            output.rmdir()
+        output.mkdir(0o700)
+    except FileExistsError:
+        return _existing_folder(output, start, now)
+    except OSError as error:
+        raise OutputError(f"the output folder {output} can't be made: {error.strerror or error}") from error
+    check = start.run.self_check(start.stream)
+    folder = new_folder(output, start.run, overwrite=False)
+    folder.write_manifest(replace(start.manifest(check, now), state="running").content())
+    return folder
+
+
+def _existing_folder(output: Path, start: Prepared, now: dict[str, Any]) -> RunFolder:
+    """The folder that another part has made, or makes now."""
+    end = time.monotonic() + _SECONDS_TO_MAKE_FOLDER
+    while (folder := reopen(output, now, start.run, alone=False)) is None:
+        if time.monotonic() > end:
+            raise OutputExistsError(
+                f"the output folder {output} exists, and holds no run",
+                expected="a new or empty folder, or that of other parts of this run",
+                next_step="choose another --output",
+            )
+        time.sleep(0.2)
+    if folder.finished:
+        raise OutputExistsError(
+            f"the parts in {output} are merged already",
+            next_step="choose another --output for a new run",
+        )
+    start.run.self_check(start.stream)
+    return folder
