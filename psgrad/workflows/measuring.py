@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from psgrad.engine.execution.ranks import Processes, gaps, guided_ranges
+from psgrad.engine.execution.ranks import Processes, gaps, guided_ranges, overlap
 from psgrad.engine.execution.streaming import Columns, Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
 from psgrad.engine.measures.passes import SecondPass
@@ -178,7 +178,7 @@ class Passes:
         about: a table without a column has no rows to count. as_in: an earlier pass, in whose ranges the rows
         are computed. stored: rows whose ranges this process computes before others.
         """
-        count, pass_name = len(self.setting), self.prefix + name
+        pass_name = self.prefix + name
         part = self.processes.part_of(self.processes.rank)
         shards = Shards(self.folder, pass_name, self.identity, part, counted=name == _FIRST)
         kept = shards.read()
@@ -191,7 +191,7 @@ class Passes:
         for rows in self.processes.ranges(pass_name, every, stored):
             self._compute(rows, shards, measures, run(rows), about, name)
         self.processes.meet(pass_name)
-        self.say(Progress(count, count, pass_name))
+        self.say(Progress(self._total, self._total, pass_name))
 
     def _compute(
         self,
@@ -239,8 +239,8 @@ class Passes:
         chunk = self.stream.chunk_size if name in (_FIRST, _SECOND) else self.stream.rows_at_longest
 
         def cut() -> list[int]:
-            missing = self._missing(name)
-            self.processes.progress(self.prefix + name, len(self.setting) - sum(map(len, missing)))
+            missing = self.processes.own(self._missing(name))
+            self.processes.progress(self.prefix + name, self._total - sum(map(len, missing)))
             if as_in is None or self.processes.size == 1:
                 every = guided_ranges(missing, chunk, self.processes.size)
             else:
@@ -295,8 +295,13 @@ class Passes:
 
     def _say_progress(self, name: str, rows: int) -> None:
         done = self.processes.progress(self.prefix + name, rows)
-        if done < len(self.setting):
-            self.say(Progress(done, len(self.setting), self.prefix + name))
+        if done < self._total:
+            self.say(Progress(done, self._total, self.prefix + name))
+
+    @property
+    def _total(self) -> int:
+        """How many rows these processes compute."""
+        return sum(map(len, self.processes.own([range(len(self.setting))])))
 
     def _kept(self, name: str) -> list[Kept]:
         """What all processes have stored of a pass."""
@@ -361,8 +366,7 @@ def _as_numpy(state: Arrays) -> dict[str, np.ndarray[Any, Any]]:
 def _overlaps(rows: range, cuts: Sequence[range]) -> Iterator[range]:
     """The parts of these rows in each of the ranges that cut them."""
     for each in sorted(cuts, key=lambda each: each.start):
-        part = range(max(rows.start, each.start), min(rows.stop, each.stop))
-        if part:
+        if part := overlap(rows, each):
             yield part
 
 

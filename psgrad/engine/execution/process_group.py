@@ -71,6 +71,9 @@ class RankGroup:
     def part_of(self, rank: int) -> str:
         return f"rank-{rank}"
 
+    def own(self, every: Sequence[range]) -> list[range]:
+        return list(every)
+
     # -- rows ------------------------------------------------------------------------------------------------
 
     def ranges(self, name: str, every: Sequence[range], first: Collection[int] = ()) -> Iterator[range]:

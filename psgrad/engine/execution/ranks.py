@@ -39,6 +39,9 @@ class Processes(Protocol):
     def part_of(self, rank: int) -> str:
         """The name of a rank's part of what is stored; empty for a process alone."""
 
+    def own(self, every: Sequence[range]) -> list[range]:
+        """Of these rows those that these processes compute."""
+
     def ranges(self, name: str, every: Sequence[range], first: Collection[int] = ()) -> Iterator[range]:
         """Those of the ranges `every` (the same on each process) that this process computes in the pass
         `name`, one after another. Those with a row of `first`, whose gradients it has in memory, come before
@@ -72,6 +75,9 @@ class OneProcess:
 
     def part_of(self, rank: int) -> str:
         return ""
+
+    def own(self, every: Sequence[range]) -> list[range]:
+        return list(every)
 
     def ranges(self, name: str, every: Sequence[range], first: Collection[int] = ()) -> Iterator[range]:
         yield from every
@@ -115,10 +121,8 @@ class RowPart(OneProcess):
     def part_of(self, rank: int) -> str:
         return f"part-{self.number:0{len(str(self.parts))}d}-of-{self.parts}"
 
-    def ranges(self, name: str, every: Sequence[range], first: Collection[int] = ()) -> Iterator[range]:
-        for rows in every:
-            if part := range(max(rows.start, self.rows.start), min(rows.stop, self.rows.stop)):
-                yield part
+    def own(self, every: Sequence[range]) -> list[range]:
+        return [part for rows in every if (part := overlap(rows, self.rows))]
 
 
 class MergingParts(OneProcess):
@@ -159,6 +163,11 @@ def guided_ranges(todo: Sequence[range], chunk: int, size: int) -> list[range]:
             left -= stop - start
             start = stop
     return result
+
+
+def overlap(some: range, others: range) -> range:
+    """The rows that are in both ranges."""
+    return range(max(some.start, others.start), min(some.stop, others.stop))
 
 
 def gaps(count: int, done: Sequence[range]) -> list[range]:
