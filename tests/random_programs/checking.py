@@ -27,7 +27,7 @@ from tests.random_programs.backends import ForwardLoops, Loops, LoopsByOutput, O
 from tests.random_programs.modes import MODES, Case
 from tests.random_programs.places import AtPlaces
 from tests.random_programs.programs import FIRST_ORDER, Program
-from tests.random_programs.rounding import EveryOperatorRounds, Nudge
+from tests.random_programs.rounding import EveryKernelRounds, EveryOperatorRounds, Nudge
 from tests.random_programs.writer import PER_SAMPLE
 from tests.random_programs.written_out import WithVariance, WrittenOut
 
@@ -50,6 +50,7 @@ FAILURES = (WRONG, INTERNAL, ACCEPTED, UNLISTED, CRASHED)
 LOOPS = Loops()
 ROUNDINGS = 4  # how often the loop runs with moved values
 MULTIPLE = 40.0  # of the largest difference that this makes
+OUR_MULTIPLE = 4.0  # of the largest difference in our own numbers
 UNITS = 64.0  # in the last place, which any number may be off
 
 
@@ -255,6 +256,13 @@ def _compared(program: Program, ours: list[Tensor], plain: list[Tensor]) -> Outc
         [far + inside for far, inside in zip(off, _by_operators(program, plain), strict=True)],
     ):
         return Outcome(ROUNDED, found)
+    if program.extreme and not _differences(
+        program,
+        ours,
+        plain,
+        [far + own for far, own in zip(off, _by_our_rounding(program, ours), strict=True)],
+    ):
+        return Outcome(ROUNDED, found)
     if program.extreme and not _differences(program, ours, plain, _unless_by_place(program, off)):
         return Outcome(BY_PLACE, found)
     if program.extreme and program.dtype != torch.float64 and _differs_by_range_alone(program, ours, plain):
@@ -327,6 +335,18 @@ def _by_operators(program: Program, plain: list[Tensor]) -> list[Tensor]:
 
     unmoved, error = attempted(lambda: run(None))
     return _led_to(plain if error is not None else unmoved, run)
+
+
+def _by_our_rounding(program: Program, ours: list[Tensor]) -> list[Tensor]:
+    """How far our own numbers move where each kernel rounds once more: numbers from 1e-30 to 1e30 in one
+    program may leave a sum with no digit, and another order of the same sum with some.
+    """
+
+    def run(seed: int) -> list[Tensor]:
+        with EveryKernelRounds(seed):
+            return run_ours(program)
+
+    return [far * (OUR_MULTIPLE / MULTIPLE) for far in _led_to(ours, run)]
 
 
 def _unless_by_place(program: Program, off: list[Tensor]) -> list[Tensor]:
