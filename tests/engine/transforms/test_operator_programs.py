@@ -62,8 +62,8 @@ def test_random_operator_programs_fixed_seeds_notice_error_in_rule(op: str) -> N
 def test_random_operator_programs_seed_of_the_day(capsys: pytest.CaptureFixture[str]) -> None:
     """One minute of new programs; PSGRAD_PROGRAMS_SEED repeats those of another day.
 
-    The aim is that none fails. Three of four runs of twenty thousand reach it; each that fails is printed, made
-    small. More than one turns this test red: that is a fault that is new.
+    The aim is that none fails. Three of four runs of twenty thousand reach it; each that fails is printed,
+    made small. More than one turns this test red: that is a fault that is new.
     """
     day = int(
         os.environ.get("PSGRAD_PROGRAMS_SEED") or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d")
