@@ -39,7 +39,7 @@ from psgrad.workflows.identity import NAMES, identity, measure_specs, names_of, 
 from psgrad.workflows.judging import Judging
 from psgrad.workflows.measures import frame_of, measures_of, prepare
 from psgrad.workflows.measuring import Passes, about_rows
-from psgrad.workflows.running import Clock, describe_run, recorded
+from psgrad.workflows.running import LOADING, Clock, describe_run, read_ahead, recorded
 from psgrad.workflows.setup import set_up
 
 _PICTURES = 40
@@ -73,6 +73,7 @@ def analyze(
     if not resume:
         RunFolder.require_free(config.output, overwrite)
     clock = Clock()
+    progress(LOADING)
     with clock("load"):
         measures = measures_of(config)
         gate = gate_files(config.gate, config.base)
@@ -80,13 +81,16 @@ def analyze(
         in_dataset, count = len(run.samples), limited(len(run.samples), limit)
         if sample:
             require_limit(limit)
+            read_ahead(run.samples, 0, progress)  # ids, where rows hold them
             run = run.with_drawn_rows(count, config.analyze.seed)
+        read_ahead(run.samples, count, progress)
         run = run.with_rows_described()
         setting, every = prepare(
             run, measures, count, lambda message: progress(Progress(0, 0, "samples", message))
         )
         stream = setting.examples.stream
         judging = Judging(run, measures)
+        judging.read_ahead(progress)
     now = identity(run, count) | judging.identity() | ({"rows are drawn at random": True} if sample else {})
     folder = reopen(config.output, now, run) if resume else None
     if folder is not None and folder.finished:

@@ -39,7 +39,7 @@ from psgrad.workflows.influence_setup import (
     told_as_own,
     unit_of,
 )
-from psgrad.workflows.running import Clock, describe_run, recorded
+from psgrad.workflows.running import LOADING, Clock, describe_run, read_ahead, recorded
 
 # What the report shows in pictures: so many queries, and of each so many examples of either sign.
 _SHOWN_QUERIES = 6
@@ -66,8 +66,10 @@ def influence(
     """
     RunFolder.require_free(config.output, overwrite)
     clock, warnings = Clock(), _Warnings(progress)
+    progress(LOADING)
     with clock("load"):
         setup = set_up_influence(config, warnings)
+        read_ahead(setup.run.samples, len(setup.run.samples), progress)
     run = setup.run
     store = None if config.influence.index is None else open_index(config, run)
     if store is not None:

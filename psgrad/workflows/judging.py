@@ -31,6 +31,7 @@ from psgrad.storage.finished import finished_manifest, load_run
 from psgrad.workflows.identity import hashes_of, measure_specs
 from psgrad.workflows.measures import PROJECTED, measures_of, prepare
 from psgrad.workflows.measuring import Measured, Passes, about_rows
+from psgrad.workflows.running import read_ahead
 from psgrad.workflows.setup import Setup
 
 _PREFIX = "reference-"
@@ -81,6 +82,11 @@ class Judging:
         what is finished of it is kept in the run's folder, as the run's own rows are.
         """
         return self._found if self._trusted is None else self._measure(self._trusted, folder, say)
+
+    def read_ahead(self, say: Say) -> None:
+        """Read the rows of a dataset as the reference, where code makes them."""
+        if self._trusted is not None:
+            read_ahead(self._trusted.samples, len(self._trusted.samples), say)
 
     def judge(self, measured: Measured, reference: Reference | None) -> Judged:
         """The verdict on what was measured, against the trusted samples."""

@@ -25,20 +25,38 @@ import torch
 from psgrad.config import Config
 from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.inputs.images.folder import folder_rows
+from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.files import sha256_of
 from psgrad.inputs.sources.source import data_files
+from psgrad.results import Progress, Say
 from psgrad.results.manifest import Counts, DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
 from psgrad.storage.folders import RunFolder
 from psgrad.user_code import module_of
 from psgrad.workflows.identity import hashes_of
 from psgrad.workflows.setup import Setup
 
+LOADING = Progress(0, 0, "load")
+"""The first progress of a run: a bar without an end, while the model and the first rows are loaded."""
+_SECONDS_BETWEEN = 0.1  # two messages of progress
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 
 
 def now() -> str:
     """The time as ISO 8601, in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def read_ahead(samples: Samples, count: int, say: Say) -> None:
+    """Read the first `count` rows of a dataset that code makes, with progress; they are kept for all passes.
+
+    What a run may go on with later is compared with all rows, so they are read before the first of them is
+    computed.
+    """
+    last = 0.0
+    for done, of in samples.read_ahead(range(count)):
+        if done in (1, of) or time.monotonic() - last > _SECONDS_BETWEEN:
+            last = time.monotonic()
+            say(Progress(done, of, "rows", unit="row"))
 
 
 def command_line() -> str | None:

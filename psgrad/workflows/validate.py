@@ -495,7 +495,7 @@ def look_inside(config: Config, found: Validation, say: Callable[[str], None]) -
         found.facts["trained"] = (
             f"{trainable:,} numbers in {len(run.objective.params):,} parameters, on {run.device}"
         )
-        found.facts["rows"] = f"{len(run.samples):,}"
+        found.facts["rows"] = f"{len(run.samples.ids):,}"  # ids are read, too
         with found.told("data.class_names"):
             _require_a_name_each(config.data.class_names, run.reader.classes)
         stream, count = run.stream(say), min(_ROWS, len(run.samples))
