@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import hashlib
 import io
 import json
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -388,6 +390,61 @@ def test_tar_files_of_one_name_are_a_row(tmp_path: Path) -> None:
     assert "0.tar has no column 'class'; did you mean cls?" in error(
         tmp_path, Path("*.tar"), ConfigError, inputs="class"
     )
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".lz4"])
+def test_compressed_tar_holds_the_rows_of_the_plain_one(tmp_path: Path, suffix: str) -> None:
+    for part in range(2):
+        files = {}
+        for row in range(3 * part, 3 * part + 3):
+            files |= {f"{row}.txt": f"t{row}".encode(), f"{row}.npy": array_bytes([row, 0.5])}
+            files |= {f"{row}.jpg": bytes([row]) * 5000}
+        write_tar(tmp_path / f"{part}.tar", files)
+        with (
+            (tmp_path / f"{part}.tar").open("rb") as plain,
+            pa.output_stream(str(tmp_path / f"{part}.tar{suffix}")) as packed,
+        ):
+            packed.write(plain.read())
+    columns: dict[str, Any] = {"text": "txt", "image": "jpg", "inputs": "npy", "id": KEY}
+    plain, packed = (opened(tmp_path, Path(f"*.tar{each}"), **columns) for each in ("", suffix))
+    assert packed.read(0, 6).to_pydict() == plain.read(0, 6).to_pydict()
+    assert packed.take(np.array([5, 0])).column("txt").to_pylist() == ["t5", "t0"]
+    assert packed.place(4) == f"{tmp_path / f'1.tar{suffix}'}, 4"
+    assert packed.fingerprint != plain.fingerprint
+    header = data_headers(DataConfig(path=Path(f"0.tar{suffix}"), inputs="npy"), tmp_path)[0]
+    assert list(header.columns) == [KEY, "jpg", "npy", "txt"]
+
+
+def test_compressed_tar_copies_the_columns_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tar(tmp_path / "a.tar", {"0.cls": b"1", "0.jpg": bytes(100_000)})
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress((tmp_path / "a.tar").read_bytes()))
+    (tmp_path / "copies").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "copies"))
+    rows = opened(tmp_path, "a.tar.gz", inputs="cls")
+    assert [path.stat().st_size for path in (tmp_path / "copies").glob("*/*")] == [1]
+    assert rows.read(0, 1).to_pydict() == {"cls": [1]}
+    del rows
+    gc.collect()
+    assert not list((tmp_path / "copies").iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_tar_that_was_cut_or_is_none(tmp_path: Path, suffix: str) -> None:
+    write_tar(
+        tmp_path / "a.tar",
+        {f"{row}.npy": array_bytes(np.random.default_rng(row).random(500)) for row in range(9)},
+    )
+    name = f"a.tar{suffix}"
+    with pa.output_stream(str(tmp_path / name)) as packed:
+        packed.write((tmp_path / "a.tar").read_bytes())
+    whole = (tmp_path / name).read_bytes()
+    for content in (whole[: len(whole) // 2], b"something else"):
+        (tmp_path / name).write_bytes(content)
+        message = error(tmp_path, name, inputs="npy")
+        assert f"{name} can't be read as tar: " in message
+        assert "likely cause: an interrupted copy or download, or another format" in message
 
 
 def test_tar_files_that_can_not_be_used(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class DatasetSamples(Samples):
         self.sources, self.code = tuple(each.__module__ for each in type(dataset).__mro__), (dataset,)
 
     @cached_property
-    def ids(self) -> Array:
+    def ids(self) -> Array:  # type: ignore[override]  # made when asked for: items may have to be read
         """The ids that the items hold, each of which is read for them; without such, the rows' numbers."""
         if self._config.id is None:
             return row_numbers(self._count)

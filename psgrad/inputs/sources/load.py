@@ -112,8 +112,9 @@ def load_data(
             open_rows(config, base, unit, allow_download=allow_download), config, unit, labels
         )
     source, paths = source_of(config, base)
-    if isinstance(source, ArraySource) and len(paths) == 1:
-        return ArraySamples(source.arrays(paths[0], Wanted.of(config, unit)), config, paths[0], unit, labels)
+    if isinstance(source, ArraySource):
+        wanted = Wanted.of(config, unit)
+        return ArraySamples([(path, source.arrays(path, wanted)) for path in paths], config, unit, labels)
     if isinstance(source, TableSource) or len(paths) > 1:
         return TableSamples(open_rows(config, base, unit), config, unit, labels)
     return source.load(paths[0], config, unit)

@@ -226,7 +226,7 @@ def _require_one_length(header: DataHeader, wanted: list[str]) -> None:
     common_length(shapes, header.path)
 
 
-def common_length(shapes: Mapping[str, tuple[int, ...]], path: Path) -> int | None:
+def common_length(shapes: Mapping[str, tuple[int, ...]], path: Path | str) -> int | None:
     """How many rows there are; None where no column has a shape. Raises DataError where columns differ, or
     where one has no rows.
     """

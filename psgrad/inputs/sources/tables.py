@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -17,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from psgrad.inputs.sources.arrow import common_schema, damage_told, plain
-from psgrad.inputs.sources.files import named_files, sha256_of
+from psgrad.inputs.sources.files import files_sha256, named_files
 
 Array = npt.NDArray[Any]
 
@@ -43,8 +42,7 @@ class Rows(ABC):
     @cached_property
     def fingerprint(self) -> str:
         """A SHA-256 over the files: of one file its own, of many the one of theirs in order."""
-        found = [sha256_of(path) for path in self.files]
-        return found[0] if len(found) == 1 else hashlib.sha256("\n".join(found).encode()).hexdigest()
+        return files_sha256(self.files)
 
     @abstractmethod
     def read(self, start: int, stop: int) -> pa.Table:
