@@ -73,6 +73,7 @@ def analyze(
     if not resume:
         RunFolder.require_free(config.output, overwrite)
     clock = Clock()
+    config = config if sample else _streamed_to(config, limit)
     progress(LOADING)
     with clock("load"):
         measures = measures_of(config)
@@ -188,6 +189,14 @@ def limited(count: int, limit: int | float | None) -> int:
             expected="a number of samples (at least 1), or a fraction of them between 0 and 1",
         )
     return min(count, int(limit) if whole else max(1, math.floor(share_of(limit, count))))
+
+
+def _streamed_to(config: Config, limit: int | float | None) -> Config:
+    """The config with no more rows of a stream than are measured."""
+    if limit is None or not float(limit).is_integer() or limit < 1:
+        return config
+    rows = min(config.data.stream_rows, int(limit))
+    return config.model_copy(update={"data": config.data.model_copy(update={"stream_rows": rows})})
 
 
 def require_limit(limit: int | float | None) -> None:

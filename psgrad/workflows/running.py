@@ -27,6 +27,7 @@ from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.inputs.images.folder import folder_rows
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.files import sha256_of
+from psgrad.inputs.sources.library_datasets import library_dataset, library_hashes
 from psgrad.inputs.sources.source import data_files
 from psgrad.results import Progress, Say
 from psgrad.results.manifest import Counts, DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
@@ -173,8 +174,10 @@ def describe_run(
 
 def _hashes_of_files(config: Config) -> list[str] | None:
     """The SHA-256 of each file of the dataset, of a folder of images that of its listing; None where the
-    dataset is not in files.
+    dataset is not in files. Of a dataset of the datasets library that of the columns that are named.
     """
+    if config.data.dataset is not None and not config.data.streaming:
+        return library_hashes(config.data, library_dataset(config.data, config.base, config.allow_download))
     if config.data.images is not None:
         return [folder_rows(config.data, config.base).fingerprint]
     if config.data.path is None:

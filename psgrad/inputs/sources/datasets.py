@@ -26,6 +26,7 @@ from psgrad.inputs.labels import Labels
 from psgrad.inputs.rows import Array, Block, Samples, row_numbers, unique_ids, unit_ids
 from psgrad.inputs.sources.files import input_names, require_rows
 from psgrad.inputs.sources.items import Item, Items, KeptItems
+from psgrad.inputs.sources.streams import StreamedItems, is_library_stream
 from psgrad.ragged import RaggedAxes
 from psgrad.user_code import call_factory, describe_failure
 
@@ -35,17 +36,19 @@ _LOOKED_AT = 32  # items, by which a dataset is known to have rows of unequal le
 
 
 def made_by_factory(config: DataConfig, base: Path) -> Any:
-    """The Dataset that the config's factory returns; the factory's file is relative to `base`. Raises
-    ConfigError and DataError.
+    """The Dataset that the config's factory returns, of an iterable one its first items; the factory's file
+    is relative to `base`. Raises ConfigError and DataError.
     """
     assert config.factory is not None
     dataset = call_factory(config.factory, base, config.kwargs, raises=DataError)
-    if isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    ):
+    if is_library_stream(dataset):
+        return dataset
+    if isinstance(dataset, IterableDataset):
+        return StreamedItems(dataset, config.stream_rows, f"the dataset of {config.factory}")
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
             f"the factory {config.factory} returned an object of type {type(dataset).__name__}",
-            expected="a map-style torch Dataset, with a length and items by number",
+            expected="a map-style torch Dataset, with a length and items by number, or an iterable one",
         )
     return dataset
 
@@ -76,7 +79,9 @@ class DatasetSamples(Samples):
         super().__init__(None, None, self._digest(count, units), units)
         self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
         self.weighted = config.weight is not None
-        self.sources, self.code = tuple(each.__module__ for each in type(dataset).__mro__), (dataset,)
+        made = dataset.stream if isinstance(dataset, StreamedItems) else dataset
+        self.notes = dataset.notes if isinstance(dataset, StreamedItems) else ()
+        self.sources, self.code = tuple(each.__module__ for each in type(made).__mro__), (made,)
 
     @cached_property
     def ids(self) -> Array:  # type: ignore[override]  # made when asked for: items may have to be read

@@ -30,7 +30,10 @@ class Rows(ABC):
         files: what they were read from, in order.
         source: the same for messages.
         class_names: column -> names of its labels 0, 1, 2, ..., where the data tell them.
+        notes: sentences for the manifest.
     """
+
+    notes: tuple[str, ...] = ()
 
     def __init__(self, schema: pa.Schema, count: int, files: Sequence[Path]) -> None:
         self.schema = schema

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import IO, Any, BinaryIO, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -181,15 +181,32 @@ def _members(path: Path, places: Iterable[_Place], rows: int | None) -> dict[str
     """key -> extension -> (place, size), of the first `rows` keys. Raises DataError."""
     found: dict[str, dict[str, tuple[int, int]]] = {}
     for name, place, size in places:
-        folder, _, file = name.rpartition("/")
-        base, _, extension = file.partition(".")
-        key = f"{folder}/{base}".removeprefix("./").lstrip("/")
+        key, extension = _key_of(name)
         if key not in found and rows is not None and len(found) == rows:
             break
-        if extension.lower() in found.setdefault(key, {}):
+        if extension in found.setdefault(key, {}):
             raise DataError(f"{path} has two files {name}", expected="a name of its own for each file")
-        found[key][extension.lower()] = place, size
+        found[key][extension] = place, size
     return found
+
+
+def _key_of(name: str) -> tuple[str, str]:
+    """(the key of the row, the extension in lower case) of a file in an archive."""
+    folder, _, file = name.rpartition("/")
+    base, _, extension = file.partition(".")
+    return f"{folder}/{base}".removeprefix("./").lstrip("/"), extension.lower()
+
+
+def tar_keys(path: Path) -> list[str]:
+    """The keys of an archive's rows, in their order. Raises DataError."""
+    return list(_opened(path, columns=()).members)
+
+
+def tar_files(path: Path) -> Iterator[tuple[str, tarfile.TarInfo, IO[bytes] | None]]:
+    """(key, header, content) of each file of an archive's rows; the content is there until the next one."""
+    with pa.input_stream(str(path)) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+        for member in _files(archive):
+            yield _key_of(member.name)[0], member, archive.extractfile(member)
 
 
 def _places(archive: tarfile.TarFile) -> Iterator[_Place]:
@@ -203,7 +220,7 @@ def _copied(archive: tarfile.TarFile, file: BinaryIO, columns: Sequence[str] | N
     the others have no bytes there.
     """
     for member in _files(archive):
-        place, extension = file.tell(), member.name.rpartition("/")[2].partition(".")[2].lower()
+        place, extension = file.tell(), _key_of(member.name)[1]
         content = archive.extractfile(member)
         if content is not None and (columns is None or extension in columns):
             shutil.copyfileobj(content, file)
