@@ -17,6 +17,8 @@ from psgrad.engine.measures.norms import GradientNorms
 from psgrad.errors import ConfigError
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.shown import input_of, vocabulary_of
+from psgrad.inputs.sources.files import Stamp, require_unchanged
+from psgrad.inputs.sources.source import files_read_again
 from psgrad.quality.gates import share_of
 from psgrad.reports.analyze_page import write_report
 from psgrad.results import (
@@ -84,6 +86,7 @@ def analyze(
             require_limit(limit)
             read_ahead(run.samples, 0, progress)  # ids, where rows hold them
             run = run.with_drawn_rows(count, config.analyze.seed)
+        stamps = [Stamp.of(file) for file in files_read_again(config.data, config.base)]
         read_ahead(run.samples, count, progress)
         run = run.with_rows_described()
         setting, every = prepare(
@@ -108,6 +111,7 @@ def analyze(
         with clock("gradients"):
             measured = Passes(setting, stream, every, about_rows(run), folder, progress).run()
             reference = judging.reference(folder, progress)
+            require_unchanged(stamps)
         with clock("tables"):
             judged = judging.judge(measured, reference)
             frame = judged.frame

@@ -17,6 +17,8 @@ from psgrad.engine.influence.ranking import divisor
 from psgrad.engine.influence.solvers.costs import solved_products
 from psgrad.errors import InfluenceError
 from psgrad.inputs.shown import input_of
+from psgrad.inputs.sources.files import Stamp, require_unchanged
+from psgrad.inputs.sources.source import files_read_again
 from psgrad.reports.words import duration
 from psgrad.results import InfluenceResult, Progress, Say
 from psgrad.results.influence import (
@@ -69,6 +71,7 @@ def influence(
     progress(LOADING)
     with clock("load"):
         setup = set_up_influence(config, warnings)
+        stamps = [Stamp.of(file) for file in files_read_again(config.data, config.base)]
         read_ahead(setup.run.samples, len(setup.run.samples), progress)
     run = setup.run
     store = None if config.influence.index is None else open_index(config, run)
@@ -102,6 +105,7 @@ def influence(
             with clock("check"), told_as_own(config.influence.method.name):
                 seconds = max(_CHECK_SECONDS, _CHECK_SHARE * (clock.seconds["fit"] + clock.seconds["scores"]))
                 removals = check_removals(setup, fitted, rankings.scores, own, seconds, warnings)
+        require_unchanged(stamps)
         found = replace(
             asked,
             unit=unit_of(setup, fitted),

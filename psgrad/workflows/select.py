@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
-from psgrad.inputs.models.hub import is_hub_id
 from psgrad.results.conditions import rows_where
 from psgrad.storage.files import folder_atomically, written_atomically
 from psgrad.storage.finished import finished_manifest, require_there
@@ -99,11 +98,8 @@ def _unchanged(run: Path, manifest: dict[str, Any], data: DataConfig, base: Path
     """Where a run's rows came from. Raises DataError where they are not as they were."""
     relative = None if base.is_absolute() else "the run's config was named by a relative path"
     here = "call psgrad select in the folder where psgrad analyze was called" if relative else None
-    folder = data.images or data.dataset
     if data.images is not None and not (base / data.images).exists():
         raise _gone(base / data.images, relative, here)
-    if isinstance(folder, str) and not is_hub_id(folder) and not (base / folder).exists():
-        raise _gone(base / folder, relative, here)
     origin = origin_of(data, base)
     missing = [file for file in origin.files if not file.exists()]
     if missing:

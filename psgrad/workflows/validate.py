@@ -46,7 +46,7 @@ from psgrad.inputs.models.pretrained_checks import (
 )
 from psgrad.inputs.sources.files import input_names, require_file, target_names
 from psgrad.inputs.sources.headers import headers_of
-from psgrad.inputs.sources.source import DataHeader, header_problems, joined_header
+from psgrad.inputs.sources.source import DataHeader, header_problems, joined_header, with_rows
 from psgrad.plugins import MEASURES, METHODS, Kind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
@@ -219,6 +219,7 @@ class _Checks:
             return None
         with self.found.told(f"{where}.{data.sources_given[0]}"):
             data, headers = headers_of(data, self.base)
+            headers = with_rows(headers)
             loss = self.sections.get("loss")
             labels = loss is not None and (loss.name in _LABEL_LOSSES or is_callable_spec(loss.name))
             problems = [list(header_problems(each, data, unit, labels=labels)) for each in headers]

@@ -25,7 +25,7 @@ from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.inputs.sources import objects
 from psgrad.inputs.sources.formats.tar import KEY
 from psgrad.inputs.sources.load import Rows, load_data, open_rows
-from psgrad.inputs.sources.source import data_headers
+from psgrad.inputs.sources.source import data_headers, header_problems, with_rows
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 TABLE = {
@@ -287,6 +287,45 @@ def test_many_files_are_one_dataset(tmp_path: Path, name: str) -> None:
         assert samples.take(places).inputs[0].tolist() == [expected[place] for place in places]
     assert f"{tmp_path / 'part-'}" in opened(tmp_path, Path(name), inputs="x").place(3)
     assert "part-2" in opened(tmp_path, Path(name), inputs="x").place(3)
+
+
+@pytest.mark.parametrize(
+    "name", ["part-*.jsonl", "part-*.json", "part-*.parquet", "part-*.csv", "part-*.arrow"]
+)
+def test_a_file_without_rows_among_others(tmp_path: Path, name: str) -> None:
+    empty: dict[str, list[Any]] = {"x": [], "y": []}
+    write_parts(tmp_path, name, [{"x": [0.5], "y": [0]}, empty, {"x": [2.5], "y": [1]}])
+    if name.endswith("jsonl"):
+        (tmp_path / "part-1.jsonl").write_text("\n\n")
+    config = DataConfig(path=Path(name), inputs="x", target="y")
+    assert load_data(config, tmp_path).read(0, 2).inputs[0].tolist() == [0.5, 2.5]
+    for header in with_rows(data_headers(config, tmp_path)):
+        assert list(header_problems(header, config)) == []
+    write_parts(tmp_path, name, [empty, empty, empty])
+    for number in range(3 if name.endswith("jsonl") else 0):
+        (tmp_path / f"part-{number}.jsonl").write_text("\n")
+    with pytest.raises(PsgradError, match=r"part-0\.\w+ and 2 more has no rows"):
+        load_data(config, tmp_path)
+    problems = [str(each) for each in header_problems(with_rows(data_headers(config, tmp_path))[0], config)]
+    assert any("has no rows" in each for each in problems) or name.endswith("arrow")
+
+
+@pytest.mark.parametrize(
+    "name", ["part-*.jsonl", "part-*.csv", "part-*.parquet", "part-*.arrow", "part-*.csv.gz"]
+)
+def test_a_file_among_others_that_can_not_be_read(tmp_path: Path, name: str) -> None:
+    write_parts(tmp_path, name, [{"x": [row + 0.5] * 40, "y": [0] * 40} for row in range(3)])
+    middle = tmp_path / name.replace("*", "1")
+    middle.write_bytes(b"\xff\xfe\x00 broken \x00" * 20)
+    message = error(tmp_path, Path(name), PsgradError, inputs="x", target="y")
+    assert str(middle) in message
+    assert "part-0" not in message
+    middle.write_bytes(b"")
+    assert f"the dataset {middle} is empty" in error(tmp_path, Path(name), inputs="x", target="y")
+    middle.unlink()
+    assert "there is no dataset" in error(
+        tmp_path, [Path(name.replace("*", "0")), Path(middle.name)], ConfigError, inputs="x", target="y"
+    )
 
 
 def test_the_fingerprint_of_many_files_covers_each_and_their_order(tmp_path: Path) -> None:

@@ -39,10 +39,13 @@ class Source(ABC):
     Attributes:
         name: the suffix of its files, without the dot.
         compressed: whether it reads compressed files, too.
+        read_again: whether each pass reads the files themselves; of others rows are taken from memory or from
+            a copy.
     """
 
     name: ClassVar[str]
     compressed: ClassVar[bool] = False
+    read_again: ClassVar[bool] = False
 
     @abstractmethod
     def header(self, path: Path) -> DataHeader:
@@ -132,6 +135,14 @@ def source_of(config: DataConfig, base: Path) -> tuple[Source, list[Path]]:
     return source, paths
 
 
+def files_read_again(config: DataConfig, base: Path) -> list[Path]:
+    """The files of data.path that each pass reads. Raises ConfigError and DataError."""
+    if config.path is None:
+        return []
+    source, paths = source_of(config, base)
+    return paths if source.read_again else []
+
+
 _GLOB = frozenset("*?[")
 
 
@@ -195,6 +206,11 @@ def header_problems(
                 expected="one per row",
             )
     yield from _told(_require_one_length, header, wanted)
+
+
+def with_rows(headers: Sequence[DataHeader]) -> Sequence[DataHeader]:
+    """The headers of files that have rows, as loading leaves out the others; all where none has."""
+    return [each for each in headers if each.rows != 0] or headers
 
 
 def joined_header(headers: Sequence[DataHeader]) -> DataHeader:

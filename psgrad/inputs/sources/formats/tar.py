@@ -37,6 +37,7 @@ class Tar(TableSource):
 
     name: ClassVar[str] = "tar"
     compressed: ClassVar[bool] = True
+    read_again: ClassVar[bool] = True
 
     def header(self, path: Path) -> DataHeader:
         archive = _opened(path, rows=_ROWS)
