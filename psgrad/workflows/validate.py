@@ -217,6 +217,9 @@ class _Checks:
             self._code(f"{where}.factory", data.factory, DataError, data.kwargs)
             self.found.facts[where] = data.factory
             return None
+        if data.streaming and not (self.base / str(data.dataset)).is_dir():
+            self.found.facts[where] = f"{data.dataset}, streamed when it is read"
+            return None
         with self.found.told(f"{where}.{data.sources_given[0]}"):
             data, headers = headers_of(data, self.base)
             headers = with_rows(headers)

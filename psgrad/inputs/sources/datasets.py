@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import random
 import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from psgrad.config import DataConfig
 from psgrad.errors import DataError, PsgradError
 from psgrad.inputs.labels import Labels
 from psgrad.inputs.rows import Array, Block, Samples, row_numbers, unique_ids, unit_ids
+from psgrad.inputs.sources.drawing import drawing_the_same, seed_by_row
 from psgrad.inputs.sources.files import input_names, require_rows
 from psgrad.inputs.sources.items import Item, Items, KeptItems
 from psgrad.inputs.sources.streams import StreamedItems, is_library_stream
@@ -72,7 +71,7 @@ class DatasetSamples(Samples):
         self._ahead: tuple[int, Iterator[Item | PsgradError]] | None = None
         self._count = count = len(self._items)
         require_rows(count, self._source)
-        with _drawing_the_same():
+        with drawing_the_same():
             self._first = self._looked_at(0)
             units = None if unit is None else self._units(unit, listed)
             self.ragged = self._ragged(count)
@@ -88,7 +87,7 @@ class DatasetSamples(Samples):
         """The ids that the items hold, each of which is read for them; without such, the rows' numbers."""
         if self._config.id is None:
             return row_numbers(self._count)
-        with _drawing_the_same():
+        with drawing_the_same():
             return unique_ids([self._looked_at(row).id for row in range(self._count)], self._config.id)
 
     def __len__(self) -> int:
@@ -110,7 +109,7 @@ class DatasetSamples(Samples):
     def read_ahead(self, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
         """See Samples: these items, or all where ids are in them."""
         rows = rows if self._config.id is None else range(self._count)
-        with _drawing_the_same():
+        with drawing_the_same():
             for done, (row, found) in enumerate(zip(rows, self._made_of(rows, seeded=True), strict=True), 1):
                 if isinstance(found, Item):
                     self._kept.put(row, found)
@@ -135,7 +134,7 @@ class DatasetSamples(Samples):
         asked = hashlib.sha256(np.array(rows, dtype=np.int64).data).hexdigest()
         if asked not in self._contents:
             digest = hashlib.sha256(self.fingerprint.encode())
-            with _drawing_the_same():
+            with drawing_the_same():
                 for row, found in zip(rows, self._made_of(rows, seeded=True), strict=True):
                     _add(digest, row, found)
                     if isinstance(found, Item):
@@ -180,14 +179,14 @@ class DatasetSamples(Samples):
         """An item that draws by its row, and is kept."""
         found = self._kept.get(row)
         if found is None:
-            _seed(row)
+            seed_by_row(row)
             found = self._kept.put(row, self._items(row))
         return found
 
     def _item(self, row: int) -> Item:
         if self._anew:
             return self._items(row)
-        with _drawing_the_same():
+        with drawing_the_same():
             return self._looked_at(row)
 
     def _in_order(self, start: int, stop: int) -> list[Item]:
@@ -296,7 +295,7 @@ class DatasetSamples(Samples):
                 [self._config.factory, self._config.kwargs, count], sort_keys=True, default=str
             ).encode()
         )
-        with _drawing_the_same():
+        with drawing_the_same():
             for row in (0, count - 1):
                 try:
                     _add(digest, row, self._looked_at(row))
@@ -327,7 +326,7 @@ class _Made(Dataset[Item | PsgradError]):
 
 def _made(items: Items, row: int, seeded: bool) -> Item | PsgradError:
     if seeded:
-        _seed(row)
+        seed_by_row(row)
     try:
         return items(row)
     except PsgradError as error:
@@ -354,24 +353,3 @@ def _padded(tensors: Sequence[Tensor], value: float) -> Tensor:
     for place, x in enumerate(tensors):
         whole[place][tuple(slice(size) for size in x.shape)] = x
     return whole
-
-
-def _seed(row: int) -> None:
-    """An item that draws from the global generators is the same one in every process, whatever was read
-    before.
-    """
-    torch.default_generator.manual_seed(row)
-    np.random.seed(row)
-    random.seed(row)
-
-
-@contextmanager
-def _drawing_the_same() -> Iterator[None]:
-    """The global generators are in the end as they were, whatever was drawn."""
-    of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(of_torch)
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)

@@ -208,7 +208,7 @@ def header_problems(
     yield from _told(_require_one_length, header, wanted)
 
 
-def with_rows(headers: Sequence[DataHeader]) -> Sequence[DataHeader]:
+def with_rows(headers: list[DataHeader]) -> list[DataHeader]:
     """The headers of files that have rows, as loading leaves out the others; all where none has."""
     return [each for each in headers if each.rows != 0] or headers
 

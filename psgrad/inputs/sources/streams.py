@@ -26,6 +26,7 @@ from psgrad.inputs.sources.tables import JoinedRows, TableRows
 from psgrad.user_code import describe_failure
 
 _ROWS_PER_PART = 4096
+_ROWS_LOOKED_AT = 100
 
 
 class StreamedRows(JoinedRows):
@@ -132,6 +133,15 @@ class StreamedItems:
 def stream_notes(count: int) -> tuple[str, ...]:
     """What the manifest says of a stream of which `count` rows were copied, and that has more."""
     return (f"data.stream_rows: the first {count:,} rows of a stream that has more",)
+
+
+def stream_schema(stream: Any, named: str) -> pa.Schema:
+    """The columns of a `datasets.IterableDataset`, by its first rows. Raises DataError."""
+    if stream.features is not None:
+        return stream.features.arrow_schema
+    tables = _told(stream.with_format("arrow").iter(batch_size=_ROWS_LOOKED_AT), named)
+    with damage_told(Path(named), "a stream of rows"):
+        return next((table.schema for table in tables), pa.schema([]))
 
 
 def is_library_stream(value: object) -> bool:
