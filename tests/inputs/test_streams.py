@@ -145,10 +145,10 @@ def test_analyze_of_a_stream_has_the_numbers_of_the_copied_rows(workplace: Workp
     workplace.config["data"] = {
         "dataset": "a", "streaming": True, "stream_rows": 20, "inputs": "x", "target": "y",
     }  # fmt: skip
-    outcome = workplace.command("validate", "config.yaml")
-    assert outcome.code == 0, outcome.err
     workplace.succeeded("--no-report")
     found = workplace.samples()
+    outcome = workplace.command("validate", "config.yaml")
+    assert outcome.code == 0, outcome.err
     assert len(found) == 20
     assert (
         "data.stream_rows: the first 20 rows of a stream that has more"
