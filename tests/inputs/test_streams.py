@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 import psgrad
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
+from psgrad.inputs.sources import streams
 from psgrad.inputs.sources.load import load_data, open_rows
 from tests.workplace import Workplace
 
@@ -98,8 +99,12 @@ def test_the_fingerprint_of_a_stream_is_of_its_rows(tmp_path: Path) -> None:
     assert load_data(config, tmp_path).fingerprint != before
 
 
-@pytest.mark.parametrize("most", [7, ROWS, 100])
-def test_library_stream_of_a_factory(tmp_path: Path, most: int) -> None:
+@pytest.mark.parametrize("part", [4, 4096])
+@pytest.mark.parametrize("most", [7, 8, ROWS, 100])
+def test_library_stream_of_a_factory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, part: int
+) -> None:
+    monkeypatch.setattr(streams, "_ROWS_PER_PART", part)
     samples = made(tmp_path, "library_stream", inputs="x", target="y", stream_rows=most)
     count = min(most, ROWS)
     assert samples.read(0, count).inputs[0].tolist() == [[float(i), 1.0] for i in range(count)]
@@ -107,6 +112,25 @@ def test_library_stream_of_a_factory(tmp_path: Path, most: int) -> None:
     assert bool(samples.notes) == (most < ROWS)
     with pytest.raises(ConfigError, match="has no column 'z'"):
         made(tmp_path, "library_stream", inputs="z")
+
+
+def test_stream_of_rows_whose_types_are_known_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_ROWS_PER_PART", 2)
+    values: list[Any] = [None, None, 1, 2, 0.5, None]
+    stream = datasets.IterableDataset.from_generator(lambda: ({"x": each} for each in values))
+    rows = streams.StreamedRows(stream, ["x"], 10, "the stream")
+    assert rows.read(0, 6).column("x").to_pylist() == values
+    for place, message in (
+        (5, "fractions in the stream, row 4, text in the stream, row 5"),
+        (3, "whole numbers in the stream, row 2, text in the stream, row 3"),
+    ):
+        values[place] = "word"
+        with pytest.raises(DataError, match=f"the column 'x' has mixed types: {message}"):
+            streams.StreamedRows(stream, ["x"], 10, "the stream")
+    values[2:] = ["word", "word"]
+    values[:2] = [1, 2]
+    with pytest.raises(DataError, match="from row 0 on, text in the stream, from row 2 on"):
+        streams.StreamedRows(stream, ["x"], 10, "the stream")
 
 
 def test_streamed_folder_keeps_the_columns_that_are_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -22,6 +22,7 @@ from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow import damage_told
 from psgrad.inputs.sources.files import require_columns
 from psgrad.inputs.sources.library_datasets import class_names_of, content_sha256
+from psgrad.inputs.sources.objects import table_of
 from psgrad.inputs.sources.tables import JoinedRows, TableRows
 from psgrad.user_code import describe_failure
 
@@ -44,9 +45,8 @@ class StreamedRows(JoinedRows):
             require_columns(columns, stream.column_names, named)
         self._folder = tempfile.TemporaryDirectory(prefix="psgrad-")  # removed with this object
         parts, left = [], most
-        batches = stream.with_format("arrow").iter(batch_size=min(most + 1, _ROWS_PER_PART))
         with damage_told(Path(named), "a stream of rows"):
-            for number, table in enumerate(_told(batches, named)):
+            for number, table in enumerate(_tables(stream, min(most + 1, _ROWS_PER_PART), named)):
                 require_columns(columns, table.column_names, named)
                 file = Path(self._folder.name) / f"{number:06d}.arrow"
                 kept = table.select(list(columns)).slice(0, left)
@@ -139,15 +139,29 @@ def stream_schema(stream: Any, named: str) -> pa.Schema:
     """The columns of a `datasets.IterableDataset`, by its first rows. Raises DataError."""
     if stream.features is not None:
         return stream.features.arrow_schema
-    tables = _told(stream.with_format("arrow").iter(batch_size=_ROWS_LOOKED_AT), named)
     with damage_told(Path(named), "a stream of rows"):
-        return next((table.schema for table in tables), pa.schema([]))
+        return next((table.schema for table in _tables(stream, _ROWS_LOOKED_AT, named)), pa.schema([]))
 
 
 def is_library_stream(value: object) -> bool:
     """Whether an object is a `datasets.IterableDataset`."""
     library_there = sys.modules.get("datasets")
     return library_there is not None and isinstance(value, library_there.IterableDataset)
+
+
+def _tables(stream: Any, rows: int, named: str) -> Iterator[pa.Table]:
+    """The rows of a `datasets.IterableDataset`, so many in a table.
+
+    The library makes tables of rows whose types it knows, or which it reads from files. Of others each table
+    has the types of its own rows.
+    """
+    if stream.features is not None or stream.column_names is not None:
+        yield from _told(stream.with_format("arrow").iter(batch_size=rows), named)
+        return
+    left, first = iter(_told(stream, named)), 0
+    while part := list(islice(left, rows)):
+        yield table_of(part, first, named)
+        first += len(part)
 
 
 def _told(items: Iterable[Any], named: str) -> Iterable[Any]:
