@@ -41,7 +41,7 @@ from psgrad.workflows.influence_setup import (
     told_as_own,
     unit_of,
 )
-from psgrad.workflows.running import LOADING, Clock, describe_run, read_ahead, recorded
+from psgrad.workflows.running import LOADING, Clock, describe_run, recorded
 
 # What the report shows in pictures: so many queries, and of each so many examples of either sign.
 _SHOWN_QUERIES = 6
@@ -70,9 +70,8 @@ def influence(
     clock, warnings = Clock(), _Warnings(progress)
     progress(LOADING)
     with clock("load"):
-        setup = set_up_influence(config, warnings)
+        setup = set_up_influence(config, warnings, progress)
         stamps = [Stamp.of(file) for file in files_read_again(config.data, config.base)]
-        read_ahead(setup.run.samples, len(setup.run.samples), progress)
     run = setup.run
     store = None if config.influence.index is None else open_index(config, run)
     if store is not None:

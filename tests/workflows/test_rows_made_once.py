@@ -96,7 +96,7 @@ def test_analyze_of_drawn_rows_makes_no_others(workplace: Any) -> None:
 @pytest.mark.parametrize("command", [influence, influence_index])
 def test_influence_and_index_make_each_row_once(workplace: Any, command: Callable[..., Any]) -> None:
     said: list[tuple[int, Progress]] = []
-    asked: dict[str, Any] = {"queries": {"rows": [0, 1, 2]}, "method": "ekfac"}
+    asked: dict[str, Any] = {"queries": {"ids": [0, 1, 2], "worst": 2}, "method": "ekfac"}
     if command is influence_index:
         asked |= {"index": {"path": str(workplace.folder / "index"), "dimension": 8}}
     config = config_of(workplace.folder, influence=asked)
