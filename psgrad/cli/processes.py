@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -128,9 +128,8 @@ class _LogFile:
     def __init__(self, path: Path) -> None:
         self._path, self._waiting = path, ""
 
-    def write(self, text: str) -> int:
+    def write(self, text: str, /) -> None:
         self._waiting += text
-        return len(text)
 
     def flush(self) -> None:
         if self._waiting and self._path.parent.parent.is_dir():
@@ -138,6 +137,3 @@ class _LogFile:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(self._waiting)
             self._waiting = ""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stderr, name)

@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 PLAIN_INTERVAL_S = 5.0
 
 
+class Log(Protocol):
+    """What plain lines are written to."""
+
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> None: ...
+
+
 class ProgressDisplay(Protocol):
     """Called with every step; a context manager that leaves the stream tidy."""
 
@@ -87,7 +95,7 @@ class NoDisplay:
 class PlainDisplay:
     """At most one line per 5 s, and a last one for each phase. Messages appear at once."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: Log, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
         self._phase: str | None = None

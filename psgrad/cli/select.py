@@ -26,7 +26,10 @@ Where = Annotated[
 ToFile = Annotated[
     Path,
     typer.Option(
-        "--output", metavar="FILE", help="The new file, in the format of the dataset's.", show_default=False
+        "--output",
+        metavar="FILE",
+        help="The new file, in the format of the dataset's; without a suffix a new folder.",
+        show_default=False,
     ),
 ]
 Drop = Annotated[bool, typer.Option("--drop", help="Write the rows for which the condition does not hold.")]
@@ -45,7 +48,7 @@ def select(
     """Write the rows of a run's dataset for which a condition holds into a new file, with all their columns.
 
     Rows are copied from the dataset's files as they are there. Files that were changed after the run are
-    refused. Prints the path of the new file.
+    refused. Of rows that code makes the ids are written. Prints the path of the new file.
     """
     with boundary(debug):
         from psgrad.workflows.select import select as run_select

@@ -103,6 +103,10 @@ class DataConfig(Section):
     """The configuration of `dataset`, where it has several."""
     split: str | None = None
     """The split of `dataset`, such as train or train[:10%]."""
+    streaming: bool = False
+    """Whether a `dataset` by hub id is streamed: its first rows are copied, and no more is downloaded."""
+    stream_rows: Annotated[int, Field(ge=1)] = 100_000
+    """Of rows that are streamed: how many are copied to the disk at most, the first ones."""
     images: FilePath | None = None
     """In place of a path: a folder of images, a folder for each class, or with a metadata file."""
     inputs: Annotated[str | list[str] | dict[str, str | LengthOf] | None, BeforeValidator(_inputs)] = None
@@ -192,8 +196,8 @@ class DataConfig(Section):
         """Raises ValueError where no column is named for the inputs, or for keys of another source."""
         if self.factory is None and self.kwargs:
             raise ValueError("kwargs are the arguments of a factory; a path takes none")
-        if self.dataset is None and (self.config is not None or self.split is not None):
-            raise ValueError("config and split belong to dataset, and there is none")
+        if self.dataset is None and (self.config is not None or self.split is not None or self.streaming):
+            raise ValueError("config, split and streaming belong to dataset, and there is none")
         made_of = ("inputs", "text", "prompt", "messages", "image")
         if self.factory is None and self.images is None and not any(getattr(self, name) for name in made_of):
             raise ValueError(

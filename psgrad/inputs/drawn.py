@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -54,11 +54,17 @@ class DrawnSamples(SamplesOf):
     def take(self, rows: Array) -> Block:
         return self._samples.take(self.rows[self._existing(rows)])
 
+    def anew(self) -> Samples:
+        return DrawnSamples(self._samples.anew(), self.rows)
+
+    def read_ahead(self, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+        return self._samples.read_ahead(self.rows[np.asarray(rows, dtype=np.int64)].tolist())
+
     def content(self, count: int | None = None) -> str:
-        rows = self.rows[:count]
-        digest = hashlib.sha256(self._samples.content(int(rows[-1]) + 1).encode())
-        digest.update(np.ascontiguousarray(rows).data)
-        return digest.hexdigest()
+        return self._samples.content_of(self.rows[:count].tolist())
+
+    def content_of(self, rows: Sequence[int]) -> str:
+        return self._samples.content_of(self.rows[np.asarray(rows, dtype=np.int64)].tolist())
 
     def describe(self, row: int) -> str | None:
         return self._samples.describe(int(self.rows[row]))
@@ -86,8 +92,19 @@ class SamplesWithColumns(SamplesOf):
     def take(self, rows: Array) -> Block:
         return self._with(self._samples.take(rows), self._columns.take(rows))
 
+    def anew(self) -> Samples:
+        return SamplesWithColumns(self._samples.anew(), self._columns.anew(), self._names)
+
+    def read_ahead(self, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+        yield from self._samples.read_ahead(rows)
+        yield from self._columns.read_ahead(rows)
+
     def content(self, count: int | None = None) -> str:
         both = self._samples.content(count) + self._columns.content(count)
+        return hashlib.sha256(both.encode()).hexdigest()
+
+    def content_of(self, rows: Sequence[int]) -> str:
+        both = self._samples.content_of(rows) + self._columns.content_of(rows)
         return hashlib.sha256(both.encode()).hexdigest()
 
     def input_names(self) -> list[str]:

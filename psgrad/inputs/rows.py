@@ -4,9 +4,10 @@ by block.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -55,9 +56,11 @@ class Samples(ABC):
     code: tuple[object, ...] = ()
 
     def __init__(
-        self, ids: Array, targets: Array | None, fingerprint: str, units: Array | None = None
+        self, ids: Array | None, targets: Array | None, fingerprint: str, units: Array | None = None
     ) -> None:
-        self.ids = ids
+        """ids: None where a subclass has a property of that name."""
+        if ids is not None:
+            self.ids = ids
         self.targets = targets
         self.fingerprint = fingerprint
         self.units = units
@@ -83,11 +86,27 @@ class Samples(ABC):
         blocks = [self.read(start, stop) for start, stop in runs(distinct)]
         return joined(blocks).at(places)
 
+    def anew(self) -> Samples:
+        """The same rows, of which those that code makes are made each time they are read."""
+        return self
+
+    def read_ahead(self, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Reads these rows where code makes them, and keeps them for all who ask later. After each: (how many
+        are read, of how many). Nothing where rows are read from files.
+        """
+        return iter(())
+
     def content(self, count: int | None = None) -> str:
         """A SHA-256 of what the first `count` rows hold, None for all; of the whole file, where one holds
         them.
         """
         return self.fingerprint
+
+    def content_of(self, rows: Sequence[int]) -> str:
+        """A SHA-256 of what these rows hold, at least; of the whole file, where one holds them."""
+        digest = hashlib.sha256(self.content().encode())
+        digest.update(np.array(rows, dtype=np.int64).data)
+        return digest.hexdigest()
 
     def _existing(self, rows: Array) -> Array:
         found = np.asarray(rows, dtype=np.int64)

@@ -21,6 +21,8 @@ from psgrad.engine.measures.norms import GradientNorms
 from psgrad.errors import ConfigError
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.shown import input_of, vocabulary_of
+from psgrad.inputs.sources.files import Stamp, require_unchanged
+from psgrad.inputs.sources.source import files_read_again
 from psgrad.quality.gates import share_of
 from psgrad.reports.analyze_page import write_report
 from psgrad.results import (
@@ -51,7 +53,7 @@ from psgrad.workflows.identity import (
 from psgrad.workflows.judging import Judging
 from psgrad.workflows.measures import frame_of, measures_of, prepare
 from psgrad.workflows.measuring import Measured, Passes, about_rows
-from psgrad.workflows.running import Clock, describe_run, recorded
+from psgrad.workflows.running import LOADING, Clock, describe_run, read_ahead, recorded
 from psgrad.workflows.setup import Setup, set_up
 
 _PICTURES = 40
@@ -62,7 +64,8 @@ _TOLD = 10  # rows that can not be read
 class Prepared:
     """A run whose model, data and measures are loaded.
 
-    setting, every: of the measures. in_dataset: rows of the whole dataset.
+    setting, every: of the measures. in_dataset: rows of the whole dataset. stamps: of the files that are read
+    again.
     """
 
     run: Setup
@@ -72,6 +75,7 @@ class Prepared:
     in_dataset: int
     limit: int | float | None
     sample: bool
+    stamps: list[Stamp]
 
     @property
     def stream(self) -> Stream:
@@ -96,19 +100,32 @@ class Prepared:
         return Passes(self.setting, self.stream, self.every, about, folder, progress, processes, run).run()
 
 
-def prepared(config: Config, limit: int | float | None, sample: bool, progress: Say) -> Prepared:
-    """Load what a config names. Raises PsgradError for everything that can be wrong with it."""
+def prepared(
+    config: Config, limit: int | float | None, sample: bool, progress: Say, *, read_all: bool = True
+) -> Prepared:
+    """Load what a config names. Raises PsgradError for everything that can be wrong with it.
+
+    read_all: whether rows that code makes are read now, all of them, and kept.
+    """
+    config = config if sample else _streamed_to(config, limit)
     measures = measures_of(config)
     run = set_up(config, config.output / SHARDS)
     in_dataset, count = len(run.samples), limited(len(run.samples), limit)
     if sample:
         require_limit(limit)
+        read_ahead(run.samples, 0, progress)  # ids, where rows hold them
         run = run.with_drawn_rows(count, config.analyze.seed)
+    stamps = [Stamp.of(file) for file in files_read_again(config.data, config.base)]
+    if read_all:
+        read_ahead(run.samples, count, progress)
     run = run.with_rows_described()
     setting, every = prepare(
         run, measures, count, lambda message: progress(Progress(0, 0, "samples", message))
     )
-    return Prepared(run, setting, every, Judging(run, measures), in_dataset, limit, sample)
+    judging = Judging(run, measures)
+    if read_all:
+        judging.read_ahead(progress)
+    return Prepared(run, setting, every, judging, in_dataset, limit, sample, stamps)
 
 
 def new_folder(output: Path, run: Setup, overwrite: bool) -> RunFolder:
@@ -150,9 +167,10 @@ def analyze(
     if not resume and processes.leads:
         RunFolder.require_free(config.output, overwrite)
     clock = Clock()
+    progress(LOADING)
     with clock("load"):
         gate = gate_files(config.gate, config.base)
-        start = prepared(config, limit, sample, progress)
+        start = prepared(config, limit, sample, progress, read_all=processes.leads)
     run, every, stream = start.run, start.every, start.stream
     if not processes.leads:
         hash_of_run = processes.agreed("identity", list)  # the first rank has made the folder by then
@@ -175,6 +193,7 @@ def analyze(
             assert measured is not None, "the process that leads has what all have measured"
             trusted_by = OneProcess() if processes.parts is not None else processes
             reference = start.judging.reference(folder, progress, trusted_by, bytes(hash_of_run).hex())
+            require_unchanged(start.stamps)
         with clock("tables"):
             judged = start.judging.judge(measured, reference)
             frame = judged.frame
@@ -256,6 +275,14 @@ def limited(count: int, limit: int | float | None) -> int:
             expected="a number of samples (at least 1), or a fraction of them between 0 and 1",
         )
     return min(count, int(limit) if whole else max(1, math.floor(share_of(limit, count))))
+
+
+def _streamed_to(config: Config, limit: int | float | None) -> Config:
+    """The config with no more rows of a stream than are measured."""
+    if limit is None or not float(limit).is_integer() or limit < 1:
+        return config
+    rows = min(config.data.stream_rows, int(limit))
+    return config.model_copy(update={"data": config.data.model_copy(update={"stream_rows": rows})})
 
 
 def require_limit(limit: int | float | None) -> None:

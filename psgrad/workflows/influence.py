@@ -17,6 +17,8 @@ from psgrad.engine.influence.ranking import divisor
 from psgrad.engine.influence.solvers.costs import solved_products
 from psgrad.errors import InfluenceError
 from psgrad.inputs.shown import input_of
+from psgrad.inputs.sources.files import Stamp, require_unchanged
+from psgrad.inputs.sources.source import files_read_again
 from psgrad.reports.words import duration
 from psgrad.results import InfluenceResult, Progress, Say
 from psgrad.results.influence import (
@@ -39,7 +41,7 @@ from psgrad.workflows.influence_setup import (
     told_as_own,
     unit_of,
 )
-from psgrad.workflows.running import Clock, describe_run, recorded
+from psgrad.workflows.running import LOADING, Clock, describe_run, recorded
 
 # What the report shows in pictures: so many queries, and of each so many examples of either sign.
 _SHOWN_QUERIES = 6
@@ -66,8 +68,10 @@ def influence(
     """
     RunFolder.require_free(config.output, overwrite)
     clock, warnings = Clock(), _Warnings(progress)
+    progress(LOADING)
     with clock("load"):
-        setup = set_up_influence(config, warnings)
+        setup = set_up_influence(config, warnings, progress)
+        stamps = [Stamp.of(file) for file in files_read_again(config.data, config.base)]
     run = setup.run
     store = None if config.influence.index is None else open_index(config, run)
     if store is not None:
@@ -100,6 +104,7 @@ def influence(
             with clock("check"), told_as_own(config.influence.method.name):
                 seconds = max(_CHECK_SECONDS, _CHECK_SHARE * (clock.seconds["fit"] + clock.seconds["scores"]))
                 removals = check_removals(setup, fitted, rankings.scores, own, seconds, warnings)
+        require_unchanged(stamps)
         found = replace(
             asked,
             unit=unit_of(setup, fitted),

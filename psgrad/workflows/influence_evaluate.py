@@ -234,7 +234,7 @@ def evaluate_influence(
         progress(Progress(0, 0, "evaluation", message))
 
     with clock("load"):
-        setup = set_up_influence(config, say)
+        setup = set_up_influence(config, say, progress)
     with clock("self-check"):
         check = setup.run.self_check(setup.views[0].training.stream)
     with clock("screening"):

@@ -17,7 +17,7 @@ from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.identity import hashes_of
 from psgrad.workflows.influence_setup import first_run, later_run, sha256_at
-from psgrad.workflows.running import Clock
+from psgrad.workflows.running import LOADING, Clock, read_ahead
 from psgrad.workflows.setup import Setup
 
 # Rows whose loss is held against an index that is opened.
@@ -36,12 +36,14 @@ def influence_index(
     """
     wanted = require_index(config)
     clock = Clock()
+    progress(LOADING)
 
     def say(message: str) -> None:
         progress(Progress(0, 0, "index", message))
 
     with clock("load"):
         run = first_run(config)
+        read_ahead(run.samples, len(run.samples), progress)
         description = described_index(config, run)
     store = (
         GradientIndex.resume(wanted.path, description)

@@ -24,9 +24,11 @@ from psgrad.inputs.measurements import Measurement, resolve_measurement
 from psgrad.inputs.models.factory import checkpoint_hash, load_model
 from psgrad.inputs.reader import CheckedReader
 from psgrad.plugins import METHODS, configured
+from psgrad.results import Say
 from psgrad.user_code import describe_failure
 from psgrad.workflows.checkpoints import at_weights, same_weights
 from psgrad.workflows.influence_queries import chosen_rows, queries_of
+from psgrad.workflows.running import read_ahead
 from psgrad.workflows.setup import Setup, draws_at_random, load, setup_of
 
 
@@ -109,13 +111,15 @@ _DIVIDED: dict[str, str] = {
 }
 
 
-def set_up_influence(config: Config, say: Callable[[str], None]) -> InfluenceSetup:
-    """Load all that a config names: model, data, queries, method, and each checkpoint.
+def set_up_influence(config: Config, say: Callable[[str], None], progress: Say) -> InfluenceSetup:
+    """Load all that a config names: model, data, queries, method, and each checkpoint. progress: of rows that
+    code makes, which are read now.
 
     Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
     """
     method = method_from(config.influence.method, config.base)
     run = first_run(config)
+    read_ahead(run.samples, len(run.samples), progress)  # before queries are chosen by their ids or losses
     measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
     last = len(checkpoints_of(config)) - 1
     reader, rows = queries_of(config, run, measurement, lambda: later_run(run, config, last) if last else run)

@@ -32,6 +32,7 @@ from psgrad.storage.finished import finished_manifest, load_run
 from psgrad.workflows.identity import hashes_of, measure_specs
 from psgrad.workflows.measures import PROJECTED, measures_of, prepare
 from psgrad.workflows.measuring import Measured, Passes, about_rows
+from psgrad.workflows.running import read_ahead
 from psgrad.workflows.setup import Setup
 
 _PREFIX = "reference-"
@@ -85,6 +86,11 @@ class Judging:
         if self._trusted is None:
             return self._found
         return self._measure(self._trusted, folder, say, processes, identity)
+
+    def read_ahead(self, say: Say) -> None:
+        """Read the rows of a dataset as the reference, where code makes them."""
+        if self._trusted is not None:
+            read_ahead(self._trusted.samples, len(self._trusted.samples), say)
 
     def judge(self, measured: Measured, reference: Reference | None) -> Judged:
         """The verdict on what was measured, against the trusted samples."""

@@ -111,10 +111,16 @@ def _loss(loss: Any, made: dict[str, Callable[..., Any]]) -> Any:
 
 
 def _dataset(name: str, data: Any, section: Any, made: dict[str, Callable[..., Any]]) -> Any:
+    from torch.utils.data import IterableDataset
+
     if isinstance(data, Mapping):
         return dict(data)
     kept = dict(section) if isinstance(section, Mapping) else {}
-    kept = {key: each for key, each in kept.items() if key not in (*SOURCE_KEYS, "kwargs", "config", "split")}
+    kept = {
+        key: each
+        for key, each in kept.items()
+        if key not in (*SOURCE_KEYS, "kwargs", "config", "split", "streaming")
+    }
     if isinstance(data, str | PathLike):
         return {**kept, "path": str(data)}
     if isinstance(data, tuple):
@@ -125,7 +131,7 @@ def _dataset(name: str, data: Any, section: Any, made: dict[str, Callable[..., A
             expected="its dataset: rows are read one by one, in their order",
             next_step=f"{name}=loader.dataset",
         )
-    elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+    elif (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or isinstance(data, IterableDataset):
         rows = data
     else:
         raise ConfigError(

@@ -25,20 +25,39 @@ import torch
 from psgrad.config import Config
 from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.inputs.images.folder import folder_rows
+from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.files import sha256_of
+from psgrad.inputs.sources.library_datasets import library_dataset, library_hashes
 from psgrad.inputs.sources.source import data_files
+from psgrad.results import Progress, Say
 from psgrad.results.manifest import Counts, DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
 from psgrad.storage.folders import RunFolder
 from psgrad.user_code import module_of
 from psgrad.workflows.identity import hashes_of
 from psgrad.workflows.setup import Setup
 
+LOADING = Progress(0, 0, "load")
+"""The first progress of a run: a bar without an end, while the model and the first rows are loaded."""
+_SECONDS_BETWEEN = 0.1  # two messages of progress
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 
 
 def now() -> str:
     """The time as ISO 8601, in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def read_ahead(samples: Samples, count: int, say: Say) -> None:
+    """Read the first `count` rows of a dataset that code makes, with progress; they are kept for all passes.
+
+    What a run may go on with later is compared with all rows, so they are read before the first of them is
+    computed.
+    """
+    last = 0.0
+    for done, of in samples.read_ahead(range(count)):
+        if done in (1, of) or time.monotonic() - last > _SECONDS_BETWEEN:
+            last = time.monotonic()
+            say(Progress(done, of, "rows", unit="row"))
 
 
 def command_line() -> str | None:
@@ -155,8 +174,10 @@ def describe_run(
 
 def _hashes_of_files(config: Config) -> list[str] | None:
     """The SHA-256 of each file of the dataset, of a folder of images that of its listing; None where the
-    dataset is not in files.
+    dataset is not in files. Of a dataset of the datasets library that of the columns that are named.
     """
+    if config.data.dataset is not None and not config.data.streaming:
+        return library_hashes(config.data, library_dataset(config.data, config.base, config.allow_download))
     if config.data.images is not None:
         return [folder_rows(config.data, config.base).fingerprint]
     if config.data.path is None:

@@ -46,7 +46,7 @@ from psgrad.inputs.models.pretrained_checks import (
 )
 from psgrad.inputs.sources.files import input_names, require_file, target_names
 from psgrad.inputs.sources.headers import headers_of
-from psgrad.inputs.sources.source import DataHeader, header_problems, joined_header
+from psgrad.inputs.sources.source import DataHeader, header_problems, joined_header, with_rows
 from psgrad.plugins import MEASURES, METHODS, Kind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
@@ -217,8 +217,12 @@ class _Checks:
             self._code(f"{where}.factory", data.factory, DataError, data.kwargs)
             self.found.facts[where] = data.factory
             return None
+        if data.streaming and not (self.base / str(data.dataset)).is_dir():
+            self.found.facts[where] = f"{data.dataset}, streamed when it is read"
+            return None
         with self.found.told(f"{where}.{data.sources_given[0]}"):
             data, headers = headers_of(data, self.base)
+            headers = with_rows(headers)
             loss = self.sections.get("loss")
             labels = loss is not None and (loss.name in _LABEL_LOSSES or is_callable_spec(loss.name))
             problems = [list(header_problems(each, data, unit, labels=labels)) for each in headers]
@@ -495,7 +499,7 @@ def look_inside(config: Config, found: Validation, say: Callable[[str], None]) -
         found.facts["trained"] = (
             f"{trainable:,} numbers in {len(run.objective.params):,} parameters, on {run.device}"
         )
-        found.facts["rows"] = f"{len(run.samples):,}"
+        found.facts["rows"] = f"{len(run.samples.ids):,}"  # ids are read, too
         with found.told("data.class_names"):
             _require_a_name_each(config.data.class_names, run.reader.classes)
         stream, count = run.stream(say), min(_ROWS, len(run.samples))

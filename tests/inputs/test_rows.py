@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import hashlib
 import io
 import json
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.inputs.sources import objects
 from psgrad.inputs.sources.formats.tar import KEY
 from psgrad.inputs.sources.load import Rows, load_data, open_rows
-from psgrad.inputs.sources.source import data_headers
+from psgrad.inputs.sources.source import data_headers, header_problems, with_rows
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 TABLE = {
@@ -287,6 +289,45 @@ def test_many_files_are_one_dataset(tmp_path: Path, name: str) -> None:
     assert "part-2" in opened(tmp_path, Path(name), inputs="x").place(3)
 
 
+@pytest.mark.parametrize(
+    "name", ["part-*.jsonl", "part-*.json", "part-*.parquet", "part-*.csv", "part-*.arrow"]
+)
+def test_a_file_without_rows_among_others(tmp_path: Path, name: str) -> None:
+    empty: dict[str, list[Any]] = {"x": [], "y": []}
+    write_parts(tmp_path, name, [{"x": [0.5], "y": [0]}, empty, {"x": [2.5], "y": [1]}])
+    if name.endswith("jsonl"):
+        (tmp_path / "part-1.jsonl").write_text("\n\n")
+    config = DataConfig(path=Path(name), inputs="x", target="y")
+    assert load_data(config, tmp_path).read(0, 2).inputs[0].tolist() == [0.5, 2.5]
+    for header in with_rows(data_headers(config, tmp_path)):
+        assert list(header_problems(header, config)) == []
+    write_parts(tmp_path, name, [empty, empty, empty])
+    for number in range(3 if name.endswith("jsonl") else 0):
+        (tmp_path / f"part-{number}.jsonl").write_text("\n")
+    with pytest.raises(PsgradError, match=r"part-0\.\w+ and 2 more has no rows"):
+        load_data(config, tmp_path)
+    problems = [str(each) for each in header_problems(with_rows(data_headers(config, tmp_path))[0], config)]
+    assert any("has no rows" in each for each in problems) or name.endswith("arrow")
+
+
+@pytest.mark.parametrize(
+    "name", ["part-*.jsonl", "part-*.csv", "part-*.parquet", "part-*.arrow", "part-*.csv.gz"]
+)
+def test_a_file_among_others_that_can_not_be_read(tmp_path: Path, name: str) -> None:
+    write_parts(tmp_path, name, [{"x": [row + 0.5] * 40, "y": [0] * 40} for row in range(3)])
+    middle = tmp_path / name.replace("*", "1")
+    middle.write_bytes(b"\xff\xfe\x00 broken \x00" * 20)
+    message = error(tmp_path, Path(name), PsgradError, inputs="x", target="y")
+    assert str(middle) in message
+    assert "part-0" not in message
+    middle.write_bytes(b"")
+    assert f"the dataset {middle} is empty" in error(tmp_path, Path(name), inputs="x", target="y")
+    middle.unlink()
+    assert "there is no dataset" in error(
+        tmp_path, [Path(name.replace("*", "0")), Path(middle.name)], ConfigError, inputs="x", target="y"
+    )
+
+
 def test_the_fingerprint_of_many_files_covers_each_and_their_order(tmp_path: Path) -> None:
     write_parts(tmp_path, "*.jsonl", [{"x": [1]}, {"x": [2]}])
     names = [Path("0.jsonl"), Path("1.jsonl")]
@@ -388,6 +429,61 @@ def test_tar_files_of_one_name_are_a_row(tmp_path: Path) -> None:
     assert "0.tar has no column 'class'; did you mean cls?" in error(
         tmp_path, Path("*.tar"), ConfigError, inputs="class"
     )
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".lz4"])
+def test_compressed_tar_holds_the_rows_of_the_plain_one(tmp_path: Path, suffix: str) -> None:
+    for part in range(2):
+        files = {}
+        for row in range(3 * part, 3 * part + 3):
+            files |= {f"{row}.txt": f"t{row}".encode(), f"{row}.npy": array_bytes([row, 0.5])}
+            files |= {f"{row}.jpg": bytes([row]) * 5000}
+        write_tar(tmp_path / f"{part}.tar", files)
+        with (
+            (tmp_path / f"{part}.tar").open("rb") as plain,
+            pa.output_stream(str(tmp_path / f"{part}.tar{suffix}")) as packed,
+        ):
+            packed.write(plain.read())
+    columns: dict[str, Any] = {"text": "txt", "image": "jpg", "inputs": "npy", "id": KEY}
+    plain, packed = (opened(tmp_path, Path(f"*.tar{each}"), **columns) for each in ("", suffix))
+    assert packed.read(0, 6).to_pydict() == plain.read(0, 6).to_pydict()
+    assert packed.take(np.array([5, 0])).column("txt").to_pylist() == ["t5", "t0"]
+    assert packed.place(4) == f"{tmp_path / f'1.tar{suffix}'}, 4"
+    assert packed.fingerprint != plain.fingerprint
+    header = data_headers(DataConfig(path=Path(f"0.tar{suffix}"), inputs="npy"), tmp_path)[0]
+    assert list(header.columns) == [KEY, "jpg", "npy", "txt"]
+
+
+def test_compressed_tar_copies_the_columns_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tar(tmp_path / "a.tar", {"0.cls": b"1", "0.jpg": bytes(100_000)})
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress((tmp_path / "a.tar").read_bytes()))
+    (tmp_path / "copies").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "copies"))
+    rows = opened(tmp_path, "a.tar.gz", inputs="cls")
+    assert [path.stat().st_size for path in (tmp_path / "copies").glob("*/*")] == [1]
+    assert rows.read(0, 1).to_pydict() == {"cls": [1]}
+    del rows
+    gc.collect()
+    assert not list((tmp_path / "copies").iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_tar_that_was_cut_or_is_none(tmp_path: Path, suffix: str) -> None:
+    write_tar(
+        tmp_path / "a.tar",
+        {f"{row}.npy": array_bytes(np.random.default_rng(row).random(500)) for row in range(9)},
+    )
+    name = f"a.tar{suffix}"
+    with pa.output_stream(str(tmp_path / name)) as packed:
+        packed.write((tmp_path / "a.tar").read_bytes())
+    whole = (tmp_path / name).read_bytes()
+    for content in (whole[: len(whole) // 2], b"something else"):
+        (tmp_path / name).write_bytes(content)
+        message = error(tmp_path, name, inputs="npy")
+        assert f"{name} can't be read as tar: " in message
+        assert "likely cause: an interrupted copy or download, or another format" in message
 
 
 def test_tar_files_that_can_not_be_used(tmp_path: Path) -> None:

@@ -80,6 +80,16 @@ def expected(
     return [*norms, whole, whole, *sums, dots, *moments, projected, norms[-1], *sums]
 
 
+def of_products(plain: Sequence[Tensor], moved: Sequence[Tensor]) -> dict[int, Tensor]:
+    """How far rounding moves `gram` and `inner`, by their places in the results of `ours`. They are as exact
+    as float64 is for the terms that they add, and the terms of one gradient may cancel. Norms are guarded.
+
+    moved: how far rounding moves each result.
+    """
+    first = 2 * len(plain) + 1  # behind the gradients, the norms of each parameter, and the norms
+    return {place: moved[place] for place in (first, first + 1)}
+
+
 def _products(a: Tensor, b: Tensor, a_off: Tensor, b_off: Tensor) -> tuple[Tensor, Tensor]:
     return a @ b.T, a_off @ b.abs().T + a.abs() @ b_off.T + a_off @ b_off.T
 

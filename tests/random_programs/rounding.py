@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +26,15 @@ class Nudge:
         """unit: how far one unit in the last place is, of a number of size one; that of x's type if None."""
         if not x.is_floating_point():
             return x
-        steps = torch.randint(-1, 2, x.shape, generator=self.generator).to(x.dtype)
-        return _Moved.apply(x, steps * (torch.finfo(x.dtype).eps if unit is None else unit))
+        return _Moved.apply(x, self.steps(x) * (torch.finfo(x.dtype).eps if unit is None else unit))
+
+    def steps(self, x: Tensor) -> Tensor:
+        """-1, 0 or 1 for each number."""
+        return torch.randint(-1, 2, x.shape, generator=self.generator).to(x.dtype)
+
+    def of_kernel(self, x: Tensor) -> Tensor:
+        """The result of a kernel moved, where no autograd records it."""
+        return x * (1 + self.steps(x) * torch.finfo(x.dtype).eps) if x.is_floating_point() else x
 
     def again(self, x: Any) -> Any:
         """The same value, whose cotangent is moved: those of a value's several uses are rounded, each by
@@ -123,8 +131,19 @@ class EveryOperatorRounds(TorchDispatchMode):
             return out
         if name in ("_softmax_backward_data", "_log_softmax_backward_data"):
             out = out + nudge.inside_softmax(name, *args[:3])
+        move = self.move(nudge)
         return (
-            nudge(out)
+            move(out)
             if isinstance(out, Tensor)
-            else type(out)(nudge(x) if isinstance(x, Tensor) else x for x in out)
+            else type(out)(move(x) if isinstance(x, Tensor) else x for x in out)
         )
+
+    def move(self, nudge: Nudge) -> Callable[[Tensor], Tensor]:
+        return nudge
+
+
+class EveryKernelRounds(EveryOperatorRounds):
+    """The same below psgrad's transforms, which call the kernels of plain tensors."""
+
+    def move(self, nudge: Nudge) -> Callable[[Tensor], Tensor]:
+        return nudge.of_kernel

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
+from safetensors.numpy import save_file
 
+from psgrad.engine.measures.passes import SecondPass
 from tests.workplace import Workplace
 
 IMAGES = """
@@ -58,6 +62,44 @@ def test_influence_refuses_a_broken_image(images: Workplace) -> None:
     images.analyze()  # writes the config
     outcome = images.command("influence", "config.yaml", "--overwrite")
     outcome.refused(3, "dog/04.png in row 8 can't be read")
+
+
+def _after(change: Callable[[], None], run: Callable[..., Any]) -> Callable[..., Any]:
+    """The second pass, after a change."""
+
+    def changed(self: SecondPass, *arguments: Any) -> Any:
+        change()
+        return run(self, *arguments)
+
+    return changed
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "safetensors", "csv"])
+def test_a_file_that_is_changed_between_passes(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    path = workplace.folder / f"data.{suffix}"
+    frame = pd.DataFrame({"a": workplace.arrays["x"][:, 0], "y": workplace.arrays["y"]})
+    arrays = {name: frame[name].to_numpy(copy=True) for name in frame}
+    write = {
+        "parquet": lambda: frame.to_parquet(path),
+        "safetensors": lambda: save_file(arrays, path),
+        "csv": lambda: frame.to_csv(path, index=False),
+    }[suffix]
+    write()
+    workplace.use_model("def Model():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Linear(1, 3))\n")
+    workplace.config["data"] = {"path": path.name, "inputs": ["a"], "target": "y"}
+    workplace.config["analyze"] = {"measures": ["cosine_to_mean"]}
+    monkeypatch.setattr(SecondPass, "run", _after(write, SecondPass.run))
+    outcome = workplace.analyze("--no-report")
+    if suffix == "csv":  # its rows are in a copy
+        assert outcome.code == 0, outcome.err
+        return
+    outcome.refused(3, f"data.{suffix} was changed while the run read it", "go on with --resume")
+    assert workplace.manifest()["state"] == "failed"
+    monkeypatch.undo()
+    monkeypatch.chdir(workplace.folder)
+    assert workplace.analyze("--no-report", "--resume").code == 0  # it holds the same rows
 
 
 def test_weights_multiply_losses_and_gradients(workplace: Workplace, tmp_path: Path) -> None:

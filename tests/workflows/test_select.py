@@ -217,17 +217,6 @@ def test_changed_source_is_refused(workplace: Workplace) -> None:
     outcome.refused(3, "data.npz, are not those of the run in out", "run psgrad analyze again")
 
 
-def test_rows_of_a_factory_are_refused(workplace: Workplace) -> None:
-    (workplace.folder / "rows.py").write_text(
-        "import torch\nfrom torch.utils.data import TensorDataset\n\n\ndef build():\n"
-        "    return TensorDataset(torch.ones(2, 4), torch.tensor([0, 1]))\n"
-    )
-    workplace.config["data"] = {"factory": "rows.py:build"}
-    workplace.succeeded("--no-report")
-    outcome = workplace.command("select", "out", "--where", "label == 1", "--output", "clean.npz")
-    outcome.refused(2, "come from rows.py:build, which is no file")
-
-
 def test_file_that_fails_half_way_is_not_there(tmp_path: Path) -> None:
     target = tmp_path / "file"
 

@@ -17,6 +17,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from psgrad.engine.execution.ranks import Arrays
 from psgrad.errors import DistributedError
@@ -33,7 +35,7 @@ class RankGroup:
 
     parts: int | None = None
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, store: Store, rank: int, size: int) -> None:
         self.rank, self.size, self.leads, self._store = rank, size, rank == 0, store
         self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}
         self._stopped = threading.Event()
@@ -44,7 +46,7 @@ class RankGroup:
     def join(cls) -> RankGroup:
         """Join the group that the environment describes. Raises DistributedError."""
         try:
-            store, rank, size = next(iter(dist.rendezvous("env://", timeout=_TIMEOUT)))
+            store, rank, size = next(iter(rendezvous("env://", timeout=_TIMEOUT)))
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
         except (RuntimeError, ValueError) as error:
             raise DistributedError(
@@ -52,7 +54,7 @@ class RankGroup:
                 expected="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them",
                 next_step="start with torchrun, or with --processes; or unset WORLD_SIZE for one process",
             ) from error
-        return cls(dist.PrefixStore("psgrad", store), rank, size)
+        return cls(PrefixStore("psgrad", store), rank, size)
 
     def leave(self) -> None:
         """End the signs of life, and leave the group."""

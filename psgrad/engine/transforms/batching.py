@@ -188,6 +188,9 @@ class BatchLevel(SampleAxis):
                     "a tensor without a sample axis, from one that has it",
                     "each sample would need a copy of its own of the tensor that is written to",
                 )
+        if not any(args[position].numel() for position in operator.mutated) and not reshapes_in_place(op):
+            return args[operator.mutated[0]]  # nothing is written: autograd must not count a write
+        for position in operator.mutated:
             # samples, or elements of one, share a place
             if args[position].has_other_layout and 0 in args[position].value.stride():
                 args[position].lay_out()

@@ -1,7 +1,9 @@
-"""Datasets in npz and safetensors: one array per column, its first axis the rows."""
+"""Datasets in npz and safetensors: one array per column, its first axis the rows; of one file or of many."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,14 @@ from psgrad.inputs.rows import (
     unique_ids,
     unit_ids,
 )
-from psgrad.inputs.sources.files import input_names, length_inputs, require_rows, sha256_of, target_names
+from psgrad.inputs.sources.files import (
+    files_sha256,
+    input_names,
+    length_inputs,
+    named_files,
+    require_rows,
+    target_names,
+)
 from psgrad.inputs.sources.source import common_length
 
 
@@ -34,12 +43,14 @@ class ArraySamples(Samples):
 
     def __init__(
         self,
-        columns: dict[str, Any],
+        parts: Sequence[tuple[Path, Mapping[str, Any]]],
         config: DataConfig,
-        path: Path,
         unit: str | None = None,
         labels: Labels | None = None,
     ) -> None:
+        """parts: (file, its columns by name) of each file, in the order of the rows."""
+        columns = _joined(parts)
+        path = named_files([file for file, _ in parts])
         self._columns = columns
         self._inputs = input_names(config)
         self._stack = isinstance(config.inputs, list) and bool(config.stack)
@@ -53,7 +64,7 @@ class ArraySamples(Samples):
         shapes = {name: tuple(column.shape) for name, column in columns.items()}
         count = common_length(shapes, path)
         assert count is not None  # a config names at least one column
-        require_rows(count, str(path))
+        require_rows(count, path)
         for name in (config.id, unit, config.weight, *(self._targets if len(self._targets) > 1 else ())):
             if name is not None and len(shapes[name]) != 1:
                 what = "ids" if name in (config.id, unit) else "numbers"
@@ -61,15 +72,19 @@ class ArraySamples(Samples):
                     f"the {what} {name!r} in {path} have the shape {list(shapes[name])}",
                     expected="one per row",
                 )
-        ids = row_numbers(count) if config.id is None else unique_ids(_decoded(columns[config.id]), config.id)
-        units = None if unit is None else unit_ids(_decoded(columns[unit]), unit)
+        ids = (
+            row_numbers(count)
+            if config.id is None
+            else unique_ids(_decoded(columns[config.id][:]), config.id)
+        )
+        units = None if unit is None else unit_ids(_decoded(columns[unit][:]), unit)
         targets = None
         if len(self._targets) == 1 and len(shapes[self._targets[0]]) == 1:
             (name,) = self._targets
             encoded = (labels or Labels()).encoded(_decoded(columns[name][:]), name)
             targets = to_tensor(encoded.values, name).numpy()
             self.class_names, self.notes = encoded.class_names, (encoded.note,) if encoded.note else ()
-        super().__init__(ids, targets, sha256_of(path), units)
+        super().__init__(ids, targets, files_sha256([file for file, _ in parts]), units)
         self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
         self.weighted = config.weight is not None
         self.read(0, 1)  # so that a column of the wrong type is told now, and not in the middle of the run
@@ -97,6 +112,74 @@ class ArraySamples(Samples):
         if len(targets) > 1:
             return Block(tuple(inputs), stacked(targets, self._targets, "data.target"))
         return Block(tuple(inputs), targets[0] if targets else None)
+
+
+class JoinedArray:
+    """The arrays of one column in several files, as one: rows are read from the file that they are in.
+
+    Args:
+        parts: (file, array) of each file that has rows; all of numpy or all of torch.
+
+    Raises DataError where they are of different shapes, or hold numbers in one file and text in another.
+    """
+
+    def __init__(self, name: str, parts: Sequence[tuple[Path, Any]]) -> None:
+        first, arrays = parts[0], [array for _, array in parts]
+        for file, array in parts:
+            shapes = [list(each.shape[1:]) for each in (first[1], array)]
+            if shapes[0] != shapes[1]:
+                raise DataError(
+                    f"the rows of {name!r} have the shape {shapes[0]} in {first[0]}, {shapes[1]} in {file}",
+                    expected="one shape in all files",
+                )
+            if _kind(array) != _kind(first[1]):
+                raise DataError(
+                    f"the column {name!r} has mixed types: {first[1].dtype} in {first[0]}, {array.dtype} in"
+                    f" {file}",
+                    expected="one type in all files",
+                )
+        self._parts = arrays
+        self._starts = np.cumsum([0, *(len(array) for array in arrays)])
+        self.shape = (int(self._starts[-1]), *arrays[0].shape[1:])
+        kinds = [array.dtype for array in arrays]
+        self.dtype: Any = (
+            reduce(torch.promote_types, kinds) if isinstance(arrays[0], Tensor) else np.result_type(*kinds)
+        )
+        if np.dtype(np.uint64) in kinds and len({*kinds}) > 1:  # numpy makes fractions of them and int64
+            raise DataError(
+                f"the column {name!r} is of the types {', '.join(sorted(map(str, {*kinds})))}",
+                expected="one type of whole numbers in all files, such as int64",
+            )
+
+    def __getitem__(self, rows: slice | Array) -> Any:
+        numbers = np.arange(*rows.indices(self.shape[0])) if isinstance(rows, slice) else rows
+        shape = (len(numbers), *self.shape[1:])
+        torches = isinstance(self._parts[0], Tensor)
+        found: Any = torch.empty(shape, dtype=self.dtype) if torches else np.empty(shape, self.dtype)
+        part_of = np.searchsorted(self._starts[1:], numbers, side="right")
+        for part in np.unique(part_of):
+            there = np.flatnonzero(part_of == part)
+            rows_there = self._parts[part][numbers[there] - self._starts[part]]
+            found[there] = rows_there.to(self.dtype) if torches else rows_there
+        return found
+
+
+def _joined(parts: Sequence[tuple[Path, Mapping[str, Any]]]) -> dict[str, Any]:
+    """name -> a column of all files. Files without rows are left out where another has some."""
+    if len(parts) == 1:
+        return dict(parts[0][1])
+    for file, columns in parts:
+        common_length({name: tuple(column.shape) for name, column in columns.items()}, file)
+    names = list(parts[0][1])
+    with_rows = [each for each in parts if len(each[1][names[0]])] or parts[:1]
+    return {name: JoinedArray(name, [(file, columns[name]) for file, columns in with_rows]) for name in names}
+
+
+def _kind(array: Array | Tensor) -> str:
+    """What an array holds, in a word; whole numbers and fractions go together."""
+    if isinstance(array, Tensor):
+        return "booleans" if array.dtype == torch.bool else "numbers"
+    return {"b": "booleans", **dict.fromkeys("iuf", "numbers")}.get(array.dtype.kind, "text")
 
 
 def _decoded(values: Array | Tensor) -> Array:

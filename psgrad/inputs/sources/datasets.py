@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-import random
+import shutil
+import tempfile
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +22,32 @@ from psgrad.config import DataConfig
 from psgrad.errors import DataError, PsgradError
 from psgrad.inputs.labels import Labels
 from psgrad.inputs.rows import Array, Block, Samples, row_numbers, unique_ids, unit_ids
+from psgrad.inputs.sources.drawing import drawing_the_same, seed_by_row
 from psgrad.inputs.sources.files import input_names, require_rows
 from psgrad.inputs.sources.items import Item, Items, KeptItems
+from psgrad.inputs.sources.streams import StreamedItems, is_library_stream
 from psgrad.ragged import RaggedAxes
 from psgrad.user_code import call_factory, describe_failure
 
-_KEPT_BYTES = 1 << 30  # on the disk, of items that were read and are going to be read again
+_KEPT_BYTES = 8 << 30  # on the disk, of items that were read and are going to be read again
+_KEPT_SHARE = 0.25  # the largest share for them of what is free in the temporary folder
 _LOOKED_AT = 32  # items, by which a dataset is known to have rows of unequal length
 
 
 def made_by_factory(config: DataConfig, base: Path) -> Any:
-    """The Dataset that the config's factory returns; the factory's file is relative to `base`. Raises
-    ConfigError and DataError.
+    """The Dataset that the config's factory returns, of an iterable one its first items; the factory's file
+    is relative to `base`. Raises ConfigError and DataError.
     """
     assert config.factory is not None
     dataset = call_factory(config.factory, base, config.kwargs, raises=DataError)
-    if isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    ):
+    if is_library_stream(dataset):
+        return dataset
+    if isinstance(dataset, IterableDataset):
+        return StreamedItems(dataset, config.stream_rows, f"the dataset of {config.factory}")
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
             f"the factory {config.factory} returned an object of type {type(dataset).__name__}",
-            expected="a map-style torch Dataset, with a length and items by number",
+            expected="a map-style torch Dataset, with a length and items by number, or an iterable one",
         )
     return dataset
 
@@ -47,8 +55,8 @@ def made_by_factory(config: DataConfig, base: Path) -> Any:
 class DatasetSamples(Samples):
     """Items of a Dataset, read one by one and stacked; those that differ in length are padded.
 
-    An item that was read for the fingerprint or the ids is kept, as far as there is room, until it is read
-    for its numbers: so each is made once.
+    An item that was read is kept, as far as there is room: so each is made once, for its fingerprint, its id
+    and all passes. Where there is no room it is made again, and draws the same from the global generators.
     """
 
     def __init__(
@@ -58,28 +66,54 @@ class DatasetSamples(Samples):
         listed = None if unit is None else getattr(dataset, unit, None)
         self._items = Items(dataset, config, unit if listed is None else None, labels or Labels())
         self._source = self._items.source
-        self._kept = KeptItems(_KEPT_BYTES)
-        self._contents: dict[int, str] = {}
+        self._kept, self._anew = KeptItems(_room()), False
+        self._contents: dict[str, str] = {}
         self._ahead: tuple[int, Iterator[Item | PsgradError]] | None = None
-        count = len(self._items)
+        self._count = count = len(self._items)
         require_rows(count, self._source)
-        with _drawing_the_same():
+        with drawing_the_same():
             self._first = self._looked_at(0)
-            ids, units = self._identified(count, unit, listed)
+            units = None if unit is None else self._units(unit, listed)
             self.ragged = self._ragged(count)
-        super().__init__(ids, None, self._digest(count, units), units)
+        super().__init__(None, None, self._digest(count, units), units)
         self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
         self.weighted = config.weight is not None
-        self.sources, self.code = tuple(each.__module__ for each in type(dataset).__mro__), (dataset,)
+        made = dataset.stream if isinstance(dataset, StreamedItems) else dataset
+        self.notes = dataset.notes if isinstance(dataset, StreamedItems) else ()
+        self.sources, self.code = tuple(each.__module__ for each in type(made).__mro__), (made,)
+
+    @cached_property
+    def ids(self) -> Array:  # type: ignore[override]  # made when asked for: items may have to be read
+        """The ids that the items hold, each of which is read for them; without such, the rows' numbers."""
+        if self._config.id is None:
+            return row_numbers(self._count)
+        with drawing_the_same():
+            return unique_ids([self._looked_at(row).id for row in range(self._count)], self._config.id)
+
+    def __len__(self) -> int:
+        return self._count
 
     def read(self, start: int, stop: int) -> Block:
         return self._stacked(range(start, stop), self._in_order(start, stop))
 
     def take(self, rows: Array) -> Block:
         numbers = self._existing(rows).tolist()
-        # Never those that were kept: a private run reads rows here, and what one draws must be its own.
-        distinct = {row: self._items(row) for row in dict.fromkeys(numbers)}
+        distinct = {row: self._item(row) for row in dict.fromkeys(numbers)}
         return self._stacked(numbers, [distinct[row] for row in numbers])
+
+    def anew(self) -> Samples:
+        found = copy.copy(self)
+        found._kept, found._anew, found.reading = KeptItems(0), True, threading.Lock()
+        return found
+
+    def read_ahead(self, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """See Samples: these items, or all where ids are in them."""
+        rows = rows if self._config.id is None else range(self._count)
+        with drawing_the_same():
+            for done, (row, found) in enumerate(zip(rows, self._made_of(rows, seeded=True), strict=True), 1):
+                if isinstance(found, Item):
+                    self._kept.put(row, found)
+                yield done, len(rows)
 
     def content(self, count: int | None = None) -> str:
         """The SHA-256 of the rows, each of which is read for it; or of the dataset's own `fingerprint`, a
@@ -92,16 +126,21 @@ class DatasetSamples(Samples):
         own = getattr(self._dataset, "fingerprint", None)
         if isinstance(own, str):
             return hashlib.sha256(self.fingerprint.encode() + own.encode()).hexdigest()
-        until = len(self) if count is None else count
-        if until not in self._contents:
+        return self.content_of(range(len(self) if count is None else count))
+
+    def content_of(self, rows: Sequence[int]) -> str:
+        if isinstance(getattr(self._dataset, "fingerprint", None), str):
+            return super().content_of(rows)
+        asked = hashlib.sha256(np.array(rows, dtype=np.int64).data).hexdigest()
+        if asked not in self._contents:
             digest = hashlib.sha256(self.fingerprint.encode())
-            with _drawing_the_same():
-                for row, found in enumerate(self._read_ahead(0, until, seeded=True)):
+            with drawing_the_same():
+                for row, found in zip(rows, self._made_of(rows, seeded=True), strict=True):
                     _add(digest, row, found)
                     if isinstance(found, Item):
                         self._kept.put(row, found)
-            self._contents[until] = digest.hexdigest()
-        return self._contents[until]
+            self._contents[asked] = digest.hexdigest()
+        return self._contents[asked]
 
     def describe(self, row: int) -> str | None:
         """What the dataset's own `describe(row)` says, if it has one."""
@@ -137,22 +176,25 @@ class DatasetSamples(Samples):
             raise DataError(f"{how} of {self._source} raised {describe_failure(error)}") from error
 
     def _looked_at(self, row: int) -> Item:
-        """An item, kept until it is read for its numbers."""
+        """An item that draws by its row, and is kept."""
         found = self._kept.get(row)
         if found is None:
-            _seed(row)
+            seed_by_row(row)
             found = self._kept.put(row, self._items(row))
         return found
 
     def _item(self, row: int) -> Item:
-        return self._kept.pop(row) or self._items(row)
+        if self._anew:
+            return self._items(row)
+        with drawing_the_same():
+            return self._looked_at(row)
 
     def _in_order(self, start: int, stop: int) -> list[Item]:
         """The items of these rows: kept ones, those of workers that read ahead, or made now."""
         if not self._config.workers:
             return [self._item(row) for row in range(start, stop)]
         if self._ahead is None or self._ahead[0] != start:
-            self._ahead = start, iter(self._read_ahead(start, len(self)))
+            self._ahead = start, iter(self._made_of(range(start, len(self)), seeded=not self._anew))
         found = []
         for row in range(start, stop):
             each = next(self._ahead[1])
@@ -160,24 +202,24 @@ class DatasetSamples(Samples):
             if not isinstance(each, Item):
                 self._ahead = None
                 raise each
-            found.append(each)
+            found.append(self._kept.put(row, each))
         return found
 
-    def _read_ahead(self, start: int, stop: int, *, seeded: bool = False) -> Iterator[Item | PsgradError]:
+    def _made_of(self, rows: Sequence[int], *, seeded: bool = False) -> Iterator[Item | PsgradError]:
         """The items of these rows, or what is wrong with them; made by data.workers, if any. `seeded`: what
         they draw from the global generators goes by their row.
         """
-        kept = [row in self._kept for row in range(start, stop)]
-        made = iter(
-            DataLoader(
-                _Made(self._items, seeded),
-                sampler=[row for row, known in enumerate(kept, start) if not known],
-                batch_size=None,
-                num_workers=self._config.workers,
-            )
+        kept = [row in self._kept for row in rows]
+        missing = [row for row, known in zip(rows, kept, strict=True) if not known]
+        loader = DataLoader(
+            _Made(self._items, seeded),
+            sampler=missing,
+            batch_size=None,
+            num_workers=self._config.workers if missing else 0,
         )
-        for row, known in enumerate(kept, start):
-            yield (self._kept.pop(row) or _made(self._items, row, seeded)) if known else next(made)
+        made = iter(loader)
+        for row, known in zip(rows, kept, strict=True):
+            yield (self._kept.get(row) or _made(self._items, row, seeded)) if known else next(made)
 
     def _stacked(self, rows: Sequence[int], items: Sequence[Item]) -> Block:
         for row, item in zip(rows, items, strict=True):
@@ -232,25 +274,17 @@ class DatasetSamples(Samples):
         )
         return RaggedAxes(axes, (*[0] * inputs, self._items.target_padding), masked=False)
 
-    def _identified(self, count: int, unit: str | None, listed: Any) -> tuple[Array, Array | None]:
-        """(the ids, whom each row belongs to): numbers and the dataset's own list, or what its items hold."""
-        in_items = self._config.id is not None or (unit is not None and listed is None)
-        items = (self._looked_at(row) for row in range(count if in_items else 0))
-        found = [(item.id, item.unit) for item in items]
-        ids, units = row_numbers(count), None
-        if self._config.id is not None:
-            ids = unique_ids([each for each, _ in found], self._config.id)
-        if unit is not None and listed is None:
-            units = unit_ids([each for _, each in found], unit)
-        elif unit is not None:
-            values = np.asarray(listed.cpu() if isinstance(listed, Tensor) else listed)
-            if values.shape != (count,):
-                raise DataError(
-                    f"{unit!r} of {self._source} has the shape {list(values.shape)}",
-                    expected=f"one id for each of {count} rows",
-                )
-            units = unit_ids(values, unit)
-        return ids, units
+    def _units(self, unit: str, listed: Any) -> Array:
+        """Whom each row belongs to: the dataset's own list, or what its items hold."""
+        if listed is None:
+            return unit_ids([self._looked_at(row).unit for row in range(self._count)], unit)
+        values = np.asarray(listed.cpu() if isinstance(listed, Tensor) else listed)
+        if values.shape != (self._count,):
+            raise DataError(
+                f"{unit!r} of {self._source} has the shape {list(values.shape)}",
+                expected=f"one id for each of {self._count} rows",
+            )
+        return unit_ids(values, unit)
 
     def _digest(self, count: int, units: Array | None) -> str:
         """Of what is cheap to look at: what was called, the length, the first and the last item, whom the
@@ -261,7 +295,7 @@ class DatasetSamples(Samples):
                 [self._config.factory, self._config.kwargs, count], sort_keys=True, default=str
             ).encode()
         )
-        with _drawing_the_same():
+        with drawing_the_same():
             for row in (0, count - 1):
                 try:
                     _add(digest, row, self._looked_at(row))
@@ -270,6 +304,14 @@ class DatasetSamples(Samples):
         if units is not None:
             digest.update("\n".join(map(str, units.tolist())).encode())
         return digest.hexdigest()
+
+
+def _room() -> int:
+    """How many bytes of items may be kept."""
+    try:
+        return min(_KEPT_BYTES, int(_KEPT_SHARE * shutil.disk_usage(tempfile.gettempdir()).free))
+    except OSError:
+        return 0
 
 
 class _Made(Dataset[Item | PsgradError]):
@@ -284,7 +326,7 @@ class _Made(Dataset[Item | PsgradError]):
 
 def _made(items: Items, row: int, seeded: bool) -> Item | PsgradError:
     if seeded:
-        _seed(row)
+        seed_by_row(row)
     try:
         return items(row)
     except PsgradError as error:
@@ -311,24 +353,3 @@ def _padded(tensors: Sequence[Tensor], value: float) -> Tensor:
     for place, x in enumerate(tensors):
         whole[place][tuple(slice(size) for size in x.shape)] = x
     return whole
-
-
-def _seed(row: int) -> None:
-    """An item that draws from the global generators is the same one in every process, whatever was read
-    before.
-    """
-    torch.default_generator.manual_seed(row)
-    np.random.seed(row)
-    random.seed(row)
-
-
-@contextmanager
-def _drawing_the_same() -> Iterator[None]:
-    """The global generators are in the end as they were, whatever was drawn."""
-    of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(of_torch)
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)

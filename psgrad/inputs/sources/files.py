@@ -76,6 +76,36 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
             ) from error
 
 
+@dataclass(frozen=True)
+class Stamp:
+    """What the system says of a file: its size in bytes, when it was written last, and which file it is."""
+
+    path: Path
+    size: int
+    written: int
+    number: int
+
+    @classmethod
+    def of(cls, path: Path) -> Stamp:
+        """That of a file as it is now. Raises DataError where it is not there."""
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise DataError(f"the file {path} can't be read any more: {error.strerror}") from error
+        return cls(path, found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+def require_unchanged(stamps: Iterable[Stamp]) -> None:
+    """Raises DataError for a file that is not as it was."""
+    for stamp in stamps:
+        if Stamp.of(stamp.path) != stamp:
+            raise DataError(
+                f"the file {stamp.path} was changed while the run read it",
+                expected="the same rows in all passes",
+                next_step="put the file back and go on with --resume, or begin anew with --overwrite",
+            )
+
+
 def is_archive(path: Path) -> bool:
     """Whether a file begins as a zip archive does."""
     with path.open("rb") as file:
@@ -89,6 +119,12 @@ def sha256_of(path: Path) -> str:
         while block := file.read(_HASH_BLOCK):
             digest.update(block)
     return digest.hexdigest()
+
+
+def files_sha256(paths: Sequence[Path]) -> str:
+    """The SHA-256 of one file, or over those of several in order."""
+    found = [sha256_of(path) for path in paths]
+    return found[0] if len(found) == 1 else hashlib.sha256("\n".join(found).encode()).hexdigest()
 
 
 def named_files(paths: Sequence[Path]) -> str:

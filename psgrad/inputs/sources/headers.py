@@ -16,6 +16,7 @@ from psgrad.inputs.images.folder import (
 )
 from psgrad.inputs.sources.library_datasets import library_dataset
 from psgrad.inputs.sources.source import Column, DataHeader, TableSource, column_of, data_headers
+from psgrad.inputs.sources.streams import is_library_stream, stream_schema
 from psgrad.plugins import SOURCES, configured
 
 _TEXT, _IMAGE = Column("text", "text"), Column("image", "image")
@@ -28,8 +29,11 @@ def headers_of(config: DataConfig, base: Path) -> tuple[DataConfig, list[DataHea
     """
     if config.dataset is not None:
         found = library_dataset(config, base)
-        columns = {field.name: column_of(field.type) for field in found.features.arrow_schema}
-        return config, [DataHeader(base / config.dataset, list(columns), columns, len(found))]
+        streamed = is_library_stream(found)
+        schema = stream_schema(found, config.dataset) if streamed else found.features.arrow_schema
+        columns = {field.name: column_of(field.type) for field in schema}
+        rows = None if streamed else len(found)
+        return config, [DataHeader(base / config.dataset, list(columns), columns, rows)]
     if config.images is None:
         return config, data_headers(config, base)
     folder = required_folder(base / config.images)

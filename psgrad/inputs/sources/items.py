@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -42,14 +41,14 @@ class Item:
 
 
 class KeptItems:
-    """Items in a temporary file, each until it is asked for.
+    """Items in a temporary file, so that each is made once, however often it is asked for.
 
     Args:
         room: the largest size of the file, in bytes; items for which there is no room are not kept.
     """
 
     def __init__(self, room: int) -> None:
-        self._room = room
+        self._room, self._end = room, 0
         self._file: IO[bytes] | None = None
         self._places: dict[int, tuple[int, Item]] = {}
 
@@ -57,18 +56,25 @@ class KeptItems:
         return row in self._places
 
     def put(self, row: int, item: Item) -> Item:
-        """The item, which is kept."""
+        """The item, which is kept where there is room for it."""
         content = b"".join(x.contiguous().numpy().tobytes() for x in item.tensors)
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="psgrad-")  # noqa: SIM115 - closed with this object
-        end = self._file.seek(0, os.SEEK_END)
-        if row not in self._places and end + len(content) <= self._room:
+        if row in self._places or self._end + len(content) > self._room:
+            return item
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="psgrad-")  # noqa: SIM115 - closed with this object
+            self._file.seek(self._end)
             self._file.write(content)
-            self._places[row] = end, replace(item, tensors=tuple(x.to("meta") for x in item.tensors))
+            self._file.flush()
+        except OSError:  # no room on the disk, whatever was free before
+            self._room = 0
+            return item
+        self._places[row] = self._end, replace(item, tensors=tuple(x.to("meta") for x in item.tensors))
+        self._end += len(content)
         return item
 
     def get(self, row: int) -> Item | None:
-        """The item of this row, which stays; None where it is not kept."""
+        """The item of this row; None where it is not kept."""
         if row not in self._places or self._file is None:
             return None
         place, item = self._places[row]
@@ -79,14 +85,6 @@ class KeptItems:
             self._file.readinto(whole.numpy().reshape(-1).view(np.uint8).data)  # type: ignore[attr-defined]
             tensors.append(whole)
         return replace(item, tensors=tuple(tensors))
-
-    def pop(self, row: int) -> Item | None:
-        """The item of this row, which is not kept any longer; None where it was not."""
-        item = self.get(row)
-        self._places.pop(row, None)
-        if self._file is not None and not self._places:
-            self._file.truncate(0)
-        return item
 
 
 class Items:

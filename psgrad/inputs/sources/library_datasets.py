@@ -18,7 +18,7 @@ from psgrad.config import DataConfig, nearest
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.models.hub import is_hub_id, library
 from psgrad.inputs.sources.arrow import damage_told
-from psgrad.inputs.sources.files import require_columns
+from psgrad.inputs.sources.files import Wanted, require_columns
 from psgrad.inputs.sources.tables import Array, Rows
 
 _ROWS_PER_PART = 4096
@@ -37,28 +37,43 @@ class LibraryRows(Rows):
         self._dataset = dataset.select_columns(list(columns)).with_format("arrow")
         super().__init__(dataset.features.arrow_schema.empty_table().select(columns).schema, len(dataset), [])
         self.source = named
-        features = {name: dataset.features[name] for name in columns}
-        self.class_names = {
-            name: tuple(each.names)
-            for name, each in features.items()
-            if type(each).__name__ == "ClassLabel" and each.names
-        }
+        self.class_names = class_names_of(dataset.features, columns)
 
     @property
     def fingerprint(self) -> str:
         """A SHA-256 over the rows."""
-        found = hashlib.sha256()
-        with pa.ipc.new_stream(pa.PythonFile(_Hashing(found), mode="w"), self.schema) as stream:
-            for start in range(0, self.count, _ROWS_PER_PART):
-                part = self.read(start, min(start + _ROWS_PER_PART, self.count))
-                stream.write_table(part.combine_chunks())
-        return found.hexdigest()
+        return content_sha256(self)
 
     def read(self, start: int, stop: int) -> pa.Table:
         return self._dataset[start:stop].cast(self.schema)
 
     def _take_rising(self, rows: Array) -> pa.Table:
         return self._dataset[rows.tolist()].cast(self.schema)
+
+
+def class_names_of(features: Mapping[str, Any], columns: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """column -> the names of its classes, where a `ClassLabel` says them."""
+    found = {name: features[name] for name in columns if name in features}
+    return {
+        name: tuple(each.names)
+        for name, each in found.items()
+        if type(each).__name__ == "ClassLabel" and each.names
+    }
+
+
+def content_sha256(rows: Rows) -> str:
+    """A SHA-256 over the rows."""
+    found = hashlib.sha256()
+    with pa.ipc.new_stream(pa.PythonFile(_Hashing(found), mode="w"), rows.schema) as stream:
+        for start in range(0, rows.count, _ROWS_PER_PART):
+            part = rows.read(start, min(start + _ROWS_PER_PART, rows.count))
+            stream.write_table(part.combine_chunks())
+    return found.hexdigest()
+
+
+def library_hashes(config: DataConfig, dataset: Any) -> list[str]:
+    """What manifest.json says of a dataset of the library: the SHA-256 of the columns that are named."""
+    return [LibraryRows(dataset, Wanted.of(config).columns, str(config.dataset)).fingerprint]
 
 
 class _Hashing:
@@ -80,6 +95,18 @@ class _Hashing:
         """Nothing is open."""
 
 
+def saved_to_disk(dataset: Any, folder: Path) -> None:
+    """Write a `datasets.Dataset` as its save_to_disk does, without a bar of its own."""
+    datasets = library("datasets")
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        dataset.save_to_disk(str(folder))
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
 def is_library_dataset(value: object) -> bool:
     """Whether an object is a `datasets.Dataset` whose rows can be read as they are stored."""
     library_there = sys.modules.get("datasets")
@@ -91,7 +118,8 @@ def is_library_dataset(value: object) -> bool:
 
 
 def library_dataset(config: DataConfig, base: Path, allow_download: bool = False) -> Any:
-    """The `datasets.Dataset` that data.dataset, data.config and data.split name.
+    """The `datasets.Dataset` that data.dataset, data.config and data.split name; with data.streaming its
+    `IterableDataset`.
 
     Raises ConfigError for a folder, an id or a split that is not there, DataError for a damaged one,
     ModelError where the library is not installed.
@@ -99,6 +127,8 @@ def library_dataset(config: DataConfig, base: Path, allow_download: bool = False
     assert config.dataset is not None
     library("datasets")
     folder = base / config.dataset
+    if config.streaming:
+        return _streamed(config, folder, allow_download)
     if folder.is_dir():
         if config.config is not None:
             raise ConfigError(f"data.config belongs to a hub id, and data.dataset is the folder {folder}")
@@ -178,6 +208,36 @@ def _of_cache(config: DataConfig, allow_download: bool) -> Any:
     if isinstance(found, Mapping):
         if len(found) > 1:
             raise _no_split(config.dataset, list(found))
+        return next(iter(found.values()))
+    return found
+
+
+def _streamed(config: DataConfig, folder: Path, allow_download: bool) -> Any:
+    datasets = library("datasets")
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        raise ConfigError(
+            f"data.streaming: {folder} is a folder of save_to_disk, which is mapped into memory",
+            expected="a hub id, or a folder of data files as the hub has them",
+            next_step="leave streaming out, and name a part in data.split, such as train[:1000]",
+        )
+    if config.split is not None and "[" in config.split:
+        raise ConfigError(
+            f"data.split: {config.split!r} is a part of a split, and a stream is read from its beginning",
+            expected="the name of a split; data.stream_rows says how many rows are read",
+        )
+    named = str(folder) if folder.is_dir() else str(config.dataset)
+    try:
+        with _offline(not allow_download):
+            found = datasets.load_dataset(named, config.config, split=config.split, streaming=True)
+    except Exception as error:  # of datasets, huggingface_hub, fsspec and the network
+        words = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"data.dataset: {named} can't be streamed: {words}",
+            expected="a folder of data files, or a hub id with allow_download: true",
+        ) from error
+    if isinstance(found, Mapping):
+        if len(found) > 1:
+            raise _no_split(named, list(found))
         return next(iter(found.values()))
     return found
 

@@ -18,6 +18,7 @@ from psgrad.inputs.sources.datasets import DatasetSamples, made_by_factory
 from psgrad.inputs.sources.files import Wanted, require_rows
 from psgrad.inputs.sources.library_datasets import LibraryRows, is_library_dataset, library_dataset
 from psgrad.inputs.sources.source import ArraySource, TableSource, source_of
+from psgrad.inputs.sources.streams import StreamedRows, is_library_stream
 from psgrad.inputs.sources.table_samples import TableSamples
 from psgrad.inputs.sources.tables import Rows, joined
 from psgrad.inputs.tasks.labels import Labels as HeadLabels
@@ -54,14 +55,26 @@ def open_rows(
 def _library_rows(config: DataConfig, base: Path, wanted: Wanted, allow_download: bool) -> Rows:
     if config.dataset is not None:
         found = library_dataset(config, base, allow_download)
-    elif not is_library_dataset(found := made_by_factory(config, base)):
+    elif not _is_table(found := made_by_factory(config, base)):
         raise ConfigError(
             f"the factory {config.factory} returned an object of type {type(found).__name__}, and data names"
             " columns of text",
             expected="a datasets.Dataset, whose columns may be text",
         )
     named = f"the dataset {config.dataset}" if config.dataset else f"the dataset of {config.factory}"
-    return LibraryRows(found, wanted.columns, named)
+    return _table(found, wanted.columns, config, named)
+
+
+def _is_table(value: object) -> bool:
+    """Whether an object of the datasets library can be read as a table."""
+    return is_library_dataset(value) or is_library_stream(value)
+
+
+def _table(dataset: Any, columns: list[str], config: DataConfig, named: str) -> Rows:
+    """A dataset of the library as a table; of a stream its first rows."""
+    if is_library_stream(dataset):
+        return StreamedRows(dataset, columns, config.stream_rows, named)
+    return LibraryRows(dataset, columns, named)
 
 
 def load_data(
@@ -101,19 +114,18 @@ def load_data(
         return _load_images(config, base, unit, labels, pretrained or trained_on)
     if config.factory is not None:
         dataset = made_by_factory(config, base)
-        if not is_library_dataset(dataset):
+        if not _is_table(dataset):
             return DatasetSamples(dataset, config, unit, labels)
         columns = Wanted.of(config, unit).columns
-        return TableSamples(
-            LibraryRows(dataset, columns, f"the dataset of {config.factory}"), config, unit, labels
-        )
+        rows = _table(dataset, columns, config, f"the dataset of {config.factory}")
+        return _noted(TableSamples(rows, config, unit, labels), rows)
     if config.dataset is not None:
-        return TableSamples(
-            open_rows(config, base, unit, allow_download=allow_download), config, unit, labels
-        )
+        rows = open_rows(config, base, unit, allow_download=allow_download)
+        return _noted(TableSamples(rows, config, unit, labels), rows)
     source, paths = source_of(config, base)
-    if isinstance(source, ArraySource) and len(paths) == 1:
-        return ArraySamples(source.arrays(paths[0], Wanted.of(config, unit)), config, paths[0], unit, labels)
+    if isinstance(source, ArraySource):
+        wanted = Wanted.of(config, unit)
+        return ArraySamples([(path, source.arrays(path, wanted)) for path in paths], config, unit, labels)
     if isinstance(source, TableSource) or len(paths) > 1:
         return TableSamples(open_rows(config, base, unit), config, unit, labels)
     return source.load(paths[0], config, unit)
@@ -146,7 +158,14 @@ def _load_images(
         labels = replace(labels, names=names, known_by="the model's config (id2label)") if names else labels
         if not isinstance(config.inputs, dict):
             config = config.model_copy(update={"inputs": {"pixel_values": config.image}})
-    return ImageSamples(rows, config, labels, unit, folder=folder, prepared=preparation(config, trained))
+    found = ImageSamples(rows, config, labels, unit, folder=folder, prepared=preparation(config, trained))
+    return _noted(found, rows)
+
+
+def _noted(samples: Samples, rows: Rows) -> Samples:
+    """The samples, with what the rows say of themselves among their notes."""
+    samples.notes = (*samples.notes, *rows.notes)
+    return samples
 
 
 def _load_texts(
@@ -163,4 +182,4 @@ def _load_texts(
 
     task = text_task(config, base, pretrained)
     rows = open_rows(config, base, unit, allow_download=pretrained.allow_download)
-    return TextSamples(rows, task, config, unit, kept)
+    return _noted(TextSamples(rows, task, config, unit, kept), rows)

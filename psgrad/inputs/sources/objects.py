@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -52,6 +53,32 @@ def object_rows(
 class _OtherSchema(Exception):
     def __init__(self, schema: pa.Schema) -> None:
         self.schema = schema
+
+
+class _Places(Protocol):
+    """Where rows are, for messages."""
+
+    def place(self, row: int) -> str: ...
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """Rows that have no other number than their own."""
+
+    named: str
+
+    def place(self, row: int) -> str:
+        return f"{self.named}, row {row}"
+
+
+def table_of(objects: Sequence[Object], first: int, named: str) -> pa.Table:
+    """Some objects as a table of their own types. first: the number of the first one in what is `named`.
+    Raises DataError for a column of mixed types.
+    """
+    names = list(dict.fromkeys(name for each in objects for name in each))
+    return pa.table(
+        {name: _column([each.get(name) for each in objects], name, first, _Counted(named)) for name in names}
+    )
 
 
 class _Numbers:
@@ -111,7 +138,7 @@ def _merged(
     return merged
 
 
-def _column(values: list[Any], name: str, first: int, numbers: _Numbers) -> pa.Array:
+def _column(values: list[Any], name: str, first: int, numbers: _Places) -> pa.Array:
     try:
         return pa.array(values)
     except OverflowError as error:
@@ -132,7 +159,7 @@ def _fits(value: Any) -> bool:
     return True
 
 
-def _mixed_rows(values: list[Any], name: str, first: int, numbers: _Numbers) -> DataError:
+def _mixed_rows(values: list[Any], name: str, first: int, numbers: _Places) -> DataError:
     """The error for a part of a column that has no one type, with the first two rows that differ."""
     seen: list[tuple[int, pa.DataType]] = []
     for row, value in enumerate(values):

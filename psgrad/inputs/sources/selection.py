@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -19,10 +20,13 @@ import pyarrow.parquet as pq
 
 from psgrad.config.data import data_format
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.sources.arrow import damage_told
+from psgrad.inputs.sources.arrow import damage_told, is_list, kind_of
 from psgrad.inputs.sources.files import open_text, text_lines
+from psgrad.inputs.sources.formats.tar import tar_files, tar_keys
+from psgrad.inputs.sources.tables import Rows
 
 Kept = npt.NDArray[np.bool_]
+_ROWS_PER_PART = 4096
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 
 
@@ -74,6 +78,56 @@ def write_selected(files: Sequence[Path], kept: Kept, output: Path, file: Binary
     if compression is not None:
         target.close()
     rows.require_all()
+
+
+def write_table(rows: Rows, schema: pa.Schema, kept: Kept, output: Path, file: BinaryIO) -> None:
+    """Write the rows of a table for which `kept` is true as jsonl, parquet or arrow, by the suffix of
+    `output`.
+
+    Args:
+        rows: with all columns.
+        schema: the same columns with the metadata of the source.
+
+    Raises DataError where they are not as many as `kept`, or where JSON can't have what they hold.
+    """
+    left = _Rows(kept, rows.source)
+    writer = (
+        _JSONLines(file, output) if output.suffix == ".jsonl" else _ARROW[data_format(output)](file, schema)
+    )
+    for start in range(0, rows.count, _ROWS_PER_PART):
+        table = rows.read(start, min(start + _ROWS_PER_PART, rows.count))
+        writer.write_table(table.filter(pa.array(left.next(table.num_rows))).cast(schema))
+    writer.close()
+    left.require_all()
+
+
+class _JSONLines:
+    """Writes tables as objects, one a line."""
+
+    def __init__(self, file: BinaryIO, output: Path) -> None:
+        self._file, self._output = file, output
+
+    def write_table(self, table: pa.Table) -> None:
+        try:
+            for row in table.to_pylist():
+                self._file.write(_line(json.dumps(row, ensure_ascii=False)))
+        except TypeError as error:
+            kinds = [f"{field.name} ({field.type})" for field in table.schema if not _is_json(field.type)]
+            raise DataError(
+                f"{self._output} can't hold the columns {', '.join(kinds)}: {error}",
+                expected="a .parquet or .arrow file for bytes, dates and images",
+            ) from error
+
+    def close(self) -> None:
+        """Every line is written by now."""
+
+
+def _is_json(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        return all(_is_json(field.type) for field in kind)
+    if is_list(kind):
+        return _is_json(kind.value_type)
+    return kind_of(kind) in ("nothing", "true and false", "whole numbers", "fractions", "text")
 
 
 class _Rows:
@@ -195,22 +249,66 @@ def _arrow(open_writer: Callable[[Any, pa.Schema], Any]) -> Callable[[Sequence[P
 
 
 def _npz(files: Sequence[Path], rows: _Rows, target: BinaryIO) -> None:
+    found: list[dict[str, Any]] = []
     arrays: Mapping[str, Any]
-    with np.load(files[0], allow_pickle=False) as arrays:
-        kept = rows.next(len(arrays[next(iter(arrays))]))
-        np.savez(target, **{name: arrays[name][kept] for name in arrays})
+    for file in files:
+        with np.load(file, allow_pickle=False) as arrays:
+            kept = rows.next(len(arrays[next(iter(arrays))]))
+            found.append({name: arrays[name][kept] for name in arrays})
+            _require_same_names(found, files)
+    joined: dict[str, Any] = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+    np.savez(target, **joined)
+
+
+def _require_same_names(parts: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> None:
+    if {*parts[-1]} != {*parts[0]}:
+        raise DataError(
+            f"the columns of {files[len(parts) - 1]} are not those of {files[0]}",
+            expected="the same columns in all files, as one file has rows of one kind",
+        )
 
 
 def _safetensors(files: Sequence[Path], rows: _Rows, target: BinaryIO) -> None:
+    import torch
     from safetensors import safe_open
     from safetensors.torch import save
 
-    with safe_open(files[0], framework="pt") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-        kept = rows.next(len(next(iter(found.values()))))
-        target.write(save({name: each[kept].contiguous() for name, each in found.items()}, file.metadata()))
+    found: list[dict[str, Any]] = []
+    metadata = None
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() if metadata is None else metadata
+            columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            kept = rows.next(len(next(iter(columns.values()))))
+            found.append({name: each[kept].contiguous() for name, each in columns.items()})
+            _require_same_names(found, files)
+    target.write(save({name: torch.cat([part[name] for part in found]) for name in found[0]}, metadata))
 
 
+def _tar(files: Sequence[Path], rows: _Rows, target: BinaryIO) -> None:
+    """The files of an archive as they are there, in the same order; those that are no rows are left out."""
+    names: set[str] = set()
+    with tarfile.open(fileobj=target, mode="w|") as written:
+        for path in files:
+            keys = tar_keys(path)
+            kept = dict(zip(keys, rows.next(len(keys)), strict=True))
+            for key, member, content in tar_files(path):
+                if not kept[key]:
+                    continue
+                if member.name in names:
+                    raise DataError(
+                        f"{path} has the file {member.name}, as another archive before it",
+                        expected="a name of its own for each row, as they go into one archive",
+                    )
+                names.add(member.name)
+                written.addfile(member, content)
+
+
+_ARROW: Mapping[str, Callable[[Any, pa.Schema], Any]] = {
+    "parquet": pq.ParquetWriter,
+    "arrow": pa.ipc.new_file,
+    "feather": pa.ipc.new_file,
+}
 _TABLES = {"parquet", "arrow", "feather"}
 _WRITERS: Mapping[str, Callable[[Sequence[Path], _Rows, BinaryIO], None]] = {
     "csv": _csv(","),
@@ -218,9 +316,8 @@ _WRITERS: Mapping[str, Callable[[Sequence[Path], _Rows, BinaryIO], None]] = {
     "jsonl": _lines,
     "txt": _lines,
     "json": _json,
-    "parquet": _arrow(pq.ParquetWriter),
-    "arrow": _arrow(pa.ipc.new_file),
-    "feather": _arrow(pa.ipc.new_file),
+    **{name: _arrow(open_writer) for name, open_writer in _ARROW.items()},
+    "tar": _tar,
     "npz": _npz,
     "safetensors": _safetensors,
 }

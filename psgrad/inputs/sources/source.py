@@ -39,10 +39,13 @@ class Source(ABC):
     Attributes:
         name: the suffix of its files, without the dot.
         compressed: whether it reads compressed files, too.
+        read_again: whether each pass reads the files themselves; of others rows are taken from memory or from
+            a copy.
     """
 
     name: ClassVar[str]
     compressed: ClassVar[bool] = False
+    read_again: ClassVar[bool] = False
 
     @abstractmethod
     def header(self, path: Path) -> DataHeader:
@@ -132,6 +135,14 @@ def source_of(config: DataConfig, base: Path) -> tuple[Source, list[Path]]:
     return source, paths
 
 
+def files_read_again(config: DataConfig, base: Path) -> list[Path]:
+    """The files of data.path that each pass reads. Raises ConfigError and DataError."""
+    if config.path is None:
+        return []
+    source, paths = source_of(config, base)
+    return paths if source.read_again else []
+
+
 _GLOB = frozenset("*?[")
 
 
@@ -197,6 +208,11 @@ def header_problems(
     yield from _told(_require_one_length, header, wanted)
 
 
+def with_rows(headers: list[DataHeader]) -> list[DataHeader]:
+    """The headers of files that have rows, as loading leaves out the others; all where none has."""
+    return [each for each in headers if each.rows != 0] or headers
+
+
 def joined_header(headers: Sequence[DataHeader]) -> DataHeader:
     """What the headers of several files say together. Raises DataError where a column is text in one and
     numbers in another.
@@ -226,7 +242,7 @@ def _require_one_length(header: DataHeader, wanted: list[str]) -> None:
     common_length(shapes, header.path)
 
 
-def common_length(shapes: Mapping[str, tuple[int, ...]], path: Path) -> int | None:
+def common_length(shapes: Mapping[str, tuple[int, ...]], path: Path | str) -> int | None:
     """How many rows there are; None where no column has a shape. Raises DataError where columns differ, or
     where one has no rows.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -17,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from psgrad.inputs.sources.arrow import common_schema, damage_told, plain
-from psgrad.inputs.sources.files import named_files, sha256_of
+from psgrad.inputs.sources.files import files_sha256, named_files
 
 Array = npt.NDArray[Any]
 
@@ -31,7 +30,10 @@ class Rows(ABC):
         files: what they were read from, in order.
         source: the same for messages.
         class_names: column -> names of its labels 0, 1, 2, ..., where the data tell them.
+        notes: sentences for the manifest.
     """
+
+    notes: tuple[str, ...] = ()
 
     def __init__(self, schema: pa.Schema, count: int, files: Sequence[Path]) -> None:
         self.schema = schema
@@ -43,8 +45,7 @@ class Rows(ABC):
     @cached_property
     def fingerprint(self) -> str:
         """A SHA-256 over the files: of one file its own, of many the one of theirs in order."""
-        found = [sha256_of(path) for path in self.files]
-        return found[0] if len(found) == 1 else hashlib.sha256("\n".join(found).encode()).hexdigest()
+        return files_sha256(self.files)
 
     @abstractmethod
     def read(self, start: int, stop: int) -> pa.Table:

@@ -13,18 +13,23 @@ from psgrad.inputs.sources.source import DataHeader, TableSource, column_of
 from psgrad.inputs.sources.tables import GroupedRows, Rows, TableRows
 
 _MAGIC = b"ARROW1"
+_SMALL = 1 << 20
 
 
 class Arrow(TableSource):
     """A table of Arrow, as pyarrow, pandas' to_feather and datasets write it."""
 
     name: ClassVar[str] = "arrow"
+    read_again: ClassVar[bool] = True
 
     def header(self, path: Path) -> DataHeader:
         with damage_told(path, "arrow"):
-            schema = _opened(path).schema
+            found = _opened(path)
+            schema = found.schema
+            small = path.stat().st_size < _SMALL  # what is compressed is decompressed to be counted
+            rows = found.read_all().num_rows if small else None
         columns = {field.name: column_of(field.type) for field in schema}
-        return DataHeader(path, list(schema.names), columns, None)
+        return DataHeader(path, list(schema.names), columns, rows)
 
     def rows(self, path: Path, wanted: Wanted) -> Rows:
         with damage_told(path, "arrow"):

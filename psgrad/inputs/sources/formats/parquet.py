@@ -18,6 +18,7 @@ class Parquet(TableSource):
     """A table by columns, as pyarrow and pandas write it."""
 
     name: ClassVar[str] = "parquet"
+    read_again: ClassVar[bool] = True
 
     def header(self, path: Path) -> DataHeader:
         with damage_told(path, "parquet"):

@@ -16,6 +16,7 @@ class Safetensors(ArraySource):
     """Named tensors, as safetensors' save_file writes them."""
 
     name: ClassVar[str] = "safetensors"
+    read_again: ClassVar[bool] = True
 
     def header(self, path: Path) -> DataHeader:
         columns = {}

@@ -1,19 +1,28 @@
-"""Datasets in tar, as WebDataset writes them: the files of a name are a row, their extensions the columns."""
+"""Datasets in tar, as WebDataset writes them: the files of a name are a row, their extensions the columns.
+
+Of an archive only where each file begins is in memory. The columns that are wanted of a compressed one are
+copied into a file in the temporary folder, where rows can be read in any order.
+"""
 
 from __future__ import annotations
 
 import io
 import json
+import shutil
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, BinaryIO, ClassVar
 
 import numpy as np
 import pyarrow as pa
 
+from psgrad.config.data import COMPRESSIONS
 from psgrad.errors import DataError
-from psgrad.inputs.sources.arrow import merged_type, mixed_types
+from psgrad.inputs.sources.arrow import damage_told, merged_type, mixed_types
 from psgrad.inputs.sources.files import Wanted, require_columns
 from psgrad.inputs.sources.source import DataHeader, TableSource, column_of
 from psgrad.inputs.sources.tables import Rows
@@ -27,29 +36,43 @@ class Tar(TableSource):
     """Files of one name in a row, such as 000017.jpg and 000017.cls; `__key__` is the name."""
 
     name: ClassVar[str] = "tar"
+    compressed: ClassVar[bool] = True
+    read_again: ClassVar[bool] = True
 
     def header(self, path: Path) -> DataHeader:
-        members = _members(path, _ROWS)
-        rows = _TarRows(path, members, [KEY, *_extensions(members)])
+        archive = _opened(path, rows=_ROWS)
+        rows = _TarRows(path, archive, [KEY, *archive.extensions])
         columns = {field.name: column_of(field.type) for field in rows.schema}
         return DataHeader(path, list(columns), columns, None)
 
     def rows(self, path: Path, wanted: Wanted) -> Rows:
-        members = _members(path)
-        require_columns(wanted.columns, [KEY, *_extensions(members)], str(path))
-        return _TarRows(path, members, wanted.columns)
+        archive = _opened(path, wanted.columns)
+        require_columns(wanted.columns, [KEY, *archive.extensions], str(path))
+        return _TarRows(path, archive, wanted.columns)
+
+
+@dataclass(frozen=True)
+class _Archive:
+    """data: the file that holds the bytes. members: key -> extension -> (where its bytes begin in it, and how
+    many there are). folder: in which a copy is, where there is one; it goes with this object.
+    """
+
+    data: Path
+    members: Mapping[str, Mapping[str, tuple[int, int]]]
+    folder: Any = None
+
+    @property
+    def extensions(self) -> list[str]:
+        """Of all files, in sorted order."""
+        return sorted({extension for each in self.members.values() for extension in each})
 
 
 class _TarRows(Rows):
-    """Rows whose files are read from the archive when they are asked for.
+    """Rows whose files are read from the archive when they are asked for."""
 
-    `members`: key -> extension -> (where its bytes begin, how many there are).
-    """
-
-    def __init__(
-        self, path: Path, members: Mapping[str, Mapping[str, tuple[int, int]]], columns: list[str]
-    ) -> None:
-        self._path, self._keys, self._members = path, list(members), list(members.values())
+    def __init__(self, path: Path, archive: _Archive, columns: list[str]) -> None:
+        self._path, self._archive = path, archive
+        self._keys, self._members = list(archive.members), list(archive.members.values())
         super().__init__(pa.schema([]), len(self._keys), [path])
         self._columns = columns
         self.schema = pa.schema([(name, self._type_of(name)) for name in columns])
@@ -71,7 +94,7 @@ class _TarRows(Rows):
             return self._keys[start:stop]
         decode = _decoder_of(name)
         found: list[Any] = []
-        with self._path.open("rb") as file:
+        with self._archive.data.open("rb") as file:
             for row in range(start, stop):
                 if name not in self._members[row]:
                     found.append(None)
@@ -127,39 +150,89 @@ def _decoder_of(extension: str) -> Callable[[bytes], Any]:
     return _DECODERS.get(extension.rpartition(".")[2], bytes)
 
 
-def _members(path: Path, rows: int | None = None) -> dict[str, dict[str, tuple[int, int]]]:
-    """key -> extension -> (place, size) of the files of an archive, of the first `rows` keys. Raises
-    DataError.
+def _opened(path: Path, columns: Sequence[str] | None = None, rows: int | None = None) -> _Archive:
+    """An archive: of a compressed one these columns, None for all; of the first `rows` keys, None for all.
+    Raises DataError.
     """
-    found: dict[str, dict[str, tuple[int, int]]] = {}
     try:
-        for member in _files(path):
-            folder, _, file = member.name.rpartition("/")
-            name, _, extension = file.partition(".")
-            key = f"{folder}/{name}".removeprefix("./").lstrip("/")
-            if key not in found and rows is not None and len(found) == rows:
-                break
-            if extension.lower() in found.setdefault(key, {}):
-                raise DataError(
-                    f"{path} has two files {member.name}", expected="a name of its own for each file"
-                )
-            found[key][extension.lower()] = member.offset_data, member.size
-    except (tarfile.TarError, EOFError, OSError) as error:
+        with damage_told(path, "tar"):
+            if path.suffix.lower() not in COMPRESSIONS:
+                with tarfile.open(path, "r:") as archive:
+                    return _Archive(path, _members(path, _places(archive), rows))
+            folder = tempfile.TemporaryDirectory(prefix="psgrad-")  # removed with the archive
+            copy = Path(folder.name) / "files"
+            with (
+                pa.input_stream(str(path)) as stream,
+                tarfile.open(fileobj=stream, mode="r|") as archive,
+                copy.open("wb") as file,
+            ):
+                return _Archive(copy, _members(path, _copied(archive, file, columns), rows), folder)
+    except (tarfile.TarError, EOFError, zlib.error) as error:
         raise DataError(
             f"{path} can't be read as tar: {error}",
             cause="an interrupted copy or download, or another format",
         ) from error
+
+
+# The name of a file in an archive, where its bytes begin, and how many there are.
+_Place = tuple[str, int, int]
+
+
+def _members(path: Path, places: Iterable[_Place], rows: int | None) -> dict[str, dict[str, tuple[int, int]]]:
+    """key -> extension -> (place, size), of the first `rows` keys. Raises DataError."""
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    for name, place, size in places:
+        key, extension = _key_of(name)
+        if key not in found and rows is not None and len(found) == rows:
+            break
+        if extension in found.setdefault(key, {}):
+            raise DataError(f"{path} has two files {name}", expected="a name of its own for each file")
+        found[key][extension] = place, size
     return found
 
 
-def _files(path: Path) -> Iterator[tarfile.TarInfo]:
+def _key_of(name: str) -> tuple[str, str]:
+    """(the key of the row, the extension in lower case) of a file in an archive."""
+    folder, _, file = name.rpartition("/")
+    base, _, extension = file.partition(".")
+    return f"{folder}/{base}".removeprefix("./").lstrip("/"), extension.lower()
+
+
+def tar_keys(path: Path) -> list[str]:
+    """The keys of an archive's rows, in their order. Raises DataError."""
+    return list(_opened(path, columns=()).members)
+
+
+def tar_files(path: Path) -> Iterator[tuple[str, tarfile.TarInfo, IO[bytes] | None]]:
+    """(key, header, content) of each file of an archive's rows; the content is there until the next one."""
+    with pa.input_stream(str(path)) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+        for member in _files(archive):
+            yield _key_of(member.name)[0], member, archive.extractfile(member)
+
+
+def _places(archive: tarfile.TarFile) -> Iterator[_Place]:
+    """Of the files of an archive that is not compressed."""
+    for member in _files(archive):
+        yield member.name, member.offset_data, member.size
+
+
+def _copied(archive: tarfile.TarFile, file: BinaryIO, columns: Sequence[str] | None) -> Iterator[_Place]:
+    """Of the files of an archive that is read once, in `file`, into which those of these columns are copied;
+    the others have no bytes there.
+    """
+    for member in _files(archive):
+        place, extension = file.tell(), _key_of(member.name)[1]
+        content = archive.extractfile(member)
+        if content is not None and (columns is None or extension in columns):
+            shutil.copyfileobj(content, file)
+            if file.tell() - place != member.size:
+                raise tarfile.ReadError("unexpected end of data")
+        yield member.name, place, member.size
+
+
+def _files(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     """The files of an archive that have an extension."""
-    with tarfile.open(path, "r:") as archive:
-        for member in archive:
-            base = member.name.rpartition("/")[2]
-            if member.isfile() and "." in base and not base.startswith("."):
-                yield member
-
-
-def _extensions(members: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    return sorted({extension for each in members.values() for extension in each})
+    for member in archive:
+        base = member.name.rpartition("/")[2]
+        if member.isfile() and "." in base and not base.startswith("."):
+            yield member
