@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,7 @@ def test_norm_and_loss_of_a_group_are_those_of_the_sum(place: Workplace, engine:
     for name, target in zip(NAMES, table["target"], strict=True):
         own = set(place.arrays["y"][name == GROUPS].tolist())
         assert np.isnan(target) if len(own) > 1 else {target} == own
-    assert any("sums of its rows" in note for note in place.manifest()["data"]["notes"])
+    assert "its loss and its gradient are the sums of its rows'" in json.dumps(place.manifest())
     assert place.manifest()["self_check"]["worst_relative_error"] < 1e-9
 
 
@@ -110,9 +111,10 @@ def test_a_private_run_names_its_unit_instead(place: Workplace) -> None:
         "steps": 1,
         "delta": 1e-5,
         "expected_batch_size": 4,
+        "sampling": {"scheme": "poisson", "sample_rate": 0.5},
         "clipping": {"norm": 1.0},
         "noise": {"multiplier": 1.0, "seed": 1},
-        "optimizer": {"name": "sgd", "lr": 0.1},
+        "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1}},
     }
     (place.folder / "config.yaml").write_text(yaml.safe_dump(place.config))
     place.command("dp-step", "config.yaml").refused(2, "data.group", "privacy.unit: {column: doc")
@@ -183,6 +185,7 @@ def asking(
 
 def scores(place: InfluenceWorkplace) -> np.ndarray:
     table = place.ranked("--top", "10", "--no-report")
+    table = table[table["query_index"] >= 0]  # without their mean
     found = np.zeros((len(NAMES), 3))
     found[table["train_index"], table["query_index"]] = table["score"]
     return found
@@ -198,16 +201,23 @@ def test_influence_is_between_groups(asking: InfluenceWorkplace) -> None:
     np.testing.assert_allclose(scores(asking), products, rtol=1e-9)
 
 
-@pytest.mark.parametrize("curvature", ["hessian", "gauss_newton"])
-def test_exact_influence_is_that_of_the_closed_form(asking: InfluenceWorkplace, curvature: str) -> None:
+@pytest.mark.parametrize(
+    ("curvature", "solver"), [("hessian", "exact"), ("gauss_newton", "conjugate_gradient")], ids=str
+)
+def test_influence_is_that_of_the_closed_form(
+    asking: InfluenceWorkplace, curvature: str, solver: str
+) -> None:
     asking.use_model("def Model():\n    torch.manual_seed(0)\n    return nn.Linear(4, 3)\n")
     asking.config["influence"]["method"] = {
         "name": "influence",
-        "solver": "direct",
+        "solver": solver,
         "curvature": curvature,
         "damping": 0.1,
-        "dataset_size": None,
+        "leverage": False,
+        "change": "gradient",
     }
+    if solver == "conjugate_gradient":
+        asking.config["influence"]["method"]["tolerance"] = 1e-10
     torch.manual_seed(0)
     model = asking.model = nn.Linear(FEATURES, CLASSES).double()
     x, y = torch.tensor(asking.arrays["x"]).double(), torch.tensor(asking.arrays["y"])
@@ -220,3 +230,25 @@ def test_exact_influence_is_that_of_the_closed_form(asking: InfluenceWorkplace, 
     hessian = torch.autograd.functional.hessian(mean_loss, values) + 0.1 * torch.eye(15).double()
     expected = summed(gradients(asking)) @ torch.linalg.solve(hessian, of_queries(asking).T) / len(NAMES)
     np.testing.assert_allclose(scores(asking), expected.numpy(), rtol=1e-7)
+
+
+def test_an_index_has_a_row_a_group(asking: InfluenceWorkplace) -> None:
+    asking.config["influence"]["index"] = {"path": "index", "projection": "none", "dtype": "float64"}
+    assert asking.index().code == 0
+    products = (summed(gradients(asking)) @ of_queries(asking).T).numpy()
+    np.testing.assert_allclose(scores(asking), products, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"method": "ekfac"}, {"method": "influence"}, {"measurement": "margin"}], ids=str
+)
+def test_methods_that_read_outputs_of_rows_are_refused(
+    asking: InfluenceWorkplace, changed: dict[str, str]
+) -> None:
+    asking.config["influence"] |= changed
+    asking.influence().refused(2, *changed.values(), "not computed for groups", "leave data.group out")
+
+
+def test_queries_without_groups_beside_training_groups_are_refused(asking: InfluenceWorkplace) -> None:
+    asking.config["influence"]["queries"]["group"] = None
+    asking.influence().refused(2, "only one of data.npz and queries.npz has groups", "say group there")
