@@ -34,7 +34,7 @@ class GroupedSamples(SamplesOf):
     def __init__(self, samples: Samples, column: str, extra: Array | None = None) -> None:
         super().__init__(samples)
         assert samples.units is not None
-        self.ungrouped = samples
+        self._rows = self.ungrouped = samples
         _, firsts, codes = np.unique(samples.units, return_index=True, return_inverse=True)
         rank = np.empty_like(firsts)
         rank[np.argsort(firsts)] = np.arange(len(firsts))
@@ -68,7 +68,7 @@ class GroupedSamples(SamplesOf):
         firsts = np.cumsum(sizes) - sizes
         along = np.arange(sizes.max())
         within = np.minimum(along, sizes[:, None] - 1)
-        block = self.ungrouped.take(np.concatenate([self.rows_of(group) for group in groups]))
+        block = self._rows.take(np.concatenate([self.rows_of(group) for group in groups]))
         places = torch.from_numpy(firsts[:, None] + within)
         counted = torch.from_numpy(sizes[:, None].astype(np.int64))
         if block.lengths is None:
@@ -91,10 +91,10 @@ class GroupedSamples(SamplesOf):
     def content(self, count: int | None = None) -> str:
         until = len(self) if count is None else count
         rows = self._order[: self._starts[until - 1] + self.group_sizes[until - 1]]
-        return self._digest(self.ungrouped.content(int(rows.max()) + 1), until)
+        return self._digest(self._rows.content(int(rows.max()) + 1), until)
 
     def describe(self, row: int) -> str | None:
-        text = self.ungrouped.describe(self.first_row(row))
+        text = self._rows.describe(self.first_row(row))
         more = int(self.group_sizes[row]) - 1
         return text if text is None or not more else f"{text} (and {more:,} more rows)"
 
@@ -108,15 +108,14 @@ class GroupedSamples(SamplesOf):
 
     def _axes(self, first: Block) -> RaggedAxes:
         """The axes of groups: those of the rows, behind an axis of rows whose length is counted last."""
-        base, count = self.ungrouped.ragged, len(first.inputs) + 1
+        base, count = self._rows.ragged, len(first.inputs) + 1
         if base is None:
-            axes = (((0, 0),),) * count
-            return RaggedAxes(axes, (0,) * count, masked=True, alike=(0,))
+            return RaggedAxes((((0, 0),),) * count, (0,) * count, masked=True, alike=(0,))
         assert first.lengths is not None
         column = first.lengths.shape[1]
         grouped = base.grouped()
-        axes = tuple((*pairs, (0, column)) for pairs in grouped.axes)
-        return replace(grouped, axes=axes, alike=(column,))
+        behind = tuple((*pairs, (0, column)) for pairs in grouped.axes)
+        return replace(grouped, axes=behind, alike=(column,))
 
     def _agree(self, values: Array) -> Array:
         """[n] bool: whether all rows of each group have one value."""
@@ -131,8 +130,8 @@ class GroupedSamples(SamplesOf):
             group = int(np.flatnonzero(~agree)[0])
             several = ", ".join(map(str, np.unique(values[self.rows_of(group)])[:3]))
             raise DataError(
-                f"the rows of the group {self.ids[group]!s} have several values in the column that samples are"
-                f" compared by: {several}",
+                f"the rows of the group {self.ids[group]!s} have several values in the column that samples"
+                f" are compared by: {several}",
                 expected="one value for all rows of a group",
                 next_step="name a column in which the rows of each group agree",
             )

@@ -41,8 +41,9 @@ class Samples(ABC):
     modules of Python that make the rows, where code does. code: the objects that do. notes: sentences for the
     manifest. class_names: of the classes 0, 1, 2, ... where the data or the model's folder tells them.
     labels_are_positions: whether a label is a position of the input, so that their number differs from row to
-    row. ungrouped: the dataset of rows, where samples are groups of its rows; group_sizes, agreed_targets: see
-    GroupedSamples. reading: to be held by whoever reads, where several may; a dataset need not be made for threads. Rows
+    row. ungrouped: the dataset of rows, where samples are groups of its rows; group_sizes and agreed_targets
+    are those of GroupedSamples. reading: to be held by whoever reads, where several may; a dataset need not
+    be made for threads. Rows
     are counted from 0, in messages too.
     """
 

@@ -38,7 +38,7 @@ from psgrad.workflows.checkpoints import checkpoints_of
 from psgrad.workflows.setup import Setup, draws_at_random
 
 # The columns that every run makes by itself.
-RESERVED = frozenset({*SAMPLE_COLUMNS, "ok", "token_accuracy"})
+RESERVED = frozenset({*SAMPLE_COLUMNS, "ok", "rows", "token_accuracy"})
 # The measure whose rows detectors judge.
 PROJECTED = "projected_gradients"
 _DESCRIBED = ("name", "title", "formula", "unit", "source", "cost", "meanings", "needs")
@@ -326,9 +326,9 @@ def _require_of_groups(run: Setup, measures: Sequence[Measure]) -> None:
     wrong = [each.name for each in measures if each.name in own and each.name not in _OF_GROUPS]
     if run.samples.ungrouped is not None and wrong:
         raise ConfigError(
-            f"analyze.measures: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not computed for groups"
-            " of rows",
-            expected=f"measures of the gradient alone, where data.group is set: {', '.join(sorted(_OF_GROUPS))}",
+            f"analyze.measures: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not computed for"
+            " groups of rows",
+            expected=f"where data.group is set, measures of the gradient: {', '.join(sorted(_OF_GROUPS))}",
             next_step="leave out data.group, or these measures",
         )
 

@@ -127,6 +127,17 @@ def test_plan_and_validate_take_groups(place: Workplace) -> None:
         assert outcome.code == 0, outcome.err
 
 
+def test_samples_are_compared_within_a_column_in_which_groups_agree(place: Workplace) -> None:
+    kind = np.array([f"kind-{int(name[4:]) % 2}" for name in GROUPS])
+    place.save(kind=kind)
+    place.config["analyze"] = {"outliers": {"group_by": "kind"}}
+    place.succeeded("--no-report", "--limit", "6", "--sample")
+    table = place.samples()
+    assert table["kind"].tolist() == [f"kind-{int(name[4:]) % 2}" for name in table["id"]]
+    place.save(kind=np.array([f"kind-{row % 2}" for row in range(ROWS)]))
+    place.refused(3, "several values", "rows of each group agree", options=("--overwrite",))
+
+
 # -- Rows of unequal length ----------------------------------------------------------------------------------
 
 
@@ -149,11 +160,13 @@ def test_groups_of_texts_are_the_sums_of_their_rows(
     )
     config = case.write(tmp_path / "place", dtype="float64")
     monkeypatch.chdir(tmp_path / "place")
-    outcome = run_command(monkeypatch, capfd, "analyze", "config.yaml", "--no-report", "--set", "engine.verify=4")
+    outcome = run_command(
+        monkeypatch, capfd, "analyze", "config.yaml", "--no-report", "--set", "engine.verify=4"
+    )
     assert outcome.code == 0, outcome.err
     table = pd.read_parquet(tmp_path / "place" / "run" / "samples.parquet")
     folder = config.parent / "model"
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()  # type: ignore[no-untyped-call]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     found = []
     for text in LONGER:
@@ -219,7 +232,8 @@ def test_influence_is_that_of_the_closed_form(
     if solver == "conjugate_gradient":
         asking.config["influence"]["method"]["tolerance"] = 1e-10
     torch.manual_seed(0)
-    model = asking.model = nn.Linear(FEATURES, CLASSES).double()
+    model = nn.Linear(FEATURES, CLASSES).double()
+    asking.model = nn.Sequential(model)
     x, y = torch.tensor(asking.arrays["x"]).double(), torch.tensor(asking.arrays["y"])
     values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
@@ -227,7 +241,7 @@ def test_influence_is_that_of_the_closed_form(
         weight, bias = flat[:12].view(3, 4), flat[12:]
         return nn.functional.cross_entropy(x @ weight.T + bias, y, reduction="sum") / len(NAMES)
 
-    hessian = torch.autograd.functional.hessian(mean_loss, values) + 0.1 * torch.eye(15).double()
+    hessian = torch.func.hessian(mean_loss)(values) + 0.1 * torch.eye(15).double()
     expected = summed(gradients(asking)) @ torch.linalg.solve(hessian, of_queries(asking).T) / len(NAMES)
     np.testing.assert_allclose(scores(asking), expected.numpy(), rtol=1e-7)
 

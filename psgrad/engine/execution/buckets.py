@@ -116,9 +116,7 @@ def plan_buckets(
     return buckets
 
 
-def _apart(
-    lengths: torch.Tensor, ragged: RaggedAxes, *, once: float, most: int | None
-) -> list[torch.Tensor]:
+def _apart(lengths: torch.Tensor, ragged: RaggedAxes, *, once: float, most: int | None) -> list[torch.Tensor]:
     """The buckets of rows that are equal in the columns `ragged.alike`, for each of their lengths there."""
     _, kind = np.unique(lengths[:, list(ragged.alike)].numpy(), axis=0, return_inverse=True)
     within, buckets = replace(ragged, alike=()), []

@@ -55,9 +55,7 @@ class GroupObjective(Objective):
         """The rows one after another, without psgrad's transforms."""
         count = inputs[0].shape[1]
         losses = [
-            self.row.plain_loss(
-                [x[:, place] for x in inputs], None if target is None else target[:, place]
-            )
+            self.row.plain_loss([x[:, place] for x in inputs], None if target is None else target[:, place])
             for place in range(count)
         ]
         return torch.stack(losses).sum()

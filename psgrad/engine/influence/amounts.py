@@ -146,9 +146,7 @@ class _Objectives:
         return torch.stack([value for value, _ in sums]), torch.stack([slope for _, slope in sums])
 
     def _sums(self, params: Vectors) -> tuple[torch.Tensor, torch.Tensor]:
-        def of_chunk(
-            loss: Any, _: Vectors, inputs: Any, target: Any, *, randomness: str, **__: Any
-        ) -> Added:
+        def of_chunk(loss: Any, _: Vectors, inputs: Any, target: Any, *, randomness: str, **__: Any) -> Added:
             return Added(self._slope(params, inputs, target, randomness))
 
         sums_and_count: tuple[torch.Tensor, torch.Tensor]
