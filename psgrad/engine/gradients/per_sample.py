@@ -20,7 +20,7 @@ from psgrad.engine.gradients.terms import Dense, Term, accumulating_dtype
 from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.grad import cotangents_and_value
-from psgrad.engine.transforms.levels import Divergence, WriteWatch
+from psgrad.engine.transforms.levels import Divergence, WriteCounts
 from psgrad.engine.transforms.trees import flatten, map_leaves, unflatten
 from psgrad.engine.transforms.vmap import flat_in_dims, mapped_size
 from psgrad.errors import TransformError
@@ -179,7 +179,7 @@ class Pass:
         self.flat, self.structure = flatten(batch)
         self.dims = flat_in_dims(in_dims, batch, self.flat, title)
         self.level = BatchLevel(mapped_size(self.flat, self.dims, title), randomness, WeightDeferral())
-        self.watch = WriteWatch(self.flat)
+        self.watch = WriteCounts(self.flat)
         self.states = random_draws.states() if randomness == "same" else None
 
     def run(self, consume: Callable[[str, DeferredGradient], None]) -> tuple[torch.Tensor, Any]:
@@ -213,7 +213,7 @@ class Pass:
         """The samples of each outcome of a branch on which they disagree."""
         if divergence.level is not self.level:
             raise divergence
-        if self.watch.saw_a_write():
+        if self.watch.was_written():
             raise TransformError(
                 f"samples disagree on a branch{divergence.where}, after the loss had written into the batch",
                 next_step="write into a clone: the loss runs again for the samples of each outcome",

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import interpret, map_tracers, run_definition, top_level
+from psgrad.engine.transforms.interpreter import interpret, run_definition
 from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import Op, aten, facts
 from psgrad.engine.transforms.rules.registry import decomposition_of, is_decomposed
 from psgrad.engine.transforms.shape_checks import refuse_shapes
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import map_tracers, top_level
 
 
 class AdoptingLevel(Level):

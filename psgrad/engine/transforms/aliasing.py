@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import SEVERAL, TENSOR, TRACER, kinds, map_tracers
 from psgrad.engine.transforms.operators import Op, aten
 from psgrad.engine.transforms.private_torch import tree_map, without_modes
+from psgrad.engine.transforms.tracer import SEQUENCE, TENSOR, TRACER, kinds, map_tracers
 
 Strides = tuple[int, ...]
 
@@ -26,7 +26,7 @@ Strides = tuple[int, ...]
 _BY_COLUMNS: frozenset[Op] = frozenset({aten.triangular_solve.default, aten.linalg_lstsq.default})
 # Operators for which the meta device returns other strides than the kernel: the batched kernel's order of
 # axes is used.
-_OTHERWISE_ON_META: frozenset[Op] = frozenset(
+_OTHER_STRIDES_ON_META: frozenset[Op] = frozenset(
     {
         aten.conv1d.default,
         aten.conv_transpose1d.default,
@@ -42,11 +42,11 @@ _OTHERWISE_ON_META: frozenset[Op] = frozenset(
         aten.native_dropout_backward.default,
     }
 )
-_MOST_SIGNATURES = 1 << 14
+_MAX_SIGNATURES = 1 << 14
 _of_signature: dict[Any, tuple[tuple[torch.Size, Strides], ...]] = {}
 
 
-@functools.lru_cache(maxsize=_MOST_SIGNATURES)
+@functools.lru_cache(maxsize=_MAX_SIGNATURES)
 def dense_strides(shape: torch.Size, strides: Strides) -> Strides:
     """The strides that PyTorch gives a new tensor made after one of these: the same order of axes, without
     gaps.
@@ -55,7 +55,9 @@ def dense_strides(shape: torch.Size, strides: Strides) -> Strides:
         return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
-def is_ordinary(value: torch.Tensor, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_contiguous_throughout(
+    value: torch.Tensor, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
     """Whether a new batched value and the tensors it was made of are contiguous, as they are then for one
     sample too.
     """
@@ -64,7 +66,7 @@ def is_ordinary(value: torch.Tensor, op: Op, args: tuple[Any, ...], kwargs: dict
     for a in args:
         kind = kinds[type(a)]
         if (kind in (TENSOR, TRACER) and not a.is_contiguous()) or (
-            kind == SEVERAL and not all(map(_is_contiguous, a))
+            kind == SEQUENCE and not all(map(_is_contiguous, a))
         ):
             return False
     return True
@@ -92,14 +94,16 @@ def _strides(
     """The dense strides that PyTorch gives tensor number `place` of `op(*args, **kwargs)`; None if the meta
     device can't say.
     """
-    results = _results(op, args, kwargs) if op not in _OTHERWISE_ON_META else ()
+    results = _results_on_meta(op, args, kwargs) if op not in _OTHER_STRIDES_ON_META else ()
     if place >= len(results):
         return None
     expected, strides = results[place]
     return strides if expected == shape and dense_strides(shape, strides) == strides else None
 
 
-def _results(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[torch.Size, Strides], ...]:
+def _results_on_meta(
+    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[torch.Size, Strides], ...]:
     """(shape, strides) of each tensor that the operator returns, by PyTorch's meta device; none if it can't
     say.
     """
@@ -118,7 +122,7 @@ def _results(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
             cached = tuple(_described(op(*_on_meta(args), **_on_meta(kwargs))))
     except Exception:  # no meta kernel, or one that needs values
         cached = ()
-    if len(_of_signature) >= _MOST_SIGNATURES:
+    if len(_of_signature) >= _MAX_SIGNATURES:
         _of_signature.clear()
     _of_signature[signature] = cached
     return cached
@@ -152,10 +156,10 @@ def has_other_layout(value: torch.Tensor, strides: Strides) -> bool:
     several samples share a place.
     """
     own = value.stride()
-    return not _alike(value.shape[1:], own[1:], strides) or (own[0] == 0 and value.shape[0] > 1)
+    return not _same_strides(value.shape[1:], own[1:], strides) or (own[0] == 0 and value.shape[0] > 1)
 
 
-def _alike(shape: torch.Size, some: Strides, others: Strides) -> bool:
+def _same_strides(shape: torch.Size, some: Strides, others: Strides) -> bool:
     return some == others or all(
         a == b or length == 1 for length, a, b in zip(shape, some, others, strict=True)
     )
@@ -175,9 +179,9 @@ def laid_out_by_kernel(result: Any, op: Op, args: tuple[Any, ...], kwargs: dict[
 
     def placed(x: torch.Tensor) -> torch.Tensor:
         place = next(places)
-        if is_ordinary(x, op, args, kwargs):
+        if is_contiguous_throughout(x, op, args, kwargs):
             return x
         strides = _strides(x.shape, op, args, kwargs, place)
-        return x if strides is None or _alike(x.shape, x.stride(), strides) else laid_out(x, strides)
+        return x if strides is None or _same_strides(x.shape, x.stride(), strides) else laid_out(x, strides)
 
     return map_tracers(placed, result)

@@ -33,9 +33,9 @@ from psgrad.engine.transforms.private_torch import (
     SingleLevelFunction,
 )
 from psgrad.engine.transforms.read_only import read_only
-from psgrad.engine.transforms.ruled_calls import Ruled
 from psgrad.engine.transforms.rules.families import sum_to
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.user_rules import UserRuleCall
 from psgrad.errors import TransformError
 
 if not APPLIES_IN_TWO_STEPS:  # one that was bound before may run at any time
@@ -95,7 +95,7 @@ def applied(function: Any, args: tuple[Any, ...]) -> Any:
     return call.structured(outs)
 
 
-class _Application(Ruled):
+class _Application(UserRuleCall):
     """One call of a Function."""
 
     def __init__(self, function: Any) -> None:
@@ -284,7 +284,7 @@ def _once(name: str, backward: Callable[..., Any], context: Context, cotangents:
         assert outs is not None
         return outs, None, frozenset()
 
-    call = Ruled(f"the backward of {name}", function, prepare, refuse, refuse, value_first=True)
+    call = UserRuleCall(f"the backward of {name}", function, prepare, refuse, refuse, value_first=True)
     outs = dispatch_call(call, [*saved, *cotangents])
     return outs[0] if single else tuple(outs)
 

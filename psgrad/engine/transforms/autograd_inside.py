@@ -15,7 +15,6 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.derivatives import DerivativeLevel
-from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.engine.transforms.levels import switches
 from psgrad.engine.transforms.private_torch import (
     AUTOGRAD_FUNCTIONAL,
@@ -24,6 +23,7 @@ from psgrad.engine.transforms.private_torch import (
     Replacement,
 )
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import TransformError
 
 

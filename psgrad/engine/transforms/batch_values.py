@@ -14,8 +14,9 @@ import torch
 
 from psgrad.engine.transforms.adoption import AdoptingLevel
 from psgrad.engine.transforms.aliasing import laid_out
-from psgrad.engine.transforms.interpreter import Tracer, rewritten, strides_of
+from psgrad.engine.transforms.interpreter import InterpretedTracer
 from psgrad.engine.transforms.private_torch import make_wrapper
+from psgrad.engine.transforms.tracer import rewritten, strides_of
 
 
 class Deferred(Protocol):
@@ -29,7 +30,7 @@ class Deferred(Protocol):
         """The value, sample axis in front."""
 
 
-class BatchTracer(Tracer):
+class BatchTracer(InterpretedTracer):
     """A value with a sample axis. `value` is the physical tensor, or a Deferred one that becomes a tensor
     when it is needed.
     """
@@ -50,7 +51,7 @@ class BatchTracer(Tracer):
         with torch.enable_grad():  # it keeps its derivative at all levels
             self.value, self.has_other_layout = laid_out(self.below(), (sys.maxsize, *self.stride())), False
 
-    def contiguously(self) -> BatchTracer:
+    def with_contiguous_strides(self) -> BatchTracer:
         if self.is_contiguous():
             return self
         same = make_wrapper(BatchTracer, self.shape, dtype=self.dtype, device=self.device)

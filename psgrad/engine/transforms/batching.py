@@ -14,12 +14,12 @@ from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.aliasing import (
     dense_strides,
     has_other_layout,
-    is_ordinary,
+    is_contiguous_throughout,
     strides_of_one_sample,
 )
 from psgrad.engine.transforms.batch_values import Batch, BatchTracer, SampleAxis, traced
 from psgrad.engine.transforms.fresh_tensors import FreshTracer, content, process_fresh
-from psgrad.engine.transforms.interpreter import Tracer, interpret, map_tracers, strides_of
+from psgrad.engine.transforms.interpreter import interpret
 from psgrad.engine.transforms.memory_overlap import refuse_overlapping_memory
 from psgrad.engine.transforms.operators import (
     Op,
@@ -36,6 +36,7 @@ from psgrad.engine.transforms.private_torch import count_write, make_wrapper, wr
 from psgrad.engine.transforms.random_draws import Drawer
 from psgrad.engine.transforms.rules.registry import batching_rule, decompose, known, shared_draw
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import Tracer, map_tracers, strides_of
 from psgrad.errors import TransformError
 
 RANDOMNESS = ("error", "same", "different")
@@ -134,7 +135,11 @@ class BatchLevel(SampleAxis):
         self, value: torch.Tensor, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], place: int = 0
     ) -> BatchTracer:
         """The tracer of a new result, with the strides that PyTorch gives one sample's result."""
-        if value.is_contiguous() if state.in_backward_pass else is_ordinary(value, op, args, kwargs):
+        if (
+            value.is_contiguous()
+            if state.in_backward_pass
+            else is_contiguous_throughout(value, op, args, kwargs)
+        ):
             return traced(value, self)
         own = strides_of(value)[1:]
         shape = value.shape[1:]

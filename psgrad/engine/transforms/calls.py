@@ -23,17 +23,11 @@ from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.derivatives import DerivativeLevel
 from psgrad.engine.transforms.forward import ForwardLevel
-from psgrad.engine.transforms.interpreter import (
-    Tracer,
-    map_tracers,
-    note_autograd,
-    on_living_level,
-    tensors_in,
-)
 from psgrad.engine.transforms.levels import Divergence, Level, users_program
 from psgrad.engine.transforms.operators import aten
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.engine.transforms.state import ActiveLevel, state
+from psgrad.engine.transforms.tracer import Tracer, map_tracers, note_autograd, on_active_levels, tensors_in
 from psgrad.errors import TransformError
 
 Flat = list[Any]
@@ -41,7 +35,7 @@ Cotangents = list[Any]  # one a result or an argument; None stands for zero
 
 
 @dataclass
-class Recorded:
+class RecordedCall:
     """What a reverse-mode level keeps of a call."""
 
     outs: Flat
@@ -69,7 +63,7 @@ class Call:
         """The results as tracers of a batching level."""
         raise NotImplementedError
 
-    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
+    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> RecordedCall:
         """The results and the backward function, on values below a reverse-mode level; `needed`: the
         arguments that need a cotangent.
         """
@@ -79,7 +73,7 @@ class Call:
         """The results and their tangents, on values below a forward-mode level."""
         raise NotImplementedError
 
-    def unfollowed(self, level: DerivativeLevel, args: Flat) -> Flat:
+    def run_without_derivative(self, level: DerivativeLevel, args: Flat) -> Flat:
         """The results at a derivative level where no derivative is followed."""
         with without_adoption(level):
             outs = dispatch_call(self, level.unwrap(args), below=level)
@@ -91,7 +85,7 @@ class Call:
 
 def dispatch_call(call: Call, args: Flat, below: Level | None = None) -> Flat:
     """The results of a call: of the highest level that handles it, else of the function itself."""
-    args = map_tracers(on_living_level, args)
+    args = map_tracers(on_active_levels, args)
     for x in args:
         if isinstance(x, torch.Tensor):
             note_autograd(x)
@@ -123,7 +117,7 @@ def process(level: ActiveLevel, call: Call, args: Flat) -> Flat:
         level.reads.note(tensors_in(args, {}))
     followed = level.is_on() and (level.reads is None or level.reads.follows)
     if not followed or not (inputs or call.follows_captured):
-        return call.unfollowed(level, args)
+        return call.run_without_derivative(level, args)
     values = level.unwrap(args)
     if isinstance(level, ForwardLevel):
         tangents = [None] * len(args)
@@ -146,7 +140,7 @@ def process(level: ActiveLevel, call: Call, args: Flat) -> Flat:
 @contextmanager
 def without_adoption(level: Level) -> Iterator[None]:
     """While a call runs below a level, this level and those above do not adopt fresh tensors."""
-    with _adopting(False, [other for other in state.stack if level.alive and other.index >= level.index]):
+    with _adopting(False, [other for other in state.stack if level.is_active and other.index >= level.index]):
         yield
 
 
@@ -179,7 +173,7 @@ def watched_by_tape(level: GradLevel) -> Iterator[None]:
 @contextmanager
 def entered_again(level: Level) -> Iterator[None]:
     """Inside a level, which is entered again if it was left."""
-    if level.alive:
+    if level.is_active:
         with users_program(), _adopting(True, [level]):
             yield
         return
@@ -224,7 +218,7 @@ def lowered(results: Sequence[Any], highest: int, name: str) -> Flat:
 
 
 def _lowered(value: Any, highest: int, name: str) -> Any:
-    while isinstance(value, Tracer) and value.level.alive and value.level.index > highest:
+    while isinstance(value, Tracer) and value.level.is_active and value.level.index > highest:
         level = value.level
         if isinstance(level, BatchLevel):
             if not level.owns(level.content(value)):

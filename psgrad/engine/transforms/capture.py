@@ -32,7 +32,7 @@ from psgrad.engine.transforms.program import PLAIN, Compiler, Program, record
 from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
 
-_MOST_PROGRAMS = 8
+_MAX_PROGRAMS = 8
 Autocast = tuple[
     tuple[str, torch.dtype], ...
 ]  # kinds of device on which it is on, and to which type it casts
@@ -100,7 +100,7 @@ class Captured:
 
     def _program_for(self, leaves: list[Any], spec: Any) -> tuple[Program | None, Autocast]:
         """The program for a call with these arguments and the current autocast."""
-        if _followed_by_others():
+        if _transform_or_mode_is_active():
             return None, ()
         autocast = _autocast()
         signature = self._signature(leaves, spec, autocast)
@@ -111,8 +111,8 @@ class Captured:
             or (program is not None and program.fits())
         ):
             return program, autocast
-        if program is None and len(self.programs) >= _MOST_PROGRAMS:
-            self._say_once(f"of its signatures only the first {_MOST_PROGRAMS} are recorded")
+        if program is None and len(self.programs) >= _MAX_PROGRAMS:
+            self._say_once(f"of its signatures only the first {_MAX_PROGRAMS} are recorded")
             return None, ()
         try:
             self.programs[signature] = record(self.function, leaves, spec, self.compile)
@@ -156,7 +156,7 @@ class Captured:
             self.say(why)
 
 
-def _followed_by_others() -> bool:
+def _transform_or_mode_is_active() -> bool:
     """Whether another transform, ours or torch.func's, or a mode is active between the function and its
     kernels.
     """

@@ -16,7 +16,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from psgrad.engine.transforms import diagnostics, random_draws
-from psgrad.engine.transforms.interpreter import Tracer, innermost, map_tracers
 from psgrad.engine.transforms.operators import Op, aten
 from psgrad.engine.transforms.private_torch import (
     DispatchMode,
@@ -26,6 +25,7 @@ from psgrad.engine.transforms.private_torch import (
     tree_flatten,
     without_modes,
 )
+from psgrad.engine.transforms.tracer import Tracer, innermost, map_tracers
 
 
 class NotCapturable(Exception):
@@ -45,7 +45,7 @@ class _Refuser:
         self.reason = self.reason or why
         raise NotCapturable(self.reason)
 
-    def insist(self) -> None:
+    def raise_if_refused(self) -> None:
         if self.reason is not None:
             self.refuse(self.reason)
 

@@ -15,17 +15,16 @@ from psgrad.engine.transforms.calls import (
     Cotangents,
     Flat,
     Mapped,
-    Recorded,
+    RecordedCall,
     dispatch_call,
     entered_again,
     lowered,
     own_values,
     without_adoption,
 )
-from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, births
+from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, creation_numbers
 from psgrad.engine.transforms.forward import ForwardLevel
 from psgrad.engine.transforms.functional import current_swaps, swapped_again
-from psgrad.engine.transforms.interpreter import map_tracers, on_living_level
 from psgrad.engine.transforms.private_torch import (
     DisableTorchFunction,
     make_fx_runs,
@@ -37,6 +36,7 @@ from psgrad.engine.transforms.read_only import read_only
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tape import Node, pull_back
+from psgrad.engine.transforms.tracer import map_tracers, on_active_levels
 from psgrad.errors import TransformError
 
 
@@ -61,12 +61,12 @@ def checkpoint(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return results
 
     return tree_unflatten(
-        dispatch_call(Recomputed(f"checkpoint({getattr(func, '__name__', func)!s})", function), flat),
+        dispatch_call(RecomputedCall(f"checkpoint({getattr(func, '__name__', func)!s})", function), flat),
         out_spec,
     )
 
 
-class Recomputed(Call):
+class RecomputedCall(Call):
     """A call whose derivative is that of its function, which runs again in the backward pass.
 
     value: another function with the same results, which computes them the first time.
@@ -89,9 +89,9 @@ class Recomputed(Call):
         outs = dispatch_call(self.for_all_samples(mapped), [level.batch.raw(x) for x in args], below=level)
         return mapped.up(outs, mapped.outs)
 
-    def for_all_samples(self, mapped: Mapped) -> Recomputed:
+    def for_all_samples(self, mapped: Mapped) -> RecomputedCall:
         function = self._through(mapped, self.function)
-        return Recomputed(
+        return RecomputedCall(
             self.name,
             function,
             self._through(mapped, self.value) if self.value is not self.function else None,
@@ -105,7 +105,7 @@ class Recomputed(Call):
 
         return run
 
-    def unfollowed(self, level: DerivativeLevel, args: Flat) -> Flat:
+    def run_without_derivative(self, level: DerivativeLevel, args: Flat) -> Flat:
         return self.function(args)
 
     def push(self, level: ForwardLevel, values: Flat, tangents: Flat) -> tuple[Flat, Flat]:
@@ -116,12 +116,12 @@ class Recomputed(Call):
         outs = lowered(self.function(duals), level.index, self.name)
         return [level.unwrap(x) for x in outs], [x.tangent if level.owns(x) else None for x in outs]
 
-    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
-        watch, circumstances = Watch(level, self.name), Circumstances()
+    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> RecordedCall:
+        watch, settings = Watch(level, self.name), CallSettings()
         # the function must do the same each time, to fresh tensors too; another function for its value is
         # separate
         below = without_adoption(level) if self.value is not self.function else nullcontext()
-        with watch.over_first_run(), circumstances.noted(), read_only(values), below:
+        with watch.over_first_run(), settings.noted(), read_only(values), below:
             outs = own_values(level, dispatch_call(self, values, below=level), self.name)
         captured = watch.captured()
         shapes = [getattr(x, "shape", None) for x in outs]
@@ -130,13 +130,13 @@ class Recomputed(Call):
             with (
                 entered_again(level),
                 torch.set_grad_enabled(True),
-                circumstances.restored(),
+                settings.restored(),
                 read_only(values),
             ):
                 with watch.over_second_run(captured) as nodes:
                     leaves = {i: level.leaf(values[i]) for i in needed}
                     again = map_tracers(
-                        on_living_level, self.function([leaves.get(i, x) for i, x in enumerate(values)])
+                        on_active_levels, self.function([leaves.get(i, x) for i, x in enumerate(values)])
                     )
                     if [getattr(x, "shape", None) for x in again] != shapes:
                         raise changed(self.name)
@@ -150,7 +150,7 @@ class Recomputed(Call):
             of_args = dict(zip(needed, cotangents_of_inputs, strict=False))
             return [of_args.get(i) for i in range(len(values))] + cotangents_of_inputs[len(needed) :]
 
-        return Recorded(outs, pull, captured)
+        return RecordedCall(outs, pull, captured)
 
 
 class _Place:
@@ -183,7 +183,7 @@ class Watch:
 
     def note(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
-            if self.level.owns(tensor) and tensor.born < self.since:
+            if self.level.owns(tensor) and tensor.created < self.since:
                 if self.follows and tensor.varies and id(tensor) not in self.found:
                     raise changed(self.name)
                 if not self.follows:
@@ -223,14 +223,14 @@ class Watch:
     @contextmanager
     def _watching(self, *, follows: bool) -> Iterator[None]:
         before, self.level.reads = self.level.reads, self
-        self.follows, self.since = follows, next(births)
+        self.follows, self.since = follows, next(creation_numbers)
         try:
             yield
         finally:
             self.level.reads = before
 
 
-class Circumstances:
+class CallSettings:
     """What a function's result depends on besides values: the states of random generators, autocast,
     parameters swapped into modules.
     """

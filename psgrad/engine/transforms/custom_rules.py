@@ -25,10 +25,10 @@ from psgrad.engine.transforms.calls import (
     lowered,
     without_adoption,
 )
-from psgrad.engine.transforms.checkpoint import Recomputed
+from psgrad.engine.transforms.checkpoint import RecomputedCall
 from psgrad.engine.transforms.private_torch import tree_flatten, tree_unflatten
 from psgrad.engine.transforms.read_only import read_only
-from psgrad.engine.transforms.ruled_calls import Ruled, wrong_cotangent
+from psgrad.engine.transforms.user_rules import UserRuleCall, wrong_cotangent
 from psgrad.errors import TransformError
 
 
@@ -173,7 +173,9 @@ class custom_vjp(_Differentiated):
                 bwd(*apart, residuals, tree_unflatten(given, spec_of_results)), trees
             )
 
-        return tree_unflatten(dispatch_call(Ruled(self.title, function, prepare, backward), flat), out_spec)
+        return tree_unflatten(
+            dispatch_call(UserRuleCall(self.title, function, prepare, backward), flat), out_spec
+        )
 
     def _flat_cotangents(self, given: Any, trees: list[tuple[list[torch.Size | None], Any]]) -> Cotangents:
         """The rule's cotangents, one a leaf of the arguments."""
@@ -262,7 +264,9 @@ class custom_jvp(_Differentiated):
                 )
             return results, pushed
 
-        return tree_unflatten(dispatch_call(Ruled(self.title, function, forward=forward), flat), out_spec)
+        return tree_unflatten(
+            dispatch_call(UserRuleCall(self.title, function, forward=forward), flat), out_spec
+        )
 
 
 def _zeros(x: Any) -> Any:
@@ -307,7 +311,7 @@ class custom_vmap(_Custom):
         return tree_unflatten(outs, call.out_spec)
 
 
-class _MappedByRule(Recomputed):
+class _MappedByRule(RecomputedCall):
     """A call of a custom_vmap function."""
 
     batches = True
@@ -333,7 +337,7 @@ class _MappedByRule(Recomputed):
             with without_adoption(level), read_only(values):
                 return self._by_rule(level.size, mapped.args, values)
 
-        call = Recomputed(self.name, self._through(mapped, self._function), by_rule)
+        call = RecomputedCall(self.name, self._through(mapped, self._function), by_rule)
         outs = dispatch_call(call, [level.batch.raw(x) for x in args], below=level)
         return [level.lift(x) for x in lowered(outs, level.index, self.name)]
 

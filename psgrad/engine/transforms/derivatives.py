@@ -16,15 +16,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.adoption import AdoptingLevel
-from psgrad.engine.transforms.interpreter import (
-    SEVERAL,
-    TRACER,
-    Tracer,
-    kinds,
-    map_tracers,
-    strides_of,
-    tensors_in,
-)
+from psgrad.engine.transforms.interpreter import InterpretedTracer
 from psgrad.engine.transforms.memory_overlap import refuse_overlapping_memory
 from psgrad.engine.transforms.operators import (
     Op,
@@ -40,18 +32,27 @@ from psgrad.engine.transforms.private_torch import make_wrapper
 from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, decomposition_of, known
 from psgrad.engine.transforms.rules.view_writes import write_through
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import (
+    SEQUENCE,
+    TRACER,
+    Tracer,
+    kinds,
+    map_tracers,
+    strides_of,
+    tensors_in,
+)
 from psgrad.errors import TransformError
 
 Position = int | tuple[int, int]  # of an argument, or of an item of an argument that is a list
-births = itertools.count()
+creation_numbers = itertools.count()
 
 
-class DerivativeTracer(Tracer):
+class DerivativeTracer(InterpretedTracer):
     """A value with (or, as a constant, without) a derivative at a level. Subclasses say what the derivative
     is.
     """
 
-    __slots__ = ("born",)
+    __slots__ = ("created",)
 
     level: DerivativeLevel
     value: torch.Tensor
@@ -60,7 +61,7 @@ class DerivativeTracer(Tracer):
     has_views: bool = False
     writes: int = 0  # how often this tracer was written to
     writes_seen: int = 0  # the base's `writes` when this view was taken
-    born: int  # a number that grows
+    created: int  # a number that grows
     read_by: str | None = None  # the function that reads it and will run again: no more writes
     # Stands for a tensor that was made outside of the level, to which writes go; none once a record needs it.
     from_outside: bool = False
@@ -79,9 +80,9 @@ class DerivativeTracer(Tracer):
         self.level.refresh(self)
         return self.value
 
-    def contiguously(self) -> DerivativeTracer:
+    def with_contiguous_strides(self) -> DerivativeTracer:
         value = self.below()
-        if not isinstance(value, Tracer) or (contiguous := value.contiguously()) is value:
+        if not isinstance(value, Tracer) or (contiguous := value.with_contiguous_strides()) is value:
             return self
         same = self.level.constant(contiguous)
         same.become(self)
@@ -89,14 +90,14 @@ class DerivativeTracer(Tracer):
         return same
 
 
-Held = TypeVar("Held", bound=DerivativeTracer)
+AnyTracer = TypeVar("AnyTracer", bound=DerivativeTracer)
 
 
-def hold(kind: type[Held], value: torch.Tensor, level: DerivativeLevel) -> Held:
+def make_tracer(kind: type[AnyTracer], value: torch.Tensor, level: DerivativeLevel) -> AnyTracer:
     """A tracer of `value` at `level`, which is not a view and has not been written to."""
     strides = strides_of(value)
     tracer: Any = make_wrapper(kind, value.shape, strides, 0, dtype=value.dtype, device=value.device)
-    tracer.value, tracer.level, tracer.born = value, level, next(births)
+    tracer.value, tracer.level, tracer.created = value, level, next(creation_numbers)
     return tracer  # type: ignore[no-any-return]
 
 
@@ -164,7 +165,7 @@ class DerivativeLevel(AdoptingLevel):
         # its pieces are handled one by one: they show which are views, and which write in place
         if operator.is_decomposed:
             return decompose(op, args, kwargs)
-        inputs, values = self.opened(args)
+        inputs, values = self.inputs_and_values(args)
         by_keyword = bool(kwargs) and any(self.owns(v) and v.varies for v in kwargs.values())
         follows = (
             (inputs or by_keyword) and not operator.constant and (self.reads is None or self.reads.follows)
@@ -216,9 +217,9 @@ class DerivativeLevel(AdoptingLevel):
         """The tracers of this level with a derivative among an operator's arguments, each with its
         position.
         """
-        return self.opened(args)[0]
+        return self.inputs_and_values(args)[0]
 
-    def opened(self, args: tuple[Any, ...]) -> tuple[list[tuple[Position, Any]], tuple[Any, ...]]:
+    def inputs_and_values(self, args: tuple[Any, ...]) -> tuple[list[tuple[Position, Any]], tuple[Any, ...]]:
         """(the tracers of this level with a derivative, each with its position; the arguments with the values
         of such tracers)
         """
@@ -233,7 +234,7 @@ class DerivativeLevel(AdoptingLevel):
                     if argument.varies:
                         tracers.append((position, argument))
                     argument = argument.value
-            elif kind == SEVERAL and argument and type(argument[0]) is not int:  # most lists are sizes
+            elif kind == SEQUENCE and argument and type(argument[0]) is not int:  # most lists are sizes
                 for place, item in enumerate(argument):
                     if isinstance(item, DerivativeTracer) and item.level is self:
                         self.refresh(item)
@@ -251,7 +252,7 @@ class DerivativeLevel(AdoptingLevel):
                 if tree.view_of is not None:
                     self.refresh(tree)
                 return tree.value
-        elif kind == SEVERAL:
+        elif kind == SEQUENCE:
             if not tree or type(tree[0]) is int:
                 return tree
             items = [self.unwrap(item) for item in tree]
@@ -324,7 +325,7 @@ class DerivativeLevel(AdoptingLevel):
     def _reshape(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The target becomes a view of its former value, so that writes to it still reach the same memory."""
         target = args[0]
-        self._refuse_where_read(target)
+        self._refuse_if_read(target)
         if target.has_views:
             refuse_mutation(
                 op, "a tensor that views were taken of", "the views would be taken again of another shape"
@@ -343,7 +344,7 @@ class DerivativeLevel(AdoptingLevel):
         target.view_of, target.writes_seen = after.view_of, after.writes_seen
         return target
 
-    def _refuse_where_read(self, target: Any) -> None:
+    def _refuse_if_read(self, target: Any) -> None:
         if target.read_by is not None:
             raise TransformError(
                 f"an in-place operator writes into a value that {target.read_by} reads{diagnostics.where()}",
@@ -352,7 +353,7 @@ class DerivativeLevel(AdoptingLevel):
             )
 
     def _write(self, target: Any, new: Any) -> None:
-        self._refuse_where_read(target)
+        self._refuse_if_read(target)
         if not torch.is_grad_enabled():
             new = target.rewritten(new)
         if target.view_of is not None:

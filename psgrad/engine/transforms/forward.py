@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, hold
-from psgrad.engine.transforms.interpreter import cast, note_autograd, rewritten
+from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, make_tracer
+from psgrad.engine.transforms.interpreter import cast
 from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import Op, aten
 from psgrad.engine.transforms.reverse import GradLevel
 from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP
 from psgrad.engine.transforms.tape import pull_back
+from psgrad.engine.transforms.tracer import note_autograd, rewritten
 
 
 class ForwardTracer(DerivativeTracer):
@@ -50,7 +51,7 @@ class ForwardTracer(DerivativeTracer):
 
 
 def traced(value: torch.Tensor, level: ForwardLevel, tangent: torch.Tensor | None = None) -> ForwardTracer:
-    tracer = hold(ForwardTracer, value, level)
+    tracer = make_tracer(ForwardTracer, value, level)
     tracer.tangent = tangent
     return tracer
 

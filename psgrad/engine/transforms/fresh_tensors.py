@@ -13,14 +13,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.batch_values import BatchTracer, SampleAxis
-from psgrad.engine.transforms.interpreter import (
-    Tracer,
-    interpret,
-    map_tracers,
-    rewritten,
-    strides_of,
-    tensors_in,
-)
+from psgrad.engine.transforms.interpreter import InterpretedTracer, interpret
 from psgrad.engine.transforms.operators import (
     Op,
     facts,
@@ -32,9 +25,10 @@ from psgrad.engine.transforms.operators import (
 )
 from psgrad.engine.transforms.private_torch import make_wrapper
 from psgrad.engine.transforms.rules.registry import batching_rule, decompose, is_decomposed
+from psgrad.engine.transforms.tracer import Tracer, map_tracers, rewritten, strides_of, tensors_in
 
 
-class FreshTracer(Tracer):
+class FreshTracer(InterpretedTracer):
     """A tensor made inside the function: `plain`, the same for all samples, or `batched` after the first
     write of a value with a sample axis.
 

@@ -10,11 +10,12 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.derivatives import DerivativeLevel
-from psgrad.engine.transforms.interpreter import Tracer, rules_only
+from psgrad.engine.transforms.interpreter import rules_only
 from psgrad.engine.transforms.private_torch import tree_flatten, tree_unflatten
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tape import Node, SavedValues, pull_back
+from psgrad.engine.transforms.tracer import Tracer
 from psgrad.engine.transforms.trees import Structure, flatten, map_leaves, unflatten
 from psgrad.errors import TransformArgumentError, TransformError
 
@@ -316,4 +317,8 @@ def _gradient(cotangent: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """The gradient in `x`. As PyTorch's, it is contiguous if `x` is: programs take views of it."""
     if cotangent is None:
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    return cotangent.contiguously() if isinstance(cotangent, Tracer) and x.is_contiguous() else cotangent
+    return (
+        cotangent.with_contiguous_strides()
+        if isinstance(cotangent, Tracer) and x.is_contiguous()
+        else cotangent
+    )

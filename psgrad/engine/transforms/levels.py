@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import Interpreter, Tracer, attachable, below_autograd
+from psgrad.engine.transforms.interpreter import Interpreter, attachable, below_autograd
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.private_torch import (
     current_mode,
@@ -30,6 +30,7 @@ from psgrad.engine.transforms.private_torch import (
     write_count,
 )
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import TransformError
 
 
@@ -55,7 +56,7 @@ class Divergence(BaseException):
         return [torch.tensor(samples, device=device) for samples in places.values()]
 
 
-class WriteWatch:
+class WriteCounts:
     """Whether arguments were written to since: a function that changed them can't run on them again."""
 
     def __init__(self, tensors: list[Any]) -> None:
@@ -63,7 +64,7 @@ class WriteWatch:
             (x, write_count(x)) for x in tensors if isinstance(x, torch.Tensor) and not x.is_inference()
         ]
 
-    def saw_a_write(self) -> bool:
+    def was_written(self) -> bool:
         return any(write_count(x) != version for x, version in self.versions)
 
 
@@ -82,7 +83,7 @@ class Level:
     def __init__(self) -> None:
         self.index = 0
         self.id = next(_level_ids)
-        self.alive = False
+        self.is_active = False
         self.attached = False  # whether PyTorch's autograd followed an argument of the function
 
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -117,13 +118,13 @@ class Level:
 
     def explained(self, error: BaseException) -> TransformError | None:
         """The error that replaces one from the user's function; None lets it pass as it is."""
-        if isinstance(error, RuntimeError) and any(words in str(error) for words in _AUTOGRAD_FINDS_NOTHING):
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_GRAPH):
             return TransformError(
                 f"torch.autograd or .backward() inside the transformed function{diagnostics.where(error)}",
                 expected="derivatives by transforms, which nest: grad, vjp, jvp",
                 cause="PyTorch's autograd records nothing there",
             )
-        if isinstance(error, RuntimeError) and _ONE_OF_SEVERAL_VIEWS in str(error):
+        if isinstance(error, RuntimeError) and _WRITE_INTO_MULTI_VIEW in str(error):
             return TransformError(
                 "the function writes in place into one of several views that one operator"
                 f" made{diagnostics.where(error)}",
@@ -165,12 +166,12 @@ class Level:
 
     def enter(self, above: Level | None = None) -> None:
         place = state.stack.index(above) + 1 if above is not None else len(state.stack)
-        self.alive = True
+        self.is_active = True
         state.stack.insert(place, self)
         _number_from(place)
 
     def leave(self) -> None:
-        self.alive, self.attached = False, state.attached
+        self.is_active, self.attached = False, state.attached
         state.stack.remove(self)
         _number_from(self.index - 1)
         if not state.stack:
@@ -187,7 +188,7 @@ class Body:
         self.entered: list[Any] = []
 
     def __enter__(self) -> Level:
-        _refuse_torchs_transforms()
+        _refuse_inside_torch_func()
         try:
             if not state.stack:
                 self._enter(attachable(self.attach and torch.is_grad_enabled()))
@@ -229,11 +230,11 @@ class Body:
             self.entered.pop().__exit__(None, None, None)
 
 
-_ONE_OF_SEVERAL_VIEWS = "output of a function that returns multiple views"
-_AUTOGRAD_FINDS_NOTHING = ("does not require grad and does not have a grad_fn", "can't retain_grad on Tensor")
+_WRITE_INTO_MULTI_VIEW = "output of a function that returns multiple views"
+_NO_GRAPH = ("does not require grad and does not have a grad_fn", "can't retain_grad on Tensor")
 
 
-def _refuse_torchs_transforms() -> None:
+def _refuse_inside_torch_func() -> None:
     if torch_func_runs() or forward_mode_runs():
         raise TransformError(
             "a transform of psgrad inside one of torch.func, or inside PyTorch's forward"
@@ -259,7 +260,7 @@ def _number_from(place: int) -> None:
         level.index = place + above + 1
 
 
-class _SlowPaths:
+class _WithoutFastPaths:
     """Without the fused inference kernels of nn.MultiheadAttention and nn.TransformerEncoderLayer, which have
     no derivative.
 
@@ -287,7 +288,7 @@ class _SlowPaths:
 
 
 # What is set differently in the whole process while a transform runs (also: autograd_function.py).
-switches: list[AbstractContextManager[None]] = [_SlowPaths()]
+switches: list[AbstractContextManager[None]] = [_WithoutFastPaths()]
 
 
 @contextmanager

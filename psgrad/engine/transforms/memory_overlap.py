@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import innermost
 from psgrad.engine.transforms.operators import Op, aten, facts, refuse_mutation
 from psgrad.engine.transforms.private_torch import without_modes
+from psgrad.engine.transforms.tracer import innermost
 
 # What these write is the same number at every place, so that the order of their writes does not matter.
 _WRITES_ONE_NUMBER: frozenset[Op] = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
-_MOST_SIGNATURES = 1 << 14
+_MAX_SIGNATURES = 1 << 14
 
 
 def refuse_overlapping_memory(op: Op, args: tuple[Any, ...]) -> None:
@@ -50,7 +50,7 @@ def refuse_overlapping_memory(op: Op, args: tuple[Any, ...]) -> None:
             )
 
 
-@functools.lru_cache(maxsize=_MOST_SIGNATURES)
+@functools.lru_cache(maxsize=_MAX_SIGNATURES)
 def overlaps_itself(shape: torch.Size, strides: tuple[int, ...]) -> bool:
     """Whether two elements of a tensor of these strides are one place in memory, as in windows of
     `unfold`.
@@ -91,7 +91,7 @@ def _placement(x: torch.Tensor) -> Placement:
     return torch.Size(length for length, _ in kept), tuple(stride for _, stride in kept), x.storage_offset()
 
 
-@functools.lru_cache(maxsize=_MOST_SIGNATURES)
+@functools.lru_cache(maxsize=_MAX_SIGNATURES)
 def _elements_meet(written: Placement, read: Placement) -> bool:
     """Whether two views of one memory share places, but for a view that is the same as the other."""
     if written == read or 0 in written[0] or 0 in read[0]:

@@ -23,7 +23,6 @@ from psgrad.engine.transforms.capture_guard import (
     python_random_states,
     writes,
 )
-from psgrad.engine.transforms.interpreter import map_tracers
 from psgrad.engine.transforms.private_torch import (
     FakeTensorMode,
     inductor,
@@ -31,6 +30,7 @@ from psgrad.engine.transforms.private_torch import (
     tree_flatten,
     tree_unflatten,
 )
+from psgrad.engine.transforms.tracer import map_tracers
 
 Compiler = Literal["none", "inductor"]
 Run = Callable[..., list[torch.Tensor]]
@@ -66,14 +66,15 @@ class Program:
     def fits(self) -> bool:
         """Whether the tensors from outside are unchanged, apart from their values."""
         return all(
-            _address_and_looks(x) == before for x, before in zip(self.outside, self.relied_on, strict=True)
+            _address_and_properties(x) == before
+            for x, before in zip(self.outside, self.relied_on, strict=True)
         )
 
 
 _TENSOR = object()
 
 
-def _address_and_looks(x: torch.Tensor) -> Any:
+def _address_and_properties(x: torch.Tensor) -> Any:
     return x.data_ptr(), x.requires_grad, properties(x)
 
 
@@ -101,8 +102,8 @@ def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: 
         first = Watch(random_states, without_values.from_tensor)
         with without_values:
             call([without_values.from_tensor(x) for x in tensors], first)
-        first.insist()
-        reads.insist()
+        first.raise_if_refused()
+        reads.raise_if_refused()
         first.require_nothing_kept()
         outside = list(first.outside.values())
         results: list[Any] = []
@@ -117,8 +118,8 @@ def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: 
             return [item for item in results if isinstance(item, torch.Tensor)]
 
         module = make_fx(flat, tracing_mode="fake")(*tensors, *outside)
-    second.insist()
-    random_states.insist()
+    second.raise_if_refused()
+    random_states.raise_if_refused()
     if first.course != second.course:
         raise NotCapturable("its course changes from one call to the next")
     if torch.is_grad_enabled() and any(x.requires_grad for x in outside):
@@ -143,7 +144,7 @@ def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: 
         pattern,
         spec_out,
         outside,
-        [_address_and_looks(x) for x in outside],
+        [_address_and_properties(x) for x in outside],
         obstacle if on_gpu else None,
     )
 

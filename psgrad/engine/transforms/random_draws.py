@@ -26,11 +26,11 @@ import numpy.typing as npt
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.engine.transforms.operators import Op, aten, facts
 from psgrad.engine.transforms.private_torch import FakeTensor, schema_of
 from psgrad.engine.transforms.rules.registry import decompose, decomposition_of
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import TransformError
 
 Bytes = npt.NDArray[np.uint8]

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import innermost
 from psgrad.engine.transforms.operators import Op, refuse_mutation, written_by
 from psgrad.engine.transforms.private_torch import DisableTorchFunction, storage_key
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import innermost
 
 
 @contextmanager

@@ -10,11 +10,11 @@ import torch
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.autograd_function import Context, VmapInfo
 from psgrad.engine.transforms.calls import program_on
-from psgrad.engine.transforms.interpreter import tensors_in
 from psgrad.engine.transforms.operators import Op, facts
 from psgrad.engine.transforms.private_torch import OpOverloadPacket, schema_of
 from psgrad.engine.transforms.rules import registry
 from psgrad.engine.transforms.rules.registry import JointVJP, Maker
+from psgrad.engine.transforms.tracer import tensors_in
 from psgrad.errors import TransformError, UnsupportedOperatorError
 
 Makers = Mapping[int | str, Maker | None]

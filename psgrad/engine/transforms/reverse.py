@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, hold
+from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, make_tracer
 from psgrad.engine.transforms.fresh_tensors import is_shared
-from psgrad.engine.transforms.interpreter import dispatch, rewritten, tensors_in, top_level
+from psgrad.engine.transforms.interpreter import dispatch
 from psgrad.engine.transforms.operators import Op, facts
 from psgrad.engine.transforms.private_torch import set_grad_enabled
 from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP
 from psgrad.engine.transforms.tape import Closure, Edge, Node, SavedValues
+from psgrad.engine.transforms.tracer import rewritten, tensors_in, top_level
 
 
 class GradTracer(DerivativeTracer):
@@ -41,7 +42,7 @@ class GradTracer(DerivativeTracer):
 
 
 def traced(value: torch.Tensor, level: GradLevel, node: Node | None = None, output: int = 0) -> GradTracer:
-    tracer = hold(GradTracer, value, level)
+    tracer = make_tracer(GradTracer, value, level)
     tracer.node, tracer.output = node, output
     return tracer
 

@@ -105,15 +105,15 @@ _REFUSED_BY_RULES: frozenset[Op] = frozenset(
     }
 )
 
-_MOST_SIGNATURES = 1 << 16
+_MAX_SIGNATURES = 1 << 16
 _accepted: set[Any] = set()
-_never_asked: dict[int, Op] = {}  # by id, as hashing an operator takes long; the value keeps the id its own
+_unchecked: dict[int, Op] = {}  # by id, as hashing an operator takes long; the value keeps the id its own
 
 
 def refuse_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise the operator's own error if it does not take arguments of these shapes."""
     number = id(op)
-    if number in _never_asked:
+    if number in _unchecked:
         return
     signature = (
         number,
@@ -129,15 +129,15 @@ def refuse_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
             return
     except TypeError:  # an argument that can't be hashed
         return
-    if not _is_asked(op):
-        _never_asked[number] = op
+    if not _is_checked(op):
+        _unchecked[number] = op
         return
     with without_modes():
         if op in _MASKED and any(_is_mask(index) for index in args[1]):
-            _ask_masked(op, *args)
+            _check_masked(op, *args)
         else:
-            _ask(op, args, kwargs)
-    if len(_accepted) >= _MOST_SIGNATURES:
+            _check_shapes(op, args, kwargs)
+    if len(_accepted) >= _MAX_SIGNATURES:
         _accepted.clear()
     _accepted.add(signature)
 
@@ -148,7 +148,7 @@ def _shape(argument: Any) -> Any:
     return tuple([_shape(item) for item in argument]) if isinstance(argument, (list, tuple)) else argument
 
 
-def _is_asked(op: Op) -> bool:
+def _is_checked(op: Op) -> bool:
     """Whether the operator's shapes are checked: PyTorch's own operators, without random draws, operators
     that broadcast element by element, and operators whose rules check shapes.
     """
@@ -157,7 +157,7 @@ def _is_asked(op: Op) -> bool:
     return op not in RANDOM_COMPOSITES and op not in _REFUSED_BY_RULES
 
 
-def _ask(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if op in _BATCH_NORM:
         op, args = aten.batch_norm.default, (*_BATCH_NORM[op](*args), False)
     try:
@@ -179,7 +179,7 @@ def _is_mask(index: torch.Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def _ask_masked(op: Op, x: torch.Tensor, indices: list[torch.Tensor | None], *rest: Any) -> None:
+def _check_masked(op: Op, x: torch.Tensor, indices: list[torch.Tensor | None], *rest: Any) -> None:
     """Check that masks fit `x`, and that for some number of true places the other arguments fit.
 
     The numbers to try are the lengths of a write's values along an axis, beside 0 and 1, because values are
@@ -197,7 +197,7 @@ def _ask_masked(op: Op, x: torch.Tensor, indices: list[torch.Tensor | None], *re
     refusals: list[Exception] = []
     for count in sorted({0, 1, *(rest[0].shape if rest else ())}, reverse=True):
         try:
-            _ask(op, (x, list(_with_places(indices, masks, count)), *rest), {})
+            _check_shapes(op, (x, list(_with_places(indices, masks, count)), *rest), {})
         except Exception as error:
             refusals.append(error)
         else:

@@ -22,7 +22,7 @@ class ActiveLevel(Protocol):
     """A transform that is active, as the interpreter sees it."""
 
     index: int  # its place in the stack, from 1
-    alive: bool  # whether it is in the stack
+    is_active: bool  # whether it is in the stack
     adopts: bool  # whether it handles operators of the function without tracers of its own
     # For vmap: the outcomes of a branch on which samples disagree, and where it stands.
     diverged: tuple[list[Any], str] | None

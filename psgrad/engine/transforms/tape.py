@@ -24,19 +24,12 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.derivatives import DerivativeTracer
-from psgrad.engine.transforms.interpreter import (
-    Tracer,
-    below_autograd,
-    cast,
-    innermost,
-    recorded_outside,
-    rules_only,
-    run,
-)
+from psgrad.engine.transforms.interpreter import below_autograd, cast, recorded_outside, rules_only, run
 from psgrad.engine.transforms.operators import Op, aten, written_by
 from psgrad.engine.transforms.private_torch import write_count
 from psgrad.engine.transforms.read_only import memory_of
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import Tracer, innermost
 from psgrad.errors import TransformError
 
 _sequence = itertools.count()

@@ -12,7 +12,7 @@ import torch
 from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.batching import RANDOMNESS, BatchLevel
 from psgrad.engine.transforms.derivatives import DerivativeLevel
-from psgrad.engine.transforms.levels import Divergence, WriteWatch
+from psgrad.engine.transforms.levels import Divergence, WriteCounts
 from psgrad.engine.transforms.private_torch import broadcast_to_and_flatten, tree_flatten
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.trees import Structure, flatten, unflatten
@@ -104,7 +104,7 @@ class _Job:
             )
 
     def run(self, flat: list[Any], size: int) -> Any:
-        level, watch = BatchLevel(size, self.randomness), WriteWatch(flat)
+        level, watch = BatchLevel(size, self.randomness), WriteCounts(flat)
         level.axis_name = self.axis_name
         in_front = [x.movedim(d, 0) if d else x for x, d in zip(flat, self.dims, strict=True)]
         before = random_draws.states() if self.randomness == "same" else None
@@ -143,8 +143,8 @@ class _Job:
             )
         return self._joined(outputs, order)
 
-    def _run_groups(self, flat: list[Any], divergence: Divergence, watch: WriteWatch) -> Any:
-        if watch.saw_a_write():
+    def _run_groups(self, flat: list[Any], divergence: Divergence, watch: WriteCounts) -> Any:
+        if watch.was_written():
             raise TransformError(
                 f"vmap({self.name}, ...): samples disagree on a branch{divergence.where}, after an argument"
                 " was written to in place",

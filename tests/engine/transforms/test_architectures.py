@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.transforms import grad, jvp, vjp, vmap
-from psgrad.engine.transforms.interpreter import Tracer
+from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import UnsupportedOperatorError
 from tests.architectures import ARCHITECTURES
 from tests.engine.gradients.agreement import (

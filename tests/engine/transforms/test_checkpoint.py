@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from psgrad.engine import transforms
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.transforms import checkpoint, custom_vjp, functional_call, grad, grad_and_value, vjp, vmap
-from psgrad.engine.transforms.interpreter import Tracer
+from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import TransformError
 from tests.engine.transforms.nests import NESTS, YS, X, Y, agree, plain
 

@@ -19,10 +19,10 @@ from psgrad.engine.gradients.deferred import deferred_in as deferred_in
 from psgrad.engine.gradients.deferred import oriented as oriented
 from psgrad.engine.gradients.terms import Dense
 from psgrad.engine.transforms.batch_values import Batch
-from psgrad.engine.transforms.interpreter import tensors_in
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.private_torch import schema_of
 from psgrad.engine.transforms.rules.registry import batching_rule
+from psgrad.engine.transforms.tracer import tensors_in
 
 # Each gets the level's Batch, the operator, for each argument its deferred value or None, the positional and
 # the keyword arguments. It returns a DeferredGradient, or NotImplemented if the values have to be

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import aten, cast, leading
 from psgrad.engine.transforms.rules.linear_systems import everywhere, eye_like, with_empty
 from psgrad.engine.transforms.rules.matmul import h
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import TransformError
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import Tracer, run
+from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.families import aten, cast, sum_to
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
+from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import TransformError
 
 # -- layer norm ----------------------------------------------------------------------------------------------

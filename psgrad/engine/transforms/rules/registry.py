@@ -22,13 +22,13 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.aliasing import laid_out_by_kernel
-from psgrad.engine.transforms.interpreter import map_tracers, tensors_in
 from psgrad.engine.transforms.operators import Op as Op
 from psgrad.engine.transforms.operators import OpFacts, facts, on_contiguous_memory
 from psgrad.engine.transforms.operators import is_composite as is_composite
 from psgrad.engine.transforms.private_torch import decomposition_table, operator_names, schema_of
 from psgrad.engine.transforms.read_only import memory_of
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import map_tracers, tensors_in
 from psgrad.errors import UnsupportedOperatorError
 
 Maker = Callable[..., Callable[..., Any]]

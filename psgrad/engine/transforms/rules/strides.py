@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import Tracer, refuse_new_data
 from psgrad.engine.transforms.rules.families import aten, cast
 from psgrad.engine.transforms.rules.registry import Op, define, replace
+from psgrad.engine.transforms.tracer import Tracer, refuse_new_data
 from psgrad.errors import TransformError
 
 

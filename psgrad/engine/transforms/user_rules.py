@@ -14,7 +14,7 @@ from psgrad.engine.transforms.calls import (
     Cotangents,
     Flat,
     Mapped,
-    Recorded,
+    RecordedCall,
     dispatch_call,
     entered_again,
     kind_of,
@@ -45,7 +45,7 @@ def wrong_cotangent(name: str, g: Any, position: int, shape: torch.Size) -> Tran
     )
 
 
-class Ruled(Call):
+class UserRuleCall(Call):
     """A call whose derivative is given by the user, in reverse mode, in forward mode, or both: each is the
     other's transpose.
 
@@ -107,7 +107,7 @@ class Ruled(Call):
         outs = dispatch_call(self._for_all_samples(mapped), [level.batch.raw(x) for x in args], below=level)
         return mapped.up(outs, mapped.outs)
 
-    def _for_all_samples(self, mapped: Mapped) -> Ruled:
+    def _for_all_samples(self, mapped: Mapped) -> UserRuleCall:
         def function(args: Flat) -> Flat:
             with entered_again(mapped.level):
                 results = self.function(mapped.up(args, mapped.args))
@@ -135,7 +135,7 @@ class Ruled(Call):
                 )
             return mapped.down(results, self.name), mapped.tangents_down(pushed)
 
-        return Ruled(
+        return UserRuleCall(
             self.name,
             function,
             prepare if self.prepare is not None else None,
@@ -144,17 +144,17 @@ class Ruled(Call):
             value_first=self.value_first,
         )
 
-    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
+    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> RecordedCall:
         with without_adoption(level), read_only(values):
             if self.pull is not None:
                 outs, context, constant = self._prepared(level, values, needed)
-                return Recorded(
+                return RecordedCall(
                     outs,
                     lambda cotangents: self._checked(self._pulled(context, cotangents), values),
                     constant=constant,
                 )
             outs, pull = self._transposed_forward(level, values, needed)
-            return Recorded(outs, pull)
+            return RecordedCall(outs, pull)
 
     def push(self, level: ForwardLevel, values: Flat, tangents: Flat) -> tuple[Flat, Flat]:
         with without_adoption(level), read_only(values):
