@@ -436,7 +436,7 @@ def trace_pass(function: Callable[..., Any], *args: Any, replayed: bool = False)
             with mode, ledger, reads, flagging() if replayed else unchecked(), torch.no_grad():
                 result = function(*without_values)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise NotCapturable(f"its course depends on data, by {error}") from error
+            raise NotCapturable(f"its operators depend on data, by {error}") from error
         ledger.raise_if_refused()
         reads.raise_if_refused()
     return ledger.account.costs(result, without_values)

@@ -1,10 +1,10 @@
 """The memory layout of a batched value, and that of the tensor of one sample.
 
-A batched kernel may lay its result out so that one sample's part is spread over memory: the channels of
-several samples side by side, or the sample axis innermost. The strides of one sample's tensor decide which
-`view` exists, whether `reshape` copies, and what `as_strided` returns. So a tracer shows the strides that
-PyTorch gives one sample's result, and the value is copied to memory of these strides before a view of it is
-taken. Without a view nothing is copied.
+The result of a batched kernel may have the part of one sample spread over memory: the channels of several
+samples side by side, or the sample axis innermost. The strides of one sample's tensor decide which `view`
+exists, whether `reshape` copies, and what `as_strided` returns. So a tracer shows the strides of PyTorch's
+result for one sample. Before a view is taken, the value is copied to memory with these strides. Without a
+view nothing is copied.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from psgrad.engine.transforms.tracer import SEQUENCE, TENSOR, TRACER, kinds, map
 
 Strides = tuple[int, ...]
 
-# Operators whose results are not contiguous, though their arguments are.
+# Operators whose results are not contiguous for contiguous arguments.
 _BY_COLUMNS: frozenset[Op] = frozenset({aten.triangular_solve.default, aten.linalg_lstsq.default})
-# Operators for which the meta device returns other strides than the kernel: the batched kernel's order of
+# For these operators the strides on the meta device differ from the kernel's: the batched kernel's order of
 # axes is used.
 _OTHER_STRIDES_ON_META: frozenset[Op] = frozenset(
     {
@@ -48,8 +48,8 @@ _of_signature: dict[Any, tuple[tuple[torch.Size, Strides], ...]] = {}
 
 @functools.lru_cache(maxsize=_MAX_SIGNATURES)
 def dense_strides(shape: torch.Size, strides: Strides) -> Strides:
-    """The strides that PyTorch gives a new tensor made after one of these: the same order of axes, without
-    gaps.
+    """The strides of `empty_like` for a tensor of this shape and these strides: the same order of axes,
+    without gaps.
     """
     with without_modes():
         return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
@@ -58,8 +58,8 @@ def dense_strides(shape: torch.Size, strides: Strides) -> Strides:
 def is_contiguous_throughout(
     value: torch.Tensor, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether a new batched value and the tensors it was made of are contiguous, as they are then for one
-    sample too.
+    """Whether a new batched value and the arguments of its operator are contiguous. They are then contiguous
+    for one sample too.
     """
     if not value.is_contiguous() or (kwargs and "memory_format" in kwargs) or op in _BY_COLUMNS:
         return False
@@ -91,8 +91,8 @@ def strides_of_one_sample(
 def _strides(
     shape: torch.Size, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], place: int
 ) -> Strides | None:
-    """The dense strides that PyTorch gives tensor number `place` of `op(*args, **kwargs)`; None if the meta
-    device can't say.
+    """The dense strides of tensor number `place` of `op(*args, **kwargs)` in PyTorch; None if the meta device
+    can't compute them.
     """
     results = _results_on_meta(op, args, kwargs) if op not in _OTHER_STRIDES_ON_META else ()
     if place >= len(results):
@@ -104,14 +104,11 @@ def _strides(
 def _results_on_meta(
     op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[torch.Size, Strides], ...]:
-    """(shape, strides) of each tensor that the operator returns, by PyTorch's meta device; none if it can't
-    say.
+    """(shape, strides) of each tensor that the operator returns on PyTorch's meta device; empty if it can't
+    run there.
     """
-    signature = (
-        id(op),
-        _signature(args),
-        _signature(tuple(kwargs.items())),
-    )  # operators live as long as the process
+    # the id is unique: operators exist until the process ends
+    signature = id(op), _signature(args), _signature(tuple(kwargs.items()))
     try:
         if (cached := _of_signature.get(signature)) is not None:
             return cached
@@ -153,7 +150,7 @@ def _described(result: Any) -> Iterator[tuple[torch.Size, Strides]]:
 
 def has_other_layout(value: torch.Tensor, strides: Strides) -> bool:
     """Whether the memory layout of a batched value [n, *shape] differs from n tensors of these strides, or
-    several samples share a place.
+    several samples share memory.
     """
     own = value.stride()
     return not _same_strides(value.shape[1:], own[1:], strides) or (own[0] == 0 and value.shape[0] > 1)
@@ -166,7 +163,7 @@ def _same_strides(shape: torch.Size, some: Strides, others: Strides) -> bool:
 
 
 def laid_out(value: torch.Tensor, strides: Strides) -> torch.Tensor:
-    """`value` in dense memory, its axes in the order that these strides say."""
+    """`value` in dense memory, with its axes in the order of these strides."""
     order = sorted(range(value.dim()), key=lambda axis: -strides[axis])
     if order == sorted(order):
         return value.contiguous()

@@ -1,10 +1,9 @@
-"""The form of operators for PyTorch's autograd, where it differentiates the result of a transform from
-outside.
+"""Replacements of operators for PyTorch's autograd, which may differentiate the result of a transform.
 
-PyTorch has no derivative of some kernels that are derivatives of others. And some results that its own
-derivatives use (the factors of a linear system, the mean of a norm) are constant for it, though our rules
-compute with them. These operators are replaced here. Fused attention stays as it is, as in PyTorch itself:
-the derivative of its derivative is an error.
+PyTorch has no derivative of some kernels that compute derivatives. Some results that its own derivatives use
+(the factors of a linear system, the mean of a norm) are constant for its autograd, but psgrad's rules compute
+with them. These operators are replaced here. Fused attention is not replaced: the derivative of its
+derivative is an error, as in PyTorch.
 """
 
 from __future__ import annotations

@@ -41,15 +41,15 @@ from psgrad.errors import TransformError
 
 
 def checkpoint(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`func(*args, **kwargs)`, of which reverse mode keeps only the arguments, not the intermediate values.
+    """`func(*args, **kwargs)`; reverse mode saves only its arguments, not its intermediate values.
 
-    When cotangents arrive, `func` runs again, with the same random draws, autocast settings and swapped
-    parameters (`functional_call`), and is differentiated then. So memory does not grow with what `func`
-    computes, at the price of computing it twice. It takes and returns pytrees; parameters and other traced
-    values that it closes over are differentiated too.
+    In the backward pass `func` runs again, with the same random draws, autocast settings and swapped
+    parameters (`functional_call`), and is differentiated then. This saves the memory of the intermediate
+    values, and computes `func` twice. It takes and returns pytrees. Parameters and other traced values that
+    it closes over are differentiated too.
 
-    `func` must do the same when it runs again: what it reads from elsewhere must not have changed. It must
-    not write in place into its arguments, nor into what it closes over.
+    `func` must compute the same when it runs again: values that it reads from elsewhere must not change. It
+    must not write in place into its arguments, nor into values that it closes over.
     """
     flat, spec = tree_flatten((args, kwargs))
     out_spec: Any = None
@@ -118,8 +118,7 @@ class RecomputedCall(Call):
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> RecordedCall:
         watch, settings = Watch(level, self.name), CallSettings()
-        # the function must do the same each time, to fresh tensors too; another function for its value is
-        # separate
+        # both runs of a function must treat fresh tensors alike; another function for the value runs alone
         below = without_adoption(level) if self.value is not self.function else nullcontext()
         with watch.over_first_run(), settings.noted(), read_only(values), below:
             outs = own_values(level, dispatch_call(self, values, below=level), self.name)
@@ -154,7 +153,7 @@ class RecomputedCall(Call):
 
 
 class _Place:
-    """The place of a result on the tape."""
+    """The node and output of a result on the tape."""
 
     def __init__(self, tracer: GradTracer) -> None:
         tracer.level.refresh(tracer)
@@ -163,16 +162,16 @@ class _Place:
 
 def changed(name: str) -> TransformError:
     return TransformError(
-        f"{name} did something else when it ran again",
-        expected="a function that does the same on the same arguments",
-        cause="it reads or counts something that has changed since, or draws numbers outside of PyTorch",
-        next_step="give it what changes as an argument, or call the function without checkpoint",
+        f"{name} computed something else when it ran again",
+        expected="a function that computes the same from the same arguments",
+        cause="it reads or counts something that has changed, or draws random numbers outside of PyTorch",
+        next_step="pass the changing value as an argument, or call the function without checkpoint",
     )
 
 
 class Watch:
-    """Which values of a level a function reads besides its arguments, while it runs unrecorded and when it
-    runs again.
+    """Collects the values of a level that a function reads besides its arguments: in the first run, which is
+    not recorded, and in the second.
     """
 
     def __init__(self, level: GradLevel, name: str) -> None:
@@ -206,8 +205,8 @@ class Watch:
 
     @contextmanager
     def over_second_run(self, captured: Sequence[GradTracer]) -> Iterator[list[Node]]:
-        """Captured values are leaves of the second tape: cotangents stop there, and continue in the tape of
-        the call.
+        """Make the captured values leaves of the second tape. Yields their nodes; their cotangents go on in
+        the tape of the call.
         """
         before = [(tracer.node, tracer.output) for tracer in captured]
         nodes = [Node() for _ in captured]
@@ -231,8 +230,8 @@ class Watch:
 
 
 class CallSettings:
-    """What a function's result depends on besides values: the states of random generators, autocast,
-    parameters swapped into modules.
+    """The settings on which a function's result depends: the states of random generators, autocast, and the
+    parameters that are swapped into modules.
     """
 
     def __init__(self) -> None:
@@ -253,18 +252,18 @@ class CallSettings:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Also a generator that the function brings along is restored, to the state before its first draw."""
+        """Note the state of each generator of the function before its first draw, and whether the function
+        draws.
+        """
         before = state.draws
         state.draws = (*before, self._note)
         try:
             yield
         finally:
             state.draws = before
-        # a kernel may draw without being listed as random (dropout between the layers of an LSTM)
-        with (
-            without_modes(),
-            DisableTorchFunction(),
-        ):  # it is not an operator of the function
+        # Some kernels draw without being marked as random (dropout between the layers of an LSTM). The
+        # comparison is not an operator of the function, so no mode may see it.
+        with without_modes(), DisableTorchFunction():
             self.drew = any(
                 not torch.equal(generator.get_state(), then) for generator, then in self.generators
             )
@@ -296,9 +295,9 @@ class CallSettings:
     def _refuse_to_be_recorded(self) -> None:
         if make_fx_runs():
             raise TransformError(
-                "a function under checkpoint that draws random numbers is recorded by make_fx",
-                cause="both of its runs would be recorded, and draw differently when the record is replayed",
-                next_step="call the function without checkpoint where it is recorded",
+                "make_fx records a function under checkpoint that draws random numbers",
+                cause="both of its runs would be recorded, and would draw differently when they are replayed",
+                next_step="call the function without checkpoint when it is recorded",
             )
 
 

@@ -49,10 +49,10 @@ _MARKS = (CONJUGATE, NEGATIVE)
 
 
 def resolve_marks() -> None:
-    """Let kernels see computed conjugates and negatives.
+    """Make PyTorch compute conjugates and negatives that are only marked, before kernels read them.
 
-    PyTorch switches that off while it passes us an operator (and on again afterwards): a marked value would
-    silently be taken without its mark.
+    PyTorch switches this off while it passes an operator to psgrad, and on again afterwards. Without it a
+    kernel would read a marked value without its mark, and return a wrong number.
     """
     for mark in _MARKS:
         exclude_layer(mark, False)
@@ -111,8 +111,8 @@ class Interpreter(DispatchMode):
 
 
 class Attached(DispatchMode):
-    """While rules run: PyTorch's autograd records operators on plain tensors only, as it was set outside of
-    all transforms.
+    """A mode for rules: PyTorch's autograd records operators on plain tensors, with the settings that it has
+    outside of all transforms.
     """
 
     def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -129,30 +129,34 @@ class Attached(DispatchMode):
                     return written(*args, **kwargs)
         with _without_interpreter_modes(), ForceDispatchKeys(*state.outside):
             for target in written_by(op, args, kwargs):
-                # PyTorch takes a view for a leaf, and refuses the write, until its history after writes
-                # through other views was read.
+                # After a write through another view, PyTorch treats a view as a leaf and refuses the write,
+                # until its grad_fn is read once.
                 _ = target.grad_fn
             return op(*args, **kwargs)
 
 
 @contextmanager
 def _without_interpreter_modes() -> Iterator[None]:
-    """While PyTorch's autograd records an operator: the operators inside it must not be recorded again."""
+    """Switch psgrad's modes off while PyTorch's autograd records an operator, so that the operators inside it
+    are not recorded again.
+    """
     with ExitStack() as exits:
         while isinstance(current_mode(), (Interpreter, Attached)):
             exits.enter_context(without_innermost_mode())
         yield
 
 
-# Operators that PyTorch's autograd must not see as they are, and what replaces them (see
+# For operators that PyTorch's autograd can't differentiate correctly, the function that replaces them (see
 # autograd_outside.py).
 autograd_replacements: dict[Op, Callable[..., Any]] = {}
-not_replaced_if_empty: set[Op] = set()  # those of them that are as they are where a tensor is empty
+not_replaced_if_empty: set[Op] = set()  # of these, the operators that are not replaced if a tensor is empty
 
 
 @contextmanager
 def attachable(recording: bool) -> Iterator[None]:
-    """For the outermost transform: store the dispatcher's settings outside."""
+    """Store the dispatcher's settings outside of the outermost transform. recording: whether PyTorch's
+    autograd may record inside.
+    """
     before = state.outside, state.attached
     if not recording:
         state.outside = None
@@ -166,15 +170,15 @@ def attachable(recording: bool) -> Iterator[None]:
 
 
 def below_autograd() -> Any:
-    """Operators go past PyTorch's autograd and its bookkeeping of views: nothing is recorded, and composite
-    operators stay whole.
+    """A context in which operators skip PyTorch's autograd and its bookkeeping of views: nothing is recorded,
+    and composite operators stay whole.
     """
     return BelowAutograd()
 
 
 @contextmanager
 def recorded_outside() -> Iterator[None]:
-    """While the backward pass runs: PyTorch's autograd records it, if it records at all."""
+    """Let PyTorch's autograd record the backward pass, if it records outside."""
     with ExitStack() as exits:
         if not state.stack:
             exits.enter_context(attachable(torch.is_grad_enabled()))
@@ -191,8 +195,8 @@ def run_definition(definition: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 @contextmanager
 def rules_only() -> Iterator[None]:
-    """While the backward pass runs: the operators of rules need no interpreter, as tracers find their level
-    by themselves.
+    """Switch the interpreter off during the backward pass. The operators of rules do not need it, because a
+    tracer has its level as an attribute.
     """
     if isinstance(current_mode(), Interpreter):
         with without_innermost_mode():
@@ -202,17 +206,17 @@ def rules_only() -> Iterator[None]:
 
 
 def interpret(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], below: ActiveLevel | None = None) -> Any:
-    """Pass `op` to the highest level among its arguments (a random operator: to the highest level that
-    handles it).
+    """The result of `op` at the highest level among its arguments; of a random operator, at the highest level
+    that handles it.
 
-    `below`: only levels under this one; a level passes itself here to go one level below.
+    below: only levels under this one are used; a level passes itself here to go one level below.
     """
     return dispatch(top_level(args, kwargs), op, args, kwargs, below)
 
 
 def run(op: Op, *args: Any, **kwargs: Any) -> Any:
-    """`op(*args, **kwargs)`, for rules: passed to the level of its tracers at once, if no mode is active."""
-    if positions := facts(op).contiguous:  # the plain tensors among the arguments reach the kernel from here
+    """`op(*args, **kwargs)`, for rules: passed directly to the level of its tracers, if no mode is active."""
+    if positions := facts(op).contiguous:  # plain tensors go to the kernel without another check
         args = contiguous(positions, args)
     if dispatch_modes() or autocast_is_on():
         return op(*args, **kwargs)
@@ -235,8 +239,8 @@ def dispatch(
     below: ActiveLevel | None = None,
 ) -> Any:
     """`interpret` for arguments whose highest level is known."""
-    # PyTorch's autograd must see a view from the start: a value that it follows may be written through the
-    # view later.
+    # PyTorch's autograd must see a view when it is made: a value that autograd follows may be written into
+    # the view later.
     if state.attached or (state.outside is not None and facts(op).is_view):
         with nullcontext() if isinstance(current_mode(), Attached) else Attached():
             return _dispatch_checked(level, op, args, kwargs, below)

@@ -1,11 +1,11 @@
 """Levels: the stack of active transforms, and the settings of PyTorch while they run the user's function.
 
-PyTorch's autograd layer is switched off, so operators arrive as the user called them, composite ones
-(`linear`, `scaled_dot_product_attention`) whole, at every level alike, and nothing is recorded on the user's
-parameters. If PyTorch's own autograd records from outside, it is switched on again for operators on plain
-tensors only (`Attached` in interpreter.py).
+PyTorch's autograd layer is switched off. So every level receives the operators that the user called, also
+composite ones (`linear`, `scaled_dot_product_attention`), and nothing is recorded on the user's parameters.
+If PyTorch's autograd records outside of the transforms, it is switched on again for operators on plain
+tensors (`Attached` in interpreter.py).
 
-A branch on data inside a batched function is taken if all samples agree; otherwise the batch is split by the
+If all samples of a batch agree on a branch, the function takes it. Otherwise the batch is split by the
 outcome (`Divergence`).
 """
 
@@ -37,8 +37,9 @@ from psgrad.errors import TransformError
 class Divergence(BaseException):
     """Samples of a level disagree on a number that the function's Python code reads.
 
-    The caller of the function runs it again, for the samples of each outcome. It is not an Exception, so that
-    the function's own error handling does not catch it. If a bare `except` does, the level still knows.
+    The caller of the function runs it again, for the samples of each outcome. This is not an Exception, so
+    that the function's own error handling does not catch it. If a bare `except` catches it, the level raises
+    it again at the end.
     """
 
     def __init__(self, level: Any, outcomes: list[Any], where: str) -> None:
@@ -49,7 +50,7 @@ class Divergence(BaseException):
         self.where = where
 
     def groups(self, device: torch.device) -> list[torch.Tensor]:
-        """For each outcome the numbers of its samples, int64, in ascending order."""
+        """For each outcome the indices of its samples, int64 [k], in ascending order."""
         places: dict[Any, list[int]] = {}
         for sample, outcome in enumerate(self.outcomes):
             places.setdefault(outcome, []).append(sample)
@@ -57,7 +58,7 @@ class Divergence(BaseException):
 
 
 class WriteCounts:
-    """Whether arguments were written to since: a function that changed them can't run on them again."""
+    """The counts of writes to some arguments. A function that wrote to them can't run on them again."""
 
     def __init__(self, tensors: list[Any]) -> None:
         self.versions = [
@@ -72,12 +73,12 @@ _level_ids = itertools.count(1)
 
 
 class Level:
-    """One active transform. Subclasses define what it does at an operator."""
+    """One active transform. Subclasses define its behaviour at an operator."""
 
-    # Whether it handles operators without tracers of its own: they make tensors that traced values may be
-    # written into.
+    # Whether it handles operators without tracers of its own: the function may write traced values into the
+    # tensors that they make.
     adopts: bool = False
-    # For vmap: the outcomes of a branch on which samples disagree, and where it stands.
+    # For vmap: the outcomes of a branch on which samples disagree, and its place in the user's code.
     diverged: tuple[list[Any], str] | None = None
 
     def __init__(self) -> None:
@@ -108,16 +109,16 @@ class Level:
         return False
 
     def body(self, grad_mode: bool | None = None, *, attach: bool = True) -> Body:
-        """Run the user's function inside: `with level.body(): out = f(*tracers)`. Leaves no trace behind,
-        whatever happens.
+        """The context in which the user's function runs: `with level.body(): out = f(*tracers)`. It restores
+        all settings at the end, also after an error.
 
-        attach: whether PyTorch's autograd may differentiate the result, where the function meets tensors that
+        attach: whether PyTorch's autograd may differentiate the result, if the function uses tensors that
         require a gradient.
         """
         return Body(self, torch.is_grad_enabled() if grad_mode is None else grad_mode, attach)
 
     def explained(self, error: BaseException) -> TransformError | None:
-        """The error that replaces one from the user's function; None lets it pass as it is."""
+        """The error that replaces an error of the user's function; None if it is not replaced."""
         if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_GRAPH):
             return TransformError(
                 f"torch.autograd or .backward() inside the transformed function{diagnostics.where(error)}",
@@ -130,19 +131,19 @@ class Level:
                 f" made{diagnostics.where(error)}",
                 expected="a view that was made by itself: x[0], x.select(..), x.narrow(..)",
                 cause=(
-                    "PyTorch's autograd, which follows the computation, takes no writes into results of"
-                    " unbind, split or chunk"
+                    "PyTorch's autograd records the computation, and refuses writes into results of unbind,"
+                    " split or chunk"
                 ),
                 next_step=(
-                    "take the view by its index, or compute a new tensor; a mapped function that no autograd"
-                    " follows may write there"
+                    "take the view by its index, or compute a new tensor; a mapped function that autograd does"
+                    " not record may write there"
                 ),
             )
         return None
 
     @contextmanager
     def again(self) -> Iterator[Level]:
-        """Inside the level once more, after it was left: the backward pass runs a function of the user."""
+        """Enter the level again after its end: the backward pass runs a function of the user."""
         with ExitStack() as exits:
             if not state.stack:
                 exits.enter_context(attachable(torch.is_grad_enabled()))
@@ -153,10 +154,9 @@ class Level:
 
     @contextmanager
     def active(self, above: Level | None = None) -> Iterator[Level]:
-        """Only the level, on top of the stack, without the settings for a user's function: for what rules
-        compute.
+        """Enter the level without the settings for a user's function, for the computations of rules.
 
-        above: the level on top of which it is put, under those that are there already.
+        above: the level directly below this one in the stack; None for the highest.
         """
         self.enter(above)
         try:
@@ -179,8 +179,8 @@ class Level:
 
 
 class Body:
-    """While the user's function runs inside a level. A class, because generators would be slow at each call
-    of a transform.
+    """The context in which the user's function runs inside a level. A class, because a generator would slow
+    down each call of a transform.
     """
 
     def __init__(self, level: Level, grad_mode: bool, attach: bool) -> None:
@@ -192,9 +192,8 @@ class Body:
         try:
             if not state.stack:
                 self._enter(attachable(self.attach and torch.is_grad_enabled()))
-            self._enter(
-                torch.inference_mode(False)
-            )  # which switches recording on, and when it is left, back to what it was
+            # this switches recording on, and restores it at the end
+            self._enter(torch.inference_mode(False))
             set_grad_enabled(self.grad_mode)
             self._enter(below_autograd())
             if not state.switched:
@@ -215,7 +214,7 @@ class Body:
                     raise explained from error
                 return
             for level in state.stack:
-                if level.diverged is not None:  # the function has caught what it must not catch
+                if level.diverged is not None:  # the function has caught the Divergence
                     raise Divergence(level, *level.diverged)
         finally:
             self.level.leave()
@@ -240,32 +239,32 @@ def _refuse_inside_torch_func() -> None:
             "a transform of psgrad inside one of torch.func, or inside PyTorch's forward"
             f" mode{diagnostics.where()}",
             expected=(
-                "transforms of one kind; those of psgrad nest in any order, and PyTorch's autograd may go"
-                " through their results"
+                "transforms of one library; those of psgrad nest in any order, and PyTorch's autograd may"
+                " differentiate their results"
             ),
             cause=(
-                "PyTorch's transforms would not see what happens inside: derivatives would be lost without a"
-                " word"
+                "PyTorch's transforms would not see the operators inside: derivatives would be lost without an"
+                " error"
             ),
             next_step=(
-                "take grad, vjp, jvp, vmap, jacrev, jacfwd or hessian from psgrad.engine.transforms on the"
-                " outside, too"
+                "use grad, vjp, jvp, vmap, jacrev, jacfwd or hessian of psgrad.engine.transforms for the outer"
+                " transform too"
             ),
         )
 
 
 def _number_from(place: int) -> None:
-    """Levels are compared by their place in the stack."""
+    """Set the index of the levels from this position of the stack on."""
     for above, level in enumerate(state.stack[place:]):
         level.index = place + above + 1
 
 
 class _WithoutFastPaths:
-    """Without the fused inference kernels of nn.MultiheadAttention and nn.TransformerEncoderLayer, which have
-    no derivative.
+    """Switches off the fused inference kernels of nn.MultiheadAttention and nn.TransformerEncoderLayer, which
+    have no derivative.
 
-    The switch is one for the whole process: the first transform to begin turns it off, the last to end turns
-    it back.
+    PyTorch has one setting for the whole process: the first transform that begins switches the kernels off,
+    the last one that ends restores the setting.
     """
 
     def __init__(self) -> None:
@@ -287,13 +286,14 @@ class _WithoutFastPaths:
                 torch.backends.mha.set_fastpath_enabled(self.enabled_before)
 
 
-# What is set differently in the whole process while a transform runs (also: autograd_function.py).
+# Settings of the whole process that differ while a transform runs (autograd_function.py and
+# autograd_inside.py add others).
 switches: list[AbstractContextManager[None]] = [_WithoutFastPaths()]
 
 
 @contextmanager
 def switched() -> Iterator[None]:
-    """In this thread, a transform runs."""
+    """Enter the process-wide settings, for a transform in this thread."""
     entered: list[AbstractContextManager[None]] = []
     try:
         for switch in switches:
@@ -309,8 +309,8 @@ def switched() -> Iterator[None]:
 
 @contextmanager
 def users_program() -> Iterator[None]:
-    """While the backward pass runs a function of the user: its operators are seen as in a level's body, also
-    those without tracers.
+    """The context in which the backward pass runs a function of the user: the interpreter sees its operators
+    as in a level's body, also those without tracers.
     """
     with ExitStack() as exits:
         if not state.switched:

@@ -120,8 +120,8 @@ def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: 
         module = make_fx(flat, tracing_mode="fake")(*tensors, *outside)
     second.raise_if_refused()
     random_states.raise_if_refused()
-    if first.course != second.course:
-        raise NotCapturable("its course changes from one call to the next")
+    if first.kernels != second.kernels:
+        raise NotCapturable("its operators change from one call to the next")
     if torch.is_grad_enabled() and any(x.requires_grad for x in outside):
         raise NotCapturable(
             "a tensor from outside requires a gradient, and PyTorch's autograd may follow it; call under"

@@ -51,7 +51,7 @@ class GradLevel(DerivativeLevel):
     """Reverse-mode differentiation with respect to the tracers made by `leaf`."""
 
     def __init__(self, saved: SavedValues | None = None) -> None:
-        """saved: for a tape that is used after the function has ended, when its values may have changed."""
+        """saved: given for a tape that is used after the function has ended. Its values may have changed."""
         super().__init__()
         self.saved = saved
         # If the caller has switched recording off, nothing is recorded below either.
@@ -148,7 +148,9 @@ class GradLevel(DerivativeLevel):
         values: Any,
         kwargs: Any,
     ) -> None:
-        """The VJP of a linear operator needs neither its result nor the argument in which it is linear."""
+        """Note the values that the VJP needs. The VJP of a linear operator needs neither its result nor the
+        argument in which it is linear.
+        """
         if not varying <= set(linear):
             saved.need(
                 tensors_in((*values, *(result if isinstance(result, (tuple, list)) else [result])), kwargs)
@@ -162,8 +164,8 @@ class GradLevel(DerivativeLevel):
     def record_call(
         self, outs: list[Any], pull: Closure, inputs: Sequence[tuple[Position, Any]], constant: frozenset[int]
     ) -> list[Any]:
-        """The results of a function with a rule of its own: `pull` takes a list of cotangents to those of the
-        inputs, by position.
+        """The results of a call with its own rule, recorded. `pull` maps the list of the results' cotangents
+        to those of the inputs, by position.
         """
         node = Node(len(outs))
         node.joint = lambda arrived, positions: pull(arrived)

@@ -19,7 +19,7 @@ from psgrad.errors import TransformError
 
 
 class Tracer(torch.Tensor):
-    """A value at one level. Its shape, strides, dtype and device are those that the user's function sees."""
+    """A value at one level, with the shape, strides, dtype and device that the user's function sees."""
 
     __slots__ = ("level", "value")  # attributes of every tracer, for speed and memory
 
@@ -40,8 +40,8 @@ class Tracer(torch.Tensor):
         raise NotImplementedError
 
     def rewritten(self, new: Any) -> Any:
-        """What a write of `new` under no_grad leaves in this place: the new value, with the derivative of the
-        old one.
+        """The result of a write of `new` into this tensor under no_grad: the new value with the derivative of
+        the old one.
         """
         return new
 
@@ -55,7 +55,7 @@ class Tracer(torch.Tensor):
     def data_ptr(self) -> int:
         raise TransformError(
             f"the address of a traced tensor{diagnostics.where()}",
-            cause=("a traced tensor has no memory; a kernel that gets the address would read other memory"),
+            cause="a traced tensor has no memory; a kernel that gets the address would read other memory",
             next_step=(
                 "make the kernel an operator (torch.library.custom_op), and give it a rule:"
                 " docs/guides/adding-an-operator.md"
@@ -67,8 +67,8 @@ class Tracer(torch.Tensor):
             raise TransformError(
                 f"requires_grad_(False) on a traced tensor{diagnostics.where()}",
                 cause=(
-                    "a transform differentiates what its argnums name; the gradient would be computed"
-                    " nevertheless"
+                    "a transform differentiates the arguments in its argnums; this call would not stop the"
+                    " gradient"
                 ),
                 next_step="call .detach(), or use torch.no_grad() where the gradient should end",
             )
@@ -78,8 +78,7 @@ class Tracer(torch.Tensor):
         raise TransformError(
             f"a traced tensor can't become a NumPy array{diagnostics.where()}",
             cause=(
-                "NumPy works on memory, which a traced tensor has none of; what NumPy computes has no"
-                " derivative either"
+                "NumPy needs memory, and a traced tensor has none; a result of NumPy also has no derivative"
             ),
             next_step="write the computation with torch, or do it outside the transformed function",
         )
@@ -98,8 +97,8 @@ class Tracer(torch.Tensor):
     def register_hook(self, hook: Any) -> Any:
         raise TransformError(
             f"a hook on a traced tensor{diagnostics.where()}",
-            cause="PyTorch's autograd records nothing inside a transform, and would never call it",
-            next_step="write what it does to the gradient as a custom_vjp",
+            cause="PyTorch's autograd records nothing inside a transform, so it would never call the hook",
+            next_step="write the hook's change of the gradient as a custom_vjp",
         )
 
     register_post_accumulate_grad_hook = register_hook
@@ -108,14 +107,14 @@ class Tracer(torch.Tensor):
 def refuse_new_data() -> NoReturn:
     raise TransformError(
         f"an assignment to .data of a traced tensor{diagnostics.where()}",
-        cause="the value would be replaced where no transform sees it",
+        cause="no transform sees such an assignment, so the derivative would be wrong",
         next_step="write into it under torch.no_grad() (x.copy_(y)), or use another variable",
     )
 
 
 def rewritten(old: Any, new: Any) -> Any:
-    """`new` written under no_grad in place of `old`: see Tracer.rewritten. A value that no level follows is
-    replaced.
+    """The result of a write of `new` into `old` under no_grad (see Tracer.rewritten). If no level follows
+    `old`, this is `new`.
     """
     if isinstance(old, Tracer):
         return old.rewritten(new)
@@ -128,15 +127,15 @@ def rewritten(old: Any, new: Any) -> Any:
 
 
 def innermost(value: Any) -> Any:
-    """The plain tensor under all tracers (or a deferred value, where one is in between)."""
+    """The plain tensor, or the deferred value, under all tracers."""
     while isinstance(value, Tracer):
         value = value.value
     return value
 
 
 def strides_of(value: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a value that is to be traced. Also notes whether autograd follows it, or a mark is on
-    it.
+    """The strides of a value that is to be traced. Also stores in the state whether autograd follows it, and
+    whether it may be a conjugate or negative that is only marked.
     """
     if value.requires_grad and state.outside is not None:
         state.attached = True
@@ -153,40 +152,36 @@ def strides_of(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def note_autograd(value: Any) -> None:
-    """Note whether autograd follows a plain tensor; called for each that a tracer is made of or an operator
-    receives.
+    """Store in the state whether PyTorch's autograd follows a plain tensor. Called for each plain tensor that
+    is traced, or that an operator receives.
     """
     if value.requires_grad and state.outside is not None:
         state.attached = True
 
 
-ENDED: Any = object()  # in place of a level: of a tracer whose transform has ended
+ENDED: Any = object()  # stands for the level of a tracer whose transform has ended
 
-OTHER, TENSOR, TRACER, SEQUENCE = range(
-    4
-)  # what an argument may be: a number, a plain tensor, a tracer, a list
+OTHER, TENSOR, TRACER, SEQUENCE = range(4)  # kinds of arguments
 
 
 class _Kinds(dict[type, int]):
-    """The kinds of classes. Looked up for each argument of each operator, because isinstance is slow for
-    classes of tensors.
-    """
+    """The kind of each class of arguments. A table, because isinstance is slow for classes of tensors."""
 
-    def __missing__(self, kind: type) -> int:
-        if issubclass(kind, torch.Tensor):
-            what = TRACER if issubclass(kind, Tracer) else TENSOR
+    def __missing__(self, cls: type) -> int:
+        if issubclass(cls, torch.Tensor):
+            kind = TRACER if issubclass(cls, Tracer) else TENSOR
         else:
-            what = SEQUENCE if issubclass(kind, (list, tuple)) else OTHER
-        self[kind] = what
-        return what
+            kind = SEQUENCE if issubclass(cls, (list, tuple)) else OTHER
+        self[cls] = kind
+        return kind
 
 
 kinds = _Kinds()
 
 
 def top_level(args: Any, kwargs: dict[str, Any]) -> ActiveLevel | None:
-    """The highest level among the arguments, None without any tracer, `ENDED` if the transform of one has
-    ended.
+    """The highest level among the arguments; None if there is no tracer; `ENDED` if the transform of a tracer
+    has ended.
     """
     top: ActiveLevel | None = None
     for argument in (*args, *kwargs.values()) if kwargs else args:
@@ -231,7 +226,7 @@ def map_tracers(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def on_active_levels(tensor: torch.Tensor) -> torch.Tensor:
-    """The value of a tracer on the remaining levels, if its transform has ended."""
+    """The tensor without tracers of transforms that have ended."""
     while isinstance(tensor, Tracer) and not tensor.level.is_active:
         tensor = tensor.below()
     return tensor
