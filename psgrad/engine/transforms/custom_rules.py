@@ -1,8 +1,8 @@
-"""custom_vjp, custom_jvp and custom_vmap: a function with a rule of the user's own, as in JAX.
+"""custom_vjp, custom_jvp and custom_vmap: functions with a rule from the user, as in JAX.
 
-The rules are ordinary programs: they may be differentiated and mapped in turn, so the functions work in any
-nesting. A function, and its rule, may close over values that are mapped, and not over values that are being
-differentiated: the rule has no derivative for them.
+The rules are ordinary programs. They can be differentiated and mapped too, so the functions work in any
+nesting. A function and its rule may close over mapped values, but not over values that are differentiated,
+because the rule has no derivative for them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Custom:
         if bound.kwargs:
             raise TransformError(
                 f"{self.title} takes {sorted(bound.kwargs)} by keyword only{diagnostics.where()}",
-                expected="arguments that have a position, as its rule is given them by position",
+                expected="arguments that have a position, because the rule gets them by position",
             )
         return bound.args
 
@@ -75,14 +75,14 @@ class _Custom:
                 raise TransformError(
                     f"{self.title} {what} a {kind_of(item)}{diagnostics.where()}",
                     expected="tensors, in any pytree",
-                    next_step="return tensors only; numbers that are fixed can be made outside",
+                    next_step="return tensors only; compute fixed numbers outside of the function",
                 )
         return flat, spec
 
 
 class _Differentiated(_Custom):
-    """The common part of custom_vjp and custom_jvp: arguments without a derivative, which the rule receives
-    separately.
+    """The common part of custom_vjp and custom_jvp: arguments without a derivative, which are passed to the
+    rule separately.
     """
 
     def __init__(
@@ -110,20 +110,20 @@ class _Differentiated(_Custom):
 
 
 class custom_vjp(_Differentiated):
-    """A function whose reverse mode is a rule of the user's.
+    """A function whose reverse mode is a rule from the user.
 
         @custom_vjp
         def f(x, y): ...
 
         f.defvjp(fwd, bwd)
 
-    `fwd(x, y)` returns the pair (f(x, y), residuals), any pytree of residuals; `bwd(residuals, cotangents)`
-    takes cotangents shaped like the result to a tuple with one cotangent an argument, each a tree like the
-    argument, where None stands for zero. Results that nobody used arrive with a cotangent of zeros. Forward
+    `fwd(x, y)` returns the pair (f(x, y), residuals), with any pytree of residuals. `bwd(residuals,
+    cotangents)` gets cotangents shaped like the result, and returns a tuple with one cotangent for each
+    argument: a tree like the argument, or None for zero. The cotangent of an unused result is zeros. Forward
     mode is the transpose of `bwd`, which must be linear in the cotangents.
 
-    nondiff_argnums: arguments without a derivative, of any type; `bwd` is given them in front, `bwd(x,
-    residuals, cotangents)`.
+    nondiff_argnums: arguments without a derivative, of any type; they are the first arguments of `bwd`:
+    `bwd(x, residuals, cotangents)`.
     """
 
     def __init__(self, function: Callable[..., Any], nondiff_argnums: Sequence[int] = ()) -> None:
@@ -178,12 +178,12 @@ class custom_vjp(_Differentiated):
         )
 
     def _flat_cotangents(self, given: Any, trees: list[tuple[list[torch.Size | None], Any]]) -> Cotangents:
-        """The rule's cotangents, one a leaf of the arguments."""
+        """The rule's cotangents, one for each leaf of the arguments."""
         if not isinstance(given, (tuple, list)) or len(given) != len(trees):
             what = f"{len(given)} cotangents" if isinstance(given, (tuple, list)) else f"a {kind_of(given)}"
             raise TransformError(
                 f"the backward rule of {self.title} returned {what} for {len(trees)} arguments",
-                expected="a tuple with one cotangent an argument, None for zero",
+                expected="a tuple with one cotangent for each argument, None for zero",
             )
         cotangents: Cotangents = []
         for position, (tree, (shapes, spec)) in enumerate(zip(given, trees, strict=True)):
@@ -205,7 +205,7 @@ class custom_vjp(_Differentiated):
 
 
 class custom_jvp(_Differentiated):
-    """A function whose forward mode is a rule of the user's; reverse mode is its transpose.
+    """A function whose forward mode is a rule from the user; reverse mode is its transpose.
 
         @custom_jvp
         def f(x, y): ...
@@ -213,10 +213,10 @@ class custom_jvp(_Differentiated):
         f.defjvp(jvp)
 
     `jvp((x, y), (tangent of x, tangent of y))` returns the pair (f(x, y), tangent of the result), which must
-    be linear in the tangents. What has no tangent arrives with zeros (with None, where it is no
-    floating-point tensor).
+    be linear in the tangents. An argument without a tangent gets zeros, or None if it is not a floating-point
+    tensor.
 
-    nondiff_argnums: arguments without a derivative, of any type; `jvp` is given them in front.
+    nondiff_argnums: arguments without a derivative, of any type; they are the first arguments of `jvp`.
     """
 
     def __init__(self, function: Callable[..., Any], nondiff_argnums: Sequence[int] = ()) -> None:
@@ -278,7 +278,7 @@ def _zeros(x: Any) -> Any:
 
 
 class custom_vmap(_Custom):
-    """A function with its own rule for many samples at once.
+    """A function with a rule from the user for many samples at once.
 
         @custom_vmap
         def f(x, y): ...
@@ -286,12 +286,12 @@ class custom_vmap(_Custom):
         @f.def_vmap
         def rule(axis_size, in_batched, x, y): ...
 
-    The rule gets arguments whose leaves have the sample axis in front where `in_batched`, a list of trees of
-    bools like the arguments, says so. It returns the pair (result, tree of bools like the result: which of
-    its leaves have the sample axis in front).
+    `in_batched` is a list of trees of bools like the arguments: whether a leaf has the sample axis in front.
+    The rule returns the pair (result, tree of bools like the result: whether a leaf has the sample axis in
+    front).
 
-    Derivatives are those of `f`, whose operators are mapped one by one: the rule computes the same values in
-    another way, and need not be differentiable.
+    Derivatives are those of `f`, whose operators are mapped one by one. The rule must compute the same values
+    and need not be differentiable.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -356,7 +356,7 @@ class _MappedByRule(RecomputedCall):
         out_batched, flags_spec = tree_flatten(pair[1])
         if flags_spec != self.out_spec:
             raise TransformError(
-                f"the rule of {self.name} returned {self.out_spec}, and {flags_spec} to say which are batched"
+                f"the rule of {self.name} returned a result {self.out_spec} with flags {flags_spec}"
             )
         for x, batched in zip(results, out_batched, strict=True):
             if batched and (not x.dim() or x.shape[0] != size):

@@ -1,9 +1,9 @@
 """The common part of reverse and forward mode: tracers that hold a value with its derivative, in-place
 operators, and views.
 
-In-place operators are carried out of place: the tracer is given the new value. A tracer that is a view
-remembers its base and the operator that made it; a write through a view writes the base, and a view whose
-base was written is taken again.
+In-place operators run out of place, and the tracer gets the new value. A tracer that is a view stores its
+base and the operator that made it. A write into a view also writes the base. A view is taken again after a
+write to its base.
 """
 
 from __future__ import annotations
@@ -48,22 +48,21 @@ creation_numbers = itertools.count()
 
 
 class DerivativeTracer(InterpretedTracer):
-    """A value with (or, as a constant, without) a derivative at a level. Subclasses say what the derivative
-    is.
-    """
+    """A value with a derivative at a level, or a constant without one. Subclasses define the derivative."""
 
     __slots__ = ("created",)
 
     level: DerivativeLevel
     value: torch.Tensor
-    # A view: the tracer it was taken from, the operator, its other arguments, and the number of its result.
+    # For a view: its base, the operator, the operator's other arguments, and the number of its result.
     view_of: tuple[DerivativeTracer, Op, tuple[Any, ...], dict[str, Any], int | None] | None = None
     has_views: bool = False
-    writes: int = 0  # how often this tracer was written to
+    writes: int = 0  # the number of writes to this tracer
     writes_seen: int = 0  # the base's `writes` when this view was taken
-    created: int  # a number that grows
-    read_by: str | None = None  # the function that reads it and will run again: no more writes
-    # Stands for a tensor that was made outside of the level, to which writes go; none once a record needs it.
+    created: int  # larger for tracers that were made later
+    read_by: str | None = None  # a function that reads it and will run again: writes are refused
+    # Whether it stands for a tensor from outside of the level, which in-place operators write to; and whether
+    # a tape needs that tensor, so that writes are refused.
     from_outside: bool = False
     needed: bool = False
 
@@ -73,7 +72,7 @@ class DerivativeTracer(InterpretedTracer):
         raise NotImplementedError
 
     def become(self, other: Any) -> None:
-        """Take over what `other` holds."""
+        """Replace this tracer's value and derivative by those of `other`."""
         raise NotImplementedError
 
     def below(self) -> torch.Tensor:
@@ -102,10 +101,10 @@ def make_tracer(kind: type[AnyTracer], value: torch.Tensor, level: DerivativeLev
 
 
 class DerivativeLevel(AdoptingLevel):
-    """One derivative. Subclasses say what happens at an operator that has a rule."""
+    """One derivative. Subclasses define `apply`, for operators with a rule."""
 
     tracer: ClassVar[type[DerivativeTracer]]
-    reads: Reads | None = None  # while a function runs that will run again
+    reads: Reads | None = None  # set while a function runs that will run again
     has_outside: bool = False  # whether a tracer stands for a tensor from outside
 
     def constant(self, value: torch.Tensor) -> DerivativeTracer:
@@ -132,15 +131,15 @@ class DerivativeLevel(AdoptingLevel):
         return self.constant(value)
 
     def adopt_from_outside(self, value: Any) -> Any:
-        """`adopt_from_below`, for a tensor that was made before the level, or unseen by it."""
+        """`adopt_from_below`, for a tensor that was not made by an operator at this level."""
         adopted: Any = self.adopt_from_below(value)
         if adopted is not value:
             adopted.from_outside = self.has_outside = True
         return adopted
 
     def write_outside(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An in-place operator on a tensor from outside the function. A counter may be changed; a value that
-        the backward pass may need may not.
+        """The result of an in-place operator on a tensor from outside the function. Only a counter may be
+        changed, because the backward pass may need other values.
         """
         counters = all(not t.dim() and not t.dtype.is_floating_point for t in tensors_in(args[:1], {}))
         if op is not aten.detach_.default and (not counters or facts(op).mutated != (0,)):
@@ -148,8 +147,8 @@ class DerivativeLevel(AdoptingLevel):
         return self.lower(op, args, kwargs)
 
     def _write_from_outside(self, base: DerivativeTracer, op: Op, args: Any, kwargs: Any) -> Any:
-        """An in-place operator on a tensor of `adopt_from_outside`: in its own memory, which every view of it
-        sees.
+        """Run an in-place operator on a tensor of `adopt_from_outside` in its own memory, so that every view
+        of it changes.
         """
         if base.needed or (self.inputs(args) and self.is_on()):
             _refuse_write_outside(op)
@@ -162,7 +161,7 @@ class DerivativeLevel(AdoptingLevel):
             self.reads.note(tensors_in(args, kwargs))
         if operator.writes:
             return self._in_place(op, args, kwargs)
-        # its pieces are handled one by one: they show which are views, and which write in place
+        # the operators of its definition are handled one by one: some are views, some write in place
         if operator.is_decomposed:
             return decompose(op, args, kwargs)
         inputs, values = self.inputs_and_values(args)
@@ -178,14 +177,11 @@ class DerivativeLevel(AdoptingLevel):
                 raise TransformError(
                     f"torch.autograd.Function {name} is used in the transformed"
                     f" function{diagnostics.where()}",
-                    expected="operators that psgrad sees; the backward of such a Function is invisible to it",
-                    cause=(
-                        "the gradient that passes through the Function would be another than its backward's,"
-                        " without a word"
-                    ),
+                    expected="operators that psgrad sees; it does not see the backward of this Function",
+                    cause="the gradient would silently differ from that of the Function's backward",
                     next_step=(
-                        "give it a setup_context, and call it by its class, not by a name that `apply` was"
-                        " bound to before; or write the computation with ordinary tensor operations (for a"
+                        "give it a setup_context, and call it as Class.apply, not by a name that was bound to"
+                        " `apply` before; or write the computation with ordinary tensor operations (for a"
                         " checkpoint: use_reentrant=False)"
                     ),
                 )
@@ -221,7 +217,7 @@ class DerivativeLevel(AdoptingLevel):
 
     def inputs_and_values(self, args: tuple[Any, ...]) -> tuple[list[tuple[Position, Any]], tuple[Any, ...]]:
         """(the tracers of this level with a derivative, each with its position; the arguments with the values
-        of such tracers)
+        of this level's tracers in their place)
         """
         tracers: list[tuple[Position, Any]] = []
         values: list[Any] = []
@@ -275,7 +271,7 @@ class DerivativeLevel(AdoptingLevel):
         return result
 
     def refresh(self, tracer: DerivativeTracer) -> None:
-        """Take a view again if its base was written to since."""
+        """Take a view again if its base was written to after the view was taken."""
         if tracer.view_of is None:
             return
         base, op, rest, kwargs, output = tracer.view_of
@@ -298,15 +294,15 @@ class DerivativeLevel(AdoptingLevel):
             refuse_mutation(
                 op,
                 "an output argument (out=) or several arguments",
-                "psgrad carries out in-place operators out of place",
+                "psgrad runs in-place operators out of place",
             )
         target = args[0]
         if not self.owns(target):
             refuse_mutation(
                 op,
                 "a tensor that the transform does not follow",
-                "the tensor was made outside the transformed function (a buffer, a cache), so what is written"
-                " would be lost",
+                "the tensor was made outside the transformed function (a buffer, a cache), so the derivative"
+                " of the written value would be lost",
             )
         for x in args:
             if isinstance(x, DerivativeTracer) and self.owns(x):
@@ -328,11 +324,11 @@ class DerivativeLevel(AdoptingLevel):
         self._refuse_if_read(target)
         if target.has_views:
             refuse_mutation(
-                op, "a tensor that views were taken of", "the views would be taken again of another shape"
+                op, "a tensor that has views", "the views would be taken again from a tensor of another shape"
             )
         if not self.is_on() and target.varies:
             refuse_mutation(
-                op, "a traced tensor under no_grad", "its derivative would go by as if its shape had stayed"
+                op, "a traced tensor under no_grad", "its derivative would be computed for the old shape"
             )
         self.refresh(target)
         before = self.constant(target.value)
@@ -379,14 +375,14 @@ def _refuse_write_outside(op: Op) -> None:
     refuse_mutation(
         op,
         "a tensor from outside the transformed function",
-        "operators before it may need the old value for their gradient, which would be wrong without a word",
+        "earlier operators may need the old value for their gradient, which would silently be wrong",
     )
 
 
 class Reads(Protocol):
-    """Notes what a function reads of a level's values (see checkpoint.py)."""
+    """An object that notes the values of a level that a function reads (see checkpoint.py)."""
 
-    follows: bool  # whether derivatives are followed meanwhile
+    follows: bool  # whether derivatives are followed while the function runs
 
     def note(self, tensors: Iterable[Any]) -> None:
         """Called with the tensors among an operator's arguments."""

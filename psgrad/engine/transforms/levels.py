@@ -135,8 +135,8 @@ class Level:
                     " split or chunk"
                 ),
                 next_step=(
-                    "take the view by its index, or compute a new tensor; a mapped function that autograd does"
-                    " not record may write there"
+                    "take the view by its index, or compute a new tensor; a mapped function without autograd"
+                    " outside may write there"
                 ),
             )
         return None
@@ -243,12 +243,11 @@ def _refuse_inside_torch_func() -> None:
                 " differentiate their results"
             ),
             cause=(
-                "PyTorch's transforms would not see the operators inside: derivatives would be lost without an"
-                " error"
+                "PyTorch's transforms would not see the operators inside: derivatives would be lost silently"
             ),
             next_step=(
-                "use grad, vjp, jvp, vmap, jacrev, jacfwd or hessian of psgrad.engine.transforms for the outer"
-                " transform too"
+                "use grad, vjp, jvp, vmap, jacrev, jacfwd or hessian of psgrad.engine.transforms for the"
+                " outer transform too"
             ),
         )
 

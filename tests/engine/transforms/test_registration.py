@@ -123,12 +123,12 @@ def test_registered_rule_missing_argument_refused() -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown": (
         lambda: register_rule("psgrad_registration::nothing", constant=True),
-        "PyTorch knows no such operator",
+        "PyTorch has no operator of this name",
     ),
-    "no name": (lambda: register_rule("opaque", constant=True), "PyTorch knows no such operator"),
+    "no name": (lambda: register_rule("opaque", constant=True), "PyTorch has no operator of this name"),
     "unknown overload": (
         lambda: register_rule("aten::add.Nothing", constant=True),
-        "PyTorch knows no such operator",
+        "PyTorch has no operator of this name",
     ),
     "several overloads": (lambda: register_rule(torch.ops.aten.add, constant=True), "has the overloads"),
     "a function": (lambda: register_rule(plain, constant=True), "custom_vjp"),
