@@ -98,7 +98,7 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
     elif rounded and len(samples_to_recompute(inaccurate.any(0))):
         for place in rounded:
             if len(samples := samples_to_recompute(inaccurate[place])):
-                _retake(terms[place], norms[place], samples)
+                _recompute(terms[place], norms[place], samples)
     return list(norms)
 
 
@@ -110,7 +110,7 @@ def _all_in_range(norms: torch.Tensor) -> bool:
     return bool(smallest >= _TINY and largest < math.inf)
 
 
-def _retake(term: Term, norms: torch.Tensor, samples: torch.Tensor) -> None:
+def _recompute(term: Term, norms: torch.Tensor, samples: torch.Tensor) -> None:
     """Write float64 norms of some samples into `norms` [n]. Exact zeros and true infinities stay."""
     retry = samples[_are_products(term.at(samples))]
     if len(retry):

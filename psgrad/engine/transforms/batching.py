@@ -34,7 +34,7 @@ from psgrad.engine.transforms.operators import (
 )
 from psgrad.engine.transforms.private_torch import count_write, make_wrapper, write_count
 from psgrad.engine.transforms.random_draws import Drawer
-from psgrad.engine.transforms.rules.registry import batching_rule, decompose, known, shared_draw
+from psgrad.engine.transforms.rules.registry import batching_rule, decompose, rules_of, shared_draw
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import Tracer, map_tracers, strides_of
 from psgrad.errors import TransformError
@@ -91,7 +91,7 @@ class BatchLevel(SampleAxis):
             result = self._defer(self.deferral, op, args, kwargs)
             if result is not NotImplemented:
                 return result
-        operator = known(op)
+        operator = rules_of(op)
         if operator.facts.mutated:
             refuse_overlapping_memory(op, args)
         if operator.facts.is_random and is_random(op, args, kwargs):

@@ -176,27 +176,27 @@ class Watch:
 
     def __init__(self, level: GradLevel, name: str) -> None:
         self.level, self.name = level, name
-        self.found: dict[int, DerivativeTracer] = {}
+        self.reads: dict[int, DerivativeTracer] = {}
         self.follows = False
         self.since = 0
 
     def note(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
             if self.level.owns(tensor) and tensor.created < self.since:
-                if self.follows and tensor.varies and id(tensor) not in self.found:
+                if self.follows and tensor.varies and id(tensor) not in self.reads:
                     raise changed(self.name)
                 if not self.follows:
                     self._keep(tensor)
 
     def _keep(self, tracer: DerivativeTracer) -> None:
         self.level.refresh(tracer)
-        self.found[id(tracer)] = tracer
+        self.reads[id(tracer)] = tracer
         while tracer is not None:
             tracer.read_by = self.name
             tracer = tracer.view_of[0] if tracer.view_of is not None else None  # type: ignore[assignment]
 
     def captured(self) -> list[Any]:
-        return [tracer for tracer in self.found.values() if tracer.varies]
+        return [tracer for tracer in self.reads.values() if tracer.varies]
 
     @contextmanager
     def over_first_run(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ from psgrad.engine.transforms.operators import (
     reshapes_in_place,
 )
 from psgrad.engine.transforms.private_torch import make_wrapper
-from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, decomposition_of, known
+from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, decomposition_of, rules_of
 from psgrad.engine.transforms.rules.view_writes import write_through
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import (
@@ -156,7 +156,7 @@ class DerivativeLevel(AdoptingLevel):
         return args[0]
 
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        operator = known(op)
+        operator = rules_of(op)
         if self.reads is not None:
             self.reads.note(tensors_in(args, kwargs))
         if operator.writes:

@@ -82,7 +82,7 @@ def _reads_other_elements(target: torch.Tensor, other: Any) -> bool:
     memory = written.untyped_storage().data_ptr()
     if memory == 0 or memory != read.untyped_storage().data_ptr():
         return False
-    return written.dtype != read.dtype or _elements_meet(_placement(written), _placement(read))
+    return written.dtype != read.dtype or _share_places(_placement(written), _placement(read))
 
 
 def _placement(x: torch.Tensor) -> Placement:
@@ -92,7 +92,7 @@ def _placement(x: torch.Tensor) -> Placement:
 
 
 @functools.lru_cache(maxsize=_MAX_SIGNATURES)
-def _elements_meet(written: Placement, read: Placement) -> bool:
+def _share_places(written: Placement, read: Placement) -> bool:
     """Whether two different views of one memory share places."""
     if written == read or 0 in written[0] or 0 in read[0]:
         return False

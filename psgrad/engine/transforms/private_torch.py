@@ -113,9 +113,7 @@ try:
     schema_of = _attribute(torch.ops.aten.add.Tensor, "_schema")  # an operator's arguments and results
     overload_name = _attribute(torch.ops.aten.add.Tensor, "_overloadname")  # the part behind the point
     write_count = _attribute(torch.empty(0), "_version")  # the number of writes to a tensor
-    storage_key = _attribute(
-        torch.empty(0).untyped_storage(), "_cdata"
-    )  # equal for tensors that share memory
+    storage_key = _attribute(torch.empty(0).untyped_storage(), "_cdata")  # equal for shared memory
     # name -> tensor or module, as a module stores them; in order, and faster than a generator.
     parameter_store = _attribute(torch.nn.Module(), "_parameters")  # to put other tensors in their place
     buffer_store = _attribute(torch.nn.Module(), "_buffers")  # to put other tensors in their place

@@ -19,7 +19,7 @@ from psgrad.errors import TransformError
 
 @pytest.fixture(autouse=True)
 def _no_word():
-    """A function that is said to run as it is fails its test, unless the test expects just that."""
+    """A function that is said to run uncaptured fails its test, unless the test expects just that."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -313,7 +313,7 @@ def test_capture_data_dependent_branch_runs_uncaptured():
 )
 def test_capture_item_of_closure_tensor_runs_uncaptured(read):
     scale = torch.tensor(2.0)
-    captured = runs_as_it_is(lambda x: x * read(scale), torch.ones(2), words="run as it is")
+    captured = runs_as_it_is(lambda x: x * read(scale), torch.ones(2), words="run uncaptured")
     scale.fill_(3)
     same(captured(torch.ones(2)), torch.full((2,), 3.0))
 
@@ -363,7 +363,7 @@ def _seeded(x):
 @pytest.mark.parametrize("function", [_forked, _twice_the_same, _in_chunks, _seeded])
 def test_capture_setting_random_state_runs_uncaptured(function):
     before = torch.get_rng_state()
-    with pytest.warns(UserWarning, match="random state|run as it is"):
+    with pytest.warns(UserWarning, match="random state|run uncaptured"):
         captured = capture(function, torch.zeros(2))
     assert torch.equal(torch.get_rng_state(), before)
     for _ in range(2):
@@ -504,7 +504,7 @@ def test_capture_exception_of_the_function():
         raise KeyError("mine")
 
     captured = capture(function)
-    with pytest.warns(UserWarning, match="run as it is"), pytest.raises(KeyError, match="mine"):
+    with pytest.warns(UserWarning, match="run uncaptured"), pytest.raises(KeyError, match="mine"):
         captured(torch.ones(2))
     same(capture(torch.sin)(torch.ones(2)), torch.sin(torch.ones(2)))
 

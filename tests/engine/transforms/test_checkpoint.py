@@ -316,5 +316,5 @@ def test_checkpoint_captured_without_draws() -> None:
     recorded = transforms.capture(gradient(0.0), X)
     agree(recorded(X + 1), gradient(0.0)(X + 1))
     assert torch.fx.experimental.proxy_tensor.make_fx(gradient(0.0))(X) is not None
-    with pytest.raises(TransformError, match="recorded by make_fx"):
+    with pytest.raises(TransformError, match="make_fx records"):
         torch.fx.experimental.proxy_tensor.make_fx(gradient(0.5))(X)

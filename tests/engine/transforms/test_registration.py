@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a jvp alone": (lambda: register_rule(opaque, jvp=VJP), "a jvp without a vjp"),
     "constant and not": (
         lambda: register_rule(opaque, vjp=VJP, constant=True),
-        "constant=True beside a derivative",
+        "constant=True together with a derivative",
     ),
     "nothing": (lambda: register_rule(opaque), "without any rule"),
 }

@@ -38,10 +38,10 @@ class WeightDeferral:
 
     def apply(self, batch: Batch, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         joined = bool(args) and isinstance(args[0], (list, tuple))
-        waiting = [deferred_in(batch, a) for a in (args[0] if joined else args)]
-        if any(w is not None for w in waiting):
+        deferred = [deferred_in(batch, a) for a in (args[0] if joined else args)]
+        if any(w is not None for w in deferred):
             handler = PROPAGATION_RULES.get(op)
-            result = NotImplemented if handler is None else handler(batch, op, waiting, args, kwargs)
+            result = NotImplemented if handler is None else handler(batch, op, deferred, args, kwargs)
             return _materialised(batch, op, args, kwargs) if result is NotImplemented else result
         return ENTRY_RULES[op](batch, op, *args, **kwargs) if op in ENTRY_RULES else NotImplemented
 

@@ -99,7 +99,7 @@ class Sides:
 
 def have_factors(left: Sequence[Term], right: Sequence[Term]) -> bool:
     """Whether every two terms of aligned sides can be contracted factor by factor."""
-    return all(x.goes_with(y) or y.goes_with(x) for x in left for y in right)
+    return all(x.has_tile_products_with(y) or y.has_tile_products_with(x) for x in left for y in right)
 
 
 def add_factored(out: torch.Tensor, sides: Sides, dtype: torch.dtype, *, symmetric: bool) -> None:
@@ -149,13 +149,13 @@ Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 def _add_pair(out: torch.Tensor, x: Term, y: Term, scales: Scales, symmetric: bool) -> None:
     """One pair of terms, in tiles of samples, and of positions where two samples have too many for a tile."""
     n, m = out.shape
-    room = max(1, budget(BLOCK_BYTES, out.device) // (2 * x.dtype.itemsize))
-    longest = max(1, math.isqrt(room))
+    limit = max(1, budget(BLOCK_BYTES, out.device) // (2 * x.dtype.itemsize))
+    longest = max(1, math.isqrt(limit))
     t, s = (min(term.sizes[1], longest) for term in (x, y))
     if not t or not s:
         return
     groups = max(x.sizes[0], y.sizes[0])
-    tile = max(1, room // (t * s * groups))  # pairs of samples
+    tile = max(1, limit // (t * s * groups))  # pairs of samples
     wide = max(math.isqrt(tile), tile // _TALL)
     for rows in steps(n, halves(n, symmetric, max(1, tile // min(m, wide)))):
         right = slice(rows.start if symmetric else 0, m)  # of the diagonal

@@ -115,8 +115,8 @@ def inner_products(
         else:
             by_factors.append((region, order, dtype))
     is_zero = True
-    for dtype, waiting in by_values.items():
-        for bundle in bundled(waiting):
+    for dtype, regions_of_dtype in by_values.items():
+        for bundle in bundled(regions_of_dtype):
             part = _by_values(total if is_zero else torch.zeros_like(total), bundle, dtype, symmetric)
             total, is_zero = part if is_zero else total.add_(part), False
     for region, order, dtype in by_factors:

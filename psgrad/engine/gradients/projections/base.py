@@ -287,6 +287,6 @@ class Sums:
         return self._part if self._total is None else self._total + self._part
 
 
-def room_of(device: torch.device, dtype: torch.dtype) -> int:
+def element_limit(device: torch.device, dtype: torch.dtype) -> int:
     """How many elements an intermediate may have."""
     return block_bytes(device) // dtype.itemsize

@@ -20,8 +20,8 @@ from psgrad.engine.gradients.projections.base import (
     Projection,
     Sums,
     below,
+    element_limit,
     key_of,
-    room_of,
     sign_at,
     signs,
     streams,
@@ -93,11 +93,11 @@ class Gaussian(Dense):
 
 def add_dense(sums: Sums, kind: Kind, key: int, gradient: DeferredGradient, k: int) -> None:
     """Add the gradients times a dense matrix of unscaled entries, [n, k]."""
-    room = room_of(sums.device, sums.dtype)
-    width = max(1, min(WIDEST, room // k))
+    limit = element_limit(sums.device, sums.dtype)
+    width = max(1, min(WIDEST, limit // k))
     matrix = Entries(kind, key, k, sums.device)
     for placed in gradient.terms:
-        for part in slices(placed, sums.dtype, room, width):
+        for part in slices(placed, sums.dtype, limit, width):
             for cut in part.cut(width):
                 sums.add_product(cut.samples, cut.values, matrix.at(cut.place_tensor()).to(sums.dtype))
 
@@ -230,8 +230,10 @@ def add_sparse(sums: Sums, orders: Orders, gradient: DeferredGradient, factor: f
             if listed is not None:
                 _add_listed(sums, orders, *listed, samples, factor)
                 continue
-            room = max(room_of(sums.device, sums.dtype), _SEGMENTS * orders.size * (samples.stop - start))
-            for part in slices(placed, sums.dtype, room, room, samples):
+            limit = max(
+                element_limit(sums.device, sums.dtype), _SEGMENTS * orders.size * (samples.stop - start)
+            )
+            for part in slices(placed, sums.dtype, limit, limit, samples):
                 _add(sums, orders, part, factor, memory)
 
 

@@ -67,19 +67,19 @@ class Places:
 
 
 def slices(
-    placed: Placed, dtype: torch.dtype, room: int, width: int, samples: slice = slice(None)
+    placed: Placed, dtype: torch.dtype, limit: int, width: int, samples: slice = slice(None)
 ) -> Iterator[Slice]:
     """A placed term in slices, in a precision, of neighbouring samples or all. A slice's values are valid
     until the next one.
 
     Args:
-        room: the most values of a slice, if possible.
+        limit: the most values of a slice, if possible.
         width: the most places of a slice of a table's looked-up rows; it leaves out samples that looked up
             none of them.
     """
     term, places = placed.term.at(samples, dtype), Places(placed.layout)
     first = samples.start or 0
-    for part in term.slices(room, width):
+    for part in term.slices(limit, width):
         whose = (
             part.samples + first
             if isinstance(part.samples, torch.Tensor)

@@ -12,7 +12,15 @@ from typing import ClassVar
 import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
-from psgrad.engine.gradients.projections.base import Entries, Kind, Per, Projection, Sums, key_of, room_of
+from psgrad.engine.gradients.projections.base import (
+    Entries,
+    Kind,
+    Per,
+    Projection,
+    Sums,
+    element_limit,
+    key_of,
+)
 from psgrad.engine.gradients.projections.entrywise import WIDEST, Orders, add_sparse
 from psgrad.engine.gradients.projections.slices import Places, Slice, slices
 from psgrad.errors import TransformArgumentError
@@ -142,11 +150,11 @@ def _add_slices(sums: Sums, sides: _Sides, placed: Placed) -> None:
     """A value that is not a sum over positions of rows times columns: in slices, by whole rows, within a row,
     or place by place.
     """
-    room = room_of(sums.device, sums.dtype)
-    width = max(1, min(WIDEST, room // sums.columns))
-    for part in slices(placed, sums.dtype, room, width):
+    limit = element_limit(sums.device, sums.dtype)
+    width = max(1, min(WIDEST, limit // sums.columns))
+    for part in slices(placed, sums.dtype, limit, width):
         if isinstance(part.places, range):
-            for piece in _by_rows(part, sides.columns, max(1, room // sides.sizes[1])):
+            for piece in _by_rows(part, sides.columns, max(1, limit // sides.sizes[1])):
                 sums.add(piece.samples, _of_rows(piece, sides, sums.dtype))
             continue
         for cut in part.cut(width):

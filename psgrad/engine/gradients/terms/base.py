@@ -149,12 +149,14 @@ class Term(ABC):
         """The term times a number."""
 
     @abstractmethod
-    def kin(self) -> tuple[Any, ...]:
+    def merge_key(self) -> tuple[Any, ...]:
         """The properties that terms share which can be added up to one term."""
 
     @abstractmethod
     def plus(self, others: Sequence[Any]) -> Term:
-        """The sum of this and others of its kin, as one term: of products, one with the positions of all."""
+        """The sum of this and others of its merge_key, as one term: of products, one with the positions of
+        all.
+        """
 
     @property
     def multiplications(self) -> int:
@@ -247,9 +249,9 @@ class Term(ABC):
         return None
 
     # Sums of outer products: the inner products of all samples of two terms by Gram matrices between their
-    # positions. A kind for which `goes_with` can be true has the other methods, too.
+    # positions. A kind for which `has_tile_products_with` can be true has the other methods, too.
 
-    def goes_with(self, other: Term) -> bool:
+    def has_tile_products_with(self, other: Term) -> bool:
         """Whether `tile_products` with a term of this kind and shape exists, in this order or the other."""
         return False
 
@@ -327,14 +329,14 @@ class Term(ABC):
             sum(f.numel() for f in self.factors) * dtype.itemsize
         )
 
-    def slices(self, room: int, width: int) -> Iterator[Slice]:
+    def slices(self, limit: int, width: int) -> Iterator[Slice]:
         """The values in slices, places counted in the term's own row-major order. By default a few samples at
         a time.
 
-        room: the most values of a slice, if possible. width: the most places of a slice of looked-up rows.
+        limit: the most values of a slice, if possible. width: the most places of a slice of looked-up rows.
         """
         size = math.prod(self.shape)
-        for start in range(0, self.samples, step := max(1, room // max(size, 1))):
+        for start in range(0, self.samples, step := max(1, limit // max(size, 1))):
             samples = slice(start, min(start + step, self.samples))
             values = self.at(samples).materialise()
             yield Slice(values.reshape(values.shape[0], size), range(size), samples)

@@ -34,10 +34,10 @@ from psgrad.engine.transforms.rules.convolution_weights import (
     as_matrices,
     grams,
     grouped_kernel_is_fast,
+    materialises_patches,
     padded_sides,
     shifted,
     weight_gradients,
-    writes_patches,
 )
 
 aten = torch.ops.aten
@@ -121,7 +121,7 @@ class Convolution(Term):
     def _blocks(self) -> Iterator[slice]:
         """Samples whose weight gradients, and patches where they have to be materialised, fit a block."""
         elements = math.prod(self.weight_shape)
-        if writes_patches(self.cotangents, self.weight_shape, self.geometry):
+        if materialises_patches(self.cotangents, self.weight_shape, self.geometry):
             sizes = self._numbers()
             elements = max(elements, sizes.positions * sizes.places * sizes.columns * sizes.groups)
         return blocks(self.samples, elements * max(self.dtype.itemsize, 4), self.device)
@@ -150,8 +150,8 @@ class Convolution(Term):
     @property
     def _is_one_kernel(self) -> bool:
         """Whether all places of the kernel are computed by one kernel or product, not one after the other."""
-        written = self.cotangents, self.weight_shape, self.geometry
-        return grouped_kernel_is_fast(*written) or writes_patches(*written)
+        arguments = self.cotangents, self.weight_shape, self.geometry
+        return grouped_kernel_is_fast(*arguments) or materialises_patches(*arguments)
 
     def _values(self) -> Iterator[torch.Tensor]:
         """[k, *shape] for one block of samples after the other."""
@@ -192,7 +192,7 @@ class Convolution(Term):
     def scaled(self, factor: float) -> Convolution:
         return Convolution(self.cotangents * factor, self.inputs, self.weight_shape, self.geometry)
 
-    def kin(self) -> tuple[Any, ...]:
+    def merge_key(self) -> tuple[Any, ...]:
         return Convolution, self.shape, self.geometry, self.inputs.shape[2:], self.cotangents.shape[2:]
 
     def plus(self, others: Sequence[Convolution]) -> Convolution:
@@ -232,12 +232,12 @@ class Convolution(Term):
         operations = 2.0 * elements * narrow.shape[1] * math.prod(narrow.shape[3:])
         return on.convolution_seconds(operations, elements * dtype.itemsize, dtype, grouped=True)
 
-    def slices(self, room: int, width: int) -> Iterator[Slice]:
+    def slices(self, limit: int, width: int) -> Iterator[Slice]:
         """Whole groups, or some channels of one group: the gradient of a narrower convolution."""
         shape, groups = self.weight_shape, self.geometry.groups
         row = math.prod(shape[1:])
         channels = shape[0] // groups  # of the weight's first axis, in a group
-        wanted = max(1, min(_CHANNELS, shape[0]), room // max(self.samples * row, 1))
+        wanted = max(1, min(_CHANNELS, shape[0]), limit // max(self.samples * row, 1))
         several = max(1, wanted // channels)
         step = wanted if wanted < channels else several * channels
         for group in range(0, groups, several):
@@ -437,11 +437,11 @@ def _norm_order_costs(
     m = max(1, block // value)
     if grouped:
         moved = groups * (positions * rows + pixels * columns) * item + value
-        written = on.convolution_seconds(2.0 * m * positions * value / item, m * moved, dtype, grouped=True)
+        by_value = on.convolution_seconds(2.0 * m * positions * value / item, m * moved, dtype, grouped=True)
     else:
-        written = places * on.matmul_seconds(m * groups, rows, columns, positions, dtype)
-    written += on.stream_seconds(m * value, m * value)
-    return {"gram": Cost(by_grams / n, grams), "materialise": Cost(written / m, value)}
+        by_value = places * on.matmul_seconds(m * groups, rows, columns, positions, dtype)
+    by_value += on.stream_seconds(m * value, m * value)
+    return {"gram": Cost(by_grams / n, grams), "materialise": Cost(by_value / m, value)}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -138,7 +138,7 @@ class GroupedProduct(Term):
     def scaled(self, factor: float) -> GroupedProduct:
         return GroupedProduct(self.index, self.left * factor, self.right, self.count)
 
-    def kin(self) -> tuple[Any, ...]:
+    def merge_key(self) -> tuple[Any, ...]:
         return GroupedProduct, self.shape
 
     def plus(self, others: Sequence[GroupedProduct]) -> GroupedProduct:

@@ -88,8 +88,8 @@ class Hadamard(Term):
     def scaled(self, factor: float) -> Hadamard:
         return Hadamard(self.term.scaled(factor), self.shared)
 
-    def kin(self) -> tuple[Any, ...]:
-        return Hadamard, id(self.shared), self.term.kin()
+    def merge_key(self) -> tuple[Any, ...]:
+        return Hadamard, id(self.shared), self.term.merge_key()
 
     def plus(self, others: Sequence[Hadamard]) -> Hadamard:
         return Hadamard(self.term.plus([other.term for other in others]), self.shared)
@@ -97,9 +97,9 @@ class Hadamard(Term):
     def describe(self) -> str:
         return "closed form" if self.term.is_outer_product else "materialise"
 
-    def slices(self, room: int, width: int) -> Iterator[Slice]:
+    def slices(self, limit: int, width: int) -> Iterator[Slice]:
         shared = self.shared.flatten()
-        for part in self.term.slices(room, width):
+        for part in self.term.slices(limit, width):
             places = part.places
             factor = (
                 shared[places] if isinstance(places, torch.Tensor) else shared[places.start : places.stop]

@@ -99,7 +99,7 @@ class Multiples(Term):
     def scaled(self, factor: float) -> Multiples:
         return Multiples(self.coefficients * factor, self.shared)
 
-    def kin(self) -> tuple[Any, ...]:
+    def merge_key(self) -> tuple[Any, ...]:
         return Multiples, self.shape, id(self.shared)
 
     def plus(self, others: Sequence[Multiples]) -> Multiples:
@@ -121,13 +121,13 @@ class Multiples(Term):
             return None
         return product[0].term.dot(product[0].layout.invert(own.shared, product[0].term.shape)).double()
 
-    def slices(self, room: int, width: int) -> Iterator[Slice]:
+    def slices(self, limit: int, width: int) -> Iterator[Slice]:
         """Some rows of the shared tensor, times all samples' coefficients."""
         coefficients, shared = self.coefficients, self.shared
         if not shared.dim():
             coefficients, shared = coefficients.unsqueeze(1), shared.unsqueeze(0)
         row = math.prod(shared.shape[1:])
-        step = max(1, room // max(self.samples * row, 1))
+        step = max(1, limit // max(self.samples * row, 1))
         for start in range(0, shared.shape[0], step):
             some = shared[start : start + step]
             own = coefficients if coefficients.shape[1] == 1 else coefficients[:, start : start + step]

@@ -117,7 +117,7 @@ class Product(Term):
     def scaled(self, factor: float) -> Product:
         return Product(self.left * factor, self.right)
 
-    def kin(self) -> tuple[Any, ...]:
+    def merge_key(self) -> tuple[Any, ...]:
         return Product, self.shape
 
     def plus(self, others: Sequence[Product]) -> Product:
@@ -170,7 +170,7 @@ class Product(Term):
             out[block] = sum_of_products(left, torch.matmul(x.right, y.right.transpose(2, 3))).double()
         return out
 
-    def goes_with(self, other: Term) -> bool:
+    def has_tile_products_with(self, other: Term) -> bool:
         return isinstance(other, Product) and self.shape == other.shape
 
     @property
@@ -232,11 +232,11 @@ class Product(Term):
         size = math.prod(self.shape) * self.samples * dtype.itemsize
         return on.matmul_seconds(self.samples * groups, a, b, t, dtype) + on.stream_seconds(size)
 
-    def slices(self, room: int, width: int) -> Iterator[Slice]:
+    def slices(self, limit: int, width: int) -> Iterator[Slice]:
         n, groups, positions, rows = self.left.shape
         columns = self.right.shape[3]
-        some_columns = max(1, min(columns, room // max(n, 1)))
-        some_rows = max(1, min(rows, room // max(n * columns, 1)))
+        some_columns = max(1, min(columns, limit // max(n, 1)))
+        some_rows = max(1, min(rows, limit // max(n * columns, 1)))
         memory, dtype = Workspace(self.device), self.dtype
         for group in range(groups):
             for i in range(0, rows, some_rows):

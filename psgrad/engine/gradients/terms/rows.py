@@ -113,7 +113,7 @@ class Rows(Term):
     def scaled(self, factor: float) -> Rows:
         return Rows(self.index, self.rows * factor, self.count)
 
-    def kin(self) -> tuple[Any, ...]:
+    def merge_key(self) -> tuple[Any, ...]:
         return Rows, self.shape
 
     def plus(self, others: Sequence[Rows]) -> Rows:
@@ -169,7 +169,7 @@ class Rows(Term):
             out[block] = sum_of_products(picked, inner).double()
         return out
 
-    def goes_with(self, other: Term) -> bool:
+    def has_tile_products_with(self, other: Term) -> bool:
         if isinstance(other, Rows):
             return self.shape == other.shape
         return isinstance(other, Product) and other.shape == (1, *self.shape)
@@ -232,8 +232,8 @@ class Rows(Term):
         looked_up = right.index[order]
         first = torch.searchsorted(looked_up, left.index)
         counts = torch.searchsorted(looked_up, left.index, right=True) - first
-        room = max(1, block_bytes(self.device) // max(1, 2 * left.rows.shape[1] * left.rows.element_size()))
-        for some in _bounded(counts, room):
+        limit = max(1, block_bytes(self.device) // max(1, 2 * left.rows.shape[1] * left.rows.element_size()))
+        for some in _bounded(counts, limit):
             repeated = torch.arange(some.start, some.stop, device=self.device).repeat_interleave(counts[some])
             within = torch.arange(len(repeated), device=self.device) - (
                 counts[some].cumsum(0) - counts[some]
@@ -266,7 +266,7 @@ class Rows(Term):
         value = self.rows.new_zeros(n * size, columns)
         return value.index_add_(0, places, self.rows.reshape(-1, columns)[inside]).reshape(n, size, columns)
 
-    def slices(self, room: int, width: int) -> Iterator[Slice]:
+    def slices(self, limit: int, width: int) -> Iterator[Slice]:
         """The rows of the table that any sample looked up, some at a time, for the samples that did."""
         n, positions, columns = self.rows.shape
         if not self.rows.numel():
@@ -425,11 +425,11 @@ class Entries:
     rows: torch.Tensor
 
 
-def _bounded(counts: torch.Tensor, room: int) -> Iterator[slice]:
-    """Runs of entries with at most `room` matches together, or of one entry."""
+def _bounded(counts: torch.Tensor, limit: int) -> Iterator[slice]:
+    """Runs of entries with at most `limit` matches together, or of one entry."""
     start, done = 0, 0
     totals = counts.cumsum(0)
     while start < len(counts):
-        stop = max(start + 1, int(torch.searchsorted(totals, done + room, right=True)))
+        stop = max(start + 1, int(torch.searchsorted(totals, done + limit, right=True)))
         yield slice(start, stop)
         start, done = stop, int(totals[stop - 1])

@@ -11,10 +11,10 @@ from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import (
     aten,
     broadcasting,
+    diagonal_jvp,
     elementwise,
     elementwise_batch,
     shifted,
-    stretching,
     sum_to,
 )
 from psgrad.engine.transforms.rules.registry import define
@@ -76,8 +76,8 @@ define(
         ),
     },
     jvp={
-        0: stretching(lambda out, x, weight: lambda t: torch.where(x >= 0, t, weight * t), 0),
-        1: stretching(lambda out, x, weight: lambda t: torch.where(x >= 0, 0, x * t), 1),
+        0: diagonal_jvp(lambda out, x, weight: lambda t: torch.where(x >= 0, t, weight * t), 0),
+        1: diagonal_jvp(lambda out, x, weight: lambda t: torch.where(x >= 0, 0, x * t), 1),
     },
     batch=elementwise_batch,
 )

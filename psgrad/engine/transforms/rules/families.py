@@ -49,7 +49,7 @@ def broadcasting(make: Maker, position: int) -> Maker:
     return maker
 
 
-def stretching(make: Maker, position: int) -> Push:
+def diagonal_jvp(make: Maker, position: int) -> Push:
     """The JVP of an elementwise operator: its Jacobian is diagonal, so the closure of its VJP pushes a real
     tangent forward as well.
 
@@ -122,7 +122,7 @@ def elementwise(*ops: Op, **derivatives: Maker) -> None:
     """
     diagonal = {int(name[1:]): make for name, make in derivatives.items()}
     vjp = {position: broadcasting(make, position) for position, make in diagonal.items()}
-    jvp = {position: stretching(make, position) for position, make in diagonal.items()}
+    jvp = {position: diagonal_jvp(make, position) for position, make in diagonal.items()}
     define(*ops, vjp=vjp or None, jvp=jvp, batch=elementwise_batch)
 
 

@@ -217,13 +217,13 @@ def _index_batch(batch: Any, op: Op, x: torch.Tensor, indices: Sequence[Any]) ->
 
 def _index_back(out: torch.Tensor, x: torch.Tensor, indices: Sequence[Any]) -> Any:
     shape, dtype, device = x.shape, x.dtype, x.device
-    given = [i for i, index in enumerate(indices) if index is not None]
+    indexed = [i for i, index in enumerate(indices) if index is not None]
     if (
         x.numel()
         and _adjacent(indices)
-        and all(indices[i].dtype in (torch.int64, torch.int32) for i in given)
+        and all(indices[i].dtype in (torch.int64, torch.int32) for i in indexed)
     ):
-        return lambda g: _add_at_places(g, shape, given[0], [indices[i] for i in given])
+        return lambda g: _add_at_places(g, shape, indexed[0], [indices[i] for i in indexed])
     return lambda g: aten.index_put.default(torch.zeros(shape, dtype=dtype, device=device), indices, g, True)
 
 
@@ -276,11 +276,11 @@ def _by_mask(
     """x[mask] = value, the same value wherever the mask is true: as a `where`, which needs no count of
     places.
     """
-    given = [i for i, index in enumerate(indices) if index is not None]
-    mask = indices[given[0]] if len(given) == 1 else None
+    indexed = [i for i, index in enumerate(indices) if index is not None]
+    mask = indices[indexed[0]] if len(indexed) == 1 else None
     if mask is None or mask.dtype != torch.bool:
         return None
-    behind = x.dim() - given[0] - mask.dim()
+    behind = x.dim() - indexed[0] - mask.dim()
     if values.dim() > behind:
         if values.shape[values.dim() - behind - 1] != 1:
             return None
@@ -300,16 +300,16 @@ def _explicit_put(
     accumulate: bool,
 ) -> torch.Tensor:
     """Every axis gets an index of its own, so that the sample index can be added without moving axes."""
-    given = [i for i, index in enumerate(indices) if index is not None]
-    index_rank = max(full[i].dim() for i in given)
-    sliced = [i for i in range(x.dim()) if i not in given]
-    front = [] if not _adjacent(indices) else [i for i in sliced if i < given[0]]
+    indexed = [i for i, index in enumerate(indices) if index is not None]
+    index_rank = max(full[i].dim() for i in indexed)
+    sliced = [i for i in range(x.dim()) if i not in indexed]
+    front = [] if not _adjacent(indices) else [i for i in sliced if i < indexed[0]]
     behind = [i for i in sliced if i not in front]
     rank = len(front) + index_rank + len(behind)
     places: list[torch.Tensor] = [torch.arange(batch.size, device=x.device).reshape(-1, *(1,) * rank)]
     for i in range(x.dim()):
         index = full[i]
-        if i in given:
+        if i in indexed:
             aligned = batch.aligned(index, index_rank)
             lead = aligned.shape[:1] if batch.is_mapped(index) else (1,)
             body = aligned.shape[1:] if batch.is_mapped(index) else aligned.shape

@@ -121,7 +121,7 @@ def _max_all_back(out: torch.Tensor, x: torch.Tensor) -> Any:
     return back if len(shape) else lambda g: g
 
 
-def _one_of_all(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _order_statistic(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Batching of an order statistic over everything, by a kernel of rows [n, k] that returns [n].
 
     The cotangent is shared by all places where the value stands, and no other place sees it. PyTorch's
@@ -150,7 +150,7 @@ for _whole, _kernel in (
     (aten.median.default, lambda rows: run(aten.median.dim, rows, 1)[0]),
     (aten.nanmedian.default, lambda rows: run(aten.nanmedian.dim, rows, 1)[0]),
 ):
-    define(_whole, vjp={0: _max_all_back}, batch=_one_of_all(_kernel))
+    define(_whole, vjp={0: _max_all_back}, batch=_order_statistic(_kernel))
 
 
 def _pick_back(dim_position: int) -> Any:
@@ -249,7 +249,7 @@ def _cumsum_back(out: torch.Tensor, x: torch.Tensor, dim: int, *, dtype: Any = N
 define(aten.cumsum.default, vjp={0: _cumsum_back}, linear=(0,), batch=shifted(1))
 
 
-def _record_back(out: Any, x: torch.Tensor, dim: int) -> Any:
+def _extreme_so_far_back(out: Any, x: torch.Tensor, dim: int) -> Any:
     """cummax and cummin: each result's cotangent goes to the place of the extreme value so far."""
     shape, dtype, device, index = x.shape, x.dtype, x.device, out[1]
     return lambda gs: (
@@ -259,7 +259,7 @@ def _record_back(out: Any, x: torch.Tensor, dim: int) -> Any:
     )
 
 
-define(aten.cummax.default, aten.cummin.default, vjp={0: _record_back}, batch=shifted(1))
+define(aten.cummax.default, aten.cummin.default, vjp={0: _extreme_so_far_back}, batch=shifted(1))
 
 
 def _logcumsumexp_back(out: torch.Tensor, x: torch.Tensor, dim: int) -> Any:

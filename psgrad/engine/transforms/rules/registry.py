@@ -69,18 +69,18 @@ class DerivativeRule:
 
 
 class _Table(dict[Op, Any]):
-    """Rules, by operator. Any change clears the cache of `Known`."""
+    """Rules, by operator. Any change clears the cache of `OperatorRules`."""
 
     def __setitem__(self, op: Op, rule: Any) -> None:
         super().__setitem__(op, rule)
-        _known.clear()
+        _rules_cache.clear()
 
     def __delitem__(self, op: Op) -> None:
         super().__delitem__(op)
-        _known.clear()
+        _rules_cache.clear()
 
     def pop(self, op: Op, *default: Any) -> Any:
-        _known.clear()
+        _rules_cache.clear()
         return super().pop(op, *default)
 
 
@@ -90,10 +90,10 @@ _shared_draws: dict[Op, Callable[..., Any]] = {}
 _constants: set[Op] = set()
 _decompositions: dict[Op, Callable[..., Any]] = {}
 _refused: set[Op] = set()
-_as_they_are: set[Op] = set()
+_unwrapped: set[Op] = set()
 
 
-class Known(NamedTuple):
+class OperatorRules(NamedTuple):
     """All rules of an operator and the facts of its schema, cached: a level reads them for each operator."""
 
     op: Op
@@ -106,11 +106,11 @@ class Known(NamedTuple):
     tables: tuple[Any, Any, Any]  # from which this was read
 
 
-_known: dict[int, Known] = {}  # by id, as are the facts
+_rules_cache: dict[int, OperatorRules] = {}  # by id, as are the facts
 
 
-def known(op: Op) -> Known:
-    cached = _known.get(id(op))
+def rules_of(op: Op) -> OperatorRules:
+    cached = _rules_cache.get(id(op))
     if cached is not None:
         derivatives, batchings, constants = cached.tables
         if derivatives is _derivatives and batchings is _batchings and constants is _constants:
@@ -118,10 +118,10 @@ def known(op: Op) -> Known:
     schema = facts(op)
     writes = bool(schema.mutated or schema.mutated_kwargs)
     tables = _derivatives, _batchings, _constants
-    cached = Known(
+    cached = OperatorRules(
         op, schema, writes, derivative_rule(op), batching_rule(op), is_constant(op), is_decomposed(op), tables
     )
-    _known[id(op)] = cached
+    _rules_cache[id(op)] = cached
     return cached
 
 
@@ -144,7 +144,7 @@ def define(
     (randomness='same'): a function of `draw` (`draw(op, *args)` is what all samples share), the operator and
     its arguments, on which it may call operators as they are.
     """
-    _known.clear()
+    _rules_cache.clear()
     for op in ops:
         if same is not None:
             assert op not in _shared_draws, op
@@ -171,16 +171,16 @@ def constant(
     define(*ops, batch=batch, same=same)
 
 
-def replace(op: Op, *, as_it_is: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def replace(op: Op, *, unwrapped: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare how an operator is written with others, where PyTorch's own way does not serve.
 
-    as_it_is: what the program returns is neither cloned, nor laid out as the kernel's result, nor traced.
+    unwrapped: what the program returns is neither cloned, nor laid out as the kernel's result, nor traced.
     """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         _decompositions[op] = function
-        if as_it_is:
-            _as_they_are.add(op)
+        if unwrapped:
+            _unwrapped.add(op)
         return function
 
     return declare
@@ -206,13 +206,13 @@ def derivative_rule(op: Op) -> DerivativeRule | None:
 
 
 def forget_derivative(op: Op) -> None:
-    _known.clear()
+    _rules_cache.clear()
     _derivatives.pop(op, None)
     _constants.discard(op)
 
 
 def forget_batching(op: Op) -> None:
-    _known.clear()
+    _rules_cache.clear()
     _batchings.pop(op, None)
 
 
@@ -235,7 +235,7 @@ def is_decomposed(op: Op) -> bool:
     Its pieces are handled one by one also where no derivative is followed: they show which are views and
     which write in place.
     """
-    return op in _as_they_are or (is_composite(op) and derivative_rule(op) is None and not is_constant(op))
+    return op in _unwrapped or (is_composite(op) and derivative_rule(op) is None and not is_constant(op))
 
 
 def decomposition_of(op: Op) -> Callable[..., Any] | None:
@@ -266,7 +266,7 @@ def decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts(op).mutated
         or facts(op).is_view
         or state.in_backward_pass
-        or op in _as_they_are
+        or op in _unwrapped
         or (is_composite(op) and op not in _decompositions)
     ):
         return result
