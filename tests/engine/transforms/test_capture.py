@@ -249,7 +249,7 @@ def test_capture_value_of_closure_tensors_recomputed():
 def test_capture_changing_function_runs_uncaptured():
     steps = iter(range(100))
     captured = runs_as_it_is(
-        lambda x: x * next(steps), torch.ones(2), words="changes from one call to the next"
+        lambda x: x * next(steps), torch.ones(2), words="change from one call to the next"
     )
     assert captured(torch.ones(2))[0] + 1 == captured(torch.ones(2))[0]
 
@@ -294,9 +294,7 @@ def test_capture_write_into_argument_and_view():
 
 
 def test_capture_data_dependent_branch_runs_uncaptured():
-    captured = runs_as_it_is(
-        lambda x: x * 2 if x.sum() > 0 else x * 3, torch.ones(2), words="depends on data"
-    )
+    captured = runs_as_it_is(lambda x: x * 2 if x.sum() > 0 else x * 3, torch.ones(2), words="depend on data")
     same(captured(torch.ones(2)), torch.full((2,), 2.0))
     same(captured(-torch.ones(2)), torch.full((2,), -3.0))
 
@@ -328,7 +326,7 @@ def test_capture_item_of_closure_tensor_runs_uncaptured(read):
     ],
 )
 def test_capture_data_dependent_shape_runs_uncaptured(pick):
-    captured = runs_as_it_is(pick, torch.tensor([1.0, -1.0, 2.0]), words="depends on data")
+    captured = runs_as_it_is(pick, torch.tensor([1.0, -1.0, 2.0]), words="depend on data")
     x = torch.tensor([-1.0, -1.0, 3.0])
     same(captured(x), pick(x))
 
@@ -431,9 +429,7 @@ def test_capture_handled_exception_runs_uncaptured():
         except Exception:
             return x
 
-    same(
-        runs_as_it_is(function, torch.ones(2), words="depends on data")(torch.ones(2)), torch.full((2,), 2.0)
-    )
+    same(runs_as_it_is(function, torch.ones(2), words="depend on data")(torch.ones(2)), torch.full((2,), 2.0))
 
 
 @dataclass

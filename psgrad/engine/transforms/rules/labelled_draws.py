@@ -1,4 +1,4 @@
-"""Random operators where each sample draws by a label of its own: see transforms/random_draws.py.
+"""Random operators for samples that draw by label: see transforms/random_draws.py.
 
 A random operator that is not here is decomposed into others, or refused by name.
 """
@@ -18,7 +18,7 @@ Arguments = dict[str, Any]
 
 
 def _shape_dtype_device(arguments: Arguments) -> tuple[Any, torch.dtype, Any]:
-    """(shape, dtype, device) of the draw: by the arguments, or by those of a tensor that it is like."""
+    """(shape, dtype, device) of the draw, from the arguments or from the tensor `self`."""
     like = arguments.get("self")
     if like is None:
         return (
@@ -33,7 +33,7 @@ def _declare(program: Program, *ops: Op) -> None:
     programs.update(dict.fromkeys(ops, program))
 
 
-# -- numbers whose distribution is the same for all ----------------------------------------------------------
+# -- numbers with one distribution for all samples -----------------------------------------------------------
 
 
 def _normal(draw: Drawer, arguments: Arguments) -> torch.Tensor:
@@ -49,7 +49,7 @@ def _uniform(draw: Drawer, arguments: Arguments) -> torch.Tensor:
 
 
 def _from_inside(function: Any) -> Program:
-    """Of a function of (uniform on (0, 1), the operator's arguments), computed in float64."""
+    """The program of a function of (uniform on (0, 1), the operator's arguments), computed in float64."""
 
     def program(draw: Drawer, arguments: Arguments) -> torch.Tensor:
         dtype = _shape_dtype_device(arguments)[1]
@@ -84,7 +84,7 @@ def _integers(draw: Drawer, arguments: Arguments) -> torch.Tensor:
     return draw.integers(low or 0, high, shape, dtype, device)
 
 
-# Up to which power of two a type has all whole numbers.
+# For each type the power of two up to which it represents all whole numbers.
 _BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53, torch.bool: 1}
 
 _declare(
@@ -140,17 +140,16 @@ _declare(
     aten.randperm.generator,
 )
 
-# -- numbers with parameters of their own: standard draws that each sample moves, stretches or holds against
-# its probabilities --------
+# -- numbers with parameters of each sample: standard draws, transformed by each sample ----------------------
 
 
 def _by_standard_draws(op: Op) -> Program:
-    """As if all samples shared a draw, but with each sample's own."""
+    """The program for a shared draw, on the standard draws of each sample."""
 
     def program(draw: Drawer, arguments: Arguments) -> torch.Tensor:
-        alike = shared_draw(op)
-        assert alike is not None
-        return alike(lambda op, *args, **kwargs: draw.run(op, args, kwargs), op, *arguments.values())  # type: ignore[no-any-return]
+        shared = shared_draw(op)
+        assert shared is not None
+        return shared(lambda op, *args, **kwargs: draw.run(op, args, kwargs), op, *arguments.values())  # type: ignore[no-any-return]
 
     return program
 
