@@ -1,8 +1,8 @@
-"""The deferral policy: which operators on cotangents of shared values stay un-run.
+"""The deferral policy: the rules by which operators on cotangents of shared values stay un-run.
 
-A level asks this policy in the backward pass, for the cotangent of a value that all samples share (a weight,
-or anything made from weights alone). A contraction over positions makes a deferred value (`entry.py`). Linear
-operators on a deferred value are carried out on its factors (`propagation.py`, `products.py`). Any other
+A level calls this policy in the backward pass, for the cotangent of a value that all samples share (a weight,
+or a value computed from weights only). A contraction over positions makes a deferred value (`entry.py`).
+Linear operators on a deferred value are applied to its factors (`propagation.py`, `products.py`). Any other
 operator materialises the value first.
 """
 
@@ -47,7 +47,7 @@ class WeightDeferral:
 
 
 def _materialised(batch: Batch, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator on the materialised values. The result remembers that its factors were lost here."""
+    """The result of the operator on the materialised values. It stores the name of the operator."""
     if batching_rule(op) is None:  # its decomposition into other operators may keep the factors
         return NotImplemented
     tracers: list[Any] = [a for a in tensors_in(args, kwargs) if deferred_in(batch, a) is not None]

@@ -1,5 +1,5 @@
 """Linear maps of deferred gradients, term by term: sums, casts, reshapes and transposes. They return
-NotImplemented where a term would have to be materialised.
+NotImplemented if a term would have to be materialised.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def of_each(
     shape: Sequence[int],
     change: Callable[[Placed], list[Placed] | None],
 ) -> Any:
-    """The terms changed one by one, NotImplemented if one can't be."""
+    """The gradient with each term changed; NotImplemented if a change returns None."""
     terms: list[Placed] = []
     for placed in value.terms:
         changed = change(placed)
@@ -181,7 +181,7 @@ def _same(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: 
 
 
 def _cast(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: Any) -> Any:
-    """A cast of a weight to another precision (autocast): the factors keep theirs.
+    """A cast of a weight to another precision (autocast). The precision of the factors does not change.
 
     So queries sum products of half-precision factors in float32, and no intermediate is rounded to half
     precision.

@@ -6,10 +6,10 @@ of samples, multiplied.
 For rows of a table l_t is one-hot: (l_t . l'_s) compares two indices, or selects from the other side's
 factor.
 
-The factors are scaled near one first, so that products of four of them stay inside the range of float32.
-Powers of two are moved between the factors of a term, position by position, and taken out sample by sample if
-a whole gradient is far from one. Only digits that are negligible beside the same sample's other positions are
-lost.
+First the factors are scaled to sizes near one, so that products of four of them stay inside the range of
+float32. Powers of two are moved between the two factors of each position. If a whole gradient is far from
+one, a power of two of the sample is stored separately. Only digits that are negligible compared with the same
+sample's other positions are lost.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Balanced:
 
 
 def balanced(terms: Sequence[Term], dtype: torch.dtype) -> Balanced:
-    """Products and rows of the same samples, balanced where `dtype` is float32; float64 has range enough."""
+    """Products and rows of the same samples in `dtype`, balanced if it is float32. The range of float64 is
+    large enough.
+    """
     exponents_and_finite = [term.exponents() for term in terms]
     finite = torch.stack([finite for *_, finite in exponents_and_finite]).all(0)
     wide = [term.at(slice(None), dtype) for term in terms]
@@ -83,8 +85,8 @@ def _bound(term: Term, first: torch.Tensor, second: torch.Tensor) -> torch.Tenso
     return positions.amax(1)
 
 
-# A tile is as wide as possible, but at least this high: measured, matrix products are faster so than as
-# squares.
+# A tile is as wide as possible, but at least this high: matrix products of this shape were measured to be
+# faster than squares.
 _TALL = 256
 
 

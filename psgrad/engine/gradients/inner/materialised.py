@@ -21,8 +21,8 @@ from psgrad.engine.gradients.inner.regions import (
 )
 from psgrad.engine.gradients.terms import BLOCK_BYTES, CANCELLATION
 
-# The most elements that one product adds up: measured, float32's error stays under 1e-6 of the gradients'
-# lengths (for 1e6: 1e-5).
+# The largest number of elements that one product adds: the measured error in float32 is under 1e-6 of the
+# gradients' lengths (for 1e6 elements: 1e-5).
 LONGEST_SUM = 8192
 # Samples of the left side that are multiplied with those of the right at once: products of matrices reach
 # their full rate.
@@ -33,7 +33,7 @@ _SMALLEST, _LARGEST = 1e-13, 1e13
 
 @dataclass
 class Lengths:
-    """Norms of one side's gradients, which are noted when they are materialised.
+    """Norms of one side's gradients, which are added when parts of them are materialised.
 
     Attributes:
         squares: [n] float64, the squared norms of the sums of terms.
@@ -59,8 +59,8 @@ class Lengths:
 
 
 def bundled(regions: Sequence[Region]) -> Iterator[list[Region]]:
-    """The regions in groups whose elements together are at most as many as one product adds up; a larger one
-    is a group by itself.
+    """The regions in groups with at most as many elements as one product adds; a larger region is a group of
+    its own.
     """
     group: list[Region] = []
     for region in sorted(regions, key=lambda region: region.elements):

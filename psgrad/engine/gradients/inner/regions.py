@@ -1,4 +1,4 @@
-"""Regions of a parameter, sets of elements that no other term reaches into, and the cuts of both sides'
+"""Regions of a parameter: sets of elements whose terms have no element elsewhere; and the cuts of both sides'
 samples by which a region's intermediates fit in memory.
 """
 

@@ -1,4 +1,4 @@
-"""Another term, element by element times a tensor that all samples share."""
+"""The elementwise product of another term with a tensor that all samples share."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from psgrad.engine.gradients.terms.numerics import (
 
 @dataclass(frozen=True)
 class Hadamard(Term):
-    """A term's value, element by element times a shared one: the gradient of a weight behind a mask or a
-    nonlinearity.
+    """The elementwise product of a term with a shared tensor: the gradient of a weight to which a mask or a
+    nonlinearity is applied.
 
-    Sums over samples and inner products with a vector are those of the term, with the shared value applied
-    once and not per sample.
+    Sums over samples and inner products with a vector are computed from those of the term, with the shared
+    tensor applied once and not for each sample.
     """
 
     term: Term
@@ -57,7 +57,7 @@ class Hadamard(Term):
     def square_norms(self) -> torch.Tensor:
         if not self.term.is_outer_product:
             return self.materialised_square_norms()
-        # One position: the squares of a_i s_ij b_j are a product of squares, and s, squared, a matrix.
+        # One position: the square of a_i s_ij b_j is a product of squares, with a matrix of s squared.
         left, right = (accumulating(factor).square() for factor in self.term.factors)
         shared = accumulating(self.shared).square().transpose(1, 2)
         size = 2 * left.element_size() * left[:1].numel()

@@ -28,8 +28,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Multiples(Term):
-    """Coefficients, one a sample or one a row of each sample's, times one shared tensor: the gradient of a
-    norm of the weight, its mean or a penalty on it. The product is not materialised.
+    """Coefficients, one for each sample or for each row of each sample, times one shared tensor: the gradient
+    of a norm of the weight, of its mean or of a penalty on it. The product is not materialised.
     """
 
     coefficients: torch.Tensor  # [n, *shape], with ones for the axes along which a sample has one coefficient
@@ -134,8 +134,8 @@ class Multiples(Term):
             yield Slice((own * some).flatten(1), range(start * row, (start + len(some)) * row), slice(None))
 
     def _placed(self, layout: Layout) -> Multiples | None:
-        """The term with the axes of the layout; None where an axis would have a coefficient for some of its
-        parts only.
+        """The term with the axes of the layout; None if coefficients vary along a part of one of these axes
+        only.
         """
         varying: list[int] = []  # for each atom its size where coefficients differ along it
         axis, left = -1, 1
