@@ -88,7 +88,11 @@ def _reads_other_elements(target: torch.Tensor, other: Any) -> bool:
 def _placement(x: torch.Tensor) -> Placement:
     """Shape, strides and offset without axes of length 1, whose strides have no effect."""
     kept = [(length, stride) for length, stride in zip(x.shape, x.stride(), strict=True) if length != 1]
-    return torch.Size(length for length, _ in kept), tuple(stride for _, stride in kept), x.storage_offset()
+    return (
+        torch.Size(length for length, _ in kept),
+        tuple(stride for _, stride in kept),
+        int(x.storage_offset()),
+    )
 
 
 @functools.lru_cache(maxsize=_MAX_SIGNATURES)
