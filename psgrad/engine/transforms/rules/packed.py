@@ -131,7 +131,7 @@ def _recurrent(
     return Ragged(out, ragged.lengths).stand_ins()[0], *ends
 
 
-@replace(aten._pack_padded_sequence.default, as_it_is=True)
+@replace(aten._pack_padded_sequence.default, unwrapped=True)
 def _pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     x = x.transpose(0, 1) if batch_first else x
     try:
