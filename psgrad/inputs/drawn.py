@@ -29,6 +29,9 @@ class SamplesOf(Samples):
     def describe(self, row: int) -> str | None:
         return self._samples.describe(row)
 
+    def first_row(self, sample: int) -> int:
+        return self._samples.first_row(sample)
+
     def input_names(self) -> list[str]:
         return self._samples.input_names()
 
@@ -47,6 +50,8 @@ class DrawnSamples(SamplesOf):
         self.ids = samples.ids[rows]
         self.targets = None if samples.targets is None else samples.targets[rows]
         self.units = None if samples.units is None else samples.units[rows]
+        self.group_sizes = None if samples.group_sizes is None else samples.group_sizes[rows]
+        self.agreed_targets = None if samples.agreed_targets is None else samples.agreed_targets[rows]
 
     def read(self, start: int, stop: int) -> Block:
         return self._samples.take(self.rows[start:stop])
@@ -68,6 +73,9 @@ class DrawnSamples(SamplesOf):
 
     def describe(self, row: int) -> str | None:
         return self._samples.describe(int(self.rows[row]))
+
+    def first_row(self, sample: int) -> int:
+        return self._samples.first_row(int(self.rows[sample]))
 
 
 class SamplesWithColumns(SamplesOf):

@@ -73,7 +73,7 @@ class CheckedReader:
         if self.contents is not None:
             self.contents[start:stop] = digests(block)
         if self.lengths is not None and block.target is not None:
-            self.lengths[start:stop] = (block.target != self.criterion.ignore_index).flatten(1).sum(1).numpy()
+            self.lengths[start:stop] = _counted(block, self.criterion.ignore_index)
         return block
 
     def take(self, rows: np.ndarray[Any, Any]) -> Block:
@@ -119,6 +119,16 @@ class CheckedReader:
         if self.targets is None:
             self.targets = np.zeros(len(self.samples), target.numpy().dtype)
         self.targets[rows], self._noted[rows] = target.numpy(), True
+
+
+def _counted(block: Block, ignore_index: int) -> list[int]:
+    """For each row how many positions of its target count."""
+    if block.ragged is None or not block.ragged.alike:
+        parts = [block]
+    else:  # what stands behind the rows of a smaller group does not count
+        parts = [block.at(slice(row, row + 1)) for row in range(len(block))]
+    targets = [part.target for part in parts if part.target is not None]
+    return [each for x in targets for each in (x != ignore_index).flatten(1).sum(1).tolist()]
 
 
 def digests(block: Block) -> list[str]:

@@ -41,7 +41,9 @@ class Samples(ABC):
     modules of Python that make the rows, where code does. code: the objects that do. notes: sentences for the
     manifest. class_names: of the classes 0, 1, 2, ... where the data or the model's folder tells them.
     labels_are_positions: whether a label is a position of the input, so that their number differs from row to
-    row. reading: to be held by whoever reads, where several may; a dataset need not be made for threads. Rows
+    row. ungrouped: the dataset of rows, where samples are groups of its rows; group_sizes and agreed_targets
+    are those of GroupedSamples. reading: to be held by whoever reads, where several may; a dataset need not
+    be made for threads. Rows
     are counted from 0, in messages too.
     """
 
@@ -54,6 +56,9 @@ class Samples(ABC):
     class_names: tuple[str, ...] | None = None
     labels_are_positions: bool = False
     code: tuple[object, ...] = ()
+    ungrouped: Samples | None = None
+    group_sizes: Array | None = None
+    agreed_targets: Array | None = None
 
     def __init__(
         self, ids: Array | None, targets: Array | None, fingerprint: str, units: Array | None = None
@@ -119,6 +124,10 @@ class Samples(ABC):
     def describe(self, row: int) -> str | None:
         """A row's input as text for people; None where numbers or a picture say it best."""
         return None
+
+    def first_row(self, sample: int) -> int:
+        """The row of a sample; of a group of rows its first, counted in `ungrouped`."""
+        return sample
 
     def picture(self, row: int) -> Any:
         """A row's image as it is in the data, of Pillow; None where rows are no images. `read` has it as the

@@ -235,6 +235,12 @@ def evaluate_influence(
 
     with clock("load"):
         setup = set_up_influence(config, say, progress)
+        if config.data.group is not None:
+            raise ConfigError(
+                "data.group: scores of groups are not compared with training again",
+                expected="a sample a row for psgrad influence evaluate",
+                next_step="leave data.group out here",
+            )
     with clock("self-check"):
         check = setup.run.self_check(setup.views[0].training.stream)
     with clock("screening"):

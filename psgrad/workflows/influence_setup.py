@@ -149,6 +149,7 @@ def first_run(config: Config) -> Setup:
             expected="training by a mean over examples, each of which counts the same",
             next_step="leave data.weight out; psgrad analyze and psgrad dp-step take it",
         )
+    require_of_groups(config, run)
     if draws_at_random(run.first_output, run.model):
         raise ConfigError(
             "the model draws random numbers in train mode, and its gradients would be others each time they"
@@ -159,6 +160,36 @@ def first_run(config: Config) -> Setup:
             next_step="set model.mode: eval",
         )
     return run
+
+
+# Methods that read gradients alone, whatever rows a gradient is the sum of.
+_OF_GROUPS = ("gradient_dot", "gradient_cosine", "tracin")
+
+
+def require_of_groups(config: Config, run: Setup) -> None:
+    """Raises ConfigError for what reads the output of single rows, where samples are groups of rows."""
+    if run.samples.ungrouped is None:
+        return
+    wanted, method = config.influence, config.influence.method
+    first_order = {"leverage": False, "change": "gradient"}.items() <= method.options.items()
+    problem = None
+    if method.name not in (*_OF_GROUPS, "influence") and not is_callable_spec(method.name):
+        problem = f"the method {method.name}"
+    elif method.name == "influence" and not first_order:
+        problem = "the method influence with a correction by the output"
+    elif wanted.measurement.name != "loss":
+        problem = f"the measurement {wanted.measurement.name}"
+    elif wanted.index is not None and wanted.index.features != "loss":
+        problem = f"an index of the {wanted.index.features}"
+    if problem is not None:
+        raise ConfigError(
+            f"{problem} is not computed for groups of rows",
+            expected=(
+                f"where data.group is set: {', '.join(_OF_GROUPS)}, or influence with leverage: false and"
+                " change: gradient; and the measurement loss"
+            ),
+            next_step="choose one of these, or leave data.group out",
+        )
 
 
 def later_run(run: Setup, config: Config, number: int) -> Setup:

@@ -15,6 +15,7 @@ from psgrad.config.plugin_options import own_plugins
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.measures.measure import Measure
 from psgrad.errors import ConfigError, DataError
+from psgrad.inputs.drawn import DrawnSamples
 from psgrad.quality.baselines import read_baseline
 from psgrad.quality.detector import detector_from
 from psgrad.quality.judging import Judged, judge
@@ -58,9 +59,7 @@ class Judging:
         self._scored_by = scored_by(self._outliers.score, [each.name for each in self._outliers.detectors])
         self._require_known()
         self._of_data = self._column_of_data()
-        self._units = (
-            None if self._of_data is None else run.more_samples(run.config.data, self._of_data).units
-        )
+        self._units = None if self._of_data is None else _units_of(run, self._of_data)
         self._found = self._find()
         self._trusted = self._load_trusted()
 
@@ -225,6 +224,13 @@ class Judging:
         return reference_of(
             _with_log(frame), self._scored_by, outliers.group_by, "data", source, _rows_of(measured)
         )
+
+
+def _units_of(run: Setup, column: str) -> np.ndarray[Any, Any] | None:
+    """What a column of the dataset says of each sample of the run, of those drawn where some were."""
+    found = run.more_samples(run.config.data, column).units
+    drawn = run.samples.rows if isinstance(run.samples, DrawnSamples) else slice(None)
+    return None if found is None else found[drawn]
 
 
 def _only_needed(config: Config, measures: Sequence[Measure]) -> Config:

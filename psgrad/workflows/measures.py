@@ -38,7 +38,7 @@ from psgrad.workflows.checkpoints import checkpoints_of
 from psgrad.workflows.setup import Setup, draws_at_random
 
 # The columns that every run makes by itself.
-RESERVED = frozenset({*SAMPLE_COLUMNS, "ok", "token_accuracy"})
+RESERVED = frozenset({*SAMPLE_COLUMNS, "ok", "rows", "token_accuracy"})
 # The measure whose rows detectors judge.
 PROJECTED = "projected_gradients"
 _DESCRIBED = ("name", "title", "formula", "unit", "source", "cost", "meanings", "needs")
@@ -285,6 +285,7 @@ def prepare(
     `count` rows from the first one on. Raises MeasureError where a measure does not go with the model, the
     loss or the data.
     """
+    _require_of_groups(run, measures)
     summary = summary_for(run.criterion.kind, run.criterion.ignore_index)
     every = [GradientNorms(), Predictions(summary), *measures]
     objective = run.objective.with_summary(partial(joined_summary, every))
@@ -306,6 +307,34 @@ def prepare(
         measure.prepare(setting)
     _require_one_draw(run, every)
     return setting, every
+
+
+# Measures of a sample's gradient alone, whatever rows it is the sum of.
+_OF_GROUPS = frozenset(
+    {
+        "covariance_spectrum",
+        "cosine_to_mean",
+        "layer_norms",
+        "loo_mean_change",
+        "neighbour_distance",
+        "noise_scale",
+        "projected_gradients",
+        "relative_norm",
+    }
+)
+
+
+def _require_of_groups(run: Setup, measures: Sequence[Measure]) -> None:
+    """Raises ConfigError for a measure of psgrad that is about single rows, where samples are groups."""
+    own = own_plugins("measures")
+    wrong = [each.name for each in measures if each.name in own and each.name not in _OF_GROUPS]
+    if run.samples.ungrouped is not None and wrong:
+        raise ConfigError(
+            f"analyze.measures: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not computed for"
+            " groups of rows",
+            expected=f"where data.group is set, measures of the gradient: {', '.join(sorted(_OF_GROUPS))}",
+            next_step="leave out data.group, or these measures",
+        )
 
 
 def _require_one_draw(run: Setup, measures: list[Measure]) -> None:

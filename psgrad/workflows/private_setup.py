@@ -127,6 +127,15 @@ def require_privacy(config: Config) -> PrivacyConfig:
                 "docs/guides/private-training.md describes the section; configs/digits-dp.yaml is an example"
             ),
         )
+    if config.data.group is not None:
+        raise ConfigError(
+            "data.group: a private run has its groups in the section privacy",
+            expected="privacy.unit.column, whose rows are clipped together",
+            next_step=(
+                f"leave data.group out, and set privacy.unit: {{column: {config.data.group}, combine: sum}}"
+                " for sums of gradients, or combine: mean for averages"
+            ),
+        )
     return config.privacy
 
 

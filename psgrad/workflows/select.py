@@ -16,6 +16,7 @@ from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
 from psgrad.results.conditions import rows_where
 from psgrad.storage.files import folder_atomically, written_atomically
 from psgrad.storage.finished import finished_manifest, require_there
+from psgrad.workflows.select_groups import rows_of_groups
 from psgrad.workflows.select_origins import Origin, in_folder, origin_of
 
 
@@ -44,8 +45,11 @@ def select(run: Path, where: str, *, output: Path, drop: bool = False, overwrite
     frame = _samples(run / "samples.parquet")
     chosen = rows_where(frame, where, "--where") ^ drop
     count = int((manifest.get("counts") or {}).get("in_dataset") or len(frame))
-    kept = np.zeros(count, bool)
-    kept[frame["dataset_row" if "dataset_row" in frame else "index"][chosen]] = True
+    if data.group is None:
+        kept = np.zeros(count, bool)
+        kept[frame["dataset_row" if "dataset_row" in frame else "index"][chosen]] = True
+    else:
+        kept = rows_of_groups(frame["id"][chosen], data, base)
     try:
         if in_folder(output):
             with folder_atomically(output) as folder:

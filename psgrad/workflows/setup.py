@@ -13,6 +13,7 @@ from torch import nn
 
 from psgrad.config import Config, DataConfig
 from psgrad.engine.execution.buckets import ModelSize
+from psgrad.engine.execution.group_objective import GroupObjective
 from psgrad.engine.execution.loading import Read, to_device
 from psgrad.engine.execution.objective import Forward, Objective
 from psgrad.engine.execution.padding import padding_is_masked
@@ -24,6 +25,7 @@ from psgrad.engine.measures.output_values import summary_for
 from psgrad.engine.transforms import random_draws
 from psgrad.errors import ConfigError
 from psgrad.inputs.drawn import DrawnSamples, SamplesWithColumns, drawn_rows
+from psgrad.inputs.grouped import GroupedSamples
 from psgrad.inputs.loss import Criterion, resolve_loss
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.models.identity import ModelIdentity, identify
@@ -85,11 +87,18 @@ class Loaded:
                 f"only one of {self.config.data.source} and {data.source} has weights",
                 expected="a column data.weight in both, or in neither",
             )
+        if (found.ungrouped is None) != (self.samples.ungrouped is None):
+            raise ConfigError(
+                f"only one of {self.config.data.source} and {data.source} has groups",
+                expected="a column data.group for both, or for neither",
+                next_step="say group there, too; what is not said is taken from data",
+            )
         return found
 
     def first_output(self) -> Any:
         """The model's output for the first row as a batch of one, without psgrad's transforms."""
-        inputs = self.samples.read(0, 1).inputs
+        samples = self.samples if self.samples.ungrouped is None else self.samples.ungrouped
+        inputs = samples.read(0, 1).inputs
         with torch.no_grad():
             return self.forward(
                 self.model,
@@ -116,7 +125,8 @@ class Setup(Loaded):
         """The same, with a reader that keeps what the table of samples says of each row: a digest where it
         has no id, and its length where positions count; rows that can't be read are measured as not finite.
         """
-        digests, lengths = self.config.data.id is None, self.criterion.kind == "token"
+        described = self.config.data.id is None and self.config.data.group is None
+        digests, lengths = described, self.criterion.kind == "token"
         reader = CheckedReader(
             self.samples,
             self.criterion,
@@ -223,15 +233,37 @@ def images_trained_on(config: Config, loaded: LoadedModel) -> Mapping[str, Any] 
 def samples_of(
     data: DataConfig,
     base: Path,
+    unit: str | None = None,
     *arguments: Any,
     criterion: Criterion,
     trained_on: Mapping[str, Any] | None,
     allow_download: bool,
 ) -> Samples:
-    """The dataset as `load_data` has it, with the columns that the loss takes."""
-    found = load_data(
-        data, base, *arguments, criterion=criterion, trained_on=trained_on, allow_download=allow_download
-    )
+    """The dataset as `load_data` has it, with the columns that the loss takes; of groups where data.group
+    names them.
+    """
+
+    def loaded(column: str | None) -> Samples:
+        return load_data(
+            data,
+            base,
+            column,
+            *arguments,
+            criterion=criterion,
+            trained_on=trained_on,
+            allow_download=allow_download,
+        )
+
+    found = _with_columns(loaded(data.group or unit), data, base, criterion, allow_download)
+    if data.group is None:
+        return found
+    return GroupedSamples(found, data.group, None if unit is None else loaded(unit).units)
+
+
+def _with_columns(
+    found: Samples, data: DataConfig, base: Path, criterion: Criterion, allow_download: bool
+) -> Samples:
+    """Rows with the columns that the loss takes, if it takes any."""
     if not criterion.columns:
         return found
     alone = {"inputs": list(criterion.columns), "stack": False}
@@ -241,7 +273,7 @@ def samples_of(
     if len(columns) != len(found):
         raise ConfigError(
             f"loss.columns: the columns have {len(columns):,} rows, and there are {len(found):,} samples",
-            expected="one row a sample: a loss with columns does not go with data.group",
+            expected="one row each",
         )
     return SamplesWithColumns(found, columns, criterion.columns)
 
@@ -273,7 +305,9 @@ def setup_of(parts: Loaded) -> Setup:
         parts.model, criterion.function, summary, forward=parts.forward, autocast=parts.autocast
     )
     reader = CheckedReader(parts.samples, criterion, parts.class_count(criterion))
-    _check_padding(parts, objective, reader)
+    _check_padding(parts, objective)
+    if parts.samples.ungrouped is not None:
+        objective = GroupObjective(objective)
     return Setup(**vars(parts), objective=objective, reader=reader)
 
 
@@ -282,12 +316,14 @@ _ROWS_CHECKED = 16
 PADDING_NOTE = "padding changes this model's loss: only rows of equal length are computed together"
 
 
-def _check_padding(parts: Loaded, objective: Objective, reader: CheckedReader) -> None:
+def _check_padding(parts: Loaded, objective: Objective) -> None:
     """Have rows that differ in length computed apart, with a note, where the model reads padding."""
     samples = parts.samples
     if samples.ragged is None or not samples.ragged.masked or parts.model.training:
         return
-    block = reader.take(np.array(spread_rows(len(samples), _ROWS_CHECKED)))
+    rows = samples if samples.ungrouped is None else samples.ungrouped
+    reader = CheckedReader(rows, parts.criterion, parts.class_count(parts.criterion))
+    block = reader.take(np.array(spread_rows(len(rows), _ROWS_CHECKED)))
     inputs, target = to_device(block.inputs, block.target, parts.device, parts.dtype)
     on_device = replace(block, inputs=inputs, target=target)
     halves = parts.autocast is not None

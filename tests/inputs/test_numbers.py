@@ -222,12 +222,6 @@ def test_weights_are_the_last_input(tmp_path: Path, suffix: str) -> None:
         samples.read(0, 3)
 
 
-def test_groups_are_refused(tmp_path: Path) -> None:
-    name = write(tmp_path, "csv", x=[1, 2], y=[0, 1], user=["a", "a"])
-    message = error(tmp_path, name, ConfigError, inputs="x", target="y", group="user")
-    assert "data.group: several rows as one sample are not computed yet" in message
-
-
 # -- Items of a factory --------------------------------------------------------------------------------------
 
 SETS = """\

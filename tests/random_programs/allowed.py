@@ -4,7 +4,7 @@ from __future__ import annotations
 
 ALLOWED = (
     "BatchNorm in training mode",
-    "writes in place into a tensor that views were taken of",
+    "writes in place into a tensor that has views",
     "writes in place into a view made by",
     "writes in place into one of several views",
     "writes in place into a traced tensor",

@@ -119,7 +119,7 @@ def test_draws_that_can_not_be_made_by_record_stop_the_run_before_its_ledger(
     private.config["model"]["mode"] = "train"
     private.refused(
         3,
-        "the random operator aten::poisson can't draw for each record by itself",
+        "the random operator aten::poisson can't draw for each record separately",
         "next step: write it with these",
     )
     assert not private.run_folder.exists()

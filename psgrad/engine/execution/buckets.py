@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,8 @@ def plan_buckets(
     By dynamic programming over the rows in the order of their positions; rows of unequal length share a
     bucket only where the model ignores padding.
     """
+    if ragged.alike:
+        return _apart(lengths, ragged, once=once, most=most)
     distinct, kind, counts = np.unique(lengths.numpy(), axis=0, return_inverse=True, return_counts=True)
     sizes = positions_of(distinct, ragged)
     order = np.argsort(sizes, kind="stable")
@@ -111,6 +113,16 @@ def plan_buckets(
         if pieces > 1:
             places = places[np.argsort(of_row[places], kind="stable")]
         buckets += [torch.from_numpy(np.sort(piece)) for piece in np.array_split(places, pieces)]
+    return buckets
+
+
+def _apart(lengths: torch.Tensor, ragged: RaggedAxes, *, once: float, most: int | None) -> list[torch.Tensor]:
+    """The buckets of rows that are equal in the columns `ragged.alike`, for each of their lengths there."""
+    _, kind = np.unique(lengths[:, list(ragged.alike)].numpy(), axis=0, return_inverse=True)
+    within, buckets = replace(ragged, alike=()), []
+    for each in range(int(kind.max()) + 1):
+        places = torch.from_numpy(np.flatnonzero(kind.reshape(-1) == each))
+        buckets += [places[own] for own in plan_buckets(lengths[places], within, once=once, most=most)]
     return buckets
 
 

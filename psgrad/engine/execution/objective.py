@@ -148,6 +148,14 @@ class Objective:
         """The loss of one sample, without its weight, from its output; inputs have no batch axis."""
         return self.criterion(output, target, *inputs[: self.columns])
 
+    def plain_loss(self, inputs: Sequence[torch.Tensor], target: torch.Tensor | None) -> torch.Tensor:
+        """The loss of the only sample of a batch at the model's own parameters, as PyTorch's autograd takes
+        it: inputs and target with their batch axis.
+        """
+        own = None if target is None else target[0]
+        loss: torch.Tensor = self.loss_of(self.output(*inputs), [x[0] for x in inputs], own)
+        return loss * inputs[-1][0] if self.weighted else loss
+
     def loss(
         self, params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
     ) -> Any:

@@ -27,7 +27,6 @@ from psgrad.engine.transforms.capture_guard import (
     modules_unchanged,
     python_random_states,
 )
-from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.private_torch import (
     DataDependentOutputException,
@@ -39,6 +38,7 @@ from psgrad.engine.transforms.private_torch import (
     tree_leaves,
     tree_map,
 )
+from psgrad.engine.transforms.tracer import Tracer
 
 Kind = Literal[
     "view",
@@ -436,9 +436,9 @@ def trace_pass(function: Callable[..., Any], *args: Any, replayed: bool = False)
             with mode, ledger, reads, flagging() if replayed else unchecked(), torch.no_grad():
                 result = function(*without_values)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise NotCapturable(f"its course depends on data, by {error}") from error
-        ledger.insist()
-        reads.insist()
+            raise NotCapturable(f"its operators depend on data, by {error}") from error
+        ledger.raise_if_refused()
+        reads.raise_if_refused()
     return ledger.account.costs(result, without_values)
 
 

@@ -155,9 +155,7 @@ def _witness(
     try:
         with torch.enable_grad():
             with precision:
-                one = None if target is None else target[0]
-                loss = objective.loss_of(objective.output(*inputs), [x[0] for x in inputs], one)
-                loss = loss * inputs[-1][0] if objective.weighted else loss
+                loss = objective.plain_loss(inputs, target)
             gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     except RuntimeError as error:
         if is_out_of_memory(error):

@@ -1,26 +1,26 @@
-"""Weighted sums in which no sample's part is longer than its weight times the norm that the weight was chosen
-for.
+"""Weighted sums in which the norm of each sample's contribution is at most its weight times the norm from
+which the weight was computed.
 
 The norm and the sum are computed in different orders of contraction. Both are rounded, so they differ, and by
-any factor if a sample's positions cancel. So the norm is computed once more, from the numbers that are
+any factor if a sample's positions cancel. So the norm is computed a second time, from the numbers that are
 summed:
 
-- a value that costs little beside the products that it is made of, or that is stored, is materialised
-  in the precision of its factors, a block of samples at a time. Norm and sum are then of one tensor, in
-  float64;
-- else the factors are taken to float64, and so are norm and sum.
+- If the value is stored, or costs little compared with its products, it is materialised in the precision of
+  its factors, a block of samples at a time. Norm and sum are computed from this tensor, in float64.
+- Otherwise the factors are cast to float64, and norm and sum are computed from them.
 
-A sample whose computed norm m exceeds the given norm a has its weight w reduced to w * a / m. What it adds is
-then, with u = 2^-53,
+If the computed norm m of a sample exceeds the given norm a, its weight w is reduced to w * a / m. The norm of
+its contribution is then, with u = 2^-53,
 
-    |part| <= w * (a + e),    e = (k + c) * u * S,
+    |contribution| <= w * (a + e),    e = (k + c) * u * S,
 
-S being `absolute_sum` of the sample's gradient, k the number of products that are added up in a row (its own
-positions, at most `ROWS` positions of a piece of the batch, one for each further piece) and c a small
-constant for the roundings of the norm, of the weight and of one product (Higham, "Accuracy and Stability of
-Numerical Algorithms", 2002, sections 3.1 and 3.5: a sum of k products in any order is off by at most k * u
-times the sum of their absolute values). The sum of N samples is off by at most k * u * sum_n w_n S_n for the
-same reason, so with one sample more or less it changes by that sample's part and twice this.
+where S is `absolute_sum` of the sample's gradient, k is the number of products that are added up in sequence
+(its own positions, at most `ROWS` positions of a piece of the batch, one for each further piece), and c is a
+small constant for the roundings of the norm, of the weight and of one product (Higham, "Accuracy and
+Stability of Numerical Algorithms", 2002, sections 3.1 and 3.5: the error of a sum of k products in any order
+is at most k * u times the sum of their absolute values). For the same reason the error of the sum of N
+samples is at most k * u * sum_n w_n S_n. So if one sample is added or removed, the sum changes by at most
+this sample's contribution plus twice that error.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ from psgrad.engine.gradients.terms import Term, accumulating_dtype, blocks, squa
 
 # Positions of the samples that one float64 product adds up.
 ROWS = 1 << 11
-# Multiplications a sample and element from which the value costs less than float64 products: reading and
-# adding it takes as long as some 16 multiplications in float32 (a CPU, one thread: 64 x 64 x 3 x 3 and 256 x
-# 1024 over 8 to 256 positions).
+# The number of multiplications for each sample and element from which the value costs less than float64
+# products. To read and add an element takes as long as about 16 multiplications in float32 (a CPU, one
+# thread: 64 x 64 x 3 x 3 and 256 x 1024 over 8 to 256 positions).
 _WORTH_A_VALUE = 32
 
 
 def absolute_sum(gradient: DeferredGradient) -> torch.Tensor:
-    """[n] float64: the norms of all products that are added up in a sample's gradient, added up; of one term
-    or more.
+    """[n] float64: the sum of the norms of all products in a sample's gradient, which has at least one term.
 
-    The rounding of norms and sums is proportional to it. More than `ROWS` positions of one sample count in
-    proportion.
+    The rounding error of norms and sums is proportional to it. For more than `ROWS` positions of one sample
+    it is multiplied by their number over `ROWS`.
     """
     parts = [
         placed.term.absolute_sums().double() * max(1.0, placed.term.summands / ROWS)
@@ -56,8 +55,8 @@ def absolute_sum(gradient: DeferredGradient) -> torch.Tensor:
 
 
 def bounded_sum(gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """[*shape] float64: the sum over samples, each times its weight [n], none longer than weight times norm
-    [n].
+    """[*shape] float64: the sum over samples, each times its weight [n]. The norm of no contribution exceeds
+    weight times norm [n].
     """
     terms = [placed.term for placed in gradient.terms]
     if not terms or not terms[0].samples:
@@ -95,7 +94,7 @@ def _sums_of_products(
 
 
 def in_type(gradient: DeferredGradient, samples: slice, kind: torch.dtype) -> DeferredGradient:
-    """The gradient of some samples with its factors in this type, in which their products are then taken."""
+    """The gradient of some samples with its factors cast to this type, in which they are multiplied."""
     terms = tuple(Placed(placed.term.at(samples, kind), placed.layout) for placed in gradient.terms)
     return DeferredGradient(terms, gradient.shape, kind, gradient.device)
 

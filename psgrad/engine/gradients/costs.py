@@ -54,16 +54,16 @@ class Machine:
         matrix_seconds: of one more small matrix in a batched product.
         stream: (bytes of the result, bytes moved a second) of an elementwise product into fresh memory, by
             rising size.
-        scattered: bytes moved a second where an index says where (gathers, scatters, pooling, sorting).
-        transcendental: results a second of exponentials and their like.
+        scattered: bytes moved a second by kernels with an index (gathers, scatters, pooling, sorting).
+        transcendental: results a second of exponentials and similar functions.
         pooling: places a second of the larger side of a pooling window's pass.
         convolution: share of the product rate that a convolution reaches; grouped_convolution: with the
             samples as its groups.
         attention: share of the product rate that fused attention reaches.
-        call_seconds: of one kernel on nearly nothing.
-        operator_seconds: of the Python of one operator in the transforms, in both passes, where a pass is
+        call_seconds: of one kernel on very small tensors.
+        operator_seconds: of the Python code of one operator in the transforms, in both passes, if a pass is
             not replayed.
-        kernel_seconds: of the Python around one kernel there.
+        kernel_seconds: of the Python code around one kernel, likewise.
         asynchronous: whether calls return before their kernels are done, so that Python and kernels overlap.
     """
 
@@ -109,25 +109,25 @@ class Machine:
             )
         )
         moved = batch * (rows * columns + rows * inner + inner * columns) * dtype.itemsize
-        written = batch * rows * columns * dtype.itemsize
+        result_bytes = batch * rows * columns * dtype.itemsize
         compute = operations / (self.product_rate(dtype) * share)
         return (
             self.call_seconds
             + (batch - 1) * self.matrix_seconds
             + compute
-            + moved / self.bandwidth(max(written, min(moved, _CACHES)))
+            + moved / self.bandwidth(max(result_bytes, min(moved, _CACHES)))
         )
 
     def stream_seconds(self, moved: float, result: float | None = None) -> float:
-        """The time of a kernel that reads and writes so many bytes, the result among them (a third, if not
-        given).
+        """The time of a kernel that reads and writes `moved` bytes. result: the bytes of its result; a third
+        of `moved` if not given.
         """
         return self.call_seconds + moved / self.bandwidth(
             moved / 3 if result is None else max(result, min(moved, _CACHES))
         )
 
     def scattered_seconds(self, moved: float) -> float:
-        """The time of a kernel that moves so many bytes to or from places that an index names."""
+        """The time of a kernel that moves `moved` bytes to or from places given by an index."""
         return self.call_seconds + moved / self.scattered
 
     def transcendental_seconds(self, elements: float, moved: float) -> float:
@@ -137,7 +137,7 @@ class Machine:
     def convolution_seconds(
         self, operations: float, moved: float, dtype: torch.dtype, *, grouped: bool = False
     ) -> float:
-        """The time of a convolution, or one of its derivatives, of so many operations."""
+        """The time of a convolution, or one of its derivatives, of this many operations."""
         share = self.grouped_convolution if grouped else self.convolution
         # its memory traffic comes before and after: libraries copy operands to another layout
         return (
@@ -147,24 +147,24 @@ class Machine:
         )
 
     def attention_seconds(self, operations: float, moved: float, dtype: torch.dtype) -> float:
-        """The time of fused attention, or its derivative, of so many operations."""
+        """The time of fused attention, or its derivative, of this many operations."""
         return self.call_seconds + max(
             operations / (self.product_rate(dtype) * self.attention), moved / self.bandwidth(moved / 4)
         )
 
     def bandwidth(self, result: float) -> float:
-        """Bytes moved a second by a kernel whose result has so many bytes."""
+        """Bytes moved a second by a kernel whose result has this many bytes."""
         sizes, rates = zip(*self.stream, strict=True)
         return _interpolated(sizes, rates, result)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, which `machine_of` reads."""
+        """The constants as plain values, which `machine_of` reads."""
         return dataclasses.asdict(self)
 
 
 def machine_of(values: Mapping[str, Any], origin: str) -> Machine:
-    """A machine from plain values (a JSON file's). Raises ValueError, which says what is missing, unknown or
-    not a positive number.
+    """A machine from plain values (of a JSON file). Raises ValueError for a missing or unknown key, and for a
+    value that is not a positive number.
     """
     fields = {field.name for field in dataclasses.fields(Machine)}
     if unknown := sorted(set(values) - fields):
@@ -225,11 +225,11 @@ def _interpolated(sizes: tuple[float, ...], values: tuple[float, ...], size: flo
     return values[place - 1] * (values[place] / values[place - 1]) ** share
 
 
-# Samples of a block where no more fit, or where more are rare: they share the constant cost of a block.
+# The assumed number of samples in a block, if as many fit. They share the constant cost of a block.
 _TYPICAL_SAMPLES = 32
-# Small kernels of one block, beside those with a price: slices, diagonals, comparisons.
+# The number of small kernels of one block without their own price: slices, diagonals, comparisons.
 _GRAM_CALLS = 14
-_WRITTEN_CALLS = 6
+_VALUE_CALLS = 6
 
 
 @functools.lru_cache(maxsize=4096)
@@ -240,10 +240,10 @@ def norm_order_costs(
     in each of some groups.
 
     'gram': the Gram matrices of both factors, t*t*(a+b) multiply-adds a group, multiplied and summed.
-    'materialise': the value, t*a*b multiply-adds, and one pass over it. 'outer product', for one position (or
-    none): a product of two norms.
+    'materialise': the value, t*a*b multiply-adds, and one pass over it. 'outer product', for at most one
+    position: a product of two norms.
 
-    block: bytes of intermediates for which samples go together.
+    block: the bytes of intermediates of one block of samples.
     """
     item, small = dtype.itemsize, on.call_seconds + on.kernel_seconds
     if positions <= 1:
@@ -264,14 +264,14 @@ def norm_order_costs(
     )
     costs = {"gram": Cost(by_grams / n, grams)}
     n = max(1, min(_TYPICAL_SAMPLES, block // max(1, value)))
-    written = on.matmul_seconds(n * groups, rows, columns, positions, dtype)
-    written += on.stream_seconds(n * value, n * value) + _WRITTEN_CALLS * small
-    return costs | {"materialise": Cost(written / n, value)}
+    by_value = on.matmul_seconds(n * groups, rows, columns, positions, dtype)
+    by_value += on.stream_seconds(n * value, n * value) + _VALUE_CALLS * small
+    return costs | {"materialise": Cost(by_value / n, value)}
 
 
 def cheapest(costs: Mapping[str, Cost], block: int) -> str:
-    """The name of the fastest order among those of which one sample fits a block of so many bytes; of all, if
-    none does.
+    """The name of the fastest order of contraction among those whose intermediates of one sample fit a block
+    of `block` bytes; among all if none fits.
     """
     fitting = {name: cost for name, cost in costs.items() if cost.bytes <= block} or costs
     return min(fitting, key=lambda name: fitting[name].seconds)

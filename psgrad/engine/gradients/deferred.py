@@ -1,4 +1,4 @@
-"""A deferred gradient: a sum of terms, each with a layout that says how it lies in the parameter."""
+"""A deferred gradient: a sum of terms, each with a layout that maps its axes to the parameter's."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class DeferredGradient:
     """A per-sample value that is a sum of terms, [n] x `shape`.
 
     Class attributes:
-        groups: the places and the gradients of samples that were computed apart; none where all were computed
-            together.
+        groups: the places and the gradients of each group of samples that was computed separately; empty if
+            all samples were computed together.
     """
 
     groups: ClassVar[tuple[tuple[torch.Tensor, DeferredGradient], ...]] = ()
@@ -38,7 +38,7 @@ class DeferredGradient:
             if tuple(shape) != term.shape
             else Layout.identity(term.shape)
         )
-        if layout is None:  # nothing in it
+        if layout is None:  # an empty term
             term, layout = Dense(term.factors[0].new_zeros(term.samples, *shape)), Layout.identity(shape)
         return cls((Placed(term, layout),), torch.Size(shape), term.dtype, term.device)
 
@@ -56,11 +56,11 @@ class DeferredGradient:
 
     @property
     def factors(self) -> list[torch.Tensor]:
-        """The tensors that are kept of it."""
+        """The tensors that the gradient stores."""
         return [factor for placed in self.terms for factor in placed.term.factors]
 
     def mapped(self, change: Callable[[DeferredGradient], DeferredGradient]) -> DeferredGradient:
-        """What `change` makes of it, or of the gradients of each group of samples."""
+        """`change` applied to the gradient, or to the gradient of each group of samples."""
         return change(self)
 
     def new_zeros(self, count: int) -> torch.Tensor:
@@ -68,17 +68,17 @@ class DeferredGradient:
         return torch.zeros(count, *self.shape, dtype=self.dtype, device=self.device)
 
     def at(self, samples: slice | torch.Tensor) -> DeferredGradient:
-        """The same for some of the samples."""
+        """The gradient of some of the samples."""
         return self.with_terms([Placed(placed.term.at(samples), placed.layout) for placed in self.terms])
 
     def describe(self) -> str:
-        """How its norms are computed."""
+        """The orders of contraction of its norms, in words."""
         return " + ".join(placed.term.describe() for placed in self.terms) or "zero"
 
     @property
     def lost_at(self) -> str:
-        """The operator that could not be carried out on factors, so that the value was materialised for each
-        sample; empty if there was none. A bias, which never had factors, has lost none.
+        """The operator that could not be applied to the factors, so that the value was materialised for each
+        sample; empty if there was none, or if the gradient never had factors (a bias).
         """
         return next((placed.term.lost_at for placed in self.terms if placed.term.lost_at), "")
 
@@ -94,7 +94,7 @@ class DeferredGradient:
 
     def materialise(self) -> torch.Tensor:
         """[n, *shape]"""
-        # Factors in halves of a gradient in float32 are multiplied and summed in float32.
+        # Half-precision factors of a float32 gradient are multiplied and summed in float32.
         wide = torch.promote_types(self.dtype, self.terms[0].term.dtype)
         parts = [
             placed.layout.apply(placed.term.at(slice(None), wide).materialise(), lead=1)
@@ -126,9 +126,9 @@ def oriented(placed: Placed) -> Term | None:
     return swapped if whole else None
 
 
-def upright(placed: Placed) -> Placed:
-    """The same with its elements in the parameter's order where that costs nothing, so that a weight and its
-    transpose can be combined.
+def oriented_if_free(placed: Placed) -> Placed:
+    """The term with its elements in the parameter's order if this needs no computation, so that the terms of
+    a weight and of its transpose can be merged; else unchanged.
     """
     bare = Placed(placed.term, placed.layout.bare)
     term = oriented(bare)
@@ -139,12 +139,12 @@ def upright(placed: Placed) -> Placed:
 
 
 def merged(terms: Iterable[Placed]) -> list[Placed]:
-    """Terms of one kind and layout as one: more positions of the same product. What is left over has cross
-    terms of its own.
+    """The terms, with terms of one kind and layout merged to one with all their positions. The others keep
+    cross terms.
     """
     groups: dict[Any, list[Placed]] = {}
-    for placed in map(upright, terms):
-        groups.setdefault((placed.layout, placed.term.kin()), []).append(placed)
+    for placed in map(oriented_if_free, terms):
+        groups.setdefault((placed.layout, placed.term.merge_key()), []).append(placed)
     return [
         Placed(first.term.plus([placed.term for placed in others]), first.layout) if others else first
         for first, *others in groups.values()

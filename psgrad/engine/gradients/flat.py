@@ -20,7 +20,7 @@ class Flat:
     Attributes:
         shapes: name -> shape, in order.
         columns: name -> its columns.
-        size: p, how many numbers in all.
+        size: p, the number of entries of all parameters.
     """
 
     def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
@@ -44,7 +44,7 @@ class Flat:
 
 
 def as_gradients(vectors: Mapping[str, torch.Tensor]) -> PerSampleGradients:
-    """k vectors, name -> [k, *shape], as per-sample gradients, to contract others with:
+    """k vectors, name -> [k, *shape], as per-sample gradients, for queries such as
     `gradients.inner(as_gradients(v))`.
     """
     first = next(iter(vectors.values()))

@@ -1,8 +1,7 @@
-"""Gradients of groups of samples that were computed apart, as one gradient: what samples of other lengths, or
-of another branch of the loss, have in common is the parameter alone.
+"""One gradient from the gradients of groups of samples that were computed separately, because their lengths
+or their branches of the loss differ.
 
-Each query is answered group by group, and costs what the groups cost: no factor is padded to the positions of
-another group's.
+Each query runs for one group after the other, and no factor is padded to the positions of another group.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.ragged import padded_and_joined
 
 Places = torch.Tensor
-"""[k] int64: which samples of all a group has, each in one group."""
+"""[k] int64: the indices of a group's samples among all samples. Each sample is in one group."""
 
 
 class GroupedGradient(DeferredGradient):
@@ -26,22 +25,22 @@ class GroupedGradient(DeferredGradient):
 
     Attributes:
         groups: the places of each group's samples, and their gradients.
-        count: n, samples of all groups.
+        count: n, the number of samples of all groups.
     """
 
     count: int
 
     def __init__(self, groups: Iterable[tuple[Places, DeferredGradient]]) -> None:
-        found = tuple(groups)
-        first, count = found[0][1], sum(len(places) for places, _ in found)
+        parts = tuple(groups)
+        first, count = parts[0][1], sum(len(places) for places, _ in parts)
         vars(self).update(
-            groups=found, count=count, shape=first.shape, dtype=first.dtype, device=first.device
+            groups=parts, count=count, shape=first.shape, dtype=first.dtype, device=first.device
         )
 
     @cached_property
     def terms(self) -> tuple[Placed, ...]:  # type: ignore[override]
-        """The terms among all samples, with zeros for those of other groups: exact, and as much work for each
-        group as for all samples. Queries that can take groups do not ask for it.
+        """The terms of all groups, each padded with zeros to all samples. Exact, but each group then costs as
+        much as all samples: queries that can work by groups do not use it.
         """
         each = [
             Placed(placed.term.among(places, self.count), placed.layout)
@@ -63,14 +62,14 @@ class GroupedGradient(DeferredGradient):
         place, owner = torch.empty(2, self.count, dtype=torch.int64, device=self.device)
         for number, (places, _) in enumerate(self.groups):
             place[places], owner[places] = torch.arange(len(places), device=self.device), number
-        found = []
+        parts = []
         for number, (_, gradient) in enumerate(self.groups):
             here = torch.nonzero(owner[wanted] == number).squeeze(1)
             if len(here):
-                found.append((here, gradient.at(place[wanted[here]])))
-        if not found:
+                parts.append((here, gradient.at(place[wanted[here]])))
+        if not parts:
             return self.groups[0][1].at(wanted)
-        return found[0][1] if len(found) == 1 else GroupedGradient(found)
+        return parts[0][1] if len(parts) == 1 else GroupedGradient(parts)
 
     def mapped(self, change: Callable[[DeferredGradient], DeferredGradient]) -> DeferredGradient:
         return GroupedGradient((places, change(gradient)) for places, gradient in self.groups)
@@ -97,15 +96,16 @@ class GroupedGradient(DeferredGradient):
 
 
 def in_short(words: Iterable[str]) -> str:
-    """The words that differ, each once."""
+    """The different words, each once, separated by bars."""
     return " | ".join(dict.fromkeys(words))
 
 
 def in_order(parts: Sequence[Any], groups: Sequence[Places]) -> Any:
-    """What each group of samples gave (a pytree of tensors, sample axis in front), joined in the samples'
-    order. Tensors whose other axes differ in length are padded: fractions with NaN, else with zeros.
+    """The results of all groups of samples (pytrees of tensors, sample axis in front), joined in the samples'
+    order. Tensors whose other axes differ in length are padded: floating-point ones with NaN, others with
+    zeros.
 
-    A part may have several entries a sample, next to one another.
+    A result may have several entries for each sample, which are neighbours.
     """
     order = torch.cat(list(groups)).argsort()
 

@@ -1,5 +1,5 @@
-"""Layouts: the axes of a parameter over those of a term, by transposes, reshapes and slices that touch no
-value.
+"""Layouts: the map from the axes of a term to those of a parameter, by transposes, reshapes and slices that
+compute no value.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Run:
         return self.start + (length - 1) * self.step + 1
 
     def narrow(self, length: int, start: int, step: int, wanted: int) -> tuple[slice, Run] | None:
-        """Of `length` places of this run those among `wanted` places from `start` on: which they are, and
-        where they lie among those. None where the two steps don't go together; an empty slice where there are
-        none.
+        """The intersection of `length` places of this run with `wanted` places from `start` on: its slice of
+        this run, and its run among the `wanted` places. None if the two steps are not compatible; an empty
+        slice if there is no common place.
         """
         if step == 1:
             first = max(0, -(-(start - self.start) // self.step))
@@ -49,10 +49,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Layout:
-    """A relabelling of axes: canonical axes are cut into atoms, the atoms put in another order and grouped
-    into axes again.
+    """A relabelling of axes: canonical axes are cut into atoms, which are permuted and grouped into axes
+    again.
 
-    With a window, the result is a part of a larger value that is zero everywhere else: the gradient of a
+    With a window, the result is a part of a larger value that is zero elsewhere, such as the gradient of a
     slice.
     """
 
@@ -85,12 +85,12 @@ class Layout:
 
     @property
     def bare(self) -> Layout:
-        """The same without the window."""
+        """The layout without the window."""
         return self if self.window is None else replace(self, window=None)
 
     @property
     def without_ones(self) -> Layout:
-        """The same without atoms of size one."""
+        """The layout without atoms of size one."""
         atoms = [atom for atom, size in enumerate(self.atoms) if size != 1]
         if len(atoms) == len(self.atoms):
             return self
@@ -112,7 +112,7 @@ class Layout:
         )
 
     def apply(self, value: torch.Tensor, lead: int = 0) -> torch.Tensor:
-        """[*lead, *canonical] -> [*lead, *shape]; `lead` axes in front are left alone."""
+        """[*lead, *canonical] -> [*lead, *shape]; `lead`: the number of axes in front that do not change."""
         front = value.shape[:lead]
         if self.window is None and value.shape[lead:] == self.inner and self._is_ordered:
             return value
@@ -127,8 +127,8 @@ class Layout:
         return value
 
     def invert(self, value: torch.Tensor, canonical: Sequence[int], lead: int = 0) -> torch.Tensor:
-        """[*lead, *shape] -> [*lead, *canonical]: the transpose of `apply`, and but for what lies outside a
-        window its inverse.
+        """[*lead, *shape] -> [*lead, *canonical]: the transpose of `apply`. Within the window it is the
+        inverse.
         """
         if self.window is not None:
             value = value[(slice(None),) * lead + self.slices]
@@ -140,8 +140,8 @@ class Layout:
         return value.reshape((*front, *canonical))
 
     def reshape(self, shape: Sequence[int]) -> Layout | None:
-        """The same elements under another shape, None where an axis would cut an atom unevenly, or a window
-        would not be one.
+        """The layout of the same elements under another shape; None if an axis would cut an atom unevenly, or
+        the window would not be a product of runs.
         """
         return _reshape(self, tuple(shape))
 
@@ -155,7 +155,7 @@ class Layout:
         )
 
     def embed(self, dim: int, start: int, step: int, size: int) -> Layout:
-        """The same in a larger value, of which the axis `dim` is `size` long."""
+        """The layout in a larger value, whose axis `dim` has length `size`."""
         window = (
             list(self.window) if self.window is not None else [Run(0, 1, length) for length in self.inner]
         )
@@ -219,8 +219,8 @@ def _suffix_products(sizes: Sequence[int]) -> list[int]:
 def _reshape_window(
     window: Sequence[Run], inner: Sequence[int], shape: Sequence[int]
 ) -> list[tuple[Run, int]] | None:
-    """For each axis of the new shape its run and its number of places; None if the window is not such a
-    product of runs.
+    """For each axis of the new shape its run and its number of places; None if the window is not a product of
+    runs there.
     """
     if math.prod(shape) != math.prod(run.size for run in window) or 0 in inner or 0 in shape:
         return None
@@ -264,8 +264,8 @@ def _joined(runs: Sequence[Run], lengths: Sequence[int]) -> tuple[int, int, int]
 
 
 def split_run(start: int, step: int, length: int, sizes: Sequence[int]) -> list[tuple[Run, int]] | None:
-    """For each of the axes into which one of prod(sizes) is cut, its run and its number of places, which
-    together are those of a run along the whole; None if there are no such runs.
+    """For each of the axes into which one axis of length prod(sizes) is cut, a run and its number of places.
+    The product of these runs is the given run of the one axis. None if there are no such runs.
     """
     out: list[tuple[Run, int]] = []
     for place, size in enumerate(sizes):

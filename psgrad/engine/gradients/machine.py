@@ -1,7 +1,7 @@
-"""The machine constants in force: an override, else what was measured here once and kept in a file, else
-built-in ones.
+"""The machine constants that are used: an override, else constants that were measured on this machine and
+stored in a file, else built-in ones.
 
-Only `psgrad plan` measures (calibration.py). No query and no import does.
+Only `psgrad plan` measures constants (calibration.py). Queries and imports do not.
 """
 
 from __future__ import annotations
@@ -72,28 +72,27 @@ _BUILT_IN = {
 }
 
 _chosen: Path | Machine | None = None  # by a config
-_in_force: dict[tuple[str, int | None, int], Machine] = {}
+_current: dict[tuple[str, int | None, int], Machine] = {}
 
 
 def machine(device: torch.device) -> Machine:
-    """The constants in force for a device.
+    """The constants for a device.
 
-    Raises ConfigError if an override names a file that can't be used. A cache that can't be read is ignored.
+    Raises ConfigError if an override is a file that can't be used. A cache file that can't be read is
+    ignored.
     """
     key = device.type, device.index, torch.get_num_threads()
-    constants = _in_force.get(key)
+    constants = _current.get(key)
     if constants is None:
-        constants = _in_force[key] = _overridden(device) or _kept(device) or built_in(device)
+        constants = _current[key] = _overridden(device) or _cached(device) or built_in(device)
     return constants
 
 
 def use(chosen: Path | Machine | None) -> None:
-    """Use these constants, or those of a file, for all devices; None for those of the environment, the cache
-    or built in.
-    """
+    """Use these constants, or those of a file, for all devices. None removes this override."""
     global _chosen
     _chosen = chosen
-    _in_force.clear()
+    _current.clear()
 
 
 def keep(measured: Machine, device: torch.device) -> Path | None:
@@ -101,16 +100,16 @@ def keep(measured: Machine, device: torch.device) -> Path | None:
     which is not an error.
     """
     if _overridden(device) is None:
-        _in_force[device.type, device.index, torch.get_num_threads()] = measured
+        _current[device.type, device.index, torch.get_num_threads()] = measured
     text = json.dumps(measured.to_json(), indent=1) + "\n"
     try:
         path = cache_file(device)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # whole or not at all: another process may read at the same time
+        # renamed when complete, because another process may read at the same time
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
             file.write(text)
         Path(file.name).replace(path)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
+    except (OSError, RuntimeError):  # RuntimeError: no home folder
         return None
     return path
 
@@ -121,7 +120,7 @@ def is_known(device: torch.device) -> bool:
 
 
 def built_in(device: torch.device) -> Machine:
-    """Constants for a device that was never measured: those of some common one."""
+    """Constants for a device that was not measured: those of a typical device."""
     constants = _BUILT_IN["cpu" if device.type == "cpu" else "cuda"]
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     return replace(
@@ -135,14 +134,14 @@ def built_in(device: torch.device) -> Machine:
 
 
 def cache_file(device: torch.device) -> Path:
-    """The file of this device's constants: one for each device, number of threads and version of PyTorch."""
+    """The file of the constants of this device, number of threads and version of PyTorch."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"{device_name(device)}-{torch.get_num_threads()}-threads-torch-{torch.__version__}"
     return base / "psgrad" / (re.sub(r"[^\w.+-]+", "-", name) + ".json")
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name as its maker gives it."""
+    """The manufacturer's name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -173,14 +172,14 @@ def _overridden(device: torch.device) -> Machine | None:
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{source}: {path} does not describe a machine: {error}",
-            expected="a JSON file such as `psgrad plan` keeps",
+            expected="a JSON file as `psgrad plan` writes it",
             next_step=(
-                f"let `psgrad plan` measure this machine without it, and start from {cache_file(device)}"
+                f"run `psgrad plan` without it to measure this machine, and start from {cache_file(device)}"
             ),
         ) from error
 
 
-def _kept(device: torch.device) -> Machine | None:
+def _cached(device: torch.device) -> Machine | None:
     try:
         path = cache_file(device)
         return machine_of(json.loads(path.read_text(encoding="utf-8")), str(path))

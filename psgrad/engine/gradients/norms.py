@@ -15,11 +15,11 @@ from psgrad.engine.gradients.overlap import cross_products
 from psgrad.engine.gradients.precision_guard import is_flagging, is_unchecked, samples_to_recompute
 from psgrad.engine.gradients.terms import CANCELLATION, Term, blocks, square_norm
 
-# Squares leave float32's range long before gradients do.
+# The smallest squared norm that is safe in float32: squares leave its range long before gradients do.
 _TINY = 1e-30
-# A difference of float64 inner products that is less than this share of them is off by more than 1e-10.
+# If a difference of float64 inner products is less than this share of them, its error exceeds 1e-10.
 _LOST = 1e-3
-# Norms that Python compares faster than a kernel is called.
+# The number of norms up to which a comparison in Python is faster than a kernel.
 _FEW = 128
 
 
@@ -36,9 +36,9 @@ def square_norms(gradients: Sequence[DeferredGradient]) -> list[Any]:
 def _of_sum(terms: Sequence[Placed], norms: Sequence[torch.Tensor]) -> torch.Tensor:
     """[n] float64: the squared norms of a sum, given those of its terms.
 
-    Computed again in float64 for the samples in which the terms cancel, or whose products left the range of
-    float32; and from the materialised value if they cancel so far that a difference of inner products has
-    lost its digits in float64, too.
+    Computed again in float64 for the samples in which terms cancel, or products leave the range of float32;
+    and from the materialised value if they cancel so far that the inner products lose their digits in float64
+    too.
     """
     if len(terms) == 1:
         return norms[0]
@@ -98,19 +98,19 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
     elif rounded and len(samples_to_recompute(inaccurate.any(0))):
         for place in rounded:
             if len(samples := samples_to_recompute(inaccurate[place])):
-                _retake(terms[place], norms[place], samples)
+                _recompute(terms[place], norms[place], samples)
     return list(norms)
 
 
 def _all_in_range(norms: torch.Tensor) -> bool:
-    """Whether all norms are in float32's safe range, at the least cost."""
+    """Whether all norms are in float32's safe range."""
     if norms.device.type == "cpu" and norms.numel() <= _FEW:
         return all(_TINY <= norm < math.inf for norm in norms.flatten().tolist())
     smallest, largest = torch.stack(torch.aminmax(norms)).tolist()  # NaN counts as both
     return bool(smallest >= _TINY and largest < math.inf)
 
 
-def _retake(term: Term, norms: torch.Tensor, samples: torch.Tensor) -> None:
+def _recompute(term: Term, norms: torch.Tensor, samples: torch.Tensor) -> None:
     """Write float64 norms of some samples into `norms` [n]. Exact zeros and true infinities stay."""
     retry = samples[_are_products(term.at(samples))]
     if len(retry):
@@ -118,8 +118,8 @@ def _retake(term: Term, norms: torch.Tensor, samples: torch.Tensor) -> None:
 
 
 def _are_products(term: Term) -> torch.Tensor:
-    """[n]: whether all factors are finite and not zero throughout, so that a norm of zero or infinity comes
-    from their products.
+    """[n]: whether all factors are finite and none is entirely zero. A norm of zero or infinity then comes
+    from the range of the products.
     """
     factors = [f.reshape(len(f), -1) for f in term.factors if f.dtype.is_floating_point and f[:1].numel()]
     if not factors:

@@ -1,4 +1,4 @@
-"""Where two terms of one parameter overlap, and their inner products."""
+"""The overlap of two terms of one parameter, and their inner products."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from psgrad.engine.gradients.terms.placed import narrowed
 
 
 def common_parts(a: Placed, b: Placed) -> list[tuple[Placed, Placed]] | None:
-    """Both terms within the window that they share, of its shape; an empty list if they share none; None if
-    this takes materialising a term.
+    """Both terms, restricted to the window that they share; an empty list if they share none; None if a term
+    would have to be materialised.
     """
     if a.layout.window is None and b.layout.window is None:
         return [(a, b)]

@@ -1,5 +1,5 @@
-"""One forward and one backward pass over a batch, after which each parameter's gradient is kept in the
-smaller form: as factors or as a value.
+"""Per-sample gradients and norms of a batch, by one forward and one backward pass. Each parameter's gradient
+is stored in the smaller form: as factors or as a value.
 """
 
 from __future__ import annotations
@@ -20,48 +20,49 @@ from psgrad.engine.gradients.terms import Dense, Term, accumulating_dtype
 from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.grad import cotangents_and_value
-from psgrad.engine.transforms.levels import Divergence, WriteWatch
+from psgrad.engine.transforms.levels import Divergence, WriteCounts
 from psgrad.engine.transforms.trees import flatten, map_leaves, unflatten
 from psgrad.engine.transforms.vmap import flat_in_dims, mapped_size
 from psgrad.errors import TransformError
 
-# How many times the bytes of its factors a value may take that is contracted repeatedly: a convolution's
-# norms, sums and inner products take as long as materialising it each, and a tenth of that if it is stored.
-# Measured on the CNN of configs/digits.yaml.
-_ROOM_FOR_MANY = 2.0
+# The largest ratio of a value's bytes to its factors' bytes for which it is stored for many queries. Each
+# norm, sum or inner product of a convolution's gradient takes as long as materialising it, and a tenth of
+# that time if the value is stored. Measured on the CNN of configs/digits.yaml.
+_RATIO_FOR_MANY = 2.0
 
 
 def materialised_for_many(gradients: PerSampleGradients) -> PerSampleGradients:
-    """The same gradients for many queries: materialised also where that takes up to twice the room."""
+    """The gradients, prepared for many queries: a value may take up to twice the bytes of its factors."""
     result = {
-        name: gradient.mapped(partial(materialised_if_smaller, room=_ROOM_FOR_MANY))
+        name: gradient.mapped(partial(materialised_if_smaller, size_ratio=_RATIO_FOR_MANY))
         for name, gradient in gradients.gradients.items()
     }
     return PerSampleGradients(result, gradients.losses, gradients.aux)
 
 
-def materialised_if_smaller(gradient: DeferredGradient, room: float = 1) -> DeferredGradient:
-    """The same gradient, materialised if its value takes at most `room` times the bytes of its factors.
+def materialised_if_smaller(gradient: DeferredGradient, size_ratio: float = 1) -> DeferredGradient:
+    """The gradient, materialised if its value takes at most `size_ratio` times the bytes of its factors.
 
-    Only if its norm is computed by materialising it anyhow, so that nothing is lost: the value costs as much
-    as the sum over all samples, and every later query then reads the value. Never for a weight that is larger
-    than its factors.
+    It is materialised only if its norm would be computed from the value too. The value costs as much as the
+    sum over all samples, and later queries read it.
     """
-    if gradient.dtype != accumulating_dtype(
-        gradient.dtype
-    ):  # a value in halves would have lost digits that factors in halves have
+    # rounding a value to half precision would lose digits that half-precision factors have
+    if gradient.dtype != accumulating_dtype(gradient.dtype):
         return gradient
-    if len(gradient.terms) != 1 or not _value_is_smaller(gradient.terms[0].term, gradient.dtype, room):
+    if len(gradient.terms) != 1 or not _value_is_smaller(gradient.terms[0].term, gradient.dtype, size_ratio):
         return gradient
     return gradient.with_terms([Placed.plain(Dense(gradient.materialise(), materialised=True))])
 
 
-def _value_is_smaller(term: Term, dtype: torch.dtype, room: float) -> bool:
+def _value_is_smaller(term: Term, dtype: torch.dtype, size_ratio: float) -> bool:
     if term.stored_value is not None or not term.samples:
         return False
-    own = [factor for factor in term.factors if factor.stride(0)]  # the others are one tensor for all samples
+    own = [factor for factor in term.factors if factor.stride(0)]  # stride 0: one tensor for all samples
     factor_bytes = sum(factor.shape[1:].numel() * factor.element_size() for factor in own)
-    return term.describe() == "materialise" and math.prod(term.shape) * dtype.itemsize <= room * factor_bytes
+    return (
+        term.describe() == "materialise"
+        and math.prod(term.shape) * dtype.itemsize <= size_ratio * factor_bytes
+    )
 
 
 def per_sample_gradients(
@@ -84,10 +85,10 @@ def per_sample_gradients(
         in_dims: where that axis is, as for `vmap`; None for an argument that all samples share.
         randomness: as for `vmap`.
         settle: whether gradients that are smaller than their factors (of a convolution on large images, of a
-            small layer over many positions) are materialised at once, and the factors dropped.
+            small layer over many positions) are materialised during the pass, and their factors deleted.
 
-    No tensor of the size n x parameters is made here, unless it is the smaller one, nor by a query that does
-    not ask for it.
+    No tensor of size n x parameters is made here, except for values that are smaller than their factors. A
+    query makes one only if its result is one.
 
     If `loss` branches on a sample's data and samples disagree, it runs once for the samples of each outcome,
     as under `vmap`.
@@ -116,10 +117,10 @@ def per_sample_square_norms(
     absolute: bool = False,
 ) -> SquareNorms:
     """The squared norms only, with the arguments of `per_sample_gradients`. absolute: whether
-    `SquareNorms.absolute` is computed, too.
+    `SquareNorms.absolute` is computed too.
 
-    Each parameter's gradient is contracted as soon as the backward pass has all of it, and dropped: the
-    factors of all parameters never exist together.
+    Each parameter's gradient is contracted and deleted as soon as the backward pass completes it. So the
+    factors of all parameters never exist at the same time.
     """
     norms = NormsByName(absolute)
     job = Pass(loss, params, batch, in_dims, has_aux, randomness)
@@ -132,10 +133,10 @@ def per_sample_square_norms(
 
 
 class NormsByName:
-    """Squared norms, parameter by parameter as the backward pass completes them."""
+    """Collects the squared norms of each parameter's gradient when the backward pass completes it."""
 
     def __init__(self, absolute: bool = False) -> None:
-        self.found: dict[str, torch.Tensor] = {}
+        self.norms: dict[str, torch.Tensor] = {}
         self.absolute: dict[str, torch.Tensor] | None = {} if absolute else None
         self.computed_as: dict[str, str] = {}
 
@@ -144,14 +145,13 @@ class NormsByName:
         value = terms[0].term.stored_value if len(terms) == 1 and gradient.shape.numel() <= _SMALL else None
         if value is not None:
             value = value.reshape(value.shape[0], value.shape[1:].numel())
-            self.found[name] = torch.linalg.vector_norm(value, dim=1, dtype=torch.float64).square_()
+            self.norms[name] = torch.linalg.vector_norm(value, dim=1, dtype=torch.float64).square_()
         elif terms:
-            self.found[name] = square_norms([gradient])[0]
+            self.norms[name] = square_norms([gradient])[0]
         if self.absolute is not None and terms:
-            # Without a sum it is the norm, whose squares may have left float32's range and were checked for
-            # that.
+            # For a single product it is the norm, which was checked for squares outside of float32's range.
             once = len(terms) == 1 and terms[0].term.summands == 1 and terms[0].term.dtype != torch.float64
-            self.absolute[name] = self.found[name].sqrt() if once else absolute_sum(gradient)
+            self.absolute[name] = self.norms[name].sqrt() if once else absolute_sum(gradient)
         self.computed_as[name] = gradient.describe()
 
     def of(self, names: Iterable[str], losses: torch.Tensor, aux: Any) -> SquareNorms:
@@ -159,7 +159,7 @@ class NormsByName:
         zero = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device)
         absolute = {} if self.absolute is None else {name: self.absolute.get(name, zero) for name in names}
         return SquareNorms(
-            {name: self.found.get(name, zero) for name in names}, losses, aux, self.computed_as, absolute
+            {name: self.norms.get(name, zero) for name in names}, losses, aux, self.computed_as, absolute
         )
 
 
@@ -179,11 +179,13 @@ class Pass:
         self.flat, self.structure = flatten(batch)
         self.dims = flat_in_dims(in_dims, batch, self.flat, title)
         self.level = BatchLevel(mapped_size(self.flat, self.dims, title), randomness, WeightDeferral())
-        self.watch = WriteWatch(self.flat)
+        self.watch = WriteCounts(self.flat)
         self.states = random_draws.states() if randomness == "same" else None
 
     def run(self, consume: Callable[[str, DeferredGradient], None]) -> tuple[torch.Tensor, Any]:
-        """(losses [n], aux); `consume` gets each parameter's gradient when it is complete."""
+        """(losses [n], aux). Calls `consume` with the name and the gradient of each parameter when it is
+        complete.
+        """
         level, names = self.level, list(self.params)
 
         def complete(number: int, cotangent: torch.Tensor | None) -> None:
@@ -213,10 +215,10 @@ class Pass:
         """The samples of each outcome of a branch on which they disagree."""
         if divergence.level is not self.level:
             raise divergence
-        if self.watch.saw_a_write():
+        if self.watch.was_written():
             raise TransformError(
                 f"samples disagree on a branch{divergence.where}, after the loss had written into the batch",
-                next_step="write into a clone: the loss runs again for the samples of each outcome",
+                next_step="write into a clone, because the loss runs again for the samples of each outcome",
             )
         return divergence.groups(
             next(x.device for x, d in zip(self.flat, self.dims, strict=True) if d is not None)

@@ -1,4 +1,4 @@
-"""How much each position of a sample, such as a token, contributes to the squared norm of its gradient."""
+"""The contribution of each position of a sample, such as a token, to the squared norm of its gradient."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from psgrad.engine.gradients.terms import blocks
 
 
 def position_products(gradients: PerSampleGradients, positions: int) -> torch.Tensor:
-    """[n, t] float64: the inner product of what each position contributes to a gradient with the whole
+    """[n, t] float64: the inner product of each position's contribution to a gradient with the whole
     gradient, summed over the parameters.
 
-    A weight that is applied at `positions` places of a sample has a gradient that is a sum over them,
-    g = sum over t of g_t. The inner products <g_t, g> of all positions sum to the squared norm |g|^2; a
-    position that is against the others has a negative one. Parameters that are applied elsewhere (a head on
-    one pooled vector) and those whose factors are not kept (biases, scales of norms) have no part in it:
-    their squared norm is what is missing.
+    If a weight is applied at `positions` positions of a sample, its gradient is a sum over them,
+    g = sum over t of g_t. The inner products <g_t, g> of all positions sum to the squared norm |g|^2. The
+    inner product is negative for a position that points against the others. Two kinds of parameters are left
+    out, and their squared norm is missing from the sum: those with another number of positions (a head on one
+    pooled vector), and those without factors (biases, scales of norms).
 
     Args:
-        gradients: of n samples, from `per_sample_gradients(..., settle=False)`, which keeps all factors.
-        positions: t, how many a sample has.
+        gradients: of n samples, from `per_sample_gradients(..., settle=False)`, which stores all factors.
+        positions: t, the number of positions of a sample.
 
     A parameter's gradient is materialised for a few samples at a time.
     """

@@ -1,9 +1,9 @@
-"""Finds the samples whose norms rounding may have made wrong, so that they are computed again in a safer way.
+"""Selects the samples whose norms may be wrong by rounding, so that they are computed again in a safer order
+or precision.
 
-Which samples these are depends on the data, and a captured program can't depend on data. While a program is
-captured or replayed, a flag is returned as one more result instead: where it is true, the whole chunk is
-computed again without the program. Where a pass is only planned, on tensors without values, nothing is
-checked.
+The selection depends on the data, and a captured program can't depend on data. So while a program is captured
+or replayed, a flag is one more result. If it is true, the whole chunk is computed again without the program.
+If a pass only runs on tensors without values, for a plan, nothing is checked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _unchecked: ContextVar[bool] = ContextVar("unchecked", default=False)
 
 
 def is_flagging() -> bool:
-    """Whether inaccurate samples are flagged, and not computed again."""
+    """Whether a flag is set for inaccurate samples in place of computing them again."""
     return _flags.get() is not None
 
 
@@ -29,7 +29,9 @@ def is_unchecked() -> bool:
 
 
 def samples_to_recompute(inaccurate: torch.Tensor) -> torch.Tensor:
-    """The samples [k] of a mask [n]; none inside `flagging`, which gets a flag, and inside `unchecked`."""
+    """The indices [k] of the samples in a mask [n]. None inside `unchecked`; inside `flagging` a flag is
+    added instead.
+    """
     flags = _flags.get()
     if flags is None and not _unchecked.get():
         return torch.nonzero(inaccurate).squeeze(1)
@@ -40,7 +42,7 @@ def samples_to_recompute(inaccurate: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def flagging() -> Iterator[list[torch.Tensor]]:
-    """Flags [] bool are collected in the list, and no sample is computed again."""
+    """A context in which no sample is computed again. Yields the list to which flags, bool [], are added."""
     flags: list[torch.Tensor] = []
     token = _flags.set(flags)
     try:
@@ -51,7 +53,7 @@ def flagging() -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """No sample is flagged or computed again, as on tensors without values."""
+    """A context without checks, for tensors without values."""
     token = _unchecked.set(True)
     try:
         yield

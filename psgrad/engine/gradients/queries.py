@@ -33,7 +33,7 @@ class PerSampleGradients:
     Attributes:
         gradients: name -> deferred gradient.
         losses: [n], each sample's loss.
-        aux: what the loss returned besides, sample axis in front; None without `has_aux`.
+        aux: the loss's second result, sample axis in front; None without `has_aux`.
     """
 
     gradients: dict[str, DeferredGradient]
@@ -42,13 +42,13 @@ class PerSampleGradients:
 
     @classmethod
     def of_groups(cls, parts: list[PerSampleGradients], groups: list[torch.Tensor]) -> PerSampleGradients:
-        """The gradients of groups of samples as one; `groups` holds each one's places. A single group has its
-        samples in order.
+        """The gradients of all samples, from those of groups of samples. groups: the places [k] of each
+        group's samples; a single group has its samples in order.
         """
         if len(parts) == 1:
             return parts[0]
         losses, aux = in_order([(part.losses, part.aux) for part in parts], groups)
-        each = len(losses) // sum(map(len, groups))  # rows of one sample lie next to one another
+        each = len(losses) // sum(map(len, groups))  # the rows of one sample are neighbours
         places = [
             (group.to(losses.device).unsqueeze(1) * each + torch.arange(each, device=losses.device)).flatten()
             for group in groups
@@ -61,8 +61,8 @@ class PerSampleGradients:
 
     @cached_property
     def parts(self) -> list[tuple[torch.Tensor, PerSampleGradients]]:
-        """The places [k] of each group of samples that was computed apart, and their gradients; all samples
-        where there are no groups.
+        """The places [k] of each group of samples that was computed separately, and its gradients; one group
+        of all samples if there are no others.
         """
         groups = next((gradient.groups for gradient in self.gradients.values()), ())
         if not groups:
@@ -75,7 +75,7 @@ class PerSampleGradients:
         return PerSampleGradients(gradients, self.losses[places], aux)
 
     def by_part(self, query: Callable[[PerSampleGradients], Any]) -> Any:
-        """What `query` says of each sample, [n, ...], asked of one group of samples after another."""
+        """[n, ...]: the results of `query`, computed for one group of samples after the other."""
         if len(self.parts) == 1:
             return query(self)
         return in_order([query(part) for _, part in self.parts], [places for places, _ in self.parts])
@@ -84,29 +84,29 @@ class PerSampleGradients:
         return int(self.losses.shape[0])
 
     def square_norms(self, per: Per = "total") -> Any:
-        """Squared Euclidean norms, float64 [n] whatever the parameters' dtype.
+        """The squared Euclidean norms, float64 [n] for every dtype of the parameters.
 
-        per: 'total' over all parameters; 'parameter' as name -> [n]; 'module' likewise, by the parameters'
-        owner ('' for parameters of the model itself).
+        per: 'total' over all parameters; 'parameter' as name -> [n]; 'module' as name of the module -> [n]
+        ('' for parameters of the model itself).
         """
         return _grouped(dict(self._square_norms), per)
 
     @cached_property
     def _square_norms(self) -> dict[str, torch.Tensor]:
-        """name -> [n] float64; cached, because several measures of one chunk use it, and none of them writes
-        into it.
+        """name -> [n] float64; cached, because several measures of one chunk use it. They must not write into
+        it.
         """
 
         def norms_of(part: PerSampleGradients) -> dict[str, torch.Tensor]:
             zero = torch.zeros(len(part), dtype=torch.float64, device=part.losses.device)
-            found = square_norms(list(part.gradients.values()))
+            result = square_norms(list(part.gradients.values()))
             return {
                 name: norms if norms is not None else zero
-                for name, norms in zip(part.gradients, found, strict=True)
+                for name, norms in zip(part.gradients, result, strict=True)
             }
 
-        found: dict[str, torch.Tensor] = self.by_part(norms_of)
-        return found
+        result: dict[str, torch.Tensor] = self.by_part(norms_of)
+        return result
 
     def weighted_sum(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """name -> [*shape]: the sum over samples of the gradients, each times its weight [n]."""
@@ -131,15 +131,15 @@ class PerSampleGradients:
         }
 
     def inner(self, other: PerSampleGradients, per: Per = "total") -> Any:
-        """[n, m] float64: the inner product of each sample's gradient with each of another set's.
+        """[n, m] float64: the inner products of these samples' gradients with those of another set.
 
         Args:
             other: gradients of m samples, of any batch, in the same parameters.
             per: as for `square_norms`.
 
-        Nothing of the size n x m x parameters is made: each parameter is contracted by its factors, or
-        materialised and multiplied piece by piece, by price. A sample whose gradient is not finite has
-        numbers that are not finite in its row or column.
+        No tensor of size n x m x parameters is made: each parameter is contracted by its factors, or
+        materialised and multiplied in pieces, whichever is predicted to be faster. A sample whose gradient is
+        not finite has numbers that are not finite in its row or column.
 
         Raises TransformError if the two sets differ in their parameters' names, shapes or device.
         """
@@ -148,24 +148,24 @@ class PerSampleGradients:
         for rows, one in self.parts:
             for columns, another in other.parts:
                 products.add(rows, columns, one._inner(another, per, symmetric=False))
-        return products.found
+        return products.result
 
     def gram(self, per: Per = "total") -> Any:
-        """[n, n] float64, symmetric: the inner products of the samples' gradients with one another, for half
-        the work of `inner`.
+        """[n, n] float64, symmetric: the inner products of the samples' gradients with each other, at half
+        the cost of `inner`.
         """
         products = _Products(len(self), len(self), self.losses.device)
         for number, (rows, one) in enumerate(self.parts):
             for columns, another in self.parts[:number]:
-                found = one._inner(another, per, symmetric=False)
-                products.add(rows, columns, found)
-                products.add(columns, rows, tree_map(torch.t, found))
+                result = one._inner(another, per, symmetric=False)
+                products.add(rows, columns, result)
+                products.add(columns, rows, tree_map(torch.t, result))
             products.add(rows, rows, one._inner(one, per, symmetric=True))
-        return products.found
+        return products.result
 
     def _inner(self, other: PerSampleGradients, per: Per, *, symmetric: bool) -> Any:
-        """[n, m]: the inner products of samples that were computed together with others that were.
-        symmetric: whether they are the same.
+        """[n, m]: the inner products of two groups of samples, of which each was computed together.
+        symmetric: whether the groups are the same.
         """
         samples, device = (len(self), len(other)), self.losses.device
 
@@ -181,7 +181,7 @@ class PerSampleGradients:
             raise TransformError(
                 f"inner: only one of the two sets has gradients of {sorted(names[0] ^ names[1])[:8]}",
                 expected="gradients of the same parameters",
-                cause="two models, or one of them frozen in part",
+                cause="two different models, or one of them is partly frozen",
                 next_step="select(names) of both sets",
             )
         for name, gradient in self.gradients.items():
@@ -199,8 +199,8 @@ class PerSampleGradients:
             )
 
     def dot(self, vector: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """[n]: the inner product of each sample's gradient with one vector, given as name -> [*shape]. Absent
-        names count zero.
+        """[n]: the inner product of each sample's gradient with one vector, name -> [*shape]. The vector is
+        zero for absent names.
         """
         unknown = set(vector) - set(self.gradients)
         if unknown:
@@ -222,27 +222,27 @@ class PerSampleGradients:
                     total = total + placed.term.dot(placed.layout.invert(direction, placed.term.shape))
             return total
 
-        found: torch.Tensor = self.by_part(dot)
-        return found
+        result: torch.Tensor = self.by_part(dot)
+        return result
 
     def project(self, projection: Projection) -> torch.Tensor:
         """[n, k] float32 (float64 if gradients are): each sample's gradient, randomly projected without being
         materialised.
 
-        `projection.columns(names)` gives the columns of each parameter, `Projection` describes what the inner
-        products of the rows estimate.
+        `projection.columns(names)` returns the columns of each parameter. `Projection` documents what the
+        inner products of the rows estimate.
         """
-        found: torch.Tensor = self.by_part(
+        result: torch.Tensor = self.by_part(
             lambda part: projection.apply(part.gradients, len(part), part.losses.device)
         )
-        return found
+        return result
 
     def materialise(self) -> dict[str, torch.Tensor]:
         """name -> [n, *shape]: every per-sample gradient materialised."""
         return {name: _materialised(gradient, len(self)) for name, gradient in self.gradients.items()}
 
     def reduce(self, step: Callable[[State, str, slice, torch.Tensor], State], initial: State) -> State:
-        """A query of your own, from gradients that are materialised for a few samples at a time.
+        """The result of a user's query on gradients that are materialised for a few samples at a time.
 
         Args:
             step: (state, name, samples, block) to the next state; block [k, *shape] holds the gradients in
@@ -272,10 +272,10 @@ class PerSampleGradients:
         return state
 
     def select(self, names: str | Iterable[str]) -> PerSampleGradients:
-        """The same for some of the parameters, by their names or by patterns such as "*.weight" ("*", "?" and
-        "[...]" as in file names).
+        """The gradients in some of the parameters, by their names or by patterns such as "*.weight" ("*", "?"
+        and "[...]" as in file names).
 
-        Raises TransformError for a name that is no parameter's, and for a pattern that fits none.
+        Raises TransformError for an unknown name, and for a pattern that matches no parameter.
         """
         chosen: dict[str, DeferredGradient] = {}
         for name in [names] if isinstance(names, str) else names:
@@ -288,18 +288,18 @@ class PerSampleGradients:
                 raise TransformError(
                     f"select: no parameter of the name {name!r}"
                     + (f"; did you mean {close[0]}?" if close else ""),
-                    expected=f"names among {list(self.gradients)[:8]}, or a pattern that fits some of them",
+                    expected=f"names among {list(self.gradients)[:8]}, or a pattern that matches some",
                 )
             chosen.update({each: self.gradients[each] for each in fitting})
         return PerSampleGradients(chosen, self.losses, self.aux)
 
     def describe(self) -> dict[str, str]:
-        """name -> how its norms are computed."""
+        """name -> the order of contraction of its norms."""
         return {name: gradient.describe() for name, gradient in self.gradients.items()}
 
     @property
     def unfactored(self) -> list[str]:
-        """The parameters whose gradients were materialised, sample by sample, because an operator needed the
+        """The parameters whose gradients were materialised for each sample, because an operator needed the
         value.
         """
         return [name for name, gradient in self.gradients.items() if gradient.lost_at]
@@ -307,14 +307,14 @@ class PerSampleGradients:
 
 @dataclass(frozen=True)
 class SquareNorms:
-    """The part of per-sample gradients that remains if only their norms are computed.
+    """The norms of per-sample gradients, without the gradients.
 
     Attributes:
         by_parameter: name -> [n] float64, the squared norms.
         losses, aux: as in PerSampleGradients.
-        computed_as: name -> how its norms were computed.
-        absolute: name -> [n] float64, to which the rounding of norms and sums is proportional
-            (`bounded_sums.absolute_sum`); empty if not requested.
+        computed_as: name -> the order of contraction of its norms.
+        absolute: name -> [n] float64, `bounded_sums.absolute_sum`, to which the rounding error of norms and
+            sums is proportional; empty if not requested.
     """
 
     by_parameter: dict[str, torch.Tensor]
@@ -325,12 +325,14 @@ class SquareNorms:
 
     @classmethod
     def of_groups(cls, parts: list[SquareNorms], groups: list[torch.Tensor]) -> SquareNorms:
-        """The norms of groups of samples as one; `groups` holds each one's places."""
+        """The norms of all samples, from those of groups of samples. groups: the places [k] of each group's
+        samples.
+        """
         norms, losses, aux, absolute = in_order(
             [(part.by_parameter, part.losses, part.aux, part.absolute) for part in parts], groups
         )
-        ways = {name: in_short(part.computed_as[name] for part in parts) for name in parts[0].computed_as}
-        return cls(norms, losses, aux, ways, absolute)
+        orders = {name: in_short(part.computed_as[name] for part in parts) for name in parts[0].computed_as}
+        return cls(norms, losses, aux, orders, absolute)
 
     def __len__(self) -> int:
         return int(self.losses.shape[0])
@@ -340,7 +342,7 @@ class SquareNorms:
         return _grouped(self.by_parameter, per)
 
     def describe(self) -> dict[str, str]:
-        """name -> how its norms were computed."""
+        """name -> the order of contraction of its norms."""
         return self.computed_as
 
     @property
@@ -369,22 +371,22 @@ def _of_groups(names: list[str], per: Per, query: Callable[[list[str]], torch.Te
 
 
 class _Products:
-    """Inner products [n, m], or label -> [n, m], put together from those of groups of samples."""
+    """Inner products [n, m], or label -> [n, m], assembled from those of groups of samples."""
 
     def __init__(self, n: int, m: int, device: torch.device) -> None:
-        self._shape, self._device, self.found = (n, m), device, None
+        self._shape, self._device, self.result = (n, m), device, None
 
     def add(self, rows: torch.Tensor, columns: torch.Tensor, block: Any) -> None:
-        if (len(rows), len(columns)) == self._shape and self.found is None:
-            self.found = block
+        if (len(rows), len(columns)) == self._shape and self.result is None:
+            self.result = block
             return
-        if self.found is None:
-            self.found = tree_map(lambda x: x.new_empty(self._shape), block)
-        tree_map(lambda whole, x: whole.index_put_((rows.unsqueeze(1), columns), x), self.found, block)
+        if self.result is None:
+            self.result = tree_map(lambda x: x.new_empty(self._shape), block)
+        tree_map(lambda whole, x: whole.index_put_((rows.unsqueeze(1), columns), x), self.result, block)
 
 
 def _groups(names: list[str], per: Per) -> dict[str, list[str]]:
-    """The parameters of each label: their own name, or that of the module that they belong to."""
+    """label -> parameters. The label is the parameter's name, or the name of its module."""
     if per not in ("parameter", "module"):
         raise ValueError(f"per={per!r}: expected 'total', 'parameter' or 'module'")
     groups: dict[str, list[str]] = {}

@@ -1,8 +1,8 @@
 """Sums over samples of the elementwise squares of their gradients.
 
-For one outer product a sample the sum of squares is a product of squared factors, sum_n (l_n r_n^T)^2 =
-(L^2)^T (R^2). For a table it is made of rows, after those of one sample and index were added. All other
-values are materialised, a block of samples at a time.
+If each sample has one outer product, the sum of squares is a product of squared factors,
+sum_n (l_n r_n^T)^2 = (L^2)^T (R^2). For a table, rows of one sample and index are added first, and then
+squared. All other values are materialised, a block of samples at a time.
 """
 
 from __future__ import annotations

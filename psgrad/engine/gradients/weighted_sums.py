@@ -35,7 +35,7 @@ class WeightedSum:
         sums: name -> [*shape].
         norms: the samples' squared norms, losses and aux.
         weights: [n], or name -> [n].
-        recomputed: whether a second pass was needed, because the first one's factors did not fit.
+        recomputed: whether a second pass was needed, because the factors of the first did not fit in memory.
     """
 
     sums: dict[str, torch.Tensor]
@@ -55,25 +55,25 @@ def per_sample_weighted_sum(
     memory: float | None = None,
     bounded: bool = False,
 ) -> WeightedSum:
-    """The sum over samples of their gradients, each times a weight that follows from the norms:
-    `weights(norms)` is [n], or name -> [n] where parameters have weights of their own.
+    """The sum over samples of their gradients, each times a weight that is computed from the norms:
+    `weights(norms)` is [n], or name -> [n] for different weights for each parameter.
 
     Clipping to norm C is `weights=lambda norms: (C / norms.square_norms().sqrt()).clamp(max=1)`. A sample
-    without a finite norm whose weights are 0 adds nothing.
+    without a finite norm adds nothing if its weights are 0.
 
-    The norms come first. What the sum needs of each parameter's gradient is kept meanwhile, in its smaller
-    form, so that there is no second pass (Bu, Wang, Zha and Karypis, "Differentially Private Optimization on
-    Large Model at Small Cost", 2023, call this book-keeping). Where that takes more than `memory` bytes
-    (None: half of what is free), it is dropped, and a second pass sums each parameter's gradient as soon as
-    it is complete. It takes as long as the gradient of the weighted loss, whose weights would be rounded with
-    every operator of the backward pass (with eight bits where those run in bfloat16), so that its sum is of
-    other gradients than the norms were. Both ways give the same numbers, to rounding, and draw the same
-    random numbers.
+    The norms are computed first. Meanwhile each parameter's gradient is stored in its smaller form, so that
+    no second pass is needed (Bu, Wang, Zha and Karypis, "Differentially Private Optimization on Large Model
+    at Small Cost", 2023, call this book-keeping). If this takes more than `memory` bytes (None: half of the
+    free memory), the stored gradients are deleted. A second pass then sums each parameter's gradient as soon
+    as it is complete. The gradient of the weighted loss would take as long. But there the weights are rounded
+    with every operator of the backward pass (to eight bits in bfloat16), so its sum is a sum of other
+    gradients than those of the norms. With one or two passes, the results are equal up to rounding, and the
+    same random numbers are drawn.
 
-    With `bounded`, sums are float64, and what a sample adds to a parameter's sum is no longer than its weight
-    times the norm that the weight was made from, in spite of rounding (`bounded_sums`): the norm is measured
-    of the numbers that are summed, in a second pass too. A sample whose weights are all 0 is left out,
-    whatever it holds, and `norms.absolute` is there for the weights to look at.
+    With `bounded`, sums are float64, and the norm of a sample's contribution to a parameter's sum is at most
+    its weight times the norm from which the weight was computed, in spite of rounding (`bounded_sums`). For
+    this the norm of the numbers that are summed is computed, also in a second pass. A sample whose weights
+    are all 0 is left out, also if it is not finite. `norms.absolute` is computed for use by `weights`.
 
     The other arguments are those of `per_sample_gradients`.
     """
@@ -108,13 +108,13 @@ def per_sample_weighted_sum(
     return WeightedSum(sums, norms, given, recomputed=True)
 
 
-# Bytes that are kept without a query of the free memory, which takes longer than a small network's pass.
-_WITHOUT_ASKING = 64 << 20
+# Bytes that are stored without a query of the free memory, which takes longer than a small network's pass.
+_WITHOUT_QUERY = 64 << 20
 
 
 class _StoredGradients:
-    """Gradients that are stored until their weights are known, up to so many bytes (None: half of what is
-    free); beyond that none is kept.
+    """Gradients that are stored until their weights are known, up to `memory` bytes (None: half of the free
+    memory). If they take more, all are deleted.
     """
 
     def __init__(self, memory: float | None, device: torch.device) -> None:
@@ -122,8 +122,10 @@ class _StoredGradients:
         self.full = memory is not None and memory <= 0
         self._device = device
         self._is_limited = memory is not None
-        self._left = _WITHOUT_ASKING if memory is None else memory
-        self._seen: set[int] = set()  # tensors share storages: an input serves several weights
+        self._left = _WITHOUT_QUERY if memory is None else memory
+        self._seen: set[int] = (
+            set()
+        )  # storages that are counted already: an input may belong to several weights
 
     def add(self, name: str, gradient: DeferredGradient) -> None:
         if self.full:
@@ -149,9 +151,7 @@ class _StoredGradients:
 def _by_name(
     weights: torch.Tensor | WeightsByName, names: list[str], norms: SquareNorms
 ) -> dict[str, torch.Tensor]:
-    """name -> [n], of weights that may be the same for all names; raises TransformError for any other shape,
-    and for other names.
-    """
+    """name -> [n]: the weights of each parameter. Raises TransformError for wrong shapes and names."""
     if isinstance(weights, Mapping):
         if weights.keys() != set(names):
             raise TransformError(
@@ -176,10 +176,10 @@ def _checked(weights: torch.Tensor, norms: SquareNorms) -> torch.Tensor:
 
 
 class _Summing:
-    """How each parameter's gradient is summed: with its weights, over the samples that take part.
+    """Sums the gradient of a parameter with its weights, over the samples that take part.
 
-    Zero times infinity is NaN: a sample whose weights are all zero is left out if its norm is not finite, and
-    of a bounded sum in any case.
+    Zero times infinity is NaN. So a sample whose weights are all zero is left out if its norm is not finite;
+    of a bounded sum it is always left out.
     """
 
     def __init__(self, weights: WeightsByName, norms: SquareNorms, bounded: bool) -> None:
@@ -192,8 +192,8 @@ class _Summing:
         self.samples = len(norms)
 
     def of(self, name: str, gradient: DeferredGradient, places: torch.Tensor | None = None) -> torch.Tensor:
-        """[*shape]: the weighted sum of the gradient in a parameter. places: of its samples among all; None
-        where they are all there.
+        """[*shape]: the weighted sum of the gradient in a parameter. places: the indices [k] of the
+        gradient's samples among all; None if it has all samples in order.
         """
         if self._taken is not None:
             own = self._taken if places is None else self._taken[places]
@@ -212,19 +212,18 @@ class _Summing:
 def _sums(
     stored: dict[str, DeferredGradient], names: list[str], summing: _Summing
 ) -> dict[str, torch.Tensor]:
-    """name -> [*shape]; each parameter's gradient is dropped as soon as its sum is computed.
+    """name -> [*shape]; each parameter's gradient is deleted as soon as its sum is computed.
 
-    In the order of the backward pass, as they were stored: a layer's input is the next one's output, and is
-    freed with the last of the two, so that the first layers' sums, mostly computed last, don't coexist with
-    the last layers' factors.
+    The sums are computed in the order of the backward pass, in which the gradients were stored. So the
+    factors of the last layers are freed before the sums of the first layers are made.
     """
     sums = {name: summing.of(name, stored.pop(name)) for name in list(stored)}
     return {name: sums[name] for name in names}
 
 
 def _summed_again(first: Pass, batch: tuple[Any, ...], summing: _Summing) -> dict[str, torch.Tensor]:
-    """name -> [*shape], by a second pass, the same as the first, in which the gradients of two parameters
-    never coexist.
+    """name -> [*shape], by a second pass that repeats the first. The gradients of two parameters never exist
+    at the same time.
     """
     params, in_dims = first.params, first.settings["in_dims"]
     dims = (*(in_dims if isinstance(in_dims, (tuple, list)) else [in_dims] * len(batch)), 0)
@@ -233,7 +232,9 @@ def _summed_again(first: Pass, batch: tuple[Any, ...], summing: _Summing) -> dic
         return first.loss(params, *sample[:-1])
 
     def summed(*some: Any) -> dict[str, torch.Tensor]:
-        """The sum over some of the samples, given with their places, because a branch may split them."""
+        """The sum over some of the samples. The last argument is their places, because a branch may split
+        them.
+        """
         places: torch.Tensor = some[-1]
         sums: dict[str, torch.Tensor] = {}
         job = Pass(of_one, params, some, **{**first.settings, "in_dims": dims})

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.execution.buckets import Added
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Vectors
@@ -145,12 +146,11 @@ class _Objectives:
         return torch.stack([value for value, _ in sums]), torch.stack([slope for _, slope in sums])
 
     def _sums(self, params: Vectors) -> tuple[torch.Tensor, torch.Tensor]:
-        def of_chunk(
-            loss: Any, _: Vectors, inputs: Any, target: Any, *, randomness: str, **__: Any
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            return self._slope(params, inputs, target, randomness)
+        def of_chunk(loss: Any, _: Vectors, inputs: Any, target: Any, *, randomness: str, **__: Any) -> Added:
+            return Added(self._slope(params, inputs, target, randomness))
 
-        sums_and_count: tuple[torch.Tensor, torch.Tensor] = self.training.fold(lambda sums: sums, of_chunk)
+        sums_and_count: tuple[torch.Tensor, torch.Tensor]
+        sums_and_count = self.training.fold(lambda sums: sums.value, of_chunk)
         return sums_and_count
 
     def _row(self, params: Vectors, row: int) -> tuple[torch.Tensor, torch.Tensor]:

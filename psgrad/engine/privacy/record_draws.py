@@ -21,11 +21,11 @@ import torch
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.own_generators import OwnGenerators
 from psgrad.engine.transforms import diagnostics, random_draws
-from psgrad.engine.transforms.interpreter import innermost
 from psgrad.engine.transforms.operators import Op, is_random
 from psgrad.engine.transforms.private_torch import FakeTensor, schema_of
 from psgrad.engine.transforms.random_draws import draw_by_label, drawing_by_label
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import innermost
 from psgrad.errors import ModelError
 
 Labels = npt.NDArray[np.int64]

@@ -1,10 +1,10 @@
 """The memory layout of a batched value, and that of the tensor of one sample.
 
-A batched kernel may lay its result out so that one sample's part is spread over memory: the channels of
-several samples side by side, or the sample axis innermost. The strides of one sample's tensor decide which
-`view` exists, whether `reshape` copies, and what `as_strided` returns. So a tracer shows the strides that
-PyTorch gives one sample's result, and the value is copied to memory of these strides before a view of it is
-taken. Without a view nothing is copied.
+The result of a batched kernel may have the part of one sample spread over memory: the channels of several
+samples side by side, or the sample axis innermost. The strides of one sample's tensor decide which `view`
+exists, whether `reshape` copies, and what `as_strided` returns. So a tracer shows the strides of PyTorch's
+result for one sample. Before a view is taken, the value is copied to memory with these strides. Without a
+view nothing is copied.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import SEVERAL, TENSOR, TRACER, kinds, map_tracers
 from psgrad.engine.transforms.operators import Op, aten
 from psgrad.engine.transforms.private_torch import tree_map, without_modes
+from psgrad.engine.transforms.tracer import SEQUENCE, TENSOR, TRACER, kinds, map_tracers
 
 Strides = tuple[int, ...]
 
-# Operators whose results are not contiguous, though their arguments are.
+# Operators whose results are not contiguous for contiguous arguments.
 _BY_COLUMNS: frozenset[Op] = frozenset({aten.triangular_solve.default, aten.linalg_lstsq.default})
-# Operators for which the meta device returns other strides than the kernel: the batched kernel's order of
+# For these operators the strides on the meta device differ from the kernel's: the batched kernel's order of
 # axes is used.
-_OTHERWISE_ON_META: frozenset[Op] = frozenset(
+_OTHER_STRIDES_ON_META: frozenset[Op] = frozenset(
     {
         aten.conv1d.default,
         aten.conv_transpose1d.default,
@@ -42,29 +42,31 @@ _OTHERWISE_ON_META: frozenset[Op] = frozenset(
         aten.native_dropout_backward.default,
     }
 )
-_MOST_SIGNATURES = 1 << 14
+_MAX_SIGNATURES = 1 << 14
 _of_signature: dict[Any, tuple[tuple[torch.Size, Strides], ...]] = {}
 
 
-@functools.lru_cache(maxsize=_MOST_SIGNATURES)
+@functools.lru_cache(maxsize=_MAX_SIGNATURES)
 def dense_strides(shape: torch.Size, strides: Strides) -> Strides:
-    """The strides that PyTorch gives a new tensor made after one of these: the same order of axes, without
-    gaps.
+    """The strides of `empty_like` for a tensor of this shape and these strides: the same order of axes,
+    without gaps.
     """
     with without_modes():
         return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
-def is_ordinary(value: torch.Tensor, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a new batched value and the tensors it was made of are contiguous, as they are then for one
-    sample too.
+def is_contiguous_throughout(
+    value: torch.Tensor, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether a new batched value and the arguments of its operator are contiguous. They are then contiguous
+    for one sample too.
     """
     if not value.is_contiguous() or (kwargs and "memory_format" in kwargs) or op in _BY_COLUMNS:
         return False
     for a in args:
         kind = kinds[type(a)]
         if (kind in (TENSOR, TRACER) and not a.is_contiguous()) or (
-            kind == SEVERAL and not all(map(_is_contiguous, a))
+            kind == SEQUENCE and not all(map(_is_contiguous, a))
         ):
             return False
     return True
@@ -89,25 +91,24 @@ def strides_of_one_sample(
 def _strides(
     shape: torch.Size, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], place: int
 ) -> Strides | None:
-    """The dense strides that PyTorch gives tensor number `place` of `op(*args, **kwargs)`; None if the meta
-    device can't say.
+    """The dense strides of tensor number `place` of `op(*args, **kwargs)` in PyTorch; None if the meta device
+    can't compute them.
     """
-    results = _results(op, args, kwargs) if op not in _OTHERWISE_ON_META else ()
+    results = _results_on_meta(op, args, kwargs) if op not in _OTHER_STRIDES_ON_META else ()
     if place >= len(results):
         return None
     expected, strides = results[place]
     return strides if expected == shape and dense_strides(shape, strides) == strides else None
 
 
-def _results(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[torch.Size, Strides], ...]:
-    """(shape, strides) of each tensor that the operator returns, by PyTorch's meta device; none if it can't
-    say.
+def _results_on_meta(
+    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[torch.Size, Strides], ...]:
+    """(shape, strides) of each tensor that the operator returns on PyTorch's meta device; empty if it can't
+    run there.
     """
-    signature = (
-        id(op),
-        _signature(args),
-        _signature(tuple(kwargs.items())),
-    )  # operators live as long as the process
+    # the id is unique: operators exist until the process ends
+    signature = id(op), _signature(args), _signature(tuple(kwargs.items()))
     try:
         if (cached := _of_signature.get(signature)) is not None:
             return cached
@@ -118,7 +119,7 @@ def _results(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
             cached = tuple(_described(op(*_on_meta(args), **_on_meta(kwargs))))
     except Exception:  # no meta kernel, or one that needs values
         cached = ()
-    if len(_of_signature) >= _MOST_SIGNATURES:
+    if len(_of_signature) >= _MAX_SIGNATURES:
         _of_signature.clear()
     _of_signature[signature] = cached
     return cached
@@ -149,20 +150,20 @@ def _described(result: Any) -> Iterator[tuple[torch.Size, Strides]]:
 
 def has_other_layout(value: torch.Tensor, strides: Strides) -> bool:
     """Whether the memory layout of a batched value [n, *shape] differs from n tensors of these strides, or
-    several samples share a place.
+    several samples share memory.
     """
     own = value.stride()
-    return not _alike(value.shape[1:], own[1:], strides) or (own[0] == 0 and value.shape[0] > 1)
+    return not _same_strides(value.shape[1:], own[1:], strides) or (own[0] == 0 and value.shape[0] > 1)
 
 
-def _alike(shape: torch.Size, some: Strides, others: Strides) -> bool:
+def _same_strides(shape: torch.Size, some: Strides, others: Strides) -> bool:
     return some == others or all(
         a == b or length == 1 for length, a, b in zip(shape, some, others, strict=True)
     )
 
 
 def laid_out(value: torch.Tensor, strides: Strides) -> torch.Tensor:
-    """`value` in dense memory, its axes in the order that these strides say."""
+    """`value` in dense memory, with its axes in the order of these strides."""
     order = sorted(range(value.dim()), key=lambda axis: -strides[axis])
     if order == sorted(order):
         return value.contiguous()
@@ -175,9 +176,9 @@ def laid_out_by_kernel(result: Any, op: Op, args: tuple[Any, ...], kwargs: dict[
 
     def placed(x: torch.Tensor) -> torch.Tensor:
         place = next(places)
-        if is_ordinary(x, op, args, kwargs):
+        if is_contiguous_throughout(x, op, args, kwargs):
             return x
         strides = _strides(x.shape, op, args, kwargs, place)
-        return x if strides is None or _alike(x.shape, x.stride(), strides) else laid_out(x, strides)
+        return x if strides is None or _same_strides(x.shape, x.stride(), strides) else laid_out(x, strides)
 
     return map_tracers(placed, result)

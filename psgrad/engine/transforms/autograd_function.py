@@ -1,14 +1,14 @@
 """torch.autograd.Function inside a transformed function: its backward, jvp and vmap are used as rules.
 
-PyTorch has no hook for the call. But `Function.apply` looks its next step up as an attribute of a base class,
-which is written in C. While a transform runs, psgrad replaces this attribute, which also reaches functions
-that were bound before (`f = MyFunction.apply`). Since PyTorch 2.14 `Function.apply` itself is written in C
-and is what psgrad replaces. A function that was bound before stays PyTorch's, and is refused as soon as its
-backward would be needed.
+PyTorch has no hook for the call. Up to PyTorch 2.13, `Function.apply` calls an attribute of a base class that
+is written in C. While a transform runs, psgrad replaces this attribute. This also changes calls by a name
+that was bound before (`f = MyFunction.apply`). Since PyTorch 2.14, `Function.apply` itself is written in C,
+and psgrad replaces it. A name that was bound before then calls PyTorch's own function, and is refused if its
+backward is needed.
 
-A Function must be written with `setup_context`, as torch.func demands too: otherwise the level of what its
-forward saves for the backward is not known yet. A Function without it is left to PyTorch, and refused as soon
-as its backward would be needed.
+A Function must be written with `setup_context`, as for torch.func. Otherwise the level of the values that its
+forward saves is not known. PyTorch runs a Function without `setup_context`; it is refused if its backward is
+needed.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from psgrad.engine.transforms.private_torch import (
     SingleLevelFunction,
 )
 from psgrad.engine.transforms.read_only import read_only
-from psgrad.engine.transforms.ruled_calls import Ruled
 from psgrad.engine.transforms.rules.families import sum_to
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.user_rules import UserRuleCall
 from psgrad.errors import TransformError
 
-if not APPLIES_IN_TWO_STEPS:  # one that was bound before may run at any time
+if not APPLIES_IN_TWO_STEPS:  # a name that was bound before may be called at any time
     type(state).forwards = 1
 
 
 class Context:
-    """The `ctx` of a Function's `setup_context`, `backward` and `jvp`. It takes any attribute, as PyTorch's
-    does.
+    """The `ctx` of a Function's `setup_context`, `backward` and `jvp`. Any attribute can be set on it, as on
+    PyTorch's.
     """
 
     def __init__(self, name: str, needs_input_grad: tuple[bool, ...]) -> None:
@@ -95,7 +95,7 @@ def applied(function: Any, args: tuple[Any, ...]) -> Any:
     return call.structured(outs)
 
 
-class _Application(Ruled):
+class _Application(UserRuleCall):
     """One call of a Function."""
 
     def __init__(self, function: Any) -> None:
@@ -120,7 +120,7 @@ class _Application(Ruled):
 
     def run(self, args: Flat) -> Flat:
         if state.attached and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
-            # PyTorch's autograd differentiates the result, which it can
+            # PyTorch's autograd differentiates the result by the Function's own backward
             assert state.outside is not None
             with read_only(args), ForceDispatchKeys(*state.outside):
                 return self._flat(super(SingleLevelFunction, self.kind).apply(*args))  # type: ignore[misc]
@@ -162,8 +162,8 @@ class _Application(Ruled):
         return self._counted(backward(context, *cotangents), shapes)
 
     def _counted(self, given: Any, shapes: list[Any]) -> Cotangents:
-        """One cotangent an argument. As PyTorch does, one that was not summed over broadcast axes is summed
-        here.
+        """One cotangent for each argument. A cotangent that was not summed over broadcast axes is summed
+        here, as in PyTorch.
         """
         cotangents = list(given) if isinstance(given, tuple) else [given]
         surplus = cotangents[len(shapes) :]
@@ -171,7 +171,7 @@ class _Application(Ruled):
             raise TransformError(
                 f"{self.name}: backward returned {len(cotangents)} gradients, forward takes {len(shapes)}"
                 " arguments",
-                expected="one gradient an argument, None for those that are no tensors",
+                expected="one gradient for each argument, None for arguments that are not tensors",
             )
         return [
             (
@@ -203,7 +203,7 @@ class _Application(Ruled):
             raise TransformError(
                 f"{self.name}: jvp returned tangents of shapes {[getattr(t, 'shape', None) for t in pushed]} "
                 f"for results of shapes {[getattr(x, 'shape', None) for x in outs]}",
-                expected="one tangent a result, shaped like it",
+                expected="one tangent for each result, of its shape",
             )
         return outs, [
             None if any(x is y for y in context.non_differentiable) else t
@@ -273,10 +273,10 @@ def _once(name: str, backward: Callable[..., Any], context: Context, cotangents:
 
     def refuse(*args: Any) -> Any:
         raise TransformError(
-            f"the backward of {name} is differentiated, and marked @once_differentiable",
+            f"the backward of {name} is differentiated, but marked @once_differentiable",
             next_step=(
-                "write the backward with differentiable operators and leave the mark out; forward mode can do"
-                " with a jvp of its own"
+                "write the backward with differentiable operators and remove the mark; for forward mode, a"
+                " jvp of the Function is enough"
             ),
         )
 
@@ -284,7 +284,7 @@ def _once(name: str, backward: Callable[..., Any], context: Context, cotangents:
         assert outs is not None
         return outs, None, frozenset()
 
-    call = Ruled(f"the backward of {name}", function, prepare, refuse, refuse, value_first=True)
+    call = UserRuleCall(f"the backward of {name}", function, prepare, refuse, refuse, value_first=True)
     outs = dispatch_call(call, [*saved, *cotangents])
     return outs[0] if single else tuple(outs)
 
@@ -302,7 +302,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _forward_runs() -> Iterator[None]:
-    """Whether an operator that is recorded runs in the forward of a Function."""
+    """Count, in the state, that the forward of a Function runs."""
     state.forwards += 1
     try:
         yield
@@ -313,11 +313,11 @@ def _forward_runs() -> Iterator[None]:
 def _completed(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with their defaults, those by keyword in their places."""
+    """All arguments with defaults filled in, by position where possible."""
     bound = inspect.signature(forward).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.args, bound.kwargs
 
 
-# Where no transform runs in the calling thread, it goes on to PyTorch's own.
+# If no transform runs in the calling thread, `_apply` calls PyTorch's own function.
 switches.append(Replacement(FUNCTION_APPLY, lambda own: classmethod(_apply)))

@@ -1,9 +1,9 @@
-"""Refuses uses of PyTorch's own autograd inside a transform that would be silently without effect.
+"""Raises errors for uses of PyTorch's autograd inside a transform that would silently have no effect.
 
-These are a module's backward hooks, which PyTorch skips where no tensor requires a gradient;
-torch.autograd.functional, for which a tensor that does not require one is constant; and torch.func's forward
-mode, which would end the process. torch.autograd.grad and .backward() raise errors by themselves (see
-Level.body).
+These are a module's backward hooks, which PyTorch skips if no tensor requires a gradient;
+torch.autograd.functional, which treats a tensor that does not require a gradient as constant; and
+torch.func's forward mode, which would end the process. torch.autograd.grad and .backward() raise errors by
+themselves (see Level.explained).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.derivatives import DerivativeLevel
-from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.engine.transforms.levels import switches
 from psgrad.engine.transforms.private_torch import (
     AUTOGRAD_FUNCTIONAL,
@@ -24,6 +23,7 @@ from psgrad.engine.transforms.private_torch import (
     Replacement,
 )
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import TransformError
 
 
@@ -32,8 +32,8 @@ def _refuse_hooks(hook: Any, function: Any, tensors: Any) -> None:
     if followed and torch.is_grad_enabled() and any(isinstance(x, Tracer) for x in tensors):
         raise TransformError(
             f"a backward hook of a module inside the transformed function{diagnostics.where()}",
-            cause="the hook may change the gradient, and would be passed by",
-            next_step="remove the hook, or write what it does as a custom_vjp",
+            cause="the hook may change the gradient, and would not run",
+            next_step="remove the hook, or write its change of the gradient as a custom_vjp",
         )
 
 
@@ -52,12 +52,14 @@ def _refuse_forward_mode(*args: Any, **kwargs: Any) -> None:
             "torch.func.jvp, jacfwd, hessian or linearize inside the transformed"
             f" function{diagnostics.where()}",
             expected="the functions of the same name in psgrad.engine.transforms",
-            cause="PyTorch's forward mode needs the memory of tensors, which traced ones have none of",
+            cause="PyTorch's forward mode needs the memory of tensors, and traced tensors have none",
         )
 
 
 def _refusing(place: tuple[Any, str], refuse: Callable[..., None]) -> Replacement:
-    """While a transform runs in any thread, a function of PyTorch calls `refuse` first."""
+    """A replacement by which a function of PyTorch calls `refuse` first, while a transform runs in any
+    thread.
+    """
 
     def make(own: Callable[..., Any]) -> Callable[..., Any]:
         def refusing(*args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,9 @@
-"""The form of operators for PyTorch's autograd, where it differentiates the result of a transform from
-outside.
+"""Replacements of operators for PyTorch's autograd, which may differentiate the result of a transform.
 
-PyTorch has no derivative of some kernels that are derivatives of others. And some results that its own
-derivatives use (the factors of a linear system, the mean of a norm) are constant for it, though our rules
-compute with them. These operators are replaced here. Fused attention stays as it is, as in PyTorch itself:
-the derivative of its derivative is an error.
+PyTorch has no derivative of some kernels that compute derivatives. Some results that its own derivatives use
+(the factors of a linear system, the mean of a norm) are constant for its autograd, but psgrad's rules compute
+with them. These operators are replaced here. Fused attention is not replaced: the derivative of its
+derivative is an error, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import divides_by_sizes, written_for_autograd
+from psgrad.engine.transforms.interpreter import autograd_replacements, not_replaced_if_empty
 from psgrad.engine.transforms.operators import aten
 from psgrad.engine.transforms.private_torch import decomposition_table
 from psgrad.engine.transforms.rules.grouped import grouped_mm, grouped_outer
@@ -26,14 +25,14 @@ for _op in (
     aten.native_layer_norm_backward.default,
     aten.native_group_norm_backward.default,
 ):
-    written_for_autograd[_op] = decomposition_table[_op]
-    divides_by_sizes.add(_op)
+    autograd_replacements[_op] = decomposition_table[_op]
+    not_replaced_if_empty.add(_op)
 _attention_backward = torch.ops.psgrad.attention_backward_for_cpu.default
-written_for_autograd[_attention_backward] = lambda *args, **kwargs: decompose(
+autograd_replacements[_attention_backward] = lambda *args, **kwargs: decompose(
     _attention_backward, args, kwargs
 )
 # The lookup operator for a table of weights that requires no gradient.
-written_for_autograd[aten._embedding_bag_forward_only.default] = aten._embedding_bag.default
+autograd_replacements[aten._embedding_bag_forward_only.default] = aten._embedding_bag.default
 
 
 def _copy(x: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:
@@ -74,8 +73,8 @@ def _grouped_outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) 
     return torch.stack([some.t() @ others for some, others in parts])
 
 
-written_for_autograd[grouped_mm] = _grouped_mm
-written_for_autograd[grouped_outer] = _grouped_outer
-written_for_autograd[aten.copy.default] = _copy
-written_for_autograd[aten.native_layer_norm.default] = _layer_norm
-written_for_autograd[aten._linalg_solve_ex.default] = _solve
+autograd_replacements[grouped_mm] = _grouped_mm
+autograd_replacements[grouped_outer] = _grouped_outer
+autograd_replacements[aten.copy.default] = _copy
+autograd_replacements[aten.native_layer_norm.default] = _layer_norm
+autograd_replacements[aten._linalg_solve_ex.default] = _solve

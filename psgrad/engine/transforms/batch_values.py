@@ -1,8 +1,9 @@
-"""Values with a sample axis that the user's function does not see, and the interface of a batch for batching
+"""Tracers with a sample axis that the user's function does not see, and the interface of a batch for batching
 rules.
 
-The physical value of a `BatchTracer` has the sample axis in front, always; its logical shape is the rest. A
-value without that axis stays a plain value (or a tracer of a lower level) and is never copied per sample.
+The physical value of a `BatchTracer` always has the sample axis in front; its logical shape is that of one
+sample. A value without the axis stays a plain value (or a tracer of a lower level) and is never copied for
+each sample.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 
 from psgrad.engine.transforms.adoption import AdoptingLevel
 from psgrad.engine.transforms.aliasing import laid_out
-from psgrad.engine.transforms.interpreter import Tracer, rewritten, strides_of
+from psgrad.engine.transforms.interpreter import InterpretedTracer
 from psgrad.engine.transforms.private_torch import make_wrapper
+from psgrad.engine.transforms.tracer import rewritten, strides_of
 
 
 class Deferred(Protocol):
@@ -29,8 +31,8 @@ class Deferred(Protocol):
         """The value, sample axis in front."""
 
 
-class BatchTracer(Tracer):
-    """A value with a sample axis. `value` is the physical tensor, or a Deferred one that becomes a tensor
+class BatchTracer(InterpretedTracer):
+    """A value with a sample axis. `value` is the physical tensor, or a Deferred value that is materialised
     when it is needed.
     """
 
@@ -46,11 +48,11 @@ class BatchTracer(Tracer):
         return self.value
 
     def lay_out(self) -> None:
-        """Lay the value out as the strides say. For a value of which no view was taken."""
-        with torch.enable_grad():  # it keeps its derivative at all levels
+        """Copy the value to memory with the tracer's strides. Only for a value without views."""
+        with torch.enable_grad():  # the copy has the derivative at all levels
             self.value, self.has_other_layout = laid_out(self.below(), (sys.maxsize, *self.stride())), False
 
-    def contiguously(self) -> BatchTracer:
+    def with_contiguous_strides(self) -> BatchTracer:
         if self.is_contiguous():
             return self
         same = make_wrapper(BatchTracer, self.shape, dtype=self.dtype, device=self.device)
@@ -62,8 +64,8 @@ class BatchTracer(Tracer):
 
 
 def traced(value: Any, level: SampleAxis) -> BatchTracer:
-    """The tracer of a physical value, or of a deferred one. A function, because calling the class takes twice
-    the time.
+    """The tracer of a physical value, or of a deferred one. A function, because a call of the class takes
+    twice as long.
     """
     if isinstance(value, torch.Tensor):
         strides = strides_of(value)
@@ -110,7 +112,7 @@ class Batch:
         return type(value) is BatchTracer and value.level is self.level
 
     def raw(self, value: Any) -> Any:
-        """The physical value of a mapped tensor; anything else as it is."""
+        """The physical value of a mapped tensor; any other value unchanged."""
         return value.below() if type(value) is BatchTracer and value.level is self.level else value
 
     def physical(self, value: Any) -> torch.Tensor:
@@ -120,8 +122,8 @@ class Batch:
         return value.unsqueeze(0).expand(self.level.size, *value.shape)  # type: ignore[no-any-return]
 
     def aligned(self, value: Any, rank: int) -> Any:
-        """Ready to broadcast against values of logical rank `rank`: a mapped one gets unit axes behind the
-        sample axis.
+        """The physical value with axes of length one inserted after the sample axis, so that it broadcasts
+        against values of logical rank `rank`; a value that is not mapped unchanged.
         """
         if not (type(value) is BatchTracer and value.level is self.level):
             return value

@@ -1,5 +1,5 @@
-"""The level of one vmap, and its actions at an operator: the batching rule, an in-place write, a random draw,
-or a deferral.
+"""The level of one vmap: it runs an operator by its batching rule, as an in-place write, as a random draw, or
+defers it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.aliasing import (
     dense_strides,
     has_other_layout,
-    is_ordinary,
+    is_contiguous_throughout,
     strides_of_one_sample,
 )
 from psgrad.engine.transforms.batch_values import Batch, BatchTracer, SampleAxis, traced
 from psgrad.engine.transforms.fresh_tensors import FreshTracer, content, process_fresh
-from psgrad.engine.transforms.interpreter import Tracer, interpret, map_tracers, strides_of
+from psgrad.engine.transforms.interpreter import interpret
 from psgrad.engine.transforms.memory_overlap import refuse_overlapping_memory
 from psgrad.engine.transforms.operators import (
     Op,
@@ -34,8 +34,9 @@ from psgrad.engine.transforms.operators import (
 )
 from psgrad.engine.transforms.private_torch import count_write, make_wrapper, write_count
 from psgrad.engine.transforms.random_draws import Drawer
-from psgrad.engine.transforms.rules.registry import batching_rule, decompose, known, shared_draw
+from psgrad.engine.transforms.rules.registry import batching_rule, decompose, rules_of, shared_draw
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import Tracer, map_tracers, strides_of
 from psgrad.errors import TransformError
 
 RANDOMNESS = ("error", "same", "different")
@@ -48,8 +49,8 @@ class Deferral(Protocol):
         """Whether `op` may begin a deferred value."""
 
     def apply(self, batch: Batch, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of `op`, un-run (Deferred values in the place of tensors), or NotImplemented to run it
-        now.
+        """The result of `op` un-run, with Deferred values in place of tensors; NotImplemented if `op` must
+        run now.
         """
 
 
@@ -57,7 +58,7 @@ class BatchLevel(SampleAxis):
     """vmap: `size` samples; `randomness` decides how random operators draw for them."""
 
     axis_name: str | None = None  # by which named_axis.py finds it
-    drawer: Drawer | None = None  # of samples that draw by labels of their own
+    drawer: Drawer | None = None  # draws by label, if each sample has a label
 
     def __init__(self, size: int, randomness: str = "error", deferral: Deferral | None = None) -> None:
         super().__init__(size, randomness)
@@ -80,7 +81,7 @@ class BatchLevel(SampleAxis):
         return self.lower_untraced(op, args, kwargs)
 
     def content(self, value: Any) -> Any:
-        """What a fresh tensor of this level stands for; anything else as it is."""
+        """The value of a fresh tensor of this level; any other value unchanged."""
         return content(value, self)
 
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,7 +91,7 @@ class BatchLevel(SampleAxis):
             result = self._defer(self.deferral, op, args, kwargs)
             if result is not NotImplemented:
                 return result
-        operator = known(op)
+        operator = rules_of(op)
         if operator.facts.mutated:
             refuse_overlapping_memory(op, args)
         if operator.facts.is_random and is_random(op, args, kwargs):
@@ -134,7 +135,11 @@ class BatchLevel(SampleAxis):
         self, value: torch.Tensor, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], place: int = 0
     ) -> BatchTracer:
         """The tracer of a new result, with the strides that PyTorch gives one sample's result."""
-        if value.is_contiguous() if state.in_backward_pass else is_ordinary(value, op, args, kwargs):
+        if (
+            value.is_contiguous()
+            if state.in_backward_pass
+            else is_contiguous_throughout(value, op, args, kwargs)
+        ):
             return traced(value, self)
         own = strides_of(value)[1:]
         shape = value.shape[1:]
@@ -186,12 +191,12 @@ class BatchLevel(SampleAxis):
                 refuse_mutation(
                     op,
                     "a tensor without a sample axis, from one that has it",
-                    "each sample would need a copy of its own of the tensor that is written to",
+                    "each sample would need its own copy of the target",
                 )
         if not any(args[position].numel() for position in operator.mutated) and not reshapes_in_place(op):
             return args[operator.mutated[0]]  # nothing is written: autograd must not count a write
         for position in operator.mutated:
-            # samples, or elements of one, share a place
+            # several samples or elements share memory
             if args[position].has_other_layout and 0 in args[position].value.stride():
                 args[position].lay_out()
         if reshapes_in_place(op):
@@ -199,7 +204,7 @@ class BatchLevel(SampleAxis):
                 refuse_mutation(
                     op,
                     "a traced tensor under no_grad",
-                    "its derivative would go by as if its shape had stayed",
+                    "its derivative would be computed for the old shape",
                 )
             reshaped = functional_variant(op)(*args, **kwargs)  # type: ignore[misc]
             reshape_tracer(op, args, kwargs)
@@ -210,8 +215,8 @@ class BatchLevel(SampleAxis):
         if rule is not None:
             rule(self.batch, op, *args, **kwargs)
         elif operator.mutated == (0,):
-            # The caller's autograd may keep the target for the operator's derivative: as it was before the
-            # write.
+            # The caller's autograd may save the target for the operator's derivative, so it gets a copy of
+            # the value before the write.
             before = aten.clone.default(args[0]) if state.attached else args[0]
             aten.copy_.default(args[0], out_of_place(op, (before, *args[1:]), kwargs))
         else:
@@ -229,11 +234,11 @@ class BatchLevel(SampleAxis):
             raise TransformError(
                 f"a random operator ({op.name()}) was called with randomness='error'{diagnostics.where()}",
                 expected=(
-                    "randomness='different' (each sample its own draw) or randomness='same' (one draw for"
-                    " all)"
+                    "randomness='different' (a draw for each sample) or randomness='same' (one draw for all"
+                    " samples)"
                 ),
                 cause="a dropout layer in training mode, or noise inside the loss",
-                next_step="call model.eval(), or say randomness='different' or 'same'",
+                next_step="call model.eval(), or pass randomness='different' or 'same'",
             )
         if self.drawer is not None:
             return self.drawer.run(op, args, kwargs)
@@ -246,7 +251,7 @@ class BatchLevel(SampleAxis):
             if mapped and mutated and (shared := shared_draw(op)) is not None:
                 return aten.copy_.default(args[0], shared(self._draw_below, op, *args, **kwargs))
             if mutated and self.owns(args[0]) and not any(self.owns(a) for a in args[1:]):
-                # one draw for all: drawn without the axis, then written to every sample
+                # one draw for all samples: without the sample axis, then written to every sample
                 target = self.batch.physical(args[0])
                 drawn = torch.empty_like(target[0]) if self.size else torch.empty(args[0].shape)
                 self._draw_below(op, drawn, *args[1:], **kwargs)
@@ -257,7 +262,7 @@ class BatchLevel(SampleAxis):
                 if shared is not None:
                     return shared(self._draw_below, op, *args, **kwargs)
                 raise TransformError(
-                    f"{op.name()} on batched values can't draw the same for all samples{diagnostics.where()}",
+                    f"{op.name()} on batched values can't use one draw for all samples{diagnostics.where()}",
                     next_step="use randomness='different'",
                 )
             return map_tracers(
@@ -268,14 +273,14 @@ class BatchLevel(SampleAxis):
                 refuse_mutation(
                     op,
                     "a tensor without a sample axis, with a different draw for each sample",
-                    "one tensor, many draws",
+                    "one tensor can't hold the draws of several samples",
                 )
             rule(self.batch, partial(self._draw_below, op), *args, **kwargs)
             return args[0]
         return self._wrap(rule(self.batch, partial(self._draw_below, op), *args, **kwargs))
 
     def _draw_below(self, op: Op, *args: Any, **kwargs: Any) -> Any:
-        """A random operator one level below; levels further out may handle it."""
+        """The result of a random operator one level below, where an outer level may handle it."""
         return interpret(op, args, kwargs, below=self)
 
 

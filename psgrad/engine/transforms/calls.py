@@ -1,13 +1,13 @@
-"""Calls: functions with rules of their own, and how a call is passed to the levels that handle it.
+"""Calls: functions with their own rules, and the function that passes a call to the levels that handle it.
 
 A call takes a flat list of arguments and returns a flat list of results. It is passed down the stack of
-levels like an operator. But it visits every level from the top, with or without tracers among its arguments,
-because the function may close over some.
+levels like an operator. But it is passed to every level from the highest on, with or without tracers of the
+level among its arguments, because the function may close over tracers.
 
 - A derivative level calls `differentiate` (reverse) or `push` (forward), on the values one level below.
-- A batching level calls `batch`, which mostly means: the same call for all samples at once, one level below.
-  Its functions then enter the level again, also after the level was left (in the backward pass), and the
-  tracers that the user's functions hold become valid with it.
+- A batching level calls `batch`. In most cases this is the same call for all samples together, one level
+  below. Its functions enter the level again, also after the level has ended (in the backward pass), so that
+  the tracers that the user's functions hold are valid.
 """
 
 from __future__ import annotations
@@ -23,17 +23,11 @@ from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.derivatives import DerivativeLevel
 from psgrad.engine.transforms.forward import ForwardLevel
-from psgrad.engine.transforms.interpreter import (
-    Tracer,
-    map_tracers,
-    note_autograd,
-    on_living_level,
-    tensors_in,
-)
 from psgrad.engine.transforms.levels import Divergence, Level, users_program
 from psgrad.engine.transforms.operators import aten
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.engine.transforms.state import ActiveLevel, state
+from psgrad.engine.transforms.tracer import Tracer, map_tracers, note_autograd, on_active_levels, tensors_in
 from psgrad.errors import TransformError
 
 Flat = list[Any]
@@ -41,35 +35,34 @@ Cotangents = list[Any]  # one a result or an argument; None stands for zero
 
 
 @dataclass
-class Recorded:
-    """What a reverse-mode level keeps of a call."""
+class RecordedCall:
+    """The results of a call and its backward function, for the tape of a reverse-mode level."""
 
     outs: Flat
-    pull: Callable[
-        [Cotangents], Cotangents
-    ]  # cotangents of the results -> those of the arguments, and behind them of `captured`
+    # cotangents of the results -> cotangents of the arguments, followed by those of `captured`
+    pull: Callable[[Cotangents], Cotangents]
     captured: list[GradTracer] = field(default_factory=list)  # recorded values that the function closed over
-    constant: frozenset[int] = frozenset()  # results that are said to have no derivative
+    constant: frozenset[int] = frozenset()  # results that are declared to have no derivative
 
 
 class Call:
-    """A function of flat arguments with rules of its own. Subclasses say which."""
+    """A function of flat arguments with its own rules. Subclasses define the rules."""
 
-    batches = False  # whether `batch` does more than batch its operators one by one
-    follows_captured = False  # whether it differentiates also in what its function closes over
+    batches = False  # whether `batch` does more than batch the function's operators one by one
+    follows_captured = False  # whether it also differentiates in values that its function closes over
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def run(self, args: Flat) -> Flat:
-        """The results where no level handles the call."""
+        """The results if no level handles the call."""
         raise NotImplementedError
 
     def batch(self, level: BatchLevel, args: Flat) -> Flat:
         """The results as tracers of a batching level."""
         raise NotImplementedError
 
-    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
+    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> RecordedCall:
         """The results and the backward function, on values below a reverse-mode level; `needed`: the
         arguments that need a cotangent.
         """
@@ -79,8 +72,8 @@ class Call:
         """The results and their tangents, on values below a forward-mode level."""
         raise NotImplementedError
 
-    def unfollowed(self, level: DerivativeLevel, args: Flat) -> Flat:
-        """The results at a derivative level where no derivative is followed."""
+    def run_without_derivative(self, level: DerivativeLevel, args: Flat) -> Flat:
+        """The results at a derivative level that follows no derivative here."""
         with without_adoption(level):
             outs = dispatch_call(self, level.unwrap(args), below=level)
         return [
@@ -90,8 +83,10 @@ class Call:
 
 
 def dispatch_call(call: Call, args: Flat, below: Level | None = None) -> Flat:
-    """The results of a call: of the highest level that handles it, else of the function itself."""
-    args = map_tracers(on_living_level, args)
+    """The results of a call from the highest level that handles it; without such a level, from the function
+    itself.
+    """
+    args = map_tracers(on_active_levels, args)
     for x in args:
         if isinstance(x, torch.Tensor):
             note_autograd(x)
@@ -99,7 +94,7 @@ def dispatch_call(call: Call, args: Flat, below: Level | None = None) -> Flat:
         level = state.stack[depth]
         if below is not None and level.index >= below.index:
             continue
-        # batching alone needs no rule: the function's operators are batched one by one
+        # batching alone needs no rule of the call: the function's operators are batched one by one
         if (
             call.batches
             or state.attached
@@ -123,7 +118,7 @@ def process(level: ActiveLevel, call: Call, args: Flat) -> Flat:
         level.reads.note(tensors_in(args, {}))
     followed = level.is_on() and (level.reads is None or level.reads.follows)
     if not followed or not (inputs or call.follows_captured):
-        return call.unfollowed(level, args)
+        return call.run_without_derivative(level, args)
     values = level.unwrap(args)
     if isinstance(level, ForwardLevel):
         tangents = [None] * len(args)
@@ -140,19 +135,21 @@ def process(level: ActiveLevel, call: Call, args: Flat) -> Flat:
     )
 
 
-# -- levels, from the point of view of a call ----------------------------------------------------------------
+# -- contexts in which calls run their functions -------------------------------------------------------------
 
 
 @contextmanager
 def without_adoption(level: Level) -> Iterator[None]:
-    """While a call runs below a level, this level and those above do not adopt fresh tensors."""
-    with _adopting(False, [other for other in state.stack if level.alive and other.index >= level.index]):
+    """A context for a call that runs below a level: this level and higher ones do not adopt fresh tensors."""
+    with _adopting(False, [other for other in state.stack if level.is_active and other.index >= level.index]):
         yield
 
 
 @contextmanager
 def program_on(*values: Any) -> Iterator[None]:
-    """While a rule runs a function of the user, fresh tensors belong to the levels of its values only."""
+    """A context for a function of the user that a rule runs: only the levels of its values adopt fresh
+    tensors.
+    """
     present: set[ActiveLevel] = set()
     for value in values:
         while isinstance(value, Tracer):
@@ -164,8 +161,8 @@ def program_on(*values: Any) -> Iterator[None]:
 
 @contextmanager
 def watched_by_tape(level: GradLevel) -> Iterator[None]:
-    """The tape of a function that has ended also watches what a call uses, whose operators it does not
-    record.
+    """A context in which a stored tape also protects the values that a call uses. It does not record the
+    call's operators.
     """
     before = state.watchers
     if (saved := level.saved) is not None:
@@ -178,8 +175,8 @@ def watched_by_tape(level: GradLevel) -> Iterator[None]:
 
 @contextmanager
 def entered_again(level: Level) -> Iterator[None]:
-    """Inside a level, which is entered again if it was left."""
-    if level.alive:
+    """A context inside a level, which is entered again if it has ended."""
+    if level.is_active:
         with users_program(), _adopting(True, [level]):
             yield
         return
@@ -191,7 +188,7 @@ def entered_again(level: Level) -> Iterator[None]:
                 raise
             raise TransformError(
                 f"samples disagree on a branch{divergence.where} in a function of the backward pass",
-                cause="their vmap has ended, which would have run the function once for each outcome",
+                cause="their vmap has ended; before its end it would run the function once for each outcome",
                 next_step="write the branch with torch.where",
             ) from None
 
@@ -214,17 +211,17 @@ def own_values(level: DerivativeLevel, results: Sequence[Any], name: str) -> Fla
 
 
 def lowered(results: Sequence[Any], highest: int, name: str) -> Flat:
-    """Results without the tracers of levels higher than `highest`, which come from values that a function
+    """Results without the tracers of levels higher than `highest`. Those come from values that a function
     closes over.
 
-    Constants of those levels are replaced by their values, and so is what a level's watch notes; for all
-    others an error is raised, because the derivative would be lost.
+    Constants of those levels are replaced by their values, and so are values that the level's `reads` notes.
+    For all other values an error is raised, because the derivative would be lost.
     """
     return [_lowered(x, highest, name) for x in results]
 
 
 def _lowered(value: Any, highest: int, name: str) -> Any:
-    while isinstance(value, Tracer) and value.level.alive and value.level.index > highest:
+    while isinstance(value, Tracer) and value.level.is_active and value.level.index > highest:
         level = value.level
         if isinstance(level, BatchLevel):
             if not level.owns(level.content(value)):
@@ -241,8 +238,8 @@ def _lowered(value: Any, highest: int, name: str) -> Any:
                 raise TransformError(
                     f"{name} closes over a value that is being differentiated{diagnostics.where()}",
                     expected=(
-                        "a function that takes all that it depends on as arguments: its rule says derivatives"
-                        " for those alone"
+                        "a function that takes all values on which it depends as arguments: its rule has"
+                        " derivatives in these only"
                     ),
                     next_step=(
                         "pass the value as an argument, or detach it if its derivative is to be ignored"
@@ -255,8 +252,8 @@ def _lowered(value: Any, highest: int, name: str) -> Any:
 
 @dataclass
 class Mapped:
-    """Which arguments and results of a call have a hidden sample axis, and the conversions between samples
-    and batches.
+    """Flags for the arguments and results of a call that have a sample axis, and the conversions between
+    tracers of the level and physical values.
     """
 
     level: BatchLevel
@@ -270,7 +267,7 @@ class Mapped:
         ]
 
     def down(self, results: Sequence[Any], name: str) -> Flat:
-        """Results below the level. If any argument has a sample axis, all results get one."""
+        """The results below the level. If any argument has a sample axis, all results get one."""
         results = lowered(
             [self.level.content(x) for x in lowered(results, self.level.index, name)], self.level.index, name
         )
@@ -288,8 +285,8 @@ class Mapped:
         ]
 
     def cotangents_down(self, cotangents: Sequence[Any]) -> Cotangents:
-        """The cotangents below the level. That of an argument that all samples share is summed over the
-        samples.
+        """The cotangents below the level. The cotangent of an argument that all samples share is summed over
+        the samples.
         """
         result = []
         for g, mapped in zip(map(self.level.content, cotangents), self.args, strict=True):
@@ -301,5 +298,5 @@ class Mapped:
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a value, in the user's words."""
+    """The type of a value, for error messages."""
     return "Tensor" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -5,10 +5,10 @@ Python.
 tensors without values, and keeps the list of kernels that PyTorch's tracer saw (program.py). A transform
 costs microseconds of Python for each operator, a replay none.
 
-What a list of kernels can't repeat is not captured, and `f` runs as it is, with one warning: branches that
-depend on data, random states that are set inside, tensors that are kept from one call to the next
-(capture_guard.py). Everything else that `f` reads of Python (an attribute, a global number) keeps the value
-that it had at the capture; this can't be detected, and is the caller's responsibility.
+Some functions can't be repeated by a list of kernels: those with branches that depend on data, those that set
+random states, and those that store tensors from one call to the next (capture_guard.py). They run uncaptured,
+with one warning. Any other value that `f` reads from Python (an attribute, a global number) stays as it was
+at the capture. This can't be detected; the caller must avoid it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from psgrad.engine.transforms.program import PLAIN, Compiler, Program, record
 from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
 
-_MOST_PROGRAMS = 8
+_MAX_PROGRAMS = 8
 Autocast = tuple[
     tuple[str, torch.dtype], ...
-]  # kinds of device on which it is on, and to which type it casts
+]  # the types of device with autocast, and the dtype of its casts
 
 
 def capture(
@@ -47,22 +47,22 @@ def capture(
     """`function`, captured at the first call with each signature, and replayed afterwards.
 
     Args:
-        function: takes and returns pytrees of tensors and Python values, and does nothing else that has to be
-            repeated. What it reads from outside (a module's buffers) is read anew at each call, in place
-            changes included.
-        example: arguments to capture for at once.
+        function: takes and returns pytrees of tensors and Python values, and has no other effects that must
+            be repeated. Tensors from outside (a module's buffers) are read again at each call, with their
+            current values.
+        example: arguments for a capture now.
         compile: 'inductor' passes each program to PyTorch's compiler, which takes seconds to a minute.
-        say: called once with the reason why calls run uncaptured; by default a warning.
+        say: called once with the reason why calls run uncaptured; by default it gives a warning.
 
-    Random operators draw anew at each call, as many numbers in the same order as `function` itself. At most
-    eight signatures are captured; calls with others run uncaptured, because a function with ever new shapes
-    would spend its time on captures.
+    Random operators draw new numbers at each call, as many and in the same order as `function` itself. At
+    most eight signatures are captured; calls with other signatures run uncaptured, because a function with
+    many different shapes would spend its time on captures.
     """
     name = getattr(function, "__name__", type(function).__name__)
     captured = Captured(
         function,
         compile,
-        say or (lambda why: warnings.warn(f"{name} is not replayed but run as it is: {why}", stacklevel=2)),
+        say or (lambda why: warnings.warn(f"{name} is not replayed but run uncaptured: {why}", stacklevel=2)),
     )
     if example:
         captured.record(*example)
@@ -100,7 +100,7 @@ class Captured:
 
     def _program_for(self, leaves: list[Any], spec: Any) -> tuple[Program | None, Autocast]:
         """The program for a call with these arguments and the current autocast."""
-        if _followed_by_others():
+        if _transform_or_mode_is_active():
             return None, ()
         autocast = _autocast()
         signature = self._signature(leaves, spec, autocast)
@@ -111,8 +111,8 @@ class Captured:
             or (program is not None and program.fits())
         ):
             return program, autocast
-        if program is None and len(self.programs) >= _MOST_PROGRAMS:
-            self._say_once(f"of its signatures only the first {_MOST_PROGRAMS} are recorded")
+        if program is None and len(self.programs) >= _MAX_PROGRAMS:
+            self._say_once(f"of its signatures only the first {_MAX_PROGRAMS} are recorded")
             return None, ()
         try:
             self.programs[signature] = record(self.function, leaves, spec, self.compile)
@@ -156,7 +156,7 @@ class Captured:
             self.say(why)
 
 
-def _followed_by_others() -> bool:
+def _transform_or_mode_is_active() -> bool:
     """Whether another transform, ours or torch.func's, or a mode is active between the function and its
     kernels.
     """

@@ -16,7 +16,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from psgrad.engine.transforms import diagnostics, random_draws
-from psgrad.engine.transforms.interpreter import Tracer, innermost, map_tracers
 from psgrad.engine.transforms.operators import Op, aten
 from psgrad.engine.transforms.private_torch import (
     DispatchMode,
@@ -26,17 +25,16 @@ from psgrad.engine.transforms.private_torch import (
     tree_flatten,
     without_modes,
 )
+from psgrad.engine.transforms.tracer import Tracer, innermost, map_tracers
 
 
 class NotCapturable(Exception):
-    """Why a program can't be captured. It doesn't leave `capture`, which then runs the function
-    uncaptured.
-    """
+    """The reason why a program can't be captured. `capture` catches it and runs the function uncaptured."""
 
 
 class _Refuser:
-    """Raises an error at anything that a program would not repeat, and remembers it, as the function may
-    catch exceptions.
+    """Raises an error for anything that a program would not repeat, and stores its reason, because the
+    function may catch exceptions.
     """
 
     reason: str | None = None
@@ -45,13 +43,13 @@ class _Refuser:
         self.reason = self.reason or why
         raise NotCapturable(self.reason)
 
-    def insist(self) -> None:
+    def raise_if_refused(self) -> None:
         if self.reason is not None:
             self.refuse(self.reason)
 
 
 def properties(x: torch.Tensor) -> tuple[Any, ...]:
-    """What a program relies on in a tensor, beside its values."""
+    """The properties of a tensor, without its values, that must not change between capture and replay."""
     return x.shape, x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg()
 
 
@@ -64,18 +62,18 @@ def draws(op: Any) -> bool:
 
 
 class Watch(_Refuser, DispatchMode):
-    """Sees the kernels of a function that is captured, and raises an error at anything that a program would
-    not repeat.
+    """A mode that sees the kernels of a function that is captured, and raises an error for anything that a
+    program would not repeat.
 
-    inside: from a tensor of outside to the tensor that stands for it in the program.
+    inside: from a tensor from outside to the tensor that stands for it in the program.
     """
 
     def __init__(self, random_states: RandomStates, inside: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.random_states = random_states
-        self.outside: dict[int, torch.Tensor] = {}  # tensors met so far, by id
+        self.outside: dict[int, torch.Tensor] = {}  # tensors from outside that were used so far, by id
         self.made: list[weakref.ref[torch.Tensor]] = []
-        self.course: list[Any] = []  # the kernels and what is known of their arguments
+        self.kernels: list[Any] = []  # the kernels and the properties of their arguments
         self._inside = inside
 
     def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,17 +83,17 @@ class Watch(_Refuser, DispatchMode):
         if torch.Tag.data_dependent_output in op.tags or (
             torch.Tag.dynamic_output_shape in op.tags and not _indexes_by_numbers(op, args)
         ):
-            self.refuse(f"its course depends on data, by {op}{diagnostics.where()}")
+            self.refuse(f"its operators depend on data, by {op}{diagnostics.where()}")
         if isinstance(kwargs.get("generator"), torch.Generator):
             self.refuse(f"{op} draws from a generator of its own{diagnostics.where()}")
         if draws(op):
             self.random_states.drawn()
-        # the result of torch.tensor(..) has a value, yet is not from outside
+        # the result of torch.tensor(..) has a value, but is not from outside
         if op is not aten.lift_fresh.default:
             args, kwargs = map_tracers(self.inside, args), map_tracers(self.inside, kwargs)
         result = op(*args, **kwargs)
         self.made += [weakref.ref(x) for x in tree_flatten(result)[0] if isinstance(x, torch.Tensor)]
-        self.course.append((op, repr(map_tracers(properties, (args, kwargs)))))
+        self.kernels.append((op, repr(map_tracers(properties, (args, kwargs)))))
         return result
 
     def inside(self, x: torch.Tensor) -> torch.Tensor:
@@ -132,16 +130,17 @@ class NoReads(_Refuser, TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
         if name in self._READ:
-            self.refuse(f"its course depends on data, by Tensor.{name}{diagnostics.where()}")
+            self.refuse(f"its operators depend on data, by Tensor.{name}{diagnostics.where()}")
         return function(*args, **(kwargs or {}))
 
 
 class RandomStates(_Refuser):
-    """Watches PyTorch's random states, which a program may set (a checkpoint sets them back), but a replay
-    would not.
+    """Finds a function that sets PyTorch's random states, which a replay would not repeat. A checkpoint,
+    which restores them, is allowed.
 
-    Without values nothing is drawn. So for each operator that draws, one number is drawn from each generator
-    instead, and a function that sets a generator is found by its state. At the end the states are restored.
+    On tensors without values nothing is drawn. Instead, one number is drawn from each generator for each
+    operator that draws. If the function sets a generator, its state is not the expected one. At the end the
+    states are restored.
     """
 
     def __enter__(self) -> RandomStates:
@@ -180,13 +179,13 @@ def _indexes_by_numbers(op: Op, args: Any) -> bool:
 
 @contextlib.contextmanager
 def modules_unchanged() -> Iterator[None]:
-    """Remove from modules the tensors without values that they stored during the capture (a cache, the last
+    """At the end, remove the tensors without values that modules stored during the capture (a cache, the last
     attention map).
     """
     stores: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
 
     def note(module: torch.nn.Module, args: Any) -> None:
-        for store in (buffer_store(module), module.__dict__):  # in this order: the second holds the first
+        for store in (buffer_store(module), module.__dict__):  # in this order: the second contains the first
             stores.setdefault(id(store), (store, dict(store)))
 
     handle = torch.nn.modules.module.register_module_forward_pre_hook(note)

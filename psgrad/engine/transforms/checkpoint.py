@@ -15,17 +15,16 @@ from psgrad.engine.transforms.calls import (
     Cotangents,
     Flat,
     Mapped,
-    Recorded,
+    RecordedCall,
     dispatch_call,
     entered_again,
     lowered,
     own_values,
     without_adoption,
 )
-from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, births
+from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, creation_numbers
 from psgrad.engine.transforms.forward import ForwardLevel
 from psgrad.engine.transforms.functional import current_swaps, swapped_again
-from psgrad.engine.transforms.interpreter import map_tracers, on_living_level
 from psgrad.engine.transforms.private_torch import (
     DisableTorchFunction,
     make_fx_runs,
@@ -37,19 +36,20 @@ from psgrad.engine.transforms.read_only import read_only
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tape import Node, pull_back
+from psgrad.engine.transforms.tracer import map_tracers, on_active_levels
 from psgrad.errors import TransformError
 
 
 def checkpoint(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`func(*args, **kwargs)`, of which reverse mode keeps only the arguments, not the intermediate values.
+    """`func(*args, **kwargs)`; reverse mode saves only its arguments, not its intermediate values.
 
-    When cotangents arrive, `func` runs again, with the same random draws, autocast settings and swapped
-    parameters (`functional_call`), and is differentiated then. So memory does not grow with what `func`
-    computes, at the price of computing it twice. It takes and returns pytrees; parameters and other traced
-    values that it closes over are differentiated too.
+    In the backward pass `func` runs again, with the same random draws, autocast settings and swapped
+    parameters (`functional_call`), and is differentiated then. This saves the memory of the intermediate
+    values, and computes `func` twice. It takes and returns pytrees. Parameters and other traced values that
+    it closes over are differentiated too.
 
-    `func` must do the same when it runs again: what it reads from elsewhere must not have changed. It must
-    not write in place into its arguments, nor into what it closes over.
+    `func` must compute the same when it runs again: values that it reads from elsewhere must not change. It
+    must not write in place into its arguments, nor into values that it closes over.
     """
     flat, spec = tree_flatten((args, kwargs))
     out_spec: Any = None
@@ -61,12 +61,12 @@ def checkpoint(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return results
 
     return tree_unflatten(
-        dispatch_call(Recomputed(f"checkpoint({getattr(func, '__name__', func)!s})", function), flat),
+        dispatch_call(RecomputedCall(f"checkpoint({getattr(func, '__name__', func)!s})", function), flat),
         out_spec,
     )
 
 
-class Recomputed(Call):
+class RecomputedCall(Call):
     """A call whose derivative is that of its function, which runs again in the backward pass.
 
     value: another function with the same results, which computes them the first time.
@@ -89,9 +89,9 @@ class Recomputed(Call):
         outs = dispatch_call(self.for_all_samples(mapped), [level.batch.raw(x) for x in args], below=level)
         return mapped.up(outs, mapped.outs)
 
-    def for_all_samples(self, mapped: Mapped) -> Recomputed:
+    def for_all_samples(self, mapped: Mapped) -> RecomputedCall:
         function = self._through(mapped, self.function)
-        return Recomputed(
+        return RecomputedCall(
             self.name,
             function,
             self._through(mapped, self.value) if self.value is not self.function else None,
@@ -105,7 +105,7 @@ class Recomputed(Call):
 
         return run
 
-    def unfollowed(self, level: DerivativeLevel, args: Flat) -> Flat:
+    def run_without_derivative(self, level: DerivativeLevel, args: Flat) -> Flat:
         return self.function(args)
 
     def push(self, level: ForwardLevel, values: Flat, tangents: Flat) -> tuple[Flat, Flat]:
@@ -116,12 +116,11 @@ class Recomputed(Call):
         outs = lowered(self.function(duals), level.index, self.name)
         return [level.unwrap(x) for x in outs], [x.tangent if level.owns(x) else None for x in outs]
 
-    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
-        watch, circumstances = Watch(level, self.name), Circumstances()
-        # the function must do the same each time, to fresh tensors too; another function for its value is
-        # separate
+    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> RecordedCall:
+        watch, settings = Watch(level, self.name), CallSettings()
+        # both runs of a function must treat fresh tensors alike; another function for the value runs alone
         below = without_adoption(level) if self.value is not self.function else nullcontext()
-        with watch.over_first_run(), circumstances.noted(), read_only(values), below:
+        with watch.over_first_run(), settings.noted(), read_only(values), below:
             outs = own_values(level, dispatch_call(self, values, below=level), self.name)
         captured = watch.captured()
         shapes = [getattr(x, "shape", None) for x in outs]
@@ -130,13 +129,13 @@ class Recomputed(Call):
             with (
                 entered_again(level),
                 torch.set_grad_enabled(True),
-                circumstances.restored(),
+                settings.restored(),
                 read_only(values),
             ):
                 with watch.over_second_run(captured) as nodes:
                     leaves = {i: level.leaf(values[i]) for i in needed}
                     again = map_tracers(
-                        on_living_level, self.function([leaves.get(i, x) for i, x in enumerate(values)])
+                        on_active_levels, self.function([leaves.get(i, x) for i, x in enumerate(values)])
                     )
                     if [getattr(x, "shape", None) for x in again] != shapes:
                         raise changed(self.name)
@@ -150,11 +149,11 @@ class Recomputed(Call):
             of_args = dict(zip(needed, cotangents_of_inputs, strict=False))
             return [of_args.get(i) for i in range(len(values))] + cotangents_of_inputs[len(needed) :]
 
-        return Recorded(outs, pull, captured)
+        return RecordedCall(outs, pull, captured)
 
 
 class _Place:
-    """The place of a result on the tape."""
+    """The node and output of a result on the tape."""
 
     def __init__(self, tracer: GradTracer) -> None:
         tracer.level.refresh(tracer)
@@ -163,41 +162,41 @@ class _Place:
 
 def changed(name: str) -> TransformError:
     return TransformError(
-        f"{name} did something else when it ran again",
-        expected="a function that does the same on the same arguments",
-        cause="it reads or counts something that has changed since, or draws numbers outside of PyTorch",
-        next_step="give it what changes as an argument, or call the function without checkpoint",
+        f"{name} computed something else when it ran again",
+        expected="a function that computes the same from the same arguments",
+        cause="it reads or counts something that has changed, or draws random numbers outside of PyTorch",
+        next_step="pass the changing value as an argument, or call the function without checkpoint",
     )
 
 
 class Watch:
-    """Which values of a level a function reads besides its arguments, while it runs unrecorded and when it
-    runs again.
+    """Collects the values of a level that a function reads besides its arguments: in the first run, which is
+    not recorded, and in the second.
     """
 
     def __init__(self, level: GradLevel, name: str) -> None:
         self.level, self.name = level, name
-        self.found: dict[int, DerivativeTracer] = {}
+        self.reads: dict[int, DerivativeTracer] = {}
         self.follows = False
         self.since = 0
 
     def note(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
-            if self.level.owns(tensor) and tensor.born < self.since:
-                if self.follows and tensor.varies and id(tensor) not in self.found:
+            if self.level.owns(tensor) and tensor.created < self.since:
+                if self.follows and tensor.varies and id(tensor) not in self.reads:
                     raise changed(self.name)
                 if not self.follows:
                     self._keep(tensor)
 
     def _keep(self, tracer: DerivativeTracer) -> None:
         self.level.refresh(tracer)
-        self.found[id(tracer)] = tracer
+        self.reads[id(tracer)] = tracer
         while tracer is not None:
             tracer.read_by = self.name
             tracer = tracer.view_of[0] if tracer.view_of is not None else None  # type: ignore[assignment]
 
     def captured(self) -> list[Any]:
-        return [tracer for tracer in self.found.values() if tracer.varies]
+        return [tracer for tracer in self.reads.values() if tracer.varies]
 
     @contextmanager
     def over_first_run(self) -> Iterator[None]:
@@ -206,8 +205,8 @@ class Watch:
 
     @contextmanager
     def over_second_run(self, captured: Sequence[GradTracer]) -> Iterator[list[Node]]:
-        """Captured values are leaves of the second tape: cotangents stop there, and continue in the tape of
-        the call.
+        """Make the captured values leaves of the second tape. Yields their nodes; their cotangents go on in
+        the tape of the call.
         """
         before = [(tracer.node, tracer.output) for tracer in captured]
         nodes = [Node() for _ in captured]
@@ -223,16 +222,16 @@ class Watch:
     @contextmanager
     def _watching(self, *, follows: bool) -> Iterator[None]:
         before, self.level.reads = self.level.reads, self
-        self.follows, self.since = follows, next(births)
+        self.follows, self.since = follows, next(creation_numbers)
         try:
             yield
         finally:
             self.level.reads = before
 
 
-class Circumstances:
-    """What a function's result depends on besides values: the states of random generators, autocast,
-    parameters swapped into modules.
+class CallSettings:
+    """The settings on which a function's result depends: the states of random generators, autocast, and the
+    parameters that are swapped into modules.
     """
 
     def __init__(self) -> None:
@@ -253,18 +252,18 @@ class Circumstances:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Also a generator that the function brings along is restored, to the state before its first draw."""
+        """Note the state of each generator of the function before its first draw, and whether the function
+        draws.
+        """
         before = state.draws
         state.draws = (*before, self._note)
         try:
             yield
         finally:
             state.draws = before
-        # a kernel may draw without being listed as random (dropout between the layers of an LSTM)
-        with (
-            without_modes(),
-            DisableTorchFunction(),
-        ):  # it is not an operator of the function
+        # Some kernels draw without being marked as random (dropout between the layers of an LSTM). The
+        # comparison is not an operator of the function, so no mode may see it.
+        with without_modes(), DisableTorchFunction():
             self.drew = any(
                 not torch.equal(generator.get_state(), then) for generator, then in self.generators
             )
@@ -296,9 +295,9 @@ class Circumstances:
     def _refuse_to_be_recorded(self) -> None:
         if make_fx_runs():
             raise TransformError(
-                "a function under checkpoint that draws random numbers is recorded by make_fx",
-                cause="both of its runs would be recorded, and draw differently when the record is replayed",
-                next_step="call the function without checkpoint where it is recorded",
+                "make_fx records a function under checkpoint that draws random numbers",
+                cause="both of its runs would be recorded, and would draw differently when they are replayed",
+                next_step="call the function without checkpoint when it is recorded",
             )
 
 

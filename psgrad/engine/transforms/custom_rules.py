@@ -1,8 +1,8 @@
-"""custom_vjp, custom_jvp and custom_vmap: a function with a rule of the user's own, as in JAX.
+"""custom_vjp, custom_jvp and custom_vmap: functions with a rule from the user, as in JAX.
 
-The rules are ordinary programs: they may be differentiated and mapped in turn, so the functions work in any
-nesting. A function, and its rule, may close over values that are mapped, and not over values that are being
-differentiated: the rule has no derivative for them.
+The rules are ordinary programs. They can be differentiated and mapped too, so the functions work in any
+nesting. A function and its rule may close over mapped values, but not over values that are differentiated,
+because the rule has no derivative for them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from psgrad.engine.transforms.calls import (
     lowered,
     without_adoption,
 )
-from psgrad.engine.transforms.checkpoint import Recomputed
+from psgrad.engine.transforms.checkpoint import RecomputedCall
 from psgrad.engine.transforms.private_torch import tree_flatten, tree_unflatten
 from psgrad.engine.transforms.read_only import read_only
-from psgrad.engine.transforms.ruled_calls import Ruled, wrong_cotangent
+from psgrad.engine.transforms.user_rules import UserRuleCall, wrong_cotangent
 from psgrad.errors import TransformError
 
 
@@ -58,7 +58,7 @@ class _Custom:
         if bound.kwargs:
             raise TransformError(
                 f"{self.title} takes {sorted(bound.kwargs)} by keyword only{diagnostics.where()}",
-                expected="arguments that have a position, as its rule is given them by position",
+                expected="arguments that have a position, because the rule gets them by position",
             )
         return bound.args
 
@@ -75,14 +75,14 @@ class _Custom:
                 raise TransformError(
                     f"{self.title} {what} a {kind_of(item)}{diagnostics.where()}",
                     expected="tensors, in any pytree",
-                    next_step="return tensors only; numbers that are fixed can be made outside",
+                    next_step="return tensors only; compute fixed numbers outside of the function",
                 )
         return flat, spec
 
 
 class _Differentiated(_Custom):
-    """The common part of custom_vjp and custom_jvp: arguments without a derivative, which the rule receives
-    separately.
+    """The common part of custom_vjp and custom_jvp: arguments without a derivative, which are passed to the
+    rule separately.
     """
 
     def __init__(
@@ -110,20 +110,20 @@ class _Differentiated(_Custom):
 
 
 class custom_vjp(_Differentiated):
-    """A function whose reverse mode is a rule of the user's.
+    """A function whose reverse mode is a rule from the user.
 
         @custom_vjp
         def f(x, y): ...
 
         f.defvjp(fwd, bwd)
 
-    `fwd(x, y)` returns the pair (f(x, y), residuals), any pytree of residuals; `bwd(residuals, cotangents)`
-    takes cotangents shaped like the result to a tuple with one cotangent an argument, each a tree like the
-    argument, where None stands for zero. Results that nobody used arrive with a cotangent of zeros. Forward
+    `fwd(x, y)` returns the pair (f(x, y), residuals), with any pytree of residuals. `bwd(residuals,
+    cotangents)` gets cotangents shaped like the result, and returns a tuple with one cotangent for each
+    argument: a tree like the argument, or None for zero. The cotangent of an unused result is zeros. Forward
     mode is the transpose of `bwd`, which must be linear in the cotangents.
 
-    nondiff_argnums: arguments without a derivative, of any type; `bwd` is given them in front, `bwd(x,
-    residuals, cotangents)`.
+    nondiff_argnums: arguments without a derivative, of any type; they are the first arguments of `bwd`:
+    `bwd(x, residuals, cotangents)`.
     """
 
     def __init__(self, function: Callable[..., Any], nondiff_argnums: Sequence[int] = ()) -> None:
@@ -173,15 +173,17 @@ class custom_vjp(_Differentiated):
                 bwd(*apart, residuals, tree_unflatten(given, spec_of_results)), trees
             )
 
-        return tree_unflatten(dispatch_call(Ruled(self.title, function, prepare, backward), flat), out_spec)
+        return tree_unflatten(
+            dispatch_call(UserRuleCall(self.title, function, prepare, backward), flat), out_spec
+        )
 
     def _flat_cotangents(self, given: Any, trees: list[tuple[list[torch.Size | None], Any]]) -> Cotangents:
-        """The rule's cotangents, one a leaf of the arguments."""
+        """The rule's cotangents, one for each leaf of the arguments."""
         if not isinstance(given, (tuple, list)) or len(given) != len(trees):
             what = f"{len(given)} cotangents" if isinstance(given, (tuple, list)) else f"a {kind_of(given)}"
             raise TransformError(
                 f"the backward rule of {self.title} returned {what} for {len(trees)} arguments",
-                expected="a tuple with one cotangent an argument, None for zero",
+                expected="a tuple with one cotangent for each argument, None for zero",
             )
         cotangents: Cotangents = []
         for position, (tree, (shapes, spec)) in enumerate(zip(given, trees, strict=True)):
@@ -203,7 +205,7 @@ class custom_vjp(_Differentiated):
 
 
 class custom_jvp(_Differentiated):
-    """A function whose forward mode is a rule of the user's; reverse mode is its transpose.
+    """A function whose forward mode is a rule from the user; reverse mode is its transpose.
 
         @custom_jvp
         def f(x, y): ...
@@ -211,10 +213,10 @@ class custom_jvp(_Differentiated):
         f.defjvp(jvp)
 
     `jvp((x, y), (tangent of x, tangent of y))` returns the pair (f(x, y), tangent of the result), which must
-    be linear in the tangents. What has no tangent arrives with zeros (with None, where it is no
-    floating-point tensor).
+    be linear in the tangents. An argument without a tangent gets zeros, or None if it is not a floating-point
+    tensor.
 
-    nondiff_argnums: arguments without a derivative, of any type; `jvp` is given them in front.
+    nondiff_argnums: arguments without a derivative, of any type; they are the first arguments of `jvp`.
     """
 
     def __init__(self, function: Callable[..., Any], nondiff_argnums: Sequence[int] = ()) -> None:
@@ -262,7 +264,9 @@ class custom_jvp(_Differentiated):
                 )
             return results, pushed
 
-        return tree_unflatten(dispatch_call(Ruled(self.title, function, forward=forward), flat), out_spec)
+        return tree_unflatten(
+            dispatch_call(UserRuleCall(self.title, function, forward=forward), flat), out_spec
+        )
 
 
 def _zeros(x: Any) -> Any:
@@ -274,7 +278,7 @@ def _zeros(x: Any) -> Any:
 
 
 class custom_vmap(_Custom):
-    """A function with its own rule for many samples at once.
+    """A function with a rule from the user for many samples at once.
 
         @custom_vmap
         def f(x, y): ...
@@ -282,12 +286,12 @@ class custom_vmap(_Custom):
         @f.def_vmap
         def rule(axis_size, in_batched, x, y): ...
 
-    The rule gets arguments whose leaves have the sample axis in front where `in_batched`, a list of trees of
-    bools like the arguments, says so. It returns the pair (result, tree of bools like the result: which of
-    its leaves have the sample axis in front).
+    `in_batched` is a list of trees of bools like the arguments: whether a leaf has the sample axis in front.
+    The rule returns the pair (result, tree of bools like the result: whether a leaf has the sample axis in
+    front).
 
-    Derivatives are those of `f`, whose operators are mapped one by one: the rule computes the same values in
-    another way, and need not be differentiable.
+    Derivatives are those of `f`, whose operators are mapped one by one. The rule must compute the same values
+    and need not be differentiable.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -307,7 +311,7 @@ class custom_vmap(_Custom):
         return tree_unflatten(outs, call.out_spec)
 
 
-class _MappedByRule(Recomputed):
+class _MappedByRule(RecomputedCall):
     """A call of a custom_vmap function."""
 
     batches = True
@@ -333,7 +337,7 @@ class _MappedByRule(Recomputed):
             with without_adoption(level), read_only(values):
                 return self._by_rule(level.size, mapped.args, values)
 
-        call = Recomputed(self.name, self._through(mapped, self._function), by_rule)
+        call = RecomputedCall(self.name, self._through(mapped, self._function), by_rule)
         outs = dispatch_call(call, [level.batch.raw(x) for x in args], below=level)
         return [level.lift(x) for x in lowered(outs, level.index, self.name)]
 
@@ -352,7 +356,7 @@ class _MappedByRule(Recomputed):
         out_batched, flags_spec = tree_flatten(pair[1])
         if flags_spec != self.out_spec:
             raise TransformError(
-                f"the rule of {self.name} returned {self.out_spec}, and {flags_spec} to say which are batched"
+                f"the rule of {self.name} returned a result {self.out_spec} with flags {flags_spec}"
             )
         for x, batched in zip(results, out_batched, strict=True):
             if batched and (not x.dim() or x.shape[0] != size):

@@ -1,9 +1,9 @@
 """The common part of reverse and forward mode: tracers that hold a value with its derivative, in-place
 operators, and views.
 
-In-place operators are carried out of place: the tracer is given the new value. A tracer that is a view
-remembers its base and the operator that made it; a write through a view writes the base, and a view whose
-base was written is taken again.
+In-place operators run out of place, and the tracer gets the new value. A tracer that is a view stores its
+base and the operator that made it. A write into a view also writes the base. A view is taken again after a
+write to its base.
 """
 
 from __future__ import annotations
@@ -16,15 +16,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.adoption import AdoptingLevel
-from psgrad.engine.transforms.interpreter import (
-    SEVERAL,
-    TRACER,
-    Tracer,
-    kinds,
-    map_tracers,
-    strides_of,
-    tensors_in,
-)
+from psgrad.engine.transforms.interpreter import InterpretedTracer
 from psgrad.engine.transforms.memory_overlap import refuse_overlapping_memory
 from psgrad.engine.transforms.operators import (
     Op,
@@ -37,32 +29,40 @@ from psgrad.engine.transforms.operators import (
     reshapes_in_place,
 )
 from psgrad.engine.transforms.private_torch import make_wrapper
-from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, decomposition_of, known
+from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, decomposition_of, rules_of
 from psgrad.engine.transforms.rules.view_writes import write_through
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import (
+    SEQUENCE,
+    TRACER,
+    Tracer,
+    kinds,
+    map_tracers,
+    strides_of,
+    tensors_in,
+)
 from psgrad.errors import TransformError
 
 Position = int | tuple[int, int]  # of an argument, or of an item of an argument that is a list
-births = itertools.count()
+creation_numbers = itertools.count()
 
 
-class DerivativeTracer(Tracer):
-    """A value with (or, as a constant, without) a derivative at a level. Subclasses say what the derivative
-    is.
-    """
+class DerivativeTracer(InterpretedTracer):
+    """A value with a derivative at a level, or a constant without one. Subclasses define the derivative."""
 
-    __slots__ = ("born",)
+    __slots__ = ("created",)
 
     level: DerivativeLevel
     value: torch.Tensor
-    # A view: the tracer it was taken from, the operator, its other arguments, and the number of its result.
+    # For a view: its base, the operator, the operator's other arguments, and the number of its result.
     view_of: tuple[DerivativeTracer, Op, tuple[Any, ...], dict[str, Any], int | None] | None = None
     has_views: bool = False
-    writes: int = 0  # how often this tracer was written to
+    writes: int = 0  # the number of writes to this tracer
     writes_seen: int = 0  # the base's `writes` when this view was taken
-    born: int  # a number that grows
-    read_by: str | None = None  # the function that reads it and will run again: no more writes
-    # Stands for a tensor that was made outside of the level, to which writes go; none once a record needs it.
+    created: int  # larger for tracers that were made later
+    read_by: str | None = None  # a function that reads it and will run again: writes are refused
+    # Whether it stands for a tensor from outside of the level, which in-place operators write to; and whether
+    # a tape needs that tensor, so that writes are refused.
     from_outside: bool = False
     needed: bool = False
 
@@ -72,16 +72,16 @@ class DerivativeTracer(Tracer):
         raise NotImplementedError
 
     def become(self, other: Any) -> None:
-        """Take over what `other` holds."""
+        """Replace this tracer's value and derivative by those of `other`."""
         raise NotImplementedError
 
     def below(self) -> torch.Tensor:
         self.level.refresh(self)
         return self.value
 
-    def contiguously(self) -> DerivativeTracer:
+    def with_contiguous_strides(self) -> DerivativeTracer:
         value = self.below()
-        if not isinstance(value, Tracer) or (contiguous := value.contiguously()) is value:
+        if not isinstance(value, Tracer) or (contiguous := value.with_contiguous_strides()) is value:
             return self
         same = self.level.constant(contiguous)
         same.become(self)
@@ -89,22 +89,22 @@ class DerivativeTracer(Tracer):
         return same
 
 
-Held = TypeVar("Held", bound=DerivativeTracer)
+AnyTracer = TypeVar("AnyTracer", bound=DerivativeTracer)
 
 
-def hold(kind: type[Held], value: torch.Tensor, level: DerivativeLevel) -> Held:
+def make_tracer(kind: type[AnyTracer], value: torch.Tensor, level: DerivativeLevel) -> AnyTracer:
     """A tracer of `value` at `level`, which is not a view and has not been written to."""
     strides = strides_of(value)
     tracer: Any = make_wrapper(kind, value.shape, strides, 0, dtype=value.dtype, device=value.device)
-    tracer.value, tracer.level, tracer.born = value, level, next(births)
+    tracer.value, tracer.level, tracer.created = value, level, next(creation_numbers)
     return tracer  # type: ignore[no-any-return]
 
 
 class DerivativeLevel(AdoptingLevel):
-    """One derivative. Subclasses say what happens at an operator that has a rule."""
+    """One derivative. Subclasses define `apply`, for operators with a rule."""
 
     tracer: ClassVar[type[DerivativeTracer]]
-    reads: Reads | None = None  # while a function runs that will run again
+    reads: Reads | None = None  # set while a function runs that will run again
     has_outside: bool = False  # whether a tracer stands for a tensor from outside
 
     def constant(self, value: torch.Tensor) -> DerivativeTracer:
@@ -131,15 +131,15 @@ class DerivativeLevel(AdoptingLevel):
         return self.constant(value)
 
     def adopt_from_outside(self, value: Any) -> Any:
-        """`adopt_from_below`, for a tensor that was made before the level, or unseen by it."""
+        """`adopt_from_below`, for a tensor that was not made by an operator at this level."""
         adopted: Any = self.adopt_from_below(value)
         if adopted is not value:
             adopted.from_outside = self.has_outside = True
         return adopted
 
     def write_outside(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An in-place operator on a tensor from outside the function. A counter may be changed; a value that
-        the backward pass may need may not.
+        """The result of an in-place operator on a tensor from outside the function. Only a counter may be
+        changed, because the backward pass may need other values.
         """
         counters = all(not t.dim() and not t.dtype.is_floating_point for t in tensors_in(args[:1], {}))
         if op is not aten.detach_.default and (not counters or facts(op).mutated != (0,)):
@@ -147,8 +147,8 @@ class DerivativeLevel(AdoptingLevel):
         return self.lower(op, args, kwargs)
 
     def _write_from_outside(self, base: DerivativeTracer, op: Op, args: Any, kwargs: Any) -> Any:
-        """An in-place operator on a tensor of `adopt_from_outside`: in its own memory, which every view of it
-        sees.
+        """Run an in-place operator on a tensor of `adopt_from_outside` in its own memory, so that every view
+        of it changes.
         """
         if base.needed or (self.inputs(args) and self.is_on()):
             _refuse_write_outside(op)
@@ -156,15 +156,15 @@ class DerivativeLevel(AdoptingLevel):
         return args[0]
 
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        operator = known(op)
+        operator = rules_of(op)
         if self.reads is not None:
             self.reads.note(tensors_in(args, kwargs))
         if operator.writes:
             return self._in_place(op, args, kwargs)
-        # its pieces are handled one by one: they show which are views, and which write in place
+        # the operators of its definition are handled one by one: some are views, some write in place
         if operator.is_decomposed:
             return decompose(op, args, kwargs)
-        inputs, values = self.opened(args)
+        inputs, values = self.inputs_and_values(args)
         by_keyword = bool(kwargs) and any(self.owns(v) and v.varies for v in kwargs.values())
         follows = (
             (inputs or by_keyword) and not operator.constant and (self.reads is None or self.reads.follows)
@@ -177,14 +177,11 @@ class DerivativeLevel(AdoptingLevel):
                 raise TransformError(
                     f"torch.autograd.Function {name} is used in the transformed"
                     f" function{diagnostics.where()}",
-                    expected="operators that psgrad sees; the backward of such a Function is invisible to it",
-                    cause=(
-                        "the gradient that passes through the Function would be another than its backward's,"
-                        " without a word"
-                    ),
+                    expected="operators that psgrad sees; it does not see the backward of this Function",
+                    cause="the gradient would silently differ from that of the Function's backward",
                     next_step=(
-                        "give it a setup_context, and call it by its class, not by a name that `apply` was"
-                        " bound to before; or write the computation with ordinary tensor operations (for a"
+                        "give it a setup_context, and call it as Class.apply, not by a name that was bound to"
+                        " `apply` before; or write the computation with ordinary tensor operations (for a"
                         " checkpoint: use_reentrant=False)"
                     ),
                 )
@@ -216,11 +213,11 @@ class DerivativeLevel(AdoptingLevel):
         """The tracers of this level with a derivative among an operator's arguments, each with its
         position.
         """
-        return self.opened(args)[0]
+        return self.inputs_and_values(args)[0]
 
-    def opened(self, args: tuple[Any, ...]) -> tuple[list[tuple[Position, Any]], tuple[Any, ...]]:
+    def inputs_and_values(self, args: tuple[Any, ...]) -> tuple[list[tuple[Position, Any]], tuple[Any, ...]]:
         """(the tracers of this level with a derivative, each with its position; the arguments with the values
-        of such tracers)
+        of this level's tracers in their place)
         """
         tracers: list[tuple[Position, Any]] = []
         values: list[Any] = []
@@ -233,7 +230,7 @@ class DerivativeLevel(AdoptingLevel):
                     if argument.varies:
                         tracers.append((position, argument))
                     argument = argument.value
-            elif kind == SEVERAL and argument and type(argument[0]) is not int:  # most lists are sizes
+            elif kind == SEQUENCE and argument and type(argument[0]) is not int:  # most lists are sizes
                 for place, item in enumerate(argument):
                     if isinstance(item, DerivativeTracer) and item.level is self:
                         self.refresh(item)
@@ -251,7 +248,7 @@ class DerivativeLevel(AdoptingLevel):
                 if tree.view_of is not None:
                     self.refresh(tree)
                 return tree.value
-        elif kind == SEVERAL:
+        elif kind == SEQUENCE:
             if not tree or type(tree[0]) is int:
                 return tree
             items = [self.unwrap(item) for item in tree]
@@ -274,7 +271,7 @@ class DerivativeLevel(AdoptingLevel):
         return result
 
     def refresh(self, tracer: DerivativeTracer) -> None:
-        """Take a view again if its base was written to since."""
+        """Take a view again if its base was written to after the view was taken."""
         if tracer.view_of is None:
             return
         base, op, rest, kwargs, output = tracer.view_of
@@ -297,15 +294,15 @@ class DerivativeLevel(AdoptingLevel):
             refuse_mutation(
                 op,
                 "an output argument (out=) or several arguments",
-                "psgrad carries out in-place operators out of place",
+                "psgrad runs in-place operators out of place",
             )
         target = args[0]
         if not self.owns(target):
             refuse_mutation(
                 op,
                 "a tensor that the transform does not follow",
-                "the tensor was made outside the transformed function (a buffer, a cache), so what is written"
-                " would be lost",
+                "the tensor was made outside the transformed function (a buffer, a cache), so the derivative"
+                " of the written value would be lost",
             )
         for x in args:
             if isinstance(x, DerivativeTracer) and self.owns(x):
@@ -324,14 +321,14 @@ class DerivativeLevel(AdoptingLevel):
     def _reshape(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The target becomes a view of its former value, so that writes to it still reach the same memory."""
         target = args[0]
-        self._refuse_where_read(target)
+        self._refuse_if_read(target)
         if target.has_views:
             refuse_mutation(
-                op, "a tensor that views were taken of", "the views would be taken again of another shape"
+                op, "a tensor that has views", "the views would be taken again from a tensor of another shape"
             )
         if not self.is_on() and target.varies:
             refuse_mutation(
-                op, "a traced tensor under no_grad", "its derivative would go by as if its shape had stayed"
+                op, "a traced tensor under no_grad", "its derivative would be computed for the old shape"
             )
         self.refresh(target)
         before = self.constant(target.value)
@@ -343,7 +340,7 @@ class DerivativeLevel(AdoptingLevel):
         target.view_of, target.writes_seen = after.view_of, after.writes_seen
         return target
 
-    def _refuse_where_read(self, target: Any) -> None:
+    def _refuse_if_read(self, target: Any) -> None:
         if target.read_by is not None:
             raise TransformError(
                 f"an in-place operator writes into a value that {target.read_by} reads{diagnostics.where()}",
@@ -352,7 +349,7 @@ class DerivativeLevel(AdoptingLevel):
             )
 
     def _write(self, target: Any, new: Any) -> None:
-        self._refuse_where_read(target)
+        self._refuse_if_read(target)
         if not torch.is_grad_enabled():
             new = target.rewritten(new)
         if target.view_of is not None:
@@ -378,14 +375,14 @@ def _refuse_write_outside(op: Op) -> None:
     refuse_mutation(
         op,
         "a tensor from outside the transformed function",
-        "operators before it may need the old value for their gradient, which would be wrong without a word",
+        "earlier operators may need the old value for their gradient, which would silently be wrong",
     )
 
 
 class Reads(Protocol):
-    """Notes what a function reads of a level's values (see checkpoint.py)."""
+    """An object that notes the values of a level that a function reads (see checkpoint.py)."""
 
-    follows: bool  # whether derivatives are followed meanwhile
+    follows: bool  # whether derivatives are followed while the function runs
 
     def note(self, tensors: Iterable[Any]) -> None:
         """Called with the tensors among an operator's arguments."""

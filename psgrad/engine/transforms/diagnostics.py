@@ -18,7 +18,7 @@ from psgrad.errors import TransformError
 
 _TORCH = str(Path(torch.__file__).parent)
 _ENGINE = str(Path(__file__).parent.parent)
-_NOT_THE_USERS = (_TORCH, _ENGINE, contextlib.__file__, "<")
+_OTHER_CODE = (_TORCH, _ENGINE, contextlib.__file__, "<")
 
 
 def _frames(error: BaseException | None = None) -> Iterator[FrameType]:
@@ -38,7 +38,7 @@ def user_line(error: BaseException | None = None) -> str | None:
     """
     for frame in _frames(error):
         name = frame.f_code.co_filename
-        if not name.startswith(_NOT_THE_USERS):
+        if not name.startswith(_OTHER_CODE):
             return f"{name}:{frame.f_lineno}"
     return None
 
@@ -60,8 +60,8 @@ def module_path(error: BaseException | None = None) -> str | None:
 
 
 def where(error: BaseException | None = None) -> str:
-    """` (in layer fc1 (Linear), model.py:12)`, as far as known: of the code that runs now, or of the origin
-    of an error.
+    """The layer and line of the code that runs now, or of the origin of an error, as far as known: ` (in fc1
+    (Linear), at model.py:12)`.
     """
     parts = []
     if module := module_path(error):
@@ -84,12 +84,12 @@ def boundary(function: Callable[..., Any]) -> None:
 def running_autograd_function(*, inside: bool) -> str | None:
     """The name of the autograd.Function whose forward is running, if any.
 
-    Its backward is invisible to a transform, which would differentiate the forward instead, or see constants
-    where PyTorch has switched recording off. PyTorch has no hook for the call, but the forward's frame is on
-    the stack. This runs at every recorded operator, so frames are compared by the id of their code: hashing
-    code takes ten times as long.
+    A transform can't see its backward. It would differentiate the forward instead, or treat its results as
+    constants if PyTorch has switched recording off. PyTorch has no hook for the call, but the forward's frame
+    is on the stack. This runs at every recorded operator, so frames are compared by the id of their code:
+    hashing code takes ten times as long.
 
-    inside: only one that was called inside the innermost transform.
+    inside: whether only Functions that were called inside the innermost transform count.
     """
     forwards = _forwards(functions_made())
     frame: FrameType | None = sys._getframe(1)
@@ -123,7 +123,7 @@ def batch_statistics_error(where: str) -> TransformError:
     """The error for a BatchNorm that would mix the samples."""
     return TransformError(
         f"BatchNorm in training mode{where}",
-        expected="a layer that treats each sample by itself",
+        expected="a layer whose output for one sample depends on that sample only",
         cause=(
             "in training mode the statistics are taken over the batch, so one sample's gradient depends on"
             " all others: there is no per-sample gradient"

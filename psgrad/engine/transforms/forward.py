@@ -1,9 +1,9 @@
 """Forward mode: a level whose tracers carry a tangent beside their value.
 
-An operator's tangent comes from its own JVP where the table has one: elementwise operators have a diagonal
-Jacobian, linear ones are applied to the tangent. For all others it is the transpose of the VJP: the closure
-from cotangents to cotangents is linear, so its own VJP, taken at any point, takes tangents to tangents
-(https://j-towns.github.io/2017/06/12/A-new-trick.html).
+The tangent of an operator's result comes from its JVP if the table has one: elementwise operators have a
+diagonal Jacobian, linear operators are applied to the tangent. For other operators the JVP is the transpose
+of the VJP. The closure from cotangents to cotangents is linear, so its VJP, taken at any point, maps tangents
+to tangents (https://j-towns.github.io/2017/06/12/A-new-trick.html).
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, hold
-from psgrad.engine.transforms.interpreter import cast, note_autograd, rewritten
+from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, make_tracer
+from psgrad.engine.transforms.interpreter import cast
 from psgrad.engine.transforms.levels import Level
 from psgrad.engine.transforms.operators import Op, aten
 from psgrad.engine.transforms.reverse import GradLevel
 from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP
 from psgrad.engine.transforms.tape import pull_back
+from psgrad.engine.transforms.tracer import note_autograd, rewritten
 
 
 class ForwardTracer(DerivativeTracer):
@@ -38,8 +39,8 @@ class ForwardTracer(DerivativeTracer):
         self.value, self.tangent = other.value, other.tangent
 
     def rewritten(self, new: Any) -> Any:
-        """Forward mode ignores no_grad: the tangent is a new one, which is written at the levels below as
-        well.
+        """As Tracer.rewritten. Forward mode ignores no_grad, so the tangent is the new one. It is also
+        written at the levels below.
         """
         if not self.level.owns(new):
             return new
@@ -50,13 +51,13 @@ class ForwardTracer(DerivativeTracer):
 
 
 def traced(value: torch.Tensor, level: ForwardLevel, tangent: torch.Tensor | None = None) -> ForwardTracer:
-    tracer = hold(ForwardTracer, value, level)
+    tracer = make_tracer(ForwardTracer, value, level)
     tracer.tangent = tangent
     return tracer
 
 
 class ForwardLevel(DerivativeLevel):
-    """Forward-mode differentiation along the tangents that its tracers were made with."""
+    """Forward-mode differentiation along the tangents of its tracers."""
 
     def dual(self, value: torch.Tensor, tangent: torch.Tensor | None) -> ForwardTracer:
         if tangent is not None:
@@ -84,8 +85,9 @@ class ForwardLevel(DerivativeLevel):
         return tracers if isinstance(result, list) else tuple(tracers)
 
     def _place(self, result: torch.Tensor, tangent: torch.Tensor | None) -> ForwardTracer:
-        """An integer has no derivative: a linear operator (a cast) would compute the tangent as if it were
-        the value. An operator of several dtypes may promote the tangent, which has the result's.
+        """The tracer of a result, with its tangent in the result's dtype. An operator of several dtypes may
+        have promoted the tangent. An integer gets no tangent: a linear operator such as a cast would compute
+        a wrong one.
         """
         if not (result.dtype.is_floating_point or result.dtype.is_complex):
             tangent = None
@@ -99,13 +101,12 @@ class ForwardLevel(DerivativeLevel):
         """The tangents of an operator's results: the sum of each input's contribution."""
         total: list[Any] = [None] * len(results)
         rest: dict[Position, torch.Tensor] = {}
-        moved: dict[
-            int, dict[int | None, torch.Tensor]
-        ] = {}  # argument -> item of it (None: the argument itself) -> tangent
+        # argument -> item of it (None: the argument itself) -> tangent
+        linear: dict[int, dict[int | None, torch.Tensor]] = {}
         for position, tracer in inputs:
             argument, item = (position, None) if isinstance(position, int) else position
             if argument in rule.linear:
-                moved.setdefault(argument, {})[item] = tracer.tangent
+                linear.setdefault(argument, {})[item] = tracer.tangent
                 continue
             make = rule.jvp.get(argument) if item is None else None
             push = make(out, *args, **kwargs) if make is not None else None
@@ -113,7 +114,7 @@ class ForwardLevel(DerivativeLevel):
                 rest[position] = tracer.tangent
             else:
                 _accumulate(total, push(tracer.tangent))
-        for argument, tangents in moved.items():
+        for argument, tangents in linear.items():
             _accumulate(total, op(*_with_tangents(args, argument, tangents), **kwargs))
         if rest:
             _accumulate(total, transposed_vjp(rule, out, args, kwargs, rest))
@@ -171,8 +172,8 @@ def transpose(
     stands for zero.
 
     `linear` receives None for inputs without a derivative (integers, non-tensors). It may use active levels;
-    it runs on top of `above`. `at` is the number in all places at which it is transposed; for a linear
-    function any number gives the same.
+    it runs above the level `above`. It is transposed at tensors filled with the number `at`; for a linear
+    function the result does not depend on it.
     """
     level = GradLevel()
     with level.active(above), torch.set_grad_enabled(True):

@@ -1,8 +1,8 @@
-"""Tensors that a batched function makes: without a sample axis, until a value that has one is written into
-them.
+"""Tensors that a batched function makes. They have no sample axis until a value with a sample axis is written
+into them.
 
-`out = torch.zeros(3); out[0] = x` is one tensor for each sample as soon as `x` differs between samples. Until
-then it is the same for all, and is neither copied nor computed with per sample.
+After `out = torch.zeros(3); out[0] = x`, each sample has its own `out` if `x` differs between samples. Before
+the write all samples share one tensor, which is not copied.
 """
 
 from __future__ import annotations
@@ -13,14 +13,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.batch_values import BatchTracer, SampleAxis
-from psgrad.engine.transforms.interpreter import (
-    Tracer,
-    interpret,
-    map_tracers,
-    rewritten,
-    strides_of,
-    tensors_in,
-)
+from psgrad.engine.transforms.interpreter import InterpretedTracer, interpret
 from psgrad.engine.transforms.operators import (
     Op,
     facts,
@@ -32,14 +25,15 @@ from psgrad.engine.transforms.operators import (
 )
 from psgrad.engine.transforms.private_torch import make_wrapper
 from psgrad.engine.transforms.rules.registry import batching_rule, decompose, is_decomposed
+from psgrad.engine.transforms.tracer import Tracer, map_tracers, rewritten, strides_of, tensors_in
 
 
-class FreshTracer(Tracer):
+class FreshTracer(InterpretedTracer):
     """A tensor made inside the function: `plain`, the same for all samples, or `batched` after the first
     write of a value with a sample axis.
 
-    A view remembers its origin (`view_of`: the base, the operator, its other arguments, and the number of its
-    result). Its memory is the base's, so when the base gets a sample axis the view is taken again.
+    A view stores its origin in `view_of`: the base, the operator, its other arguments, and the number of its
+    result. It shares the base's memory, so the view is taken again when the base gets a sample axis.
     """
 
     level: SampleAxis
@@ -71,7 +65,7 @@ class FreshTracer(Tracer):
         return self.content()
 
     def content(self) -> torch.Tensor:
-        """The value that operators receive in its place."""
+        """The value that operators receive in place of this tracer."""
         if self.batched is None and self.view_of is not None:
             base, op, rest, kwargs, output = self.view_of
             source = base.content()
@@ -81,7 +75,7 @@ class FreshTracer(Tracer):
         return self.plain if self.batched is None else self.batched
 
     def spread(self) -> BatchTracer:
-        """Give it and its base a sample axis: from here on each sample has its own values."""
+        """Give this tensor and its base a sample axis. Returns its batched value."""
         if self.content() is self.plain:
             if self.view_of is None:
                 self.batched = self.level.lift(_repeated(self.plain, self.level.size))
@@ -114,13 +108,13 @@ def is_fresh(value: Any, level: SampleAxis) -> bool:
 
 
 def content(value: Any, level: SampleAxis) -> Any:
-    """The value of a fresh tensor of `level`; anything else as it is."""
+    """The value of a fresh tensor of `level`; any other value unchanged."""
     return value.content() if is_fresh(value, level) else value
 
 
 def is_shared(value: Any) -> bool:
-    """Whether a value is the same for all samples: from outside, or made of nothing but outside values and
-    fresh tensors.
+    """Whether a value is the same for all samples: it is from outside, or was computed from values from
+    outside and fresh tensors only.
     """
     return not isinstance(value, Tracer) or (
         type(value) is FreshTracer and not isinstance(value.content(), Tracer)
@@ -128,7 +122,7 @@ def is_shared(value: Any) -> bool:
 
 
 def process_fresh(level: SampleAxis, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator with fresh tensors among its arguments, on their values."""
+    """The result of an operator with fresh tensors among its arguments."""
     operator = facts(op)
     stands_for = partial(content, level=level)
     contents, keywords = map_tracers(stands_for, args), map_tracers(stands_for, kwargs)
@@ -179,7 +173,7 @@ def _reshape(
     """The target becomes a view of its former value."""
     if target.has_views:
         refuse_mutation(
-            op, "a tensor that views were taken of", "the views would be taken again of another shape"
+            op, "a tensor that has views", "the views would be taken again from a tensor of another shape"
         )
     before = FreshTracer(target.plain, level)
     before.batched, before.view_of = target.batched, target.view_of

@@ -1,5 +1,5 @@
-"""functional_call: a module as a pure function of its parameters and buffers; stack_module_state: those of
-many modules as one.
+"""functional_call: a module as a pure function of its parameters and buffers; stack_module_state: the stacked
+parameters and buffers of several modules.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def functional_call(
     """`module(*args, **kwargs)` with tensors in place of its parameters and buffers, as torch.func's.
 
     Args:
-        parameter_and_buffer_dicts: name -> tensor, or several such dicts without common names. If the module
-            replaces one of its tensors, the new one is in the dict afterwards, if it is one.
-        args: a tuple of positional arguments; anything else is the only one.
-        tie_weights: a tensor given for one name of a tied parameter stands for all its names.
-        strict: whether all names must be given, and no others.
+        parameter_and_buffer_dicts: name -> tensor, or several dicts of this kind without common names. If the
+            module replaces one of its tensors, a single dict holds the new tensor afterwards.
+        args: a tuple of positional arguments; any other value is the only argument.
+        tie_weights: whether a tensor for one name of a tied parameter is used for all its names.
+        strict: whether exactly the module's names must be given.
 
-    The module is restored when the call returns, also after an exception. In between it is not: two threads
-    need a module each.
+    The module is restored when the call returns, also after an exception. During the call it holds the other
+    tensors: each thread needs a module of its own.
     """
     values = _merged(parameter_and_buffer_dicts)
     arguments = () if args is None else args if isinstance(args, tuple) else (args,)
@@ -54,9 +54,8 @@ def functional_call(
         try:
             return module(*arguments, **(kwargs or {}))
         finally:
-            if isinstance(
-                parameter_and_buffer_dicts, dict
-            ):  # a module may have a counter: self.steps = self.steps + 1
+            # a module may replace a buffer: self.steps = self.steps + 1
+            if isinstance(parameter_and_buffer_dicts, dict):
                 left = {slot.name: slot.store[slot.key] for slot in slots if slot.key in slot.store}
                 parameter_and_buffer_dicts.update(
                     {name: left[name] for name in parameter_and_buffer_dicts if name in left}
@@ -120,7 +119,7 @@ def _merged(dicts: Any) -> dict[str, torch.Tensor]:
 
 
 def _own_names(module: nn.Module) -> dict[str, torch.Tensor]:
-    """All names of its parameters and buffers, also for modules that override how they are named."""
+    """Name -> tensor for all parameters and buffers, also for modules that override `named_parameters`."""
     if (
         type(module).named_parameters is nn.Module.named_parameters
         and type(module).named_buffers is nn.Module.named_buffers
@@ -165,7 +164,7 @@ def _tied(names: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> di
 
 
 class Slot(NamedTuple):
-    """One place where a module keeps a parameter or buffer, and the name of the tensor that is put there."""
+    """One place where a module stores a parameter or buffer, and the name of the tensor to store there."""
 
     owner: nn.Module
     store: dict[str, Any]
@@ -174,7 +173,7 @@ class Slot(NamedTuple):
 
 
 def slots_of(module: nn.Module, names: Iterable[str]) -> list[Slot]:
-    """Where the module keeps the parameters and buffers of these names."""
+    """The slots of the module's parameters and buffers of these names."""
     slots = []
     owners: dict[str, nn.Module] = {}
     for name in names:
@@ -190,7 +189,7 @@ def slots_of(module: nn.Module, names: Iterable[str]) -> list[Slot]:
         stores = parameter_store(owner), buffer_store(owner)
         store: dict[str, Any] | None = next((candidate for candidate in stores if key in candidate), None)
         if store is None and isinstance(owner.__dict__.get(key), torch.Tensor):
-            store = owner.__dict__  # one that was never registered
+            store = owner.__dict__  # a tensor that is not registered
         if store is None:
             raise TransformArgumentError(
                 f"functional_call: {name!r} is neither a parameter nor a buffer of the module",
@@ -213,10 +212,9 @@ def tied_slots(module: nn.Module, names: Iterable[str]) -> list[Slot]:
 
 @contextmanager
 def swapped(slots: Sequence[Slot], values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Puts tensors in place of a module's own, and restores them afterwards."""
-    recurrent = [
-        s.owner for s in slots if "_flat_weights_names" in s.owner.__dict__
-    ]  # they keep a second list of their weights
+    """Store tensors in place of a module's own, and restore these at the end."""
+    # recurrent layers store a second list of their weights
+    recurrent = [s.owner for s in slots if "_flat_weights_names" in s.owner.__dict__]
     own_lists = [(layer, layer.__dict__["_flat_weights"]) for layer in recurrent]
     own_values = [slot.store[slot.key] for slot in slots]
     before = current_swaps()

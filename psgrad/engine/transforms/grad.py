@@ -10,11 +10,12 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.derivatives import DerivativeLevel
-from psgrad.engine.transforms.interpreter import Tracer, rules_only
+from psgrad.engine.transforms.interpreter import rules_only
 from psgrad.engine.transforms.private_torch import tree_flatten, tree_unflatten
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tape import Node, SavedValues, pull_back
+from psgrad.engine.transforms.tracer import Tracer
 from psgrad.engine.transforms.trees import Structure, flatten, map_leaves, unflatten
 from psgrad.errors import TransformArgumentError, TransformError
 
@@ -27,14 +28,13 @@ def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) 
     Args:
         func: returns a tensor of shape () (with `has_aux`, a pair of it and anything).
         argnums: the positional argument(s) to differentiate; each a pytree of floating-point tensors.
-        has_aux: whether `func` returns something besides its value; it comes back beside the gradient.
+        has_aux: whether `func` returns something besides its value.
 
-    Returns a function of the same arguments that gives the gradient, shaped like the argument (a tuple of
-    such for a tuple of argnums), with `has_aux` the pair (gradient, aux). Arguments that the value does not
-    depend on have zero gradient.
+    Returns a function of the same arguments that returns the gradient, shaped like the argument (a tuple of
+    gradients for a tuple of argnums), with `has_aux` the pair (gradient, aux). The gradient is zero for
+    arguments on which the value does not depend.
 
-    Recording is switched off by `torch.no_grad()` inside `func` and not by one outside of it, as in
-    torch.func.
+    `torch.no_grad()` inside `func` switches recording off; outside of it, it does not, as in torch.func.
     """
 
     both = grad_and_value(func, argnums, has_aux)
@@ -67,16 +67,16 @@ def grad_and_value(
 
 
 class Gradients(NamedTuple):
-    """What one pass forward and back over a function gives."""
+    """The results of one forward and one backward pass over a function."""
 
-    cotangents: list[torch.Tensor | None]  # one a leaf of the differentiated arguments; None is zero
+    cotangents: list[torch.Tensor | None]  # one for each leaf of the differentiated arguments; None is zero
     primals: list[torch.Tensor]
-    structures: list[Structure]  # one a differentiated argument
+    structures: list[Structure]  # one for each differentiated argument
     value: Any
     aux: Any
     written: list[
         tuple[torch.Tensor, torch.Tensor]
-    ]  # arguments into which the function wrote (statistics), and what
+    ]  # arguments that the function wrote to, and the new values
 
 
 def cotangents_and_value(
@@ -102,13 +102,13 @@ def cotangents_and_value(
         value = lower(level, out)
         end = _Place.of(out) if level.owns(out) else None
         aux = map_leaves(lambda x: lower(level, x), aux) if has_aux else None
-        # the tape may need the old value: written only after the backward pass
+        # written after the backward pass only, because the tape may need the old value
         written = [
             (x, lower(level, tracer)) for x, tracer in constants if tracer.writes and tracer.shape == x.shape
         ]
-        # what only the function's last lines needed must not stay alive during the backward pass
+        # free the values that the tape does not need before the backward pass
         del traced, by_name, constants, leaves, out
-    with rules_only():  # a number of ours, which no one writes to
+    with rules_only():  # the function can't write to this number
         seeds = [(end, torch.ones((), dtype=value.dtype, device=value.device))] if end is not None else []
     cotangents = pull_back(
         seeds, [start.node for start in starts], keep=False, attached=level.attached, consume=consume
@@ -121,9 +121,9 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     primals.
 
     Returns (value, vjp_fn), with `has_aux` (value, vjp_fn, aux). `vjp_fn(cotangents)` takes a pytree shaped
-    like the value and returns a tuple, one entry a primal; it may be called any number of times, under any
-    other transform. `create_graph` overrides the grad mode: whether outer transforms and autograd may
-    differentiate the result.
+    like the value and returns a tuple with one entry for each primal. It may be called any number of times,
+    under any other transform. Its argument `create_graph` overrides the grad mode: whether outer transforms
+    and autograd may differentiate the result.
     """
     saved = SavedValues()
     level = GradLevel(saved)
@@ -188,7 +188,7 @@ class _Place(NamedTuple):
 
 
 def _unflatten(leaves: list[Any], structures: list[Structure]) -> list[Any]:
-    """Leaves, in order, as one tree a structure."""
+    """One tree for each structure, from all leaves in order."""
     trees, used = [], 0
     for structure in structures:
         trees.append(unflatten(leaves[used : used + structure.leaves], structure))
@@ -219,8 +219,8 @@ def _trace_arguments(
     positions: tuple[int, ...],
     constants: list[tuple[torch.Tensor, GradTracer]],
 ) -> tuple[list[Any], list[GradTracer], list[Structure]]:
-    """The arguments as tracers: leaves at `positions`, in their order, constants elsewhere, which are noted
-    in `constants`, too.
+    """The arguments as tracers, the leaves, and the structures: leaves at `positions`, in their order,
+    constants elsewhere. Constants are also added to `constants`.
     """
     leaves: dict[int, list[GradTracer]] = {}
     structures: dict[int, Structure] = {}
@@ -302,18 +302,22 @@ def _check_cotangent(cotangent: Any, value: torch.Tensor) -> None:
         raise TransformArgumentError(
             f"a {type(cotangent).__name__} as the cotangent of an output of shape {tuple(value.shape)}",
             expected="a tensor",
-            next_step="give torch.zeros_like or torch.ones_like of the output",
+            next_step="pass torch.zeros_like or torch.ones_like of the output",
         )
     if cotangent.shape != value.shape or cotangent.is_complex() != value.is_complex():
         raise TransformArgumentError(
             f"a cotangent of shape {tuple(cotangent.shape)} and dtype {cotangent.dtype} "
             f"for an output of shape {tuple(value.shape)} and dtype {value.dtype}",
-            expected="cotangents shaped like the outputs, complex where they are",
+            expected="cotangents of the outputs' shapes, complex for complex outputs",
         )
 
 
 def _gradient(cotangent: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """The gradient in `x`. As PyTorch's, it is contiguous if `x` is: programs take views of it."""
+    """The gradient in `x`. It is contiguous if `x` is, as in PyTorch: programs take views of it."""
     if cotangent is None:
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    return cotangent.contiguously() if isinstance(cotangent, Tracer) and x.is_contiguous() else cotangent
+    return (
+        cotangent.with_contiguous_strides()
+        if isinstance(cotangent, Tracer) and x.is_contiguous()
+        else cotangent
+    )

@@ -28,11 +28,11 @@ def jacrev(
     Args:
         func: returns a pytree of real tensors (with `has_aux`, a pair of it and anything).
         argnums: the positional argument(s) to differentiate; each a pytree of real floating-point tensors.
-        chunk_size: at most so many elements of the output at a time; 1 goes one by one, without vmap.
+        chunk_size: the largest number of elements of the output at a time; with 1, vmap is not used.
 
-    Returns a function of the same arguments. Its result has the structure of the output, and in the place of
-    each tensor the structure of the argument (a tuple of such for a tuple of argnums), of tensors of shape
-    [*output, *argument]; with `has_aux` the pair (Jacobian, aux).
+    Returns a function of the same arguments. Its result has the structure of the output. Each tensor there is
+    replaced by the structure of the argument (a tuple of structures for a tuple of argnums), with tensors of
+    shape [*output, *argument]. With `has_aux` the function returns the pair (Jacobian, aux).
     """
     if chunk_size is not None and (
         not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size <= 0
@@ -74,8 +74,8 @@ def jacfwd(
 ) -> Callable[..., Any]:
     """The Jacobian of `func` by forward mode: one forward pass for all elements of the arguments at once.
 
-    As `jacrev`, which is the cheaper one where the output has fewer elements than the arguments. `randomness`
-    is vmap's; `chunk_size` limits how many elements of the arguments go at a time.
+    The arguments are those of `jacrev`, which is cheaper if the output has fewer elements than the arguments.
+    `randomness` is vmap's; `chunk_size` is the largest number of elements of the arguments at a time.
     """
 
     @functools.wraps(func)
@@ -120,7 +120,7 @@ def jacfwd(
 
 
 def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
-    """The matrix of second derivatives of a real function: jacfwd of jacrev. Its structure is that of a
+    """The matrix of second derivatives of a real function: jacfwd of jacrev, with the structure of a
     Jacobian's Jacobian.
     """
     return jacfwd(jacrev(func, argnums), argnums)
@@ -129,7 +129,7 @@ def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any
 def _of_positions(
     func: Callable[..., Any], argnums: Argnums, args: tuple[Any, ...], kwargs: Any
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`func` as a function of the differentiated arguments only, and these."""
+    """`func` as a function of the differentiated arguments only, and these arguments."""
     positions = positions_of(argnums, len(args))
 
     def function(*chosen: Any) -> Any:

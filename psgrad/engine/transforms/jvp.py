@@ -24,11 +24,11 @@ def jvp(
             `has_aux`, a pair of it and anything).
         primals: a tuple, the arguments.
         tangents: a tuple of the same structure, shapes and dtypes.
-        strict: whether an output that does not depend on the primals is an error; its tangent is zero
-            otherwise.
+        strict: whether an output that does not depend on the primals is an error; otherwise its tangent is
+            zero.
 
     Returns (value, tangent of the value), with `has_aux` (value, tangent, aux). `torch.no_grad()` inside
-    `func` is no obstacle.
+    `func` has no effect.
     """
     values, spec = _flat_tensors(primals, "primals")
     along, along_spec = _flat_tensors(tangents, "tangents")
@@ -45,7 +45,7 @@ def jvp(
         flat, out_spec = tree_flatten(out)
         pairs = [_value_and_tangent(level, item, strict) for item in flat]
         aux = tree_map(lambda x: lower(level, x), aux)
-    # The level is over: zeros made here are no values of its own.
+    # After the level has ended, so that the zeros are not traced by it.
     value = tree_unflatten([value for value, _ in pairs], out_spec)
     tangent = tree_unflatten(
         [torch.zeros_like(value) if tangent is None else tangent for value, tangent in pairs], out_spec
@@ -130,7 +130,7 @@ def _fitting(primal: torch.Tensor, tangent: Any, name: str) -> torch.Tensor:
         raise TransformArgumentError(
             f"{name}: a tangent of {what} for a primal of shape {tuple(primal.shape)} and dtype"
             f" {primal.dtype}",
-            expected="tangents shaped like the primals, complex where they are",
+            expected="tangents of the primals' shapes, complex for complex primals",
         )
     return tangent.to(primal.dtype)
 

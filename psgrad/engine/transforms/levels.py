@@ -1,11 +1,11 @@
 """Levels: the stack of active transforms, and the settings of PyTorch while they run the user's function.
 
-PyTorch's autograd layer is switched off, so operators arrive as the user called them, composite ones
-(`linear`, `scaled_dot_product_attention`) whole, at every level alike, and nothing is recorded on the user's
-parameters. If PyTorch's own autograd records from outside, it is switched on again for operators on plain
-tensors only (`Attached` in interpreter.py).
+PyTorch's autograd layer is switched off. So every level receives the operators that the user called, also
+composite ones (`linear`, `scaled_dot_product_attention`), and nothing is recorded on the user's parameters.
+If PyTorch's autograd records outside of the transforms, it is switched on again for operators on plain
+tensors (`Attached` in interpreter.py).
 
-A branch on data inside a batched function is taken if all samples agree; otherwise the batch is split by the
+If all samples of a batch agree on a branch, the function takes it. Otherwise the batch is split by the
 outcome (`Divergence`).
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import Interpreter, Tracer, attachable, below_autograd
+from psgrad.engine.transforms.interpreter import Interpreter, attachable, below_autograd
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.private_torch import (
     current_mode,
@@ -30,14 +30,16 @@ from psgrad.engine.transforms.private_torch import (
     write_count,
 )
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import TransformError
 
 
 class Divergence(BaseException):
     """Samples of a level disagree on a number that the function's Python code reads.
 
-    The caller of the function runs it again, for the samples of each outcome. It is not an Exception, so that
-    the function's own error handling does not catch it. If a bare `except` does, the level still knows.
+    The caller of the function runs it again, for the samples of each outcome. This is not an Exception, so
+    that the function's own error handling does not catch it. If a bare `except` catches it, the level raises
+    it again at the end.
     """
 
     def __init__(self, level: Any, outcomes: list[Any], where: str) -> None:
@@ -48,22 +50,22 @@ class Divergence(BaseException):
         self.where = where
 
     def groups(self, device: torch.device) -> list[torch.Tensor]:
-        """For each outcome the numbers of its samples, int64, in ascending order."""
+        """For each outcome the indices of its samples, int64 [k], in ascending order."""
         places: dict[Any, list[int]] = {}
         for sample, outcome in enumerate(self.outcomes):
             places.setdefault(outcome, []).append(sample)
         return [torch.tensor(samples, device=device) for samples in places.values()]
 
 
-class WriteWatch:
-    """Whether arguments were written to since: a function that changed them can't run on them again."""
+class WriteCounts:
+    """The counts of writes to some arguments. A function that wrote to them can't run on them again."""
 
     def __init__(self, tensors: list[Any]) -> None:
         self.versions = [
             (x, write_count(x)) for x in tensors if isinstance(x, torch.Tensor) and not x.is_inference()
         ]
 
-    def saw_a_write(self) -> bool:
+    def was_written(self) -> bool:
         return any(write_count(x) != version for x, version in self.versions)
 
 
@@ -71,18 +73,18 @@ _level_ids = itertools.count(1)
 
 
 class Level:
-    """One active transform. Subclasses define what it does at an operator."""
+    """One active transform. Subclasses define its behaviour at an operator."""
 
-    # Whether it handles operators without tracers of its own: they make tensors that traced values may be
-    # written into.
+    # Whether it handles operators without tracers of its own: the function may write traced values into the
+    # tensors that they make.
     adopts: bool = False
-    # For vmap: the outcomes of a branch on which samples disagree, and where it stands.
+    # For vmap: the outcomes of a branch on which samples disagree, and its place in the user's code.
     diverged: tuple[list[Any], str] | None = None
 
     def __init__(self) -> None:
         self.index = 0
         self.id = next(_level_ids)
-        self.alive = False
+        self.is_active = False
         self.attached = False  # whether PyTorch's autograd followed an argument of the function
 
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,41 +109,41 @@ class Level:
         return False
 
     def body(self, grad_mode: bool | None = None, *, attach: bool = True) -> Body:
-        """Run the user's function inside: `with level.body(): out = f(*tracers)`. Leaves no trace behind,
-        whatever happens.
+        """The context in which the user's function runs: `with level.body(): out = f(*tracers)`. It restores
+        all settings at the end, also after an error.
 
-        attach: whether PyTorch's autograd may differentiate the result, where the function meets tensors that
+        attach: whether PyTorch's autograd may differentiate the result, if the function uses tensors that
         require a gradient.
         """
         return Body(self, torch.is_grad_enabled() if grad_mode is None else grad_mode, attach)
 
     def explained(self, error: BaseException) -> TransformError | None:
-        """The error that replaces one from the user's function; None lets it pass as it is."""
-        if isinstance(error, RuntimeError) and any(words in str(error) for words in _AUTOGRAD_FINDS_NOTHING):
+        """The error that replaces an error of the user's function; None if it is not replaced."""
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_GRAPH):
             return TransformError(
                 f"torch.autograd or .backward() inside the transformed function{diagnostics.where(error)}",
                 expected="derivatives by transforms, which nest: grad, vjp, jvp",
                 cause="PyTorch's autograd records nothing there",
             )
-        if isinstance(error, RuntimeError) and _ONE_OF_SEVERAL_VIEWS in str(error):
+        if isinstance(error, RuntimeError) and _WRITE_INTO_MULTI_VIEW in str(error):
             return TransformError(
                 "the function writes in place into one of several views that one operator"
                 f" made{diagnostics.where(error)}",
                 expected="a view that was made by itself: x[0], x.select(..), x.narrow(..)",
                 cause=(
-                    "PyTorch's autograd, which follows the computation, takes no writes into results of"
-                    " unbind, split or chunk"
+                    "PyTorch's autograd records the computation, and refuses writes into results of unbind,"
+                    " split or chunk"
                 ),
                 next_step=(
-                    "take the view by its index, or compute a new tensor; a mapped function that no autograd"
-                    " follows may write there"
+                    "take the view by its index, or compute a new tensor; a mapped function without autograd"
+                    " outside may write there"
                 ),
             )
         return None
 
     @contextmanager
     def again(self) -> Iterator[Level]:
-        """Inside the level once more, after it was left: the backward pass runs a function of the user."""
+        """Enter the level again after its end: the backward pass runs a function of the user."""
         with ExitStack() as exits:
             if not state.stack:
                 exits.enter_context(attachable(torch.is_grad_enabled()))
@@ -152,10 +154,9 @@ class Level:
 
     @contextmanager
     def active(self, above: Level | None = None) -> Iterator[Level]:
-        """Only the level, on top of the stack, without the settings for a user's function: for what rules
-        compute.
+        """Enter the level without the settings for a user's function, for the computations of rules.
 
-        above: the level on top of which it is put, under those that are there already.
+        above: the level directly below this one in the stack; None for the highest.
         """
         self.enter(above)
         try:
@@ -165,12 +166,12 @@ class Level:
 
     def enter(self, above: Level | None = None) -> None:
         place = state.stack.index(above) + 1 if above is not None else len(state.stack)
-        self.alive = True
+        self.is_active = True
         state.stack.insert(place, self)
         _number_from(place)
 
     def leave(self) -> None:
-        self.alive, self.attached = False, state.attached
+        self.is_active, self.attached = False, state.attached
         state.stack.remove(self)
         _number_from(self.index - 1)
         if not state.stack:
@@ -178,8 +179,8 @@ class Level:
 
 
 class Body:
-    """While the user's function runs inside a level. A class, because generators would be slow at each call
-    of a transform.
+    """The context in which the user's function runs inside a level. A class, because a generator would slow
+    down each call of a transform.
     """
 
     def __init__(self, level: Level, grad_mode: bool, attach: bool) -> None:
@@ -187,13 +188,12 @@ class Body:
         self.entered: list[Any] = []
 
     def __enter__(self) -> Level:
-        _refuse_torchs_transforms()
+        _refuse_inside_torch_func()
         try:
             if not state.stack:
                 self._enter(attachable(self.attach and torch.is_grad_enabled()))
-            self._enter(
-                torch.inference_mode(False)
-            )  # which switches recording on, and when it is left, back to what it was
+            # this switches recording on, and restores it at the end
+            self._enter(torch.inference_mode(False))
             set_grad_enabled(self.grad_mode)
             self._enter(below_autograd())
             if not state.switched:
@@ -214,7 +214,7 @@ class Body:
                     raise explained from error
                 return
             for level in state.stack:
-                if level.diverged is not None:  # the function has caught what it must not catch
+                if level.diverged is not None:  # the function has caught the Divergence
                     raise Divergence(level, *level.diverged)
         finally:
             self.level.leave()
@@ -229,42 +229,41 @@ class Body:
             self.entered.pop().__exit__(None, None, None)
 
 
-_ONE_OF_SEVERAL_VIEWS = "output of a function that returns multiple views"
-_AUTOGRAD_FINDS_NOTHING = ("does not require grad and does not have a grad_fn", "can't retain_grad on Tensor")
+_WRITE_INTO_MULTI_VIEW = "output of a function that returns multiple views"
+_NO_GRAPH = ("does not require grad and does not have a grad_fn", "can't retain_grad on Tensor")
 
 
-def _refuse_torchs_transforms() -> None:
+def _refuse_inside_torch_func() -> None:
     if torch_func_runs() or forward_mode_runs():
         raise TransformError(
             "a transform of psgrad inside one of torch.func, or inside PyTorch's forward"
             f" mode{diagnostics.where()}",
             expected=(
-                "transforms of one kind; those of psgrad nest in any order, and PyTorch's autograd may go"
-                " through their results"
+                "transforms of one library; those of psgrad nest in any order, and PyTorch's autograd may"
+                " differentiate their results"
             ),
             cause=(
-                "PyTorch's transforms would not see what happens inside: derivatives would be lost without a"
-                " word"
+                "PyTorch's transforms would not see the operators inside: derivatives would be lost silently"
             ),
             next_step=(
-                "take grad, vjp, jvp, vmap, jacrev, jacfwd or hessian from psgrad.engine.transforms on the"
-                " outside, too"
+                "use grad, vjp, jvp, vmap, jacrev, jacfwd or hessian of psgrad.engine.transforms for the"
+                " outer transform too"
             ),
         )
 
 
 def _number_from(place: int) -> None:
-    """Levels are compared by their place in the stack."""
+    """Set the index of the levels from this position of the stack on."""
     for above, level in enumerate(state.stack[place:]):
         level.index = place + above + 1
 
 
-class _SlowPaths:
-    """Without the fused inference kernels of nn.MultiheadAttention and nn.TransformerEncoderLayer, which have
-    no derivative.
+class _WithoutFastPaths:
+    """Switches off the fused inference kernels of nn.MultiheadAttention and nn.TransformerEncoderLayer, which
+    have no derivative.
 
-    The switch is one for the whole process: the first transform to begin turns it off, the last to end turns
-    it back.
+    PyTorch has one setting for the whole process: the first transform that begins switches the kernels off,
+    the last one that ends restores the setting.
     """
 
     def __init__(self) -> None:
@@ -286,13 +285,14 @@ class _SlowPaths:
                 torch.backends.mha.set_fastpath_enabled(self.enabled_before)
 
 
-# What is set differently in the whole process while a transform runs (also: autograd_function.py).
-switches: list[AbstractContextManager[None]] = [_SlowPaths()]
+# Settings of the whole process that differ while a transform runs (autograd_function.py and
+# autograd_inside.py add others).
+switches: list[AbstractContextManager[None]] = [_WithoutFastPaths()]
 
 
 @contextmanager
 def switched() -> Iterator[None]:
-    """In this thread, a transform runs."""
+    """Enter the process-wide settings, for a transform in this thread."""
     entered: list[AbstractContextManager[None]] = []
     try:
         for switch in switches:
@@ -308,8 +308,8 @@ def switched() -> Iterator[None]:
 
 @contextmanager
 def users_program() -> Iterator[None]:
-    """While the backward pass runs a function of the user: its operators are seen as in a level's body, also
-    those without tracers.
+    """The context in which the backward pass runs a function of the user: the interpreter sees its operators
+    as in a level's body, also those without tracers.
     """
     with ExitStack() as exits:
         if not state.switched:

@@ -1,7 +1,7 @@
-"""Refuses writes in place whose result depends on the order in which a kernel walks through memory.
+"""Raises errors for in-place writes whose result depends on the order in which a kernel accesses memory.
 
-Such a write goes to one place several times, or reads places that it also writes. PyTorch refuses those that
-it notices at once ("refer to a single memory location"), and returns some number for the rest.
+A write of this kind writes one place in memory several times, or reads places that it also writes. PyTorch
+refuses some of them ("refer to a single memory location"), and returns an undefined number for the others.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import innermost
 from psgrad.engine.transforms.operators import Op, aten, facts, refuse_mutation
 from psgrad.engine.transforms.private_torch import without_modes
+from psgrad.engine.transforms.tracer import innermost
 
-# What these write is the same number at every place, so that the order of their writes does not matter.
+# These write the same number everywhere, so the order of their writes does not matter.
 _WRITES_ONE_NUMBER: frozenset[Op] = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
-_MOST_SIGNATURES = 1 << 14
+_MAX_SIGNATURES = 1 << 14
 
 
 def refuse_overlapping_memory(op: Op, args: tuple[Any, ...]) -> None:
-    """Raise TransformError for a write in place into one place several times, or into places that are also
-    read as other elements.
+    """Raise TransformError for an in-place write that writes one place in memory several times, or places
+    that are also read as other elements.
     """
     if op in _WRITES_ONE_NUMBER or torch.Tag.inplace_view in op.tags:
         return
@@ -34,30 +34,30 @@ def refuse_overlapping_memory(op: Op, args: tuple[Any, ...]) -> None:
             refuse_mutation(
                 op,
                 "a tensor that has one place in memory for several elements",
-                "unfold, as_strided or expand made it; what several writes to one place leave there goes by"
+                "unfold, as_strided or expand made it; the result of several writes to one place depends on"
                 " their order",
-                expected="a target whose elements are each a place of their own",
+                expected="a target with one place in memory for each element",
                 next_step="write into a clone of it, or use the operator that returns a new tensor",
             )
         if any(_reads_other_elements(target, x) for x in args if x is not target):
             refuse_mutation(
                 op,
                 "memory that another argument reads as other elements",
-                "both are views of one tensor; whether an element is read before or after it is written goes"
-                " by the order of the kernel",
+                "both are views of one tensor; whether an element is read before or after it is written"
+                " depends on the kernel",
                 expected="arguments that share no memory with the target, or are the same view of it",
                 next_step="pass a clone of the argument, or use the operator that returns a new tensor",
             )
 
 
-@functools.lru_cache(maxsize=_MOST_SIGNATURES)
+@functools.lru_cache(maxsize=_MAX_SIGNATURES)
 def overlaps_itself(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    """Whether two elements of a tensor of these strides are one place in memory, as in windows of
+    """Whether two elements of a tensor of these strides share one place in memory, as in the windows of
     `unfold`.
     """
     if 0 in shape:
         return False
-    extent = 0  # of the axes so far, those of small strides first
+    extent = 0  # of the axes so far, from the smallest stride
     for stride, length in sorted(zip(strides, shape, strict=True)):
         if length > 1:
             if stride <= extent:
@@ -75,18 +75,18 @@ Placement = tuple[torch.Size, tuple[int, ...], int]  # shape, strides, offset
 
 
 def _reads_other_elements(target: torch.Tensor, other: Any) -> bool:
-    """Whether `other` is a view of the target's memory in which an element has the place of another one."""
+    """Whether `other` is a view of the target's memory and reads the place of an element as another one."""
     written, read = innermost(target), innermost(other)
     if type(read) is not torch.Tensor or type(written) is not torch.Tensor:
         return False
     memory = written.untyped_storage().data_ptr()
     if memory == 0 or memory != read.untyped_storage().data_ptr():
         return False
-    return written.dtype != read.dtype or _elements_meet(_placement(written), _placement(read))
+    return written.dtype != read.dtype or _share_places(_placement(written), _placement(read))
 
 
 def _placement(x: torch.Tensor) -> Placement:
-    """Without axes of length 1, whose strides mean nothing."""
+    """Shape, strides and offset without axes of length 1, whose strides have no effect."""
     kept = [(length, stride) for length, stride in zip(x.shape, x.stride(), strict=True) if length != 1]
     return (
         torch.Size(length for length, _ in kept),
@@ -95,9 +95,9 @@ def _placement(x: torch.Tensor) -> Placement:
     )
 
 
-@functools.lru_cache(maxsize=_MOST_SIGNATURES)
-def _elements_meet(written: Placement, read: Placement) -> bool:
-    """Whether two views of one memory share places, but for a view that is the same as the other."""
+@functools.lru_cache(maxsize=_MAX_SIGNATURES)
+def _share_places(written: Placement, read: Placement) -> bool:
+    """Whether two different views of one memory share places."""
     if written == read or 0 in written[0] or 0 in read[0]:
         return False
     with without_modes():

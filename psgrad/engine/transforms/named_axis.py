@@ -2,12 +2,12 @@
 
     vmap(loss, axis_name="samples")        # inside: pmean(x, "samples") is the mean of x over all samples
 
-A collective is linear, and its transpose is a collective: that of `psum` is `psum`, that of `all_gather`
-gives each sample the sum of all samples' cotangents of its row. So under `grad` *inside* `vmap` cotangents
-cross samples as values did, and sample i's gradient is that of the *sum of all samples' losses* in sample i's
-own copy of the values, the parameters included. Summed over the samples these are the gradient of the summed
-loss in the shared parameters; one of them is not the gradient of that sample's loss, which depends on other
-samples.
+A collective is linear, and its transpose is a collective. The transpose of `psum` is `psum`; the transpose of
+`all_gather` gives each sample the sum of all samples' cotangents of its row. So with `grad` *inside* `vmap`,
+cotangents also go from sample to sample. The gradient of sample i is the derivative of the *sum of all
+samples' losses* in sample i's copy of the values, parameters included. The sum of these gradients over the
+samples is the gradient of the summed loss in the shared parameters. A single one is not the gradient of that
+sample's loss, because the loss depends on other samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from psgrad.engine.transforms.calls import (
     Call,
     Cotangents,
     Flat,
-    Recorded,
+    RecordedCall,
     dispatch_call,
     own_values,
     without_adoption,
@@ -48,12 +48,12 @@ def pmean(x: Any, axis_name: str) -> Any:
 
 
 def pmax(x: Any, axis_name: str) -> Any:
-    """The greatest over the samples, element by element; equally great samples share its cotangent."""
+    """The maximum over the samples, element by element; samples with equal maxima share its cotangent."""
     return tree_map(lambda rows: rows.amax(0), all_gather(x, axis_name))
 
 
 def pmin(x: Any, axis_name: str) -> Any:
-    """The least over the samples, element by element; equally small samples share its cotangent."""
+    """The minimum over the samples, element by element; samples with equal minima share its cotangent."""
     return tree_map(lambda rows: rows.amin(0), all_gather(x, axis_name))
 
 
@@ -65,14 +65,14 @@ def all_gather(x: Any, axis_name: str) -> Any:
 
 
 def axis_index(axis_name: str) -> torch.Tensor:
-    """The number of the sample, int64."""
+    """The index of the sample, int64 []."""
     level = axis_level(axis_name)
     with without_adoption(level):
         return level.lift(torch.arange(level.size))
 
 
 def axis_size(axis_name: str) -> int:
-    """How many samples there are."""
+    """The number of samples."""
     return axis_level(axis_name).size
 
 
@@ -91,7 +91,7 @@ def axis_level(name: str) -> BatchLevel:
         expected=(
             f"one of the axes in scope: {', '.join(repr(level.axis_name) for level in scope)}"
             if scope
-            else "a vmap around this with axis_name=..., and there is none"
+            else "a vmap with axis_name=... around this call; there is none"
         ),
         next_step=f"name it where the function is mapped: vmap(f, axis_name={name!r})",
     )
@@ -117,8 +117,8 @@ class _Collective(Call):
     batches = True
 
     def __init__(self, level: BatchLevel, axis: int = 0) -> None:
-        """axis: of the tensor that has one entry a sample (see `_Gather`); other vmaps inside put theirs in
-        front of it.
+        """axis: the axis with one entry for each sample, in the result of `_Gather` and the argument of its
+        transpose. Each inner vmap adds one axis in front of it.
         """
         super().__init__(f"a collective over axis {level.axis_name!r}")
         self.level, self.axis = level, axis
@@ -133,8 +133,8 @@ class _Collective(Call):
     def run(self, args: Flat) -> Flat:
         raise TransformError(
             f"{self.name} is evaluated after its vmap has ended",
-            cause="a vjp_fn that was taken inside the mapped function is called outside of it",
-            next_step="call it inside",
+            cause="a vjp_fn that was made inside the mapped function is called outside of it",
+            next_step="call it inside the mapped function",
         )
 
     def batch(self, level: BatchLevel, args: Flat) -> Flat:
@@ -150,13 +150,13 @@ class _Collective(Call):
             for y in dispatch_call(type(self)(self.level, self.axis + 1), [x.below()], below=level)
         ]
 
-    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
+    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> RecordedCall:
         back = self.transposed()
 
         def pull(cotangents: Cotangents) -> Cotangents:
             return dispatch_call(back, cotangents)
 
-        return Recorded(own_values(level, dispatch_call(self, values, below=level), self.name), pull)
+        return RecordedCall(own_values(level, dispatch_call(self, values, below=level), self.name), pull)
 
     def push(self, level: ForwardLevel, values: Flat, tangents: Flat) -> tuple[Flat, Flat]:
         return dispatch_call(self, values, below=level), dispatch_call(self, tangents, below=level)
@@ -181,7 +181,7 @@ class _Gather(_Collective):
 
 
 class _SumOfRows(_Collective):
-    """Each sample gets the sum of what all samples have in the row of its number."""
+    """Each sample gets the sum over all samples of the row with its index."""
 
     def of_samples(self, physical: torch.Tensor) -> torch.Tensor:
         return self.level.lift(aten.sum.dim_IntList(physical, [0]).movedim(self.axis, 0))

@@ -1,13 +1,13 @@
-"""Facts about operators: what an operator's schema says of it, which ones autocast has to cast here, and
-which kernels read memory as if it were contiguous.
+"""Facts about operators: the facts of an operator's schema, the operators whose arguments are cast here for
+autocast, and the kernels that read memory as if it were contiguous.
 
-Autocast acts above the place where operators arrive here, so most are cast already. Some operators it knows
-only by the products inside them (on a CPU the recurrent layers, their cells and einsum; on a GPU the
-recurrent layers), which our rules run below autocast. So their arguments are cast here.
+Autocast acts before operators reach psgrad, so most are cast already. For some operators it casts only the
+products inside them (on a CPU the recurrent layers, their cells and einsum; on a GPU the recurrent layers).
+psgrad's rules run these products below autocast, so the arguments of these operators are cast here.
 
 Batching passes expanded tensors (stride 0) to kernels: a value that all samples share, the cotangent of a
-sum. Most kernels read by strides. The kernels in `READ_AS_CONTIGUOUS` take the address of the first element
-and read on from there: with expanded or sliced memory they return wrong numbers, or read outside the tensor.
+sum. Most kernels use the strides. The kernels in `READ_AS_CONTIGUOUS` read all memory after the address of
+the first element: with expanded or sliced memory they return wrong numbers, or read outside the tensor.
 `tests/engine/transforms/kernel_layouts.py` searches for them among all kernels.
 """
 
@@ -55,8 +55,8 @@ READ_AS_CONTIGUOUS: dict[Any, tuple[int, ...]] = {
 
 
 def contiguous(positions: tuple[int, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """An operator's arguments with contiguous memory at `positions`. Tracers stay: their level calls this
-    again.
+    """An operator's arguments with contiguous memory at `positions`. Tracers are unchanged: their level calls
+    this again.
     """
     return tuple(
         [a.contiguous() if i in positions and type(a) is torch.Tensor else a for i, a in enumerate(args)]
@@ -64,7 +64,7 @@ def contiguous(positions: tuple[int, ...], args: tuple[Any, ...]) -> tuple[Any, 
 
 
 def on_contiguous_memory(op: Any, positions: tuple[int, ...]) -> Callable[..., Any]:
-    """`op` as a batching rule may call it."""
+    """`op`, with contiguous memory at `positions`, for a batching rule."""
     return partial(_call, op, positions)
 
 
@@ -73,12 +73,12 @@ def _call(op: Any, positions: tuple[int, ...], *args: Any, **kwargs: Any) -> Any
 
 
 class OpFacts(NamedTuple):
-    """What an operator's schema says."""
+    """The facts of an operator's schema."""
 
     op: Op
     mutated: tuple[int, ...]  # positions of the arguments that it writes to
     mutated_kwargs: tuple[str, ...]  # the same for `out=`-like arguments
-    returns_target: bool  # what it has written to, and nothing else
+    returns_target: bool  # whether it returns only the tensors that it has written to
     is_view: bool
     is_random: bool
     draws_position: int | None  # of the argument that says whether an operator draws at all
@@ -113,8 +113,8 @@ def _read(op: Op) -> OpFacts:
     draws = next(
         (i for i, argument in enumerate(schema.arguments) if argument.name in ("dropout_p", "training")), None
     )
-    # A composite operator (a recurrent layer) draws in its pieces, but for attention, which may choose a
-    # kernel that draws.
+    # In a composite operator (a recurrent layer) an inner operator draws. Attention is an exception: it may
+    # choose a kernel that draws.
     random = torch.Tag.nondeterministic_seeded in op.tags and (draws is not None or not is_composite(op))
     return OpFacts(
         op,
@@ -147,7 +147,7 @@ def written_by(op: Op, args: Any, kwargs: dict[str, Any]) -> list[Any]:
 
 
 def is_random(op: Op, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws by itself. Attention kernels do so only with dropout, a randomised relu in
+    """Whether this call draws. Attention kernels draw only with dropout, a randomised relu only in
     training.
     """
     operator = facts(op)
@@ -204,8 +204,8 @@ def functional_variant(op: Op) -> Op | None:
 
 
 def operator_defaults(op: Op, given: int, kwargs: dict[str, Any]) -> list[Any]:
-    """Values for arguments that `op` requires and its in-place namesake omits (the 0.5 of `bernoulli_()`, the
-    0 of `zero_()`).
+    """Values for arguments that `op` requires and its in-place variant does not have (the 0.5 of
+    `bernoulli_()`, the 0 of `zero_()`).
     """
     if op is aten.bernoulli.p and given < 2 and "p" not in kwargs:
         return [0.5]
@@ -233,7 +233,7 @@ def out_of_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @functools.cache
 def reshapes_in_place(op: Op) -> bool:
-    """Whether `op` (`t_`, `squeeze_`) changes the shape or strides of its target and not its memory."""
+    """Whether `op` (`t_`, `squeeze_`) changes the shape or strides of its target, but not its memory."""
     if torch.Tag.inplace_view not in op.tags or op is aten.detach_.default:
         return False
     functional = functional_variant(op)
@@ -241,7 +241,7 @@ def reshapes_in_place(op: Op) -> bool:
 
 
 def reshape_tracer(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let `op` change the shape and the strides that a tracer shows. A tracer has no memory."""
+    """Change the shape and strides of a tracer by `op`. A tracer has no memory."""
     guard = DisableTorchDispatch()
     try:
         op(*args, **kwargs)
@@ -260,9 +260,7 @@ def refuse_mutation(
         " torch.zeros(...)"
     ),
 ) -> NoReturn:
-    """Raise an error for an in-place operator that can't be carried out; otherwise a number would silently be
-    wrong.
-    """
+    """Raise an error for an in-place operator that psgrad can't run correctly."""
     raise TransformError(
         f"{op.name().removeprefix('aten::')} writes in place into {what}{diagnostics.where()}",
         expected=expected,
@@ -290,17 +288,18 @@ WHOLE: frozenset[Op] = frozenset(
     if name != "out"
     for overload in (getattr(packet, name),)
 )
-"""Operators whose products autocast would cast, and which run in one piece here."""
+"""Operators whose inner products autocast would cast, and which have one rule here."""
 
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 def cast(args: Any, kwargs: Any) -> Any:
-    """(args, kwargs) of such an operator under autocast: float32 in the half-precision type of the others.
+    """(args, kwargs) of an operator in `WHOLE` under autocast: float32 tensors are cast to the half-precision
+    type of the others.
 
-    If all are float32 it stays so, which is slower than autocast and more exact: PyTorch turns autocast off
-    where operators are seen, so whether it is on for this call is unknown. Only whether it is used at all is
-    known.
+    If all tensors are float32, nothing is cast, which is slower than autocast and more exact. PyTorch
+    switches autocast off before it calls psgrad, so psgrad can't find out whether it is on for this call,
+    only whether it is used at all.
     """
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
     halves = {x.dtype for x in tensors if x.dtype in _HALVES}

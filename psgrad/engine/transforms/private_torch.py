@@ -47,8 +47,8 @@ def _refusal(error: ImportError | AttributeError) -> TransformError:
         f"PyTorch {torch.__version__} has no {name}",
         expected=(f"PyTorch {LOWEST[0]}.{LOWEST[1]} to {NEWEST[0]}.{NEWEST[1]}, with which psgrad is tested"),
         cause=(
-            "psgrad's transforms work below PyTorch's autograd, by names that PyTorch does not promise to"
-            " keep"
+            "psgrad's transforms work below PyTorch's autograd, and use private names that may change in any"
+            " release"
         ),
         next_step="install one of these versions, or a newer psgrad",
     )
@@ -112,9 +112,9 @@ try:
     can_decompose = Op._can_decompose  # whether PyTorch defines an operator by others
     schema_of = _attribute(torch.ops.aten.add.Tensor, "_schema")  # an operator's arguments and results
     overload_name = _attribute(torch.ops.aten.add.Tensor, "_overloadname")  # the part behind the point
-    write_count = _attribute(torch.empty(0), "_version")  # how often a tensor was written to
-    storage_key = _attribute(torch.empty(0).untyped_storage(), "_cdata")  # tensors with one memory have one
-    # name -> tensor or module, as a module keeps them; in their order, and without a generator's cost.
+    write_count = _attribute(torch.empty(0), "_version")  # the number of writes to a tensor
+    storage_key = _attribute(torch.empty(0).untyped_storage(), "_cdata")  # equal for shared memory
+    # name -> tensor or module, as a module stores them; in order, and faster than a generator.
     parameter_store = _attribute(torch.nn.Module(), "_parameters")  # to put other tensors in their place
     buffer_store = _attribute(torch.nn.Module(), "_buffers")  # to put other tensors in their place
     module_store = _attribute(torch.nn.Module(), "_modules")  # to walk over a module's parts

@@ -1,4 +1,4 @@
-"""A program: the list of kernels that a function runs on tensors of one signature, and the backends that run
+"""Programs: the list of kernels that a function runs on tensors of one signature, and the backends that run
 it.
 """
 
@@ -23,7 +23,6 @@ from psgrad.engine.transforms.capture_guard import (
     python_random_states,
     writes,
 )
-from psgrad.engine.transforms.interpreter import map_tracers
 from psgrad.engine.transforms.private_torch import (
     FakeTensorMode,
     inductor,
@@ -31,24 +30,25 @@ from psgrad.engine.transforms.private_torch import (
     tree_flatten,
     tree_unflatten,
 )
+from psgrad.engine.transforms.tracer import map_tracers
 
 Compiler = Literal["none", "inductor"]
 Run = Callable[..., list[torch.Tensor]]
 
-# What a function may take and return besides tensors: values that are compared as a whole.
+# The types of values that a function may take and return besides tensors.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 @dataclass
 class Program:
-    """What to run, and how its results form the function's."""
+    """A captured function: the kernels to run, and the structure of the function's results."""
 
     run: Run
     results: list[Any]  # the function's results, flat; `_TENSOR` where the next tensor goes
     spec: Any
-    outside: list[torch.Tensor]  # what the function takes from outside: further arguments
-    relied_on: list[Any]  # in those, beside their values
-    obstacle: str | None = None  # on a GPU: why it is no CUDA graph
+    outside: list[torch.Tensor]  # the tensors that the function reads from outside, passed as arguments
+    relied_on: list[Any]  # the properties of those tensors that must not change
+    obstacle: str | None = None  # on a GPU: why it is not a CUDA graph
 
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
         results = iter(self.run(*tensors, *self.outside))
@@ -58,7 +58,7 @@ class Program:
 
     @property
     def how(self) -> str:
-        """How it is run, in words."""
+        """The name of the backend, for messages."""
         return getattr(
             self.run, "how", f"kernel by kernel ({self.obstacle})" if self.obstacle else "kernel by kernel"
         )
@@ -66,20 +66,21 @@ class Program:
     def fits(self) -> bool:
         """Whether the tensors from outside are unchanged, apart from their values."""
         return all(
-            _address_and_looks(x) == before for x, before in zip(self.outside, self.relied_on, strict=True)
+            _address_and_properties(x) == before
+            for x, before in zip(self.outside, self.relied_on, strict=True)
         )
 
 
 _TENSOR = object()
 
 
-def _address_and_looks(x: torch.Tensor) -> Any:
+def _address_and_properties(x: torch.Tensor) -> Any:
     return x.data_ptr(), x.requires_grad, properties(x)
 
 
 def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: Compiler) -> Program:
-    """Run the function twice on tensors without values: once to find the tensors from outside that it uses,
-    once to capture it with these as arguments.
+    """The program of a function, which runs twice on tensors without values: once to find the tensors from
+    outside, once to capture the kernels with these as arguments. Raises NotCapturable.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
@@ -101,8 +102,8 @@ def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: 
         first = Watch(random_states, without_values.from_tensor)
         with without_values:
             call([without_values.from_tensor(x) for x in tensors], first)
-        first.insist()
-        reads.insist()
+        first.raise_if_refused()
+        reads.raise_if_refused()
         first.require_nothing_kept()
         outside = list(first.outside.values())
         results: list[Any] = []
@@ -117,10 +118,10 @@ def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: 
             return [item for item in results if isinstance(item, torch.Tensor)]
 
         module = make_fx(flat, tracing_mode="fake")(*tensors, *outside)
-    second.insist()
-    random_states.insist()
-    if first.course != second.course:
-        raise NotCapturable("its course changes from one call to the next")
+    second.raise_if_refused()
+    random_states.raise_if_refused()
+    if first.kernels != second.kernels:
+        raise NotCapturable("its operators change from one call to the next")
     if torch.is_grad_enabled() and any(x.requires_grad for x in outside):
         raise NotCapturable(
             "a tensor from outside requires a gradient, and PyTorch's autograd may follow it; call under"
@@ -143,7 +144,7 @@ def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: 
         pattern,
         spec_out,
         outside,
-        [_address_and_looks(x) for x in outside],
+        [_address_and_properties(x) for x in outside],
         obstacle if on_gpu else None,
     )
 
@@ -156,11 +157,11 @@ def _run_by(
     return CudaGraph(module.forward) if obstacle is None else module.forward
 
 
-# -- other ways to run a record ------------------------------------------------------------------------------
+# -- other backends ------------------------------------------------------------------------------------------
 
 
 def obstacle_to_cuda_graph(graph: torch.fx.Graph) -> str | None:
-    """Why a program can't be a CUDA graph, in words; None if it can."""
+    """The reason why a program can't be a CUDA graph; None if it can."""
     devices = {
         node.meta["val"].device for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)
     }
@@ -182,7 +183,7 @@ def obstacle_to_cuda_graph(graph: torch.fx.Graph) -> str | None:
 
 
 def _memory(node: torch.fx.Node) -> Any:
-    """Equal for values that share their memory."""
+    """A key that is equal for values that share memory."""
     value = node.meta.get("val")
     return storage_key(value.untyped_storage()) if isinstance(value, torch.Tensor) else node
 
@@ -190,10 +191,10 @@ def _memory(node: torch.fx.Node) -> Any:
 class CudaGraph:
     """A program as a CUDA graph: one launch for all its kernels.
 
-    A graph reads fixed addresses. An argument that comes at the same address each time (a weight) is read
-    there; one that comes at another is copied into a buffer from then on. The results are copies, because the
-    next replay overwrites the graph's own. PyTorch advances its generators with each replay. If the graph
-    can't be made after all (a library that waits for the GPU), the kernels run one by one.
+    A graph reads fixed addresses. An argument with the same address at each call (a weight) is read there. If
+    the address of an argument changes, the argument is copied into a buffer from then on. The results are
+    copies, because the next replay overwrites the graph's own. PyTorch advances its generators at each
+    replay. If the graph can't be made (a library waits for the GPU), the kernels run one by one.
     """
 
     def __init__(self, run: Run) -> None:
@@ -238,8 +239,8 @@ class CudaGraph:
         torch.cuda.current_stream().wait_stream(stream)
         random_draws.restore(before)
         self.graph = torch.cuda.CUDAGraph()
-        # Only this thread must not do what a graph can't hold: another one may be copying the next chunk to
-        # the GPU.
+        # Only this thread is checked for operations that a graph can't hold: another thread may copy the next
+        # chunk to the GPU.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.results = self.run(*self.given)
 

@@ -1,10 +1,10 @@
 """Draws by label, for samples of a mapped function whose draws must not depend on other samples; and the
 states of all global random generators.
 
-A sample's label is a whole number that comes with the batch as one of its arguments. `draw_by_label` attaches
-it to the level that maps it: from then on a random operator there is a function of (source, label, number of
-earlier random operators in this run), and no generator is used. So draws depend neither on a sample's place
-in the batch, nor on the other samples, nor on how often the function runs. The operators are in
+A sample's label is a whole number, one of the arguments of the batch. `draw_by_label` attaches it to the
+level that maps it. From then on a random operator there is a function of (source, label, number of earlier
+random operators in this run), and no generator is used. So draws do not depend on the sample's position in
+the batch, on the other samples, or on the number of runs of the function. The operators are in
 rules/labelled_draws.py.
 
 `everywhere` and `kept` read and restore the states of the generators of PyTorch, NumPy and Python, so that
@@ -26,18 +26,18 @@ import numpy.typing as npt
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.engine.transforms.operators import Op, aten, facts
 from psgrad.engine.transforms.private_torch import FakeTensor, schema_of
 from psgrad.engine.transforms.rules.registry import decompose, decomposition_of
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import TransformError
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Bits(Protocol):
-    """Random bytes by label and number: the same for equal ones, independent for others."""
+    """Random bytes by label and number: equal for equal labels and numbers, independent otherwise."""
 
     def __call__(self, labels: npt.NDArray[np.uint64], number: int, size: int) -> Bytes:
         """[n, size] bytes for the labels [n]."""
@@ -55,8 +55,8 @@ _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float6
 
 
 def draw_by_label(bits: Bits, label: torch.Tensor) -> None:
-    """From here on, the samples that `label` (int64 [], mapped) tells apart draw by it. Without a mapped axis
-    nothing changes.
+    """Make the levels that map `label` (int64 []) draw by it from now on. Without a mapped axis this has no
+    effect.
     """
     levels: list[Any] = []
     while isinstance(label, Tracer):
@@ -68,7 +68,7 @@ def draw_by_label(bits: Bits, label: torch.Tensor) -> None:
 
 
 def drawing_by_label() -> bool:
-    """Whether a level of the function that runs draws by label."""
+    """Whether any active level draws by label."""
     return any(getattr(level, "drawer", None) is not None for level in state.stack)
 
 
@@ -97,13 +97,13 @@ class Drawer:
         if given.get("generator") is not None:
             raise TransformError(
                 f"{op.name()} draws from a generator of its own{diagnostics.where()}",
-                expected="draws without `generator`: each record's are then its own",
+                expected="draws without `generator`, which are independent for each record",
                 cause=(
-                    "what such a generator draws depends on how many records are computed together, and on"
-                    " how often"
+                    "the draws of a generator depend on the number of records that are computed together, and"
+                    " on the number of runs"
                 ),
                 next_step=(
-                    "leave out `generator`; what is to be the same in each call is drawn once, where the"
+                    "leave out `generator`; draw a number that must be the same in each call once, where the"
                     " model is built"
                 ),
             )
@@ -111,8 +111,8 @@ class Drawer:
         if program is None:
             if decomposition_of(op) is None:
                 raise TransformError(
-                    f"the random operator {op.name()} can't draw for each record by"
-                    f" itself{diagnostics.where()}",
+                    f"the random operator {op.name()} can't draw for each record"
+                    f" separately{diagnostics.where()}",
                     expected=(
                         "random numbers of other distributions, such as torch.rand, randn, bernoulli,"
                         " multinomial and dropout"
@@ -127,7 +127,7 @@ class Drawer:
     # -- standard draws --------------------------------------------------------------------------------------
 
     def below(self, p: float, shape: Sequence[int], device: Any) -> torch.Tensor:
-        """bool: true with probability p, to within 2^-32."""
+        """Tensor of bool: true with probability p, with an error of at most 2^-32."""
         limit = min(max(p, 0.0), 1.0) * 2**32 - 0.5
         return self._lifted(
             self._physical(shape, torch.bool, 4, lambda raw: raw.view(np.uint32) <= limit).to(device)
@@ -174,8 +174,8 @@ class Drawer:
     def integers(
         self, low: int, high: int, shape: Sequence[int], dtype: torch.dtype, device: Any
     ) -> torch.Tensor:
-        """Uniform on low, ..., high - 1, of 64 bits each: no value is likelier than another by more than
-        (high - low) / 2^64 of it.
+        """Uniform on low, ..., high - 1, from 64 bits each: the probabilities of two values differ by at most
+        (high - low) / 2^64 in relative terms.
         """
         count = np.uint64(min(high - low, 2**64 - 1))
 
@@ -198,8 +198,8 @@ class Drawer:
     def _physical(
         self, shape: Sequence[int], dtype: torch.dtype, size: int, make: Callable[[Bytes], Any]
     ) -> torch.Tensor:
-        """[*samples, *shape] on the CPU: `make`, elementwise, of `size` random bytes for each number; of this
-        dtype.
+        """[*samples, *shape] of this dtype on the CPU: the elementwise function `make` of `size` random bytes
+        for each number.
         """
         number, self.number = self.number, self.number + 1
         whole = (*self._labels.shape, *shape)
@@ -245,8 +245,7 @@ def _by_name(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
 
 
 Program = Callable[[Drawer, dict[str, Any]], Any]
-"""A random operator made of standard draws: a function of the drawer and of the operator's arguments by name.
-"""
+"""A random operator as a function of a drawer and of the operator's arguments by name."""
 
 programs: dict[Op, Program] = {}
 
@@ -270,7 +269,7 @@ def restore(saved: States) -> None:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """PyTorch's, NumPy's and Python's generators are restored at the end."""
+    """A context that restores PyTorch's, NumPy's and Python's generators at the end."""
     numpy = sys.modules.get("numpy")
     of_torch, of_python = states(), random.getstate()
     of_numpy = None if numpy is None else numpy.random.get_state()
@@ -294,7 +293,7 @@ def seed_all(numbers: Any) -> None:
 
 
 def torch_has_drawn() -> bool:
-    """Whether one of PyTorch's generators has drawn since it was last seeded."""
+    """Whether one of PyTorch's generators has drawn after its last seed was set."""
     for generator, now in states():
         seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
         if not torch.equal(now, seeded.get_state()):

@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import innermost
 from psgrad.engine.transforms.operators import Op, refuse_mutation, written_by
 from psgrad.engine.transforms.private_torch import DisableTorchFunction, storage_key
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import innermost
 
 
 @contextmanager
 def read_only(values: Iterable[Any]) -> Iterator[None]:
-    """An error if a function of the user writes to these values or their memory, which are used elsewhere."""
+    """Raise an error if a function of the user writes to these values or their memory, which are used
+    elsewhere.
+    """
     memories = {memory_of(x) for x in values if isinstance(x, torch.Tensor)}
 
     def refuse_writes(op: Op, args: Any, kwargs: dict[str, Any]) -> None:
@@ -38,9 +40,9 @@ def read_only(values: Iterable[Any]) -> Iterator[None]:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """The memory under all tracers; two views of one tensor have the same."""
+    """A key of the memory under all tracers; views of one tensor have the same key."""
     value = innermost(tensor)
     if not isinstance(value, torch.Tensor):
         return id(value)
-    with DisableTorchFunction():  # not an operator of the function
+    with DisableTorchFunction():  # the user's function does not call this operator
         return storage_key(value.untyped_storage())

@@ -1,4 +1,4 @@
-"""register_rule: rules for operators from outside, of `torch.library` or of PyTorch itself."""
+"""register_rule: rules for operators of `torch.library`, or for operators of PyTorch without a rule."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.autograd_function import Context, VmapInfo
 from psgrad.engine.transforms.calls import program_on
-from psgrad.engine.transforms.interpreter import tensors_in
 from psgrad.engine.transforms.operators import Op, facts
 from psgrad.engine.transforms.private_torch import OpOverloadPacket, schema_of
 from psgrad.engine.transforms.rules import registry
 from psgrad.engine.transforms.rules.registry import JointVJP, Maker
+from psgrad.engine.transforms.tracer import tensors_in
 from psgrad.errors import TransformError, UnsupportedOperatorError
 
 Makers = Mapping[int | str, Maker | None]
@@ -29,21 +29,21 @@ def register_rule(
     constant: bool = False,
     replace: bool = False,
 ) -> None:
-    """Say what transforms do at an operator: one of `torch.library`, or of PyTorch where psgrad has no rule
-    for it.
+    """Set the rules of an operator of `torch.library`, or of an operator of PyTorch for which psgrad has no
+    rule.
 
     Args:
         op: `torch.ops.mine.f` (or one of its overloads), its name "mine::f", or what
             `torch.library.custom_op` returned.
         vjp: by argument (name or position), `lambda out, *args: lambda g: ...` from the result's cotangent to
-            the argument's, linear in `g`. None says that the derivative is zero. An argument that is left out
-            has no rule: an error where its derivative is wanted.
-        jvp: by argument, `lambda out, *args: lambda t: ...` from the argument's tangent to what it adds to
-            the result's; where it is left out, forward mode transposes `vjp`.
+            the argument's, linear in `g`. None means that the derivative is zero. An argument that is left
+            out has no rule: a derivative in it is an error.
+        jvp: by argument, `lambda out, *args: lambda t: ...` from the argument's tangent to its contribution
+            to the result's tangent. If it is left out, forward mode transposes `vjp`.
         batch: `rule(batch, op, *args, **kwargs)`, the operator for all samples at once
             (docs/guides/adding-an-operator.md).
         constant: the result has zero derivative in all arguments.
-        replace: whether rules that are there already give way.
+        replace: whether existing rules are replaced.
 
     Without any of these, the rules are those that `torch.library.register_autograd` and `register_vmap`
     registered for a `custom_op`.
@@ -54,16 +54,16 @@ def register_rule(
         raise TransformError(
             f"register_rule({name}): the operator writes into an argument",
             expected="an operator that returns new tensors",
-            next_step="define one that does, and call it in the mapped or differentiated function",
+            next_step="define such an operator, and call it in the mapped or differentiated function",
         )
     if constant and (vjp is not None or jvp is not None):
         raise TransformError(
-            f"register_rule({name}): constant=True beside a derivative", expected="one of the two"
+            f"register_rule({name}): constant=True together with a derivative", expected="one of the two"
         )
     if jvp is not None and vjp is None:
         raise TransformError(
             f"register_rule({name}): a jvp without a vjp",
-            expected="a vjp, of which forward mode is the transpose; a jvp beside it is a shortcut",
+            expected="a vjp; forward mode is its transpose, and a jvp is an optional shortcut for that",
         )
     if vjp is None and batch is None and not constant:
         vjp, batch = _rules_of_torch(op, overload)
@@ -86,7 +86,7 @@ def _remove_rules(name: str, what: str, replace: bool) -> None:
     if not replace:
         raise TransformError(
             f"register_rule({name}): the operator has {what} already",
-            next_step="say replace=True to use yours instead",
+            next_step="pass replace=True to use the new rule",
         )
 
 
@@ -99,8 +99,8 @@ def _overload(op: Any) -> Op:
         packet = getattr(getattr(torch.ops, namespace), base, None) if rest else None
         if packet is None or (overload and overload not in packet.overloads()):
             raise TransformError(
-                f"register_rule({op!r}): PyTorch knows no such operator",
-                expected='a name as in "mine::f" or "mine::f.overload"',
+                f"register_rule({op!r}): PyTorch has no operator of this name",
+                expected='a name such as "mine::f" or "mine::f.overload"',
             )
         op = getattr(packet, overload) if overload else packet
     if isinstance(op, OpOverloadPacket):
@@ -114,15 +114,15 @@ def _overload(op: Any) -> Op:
     if not isinstance(op, Op):
         raise TransformError(
             f"register_rule was given a {type(op).__name__}",
-            expected="an operator, as torch.ops.mine.f",
+            expected="an operator, such as torch.ops.mine.f",
             next_step="for a Python function use custom_vjp, custom_jvp or custom_vmap",
         )
     return op
 
 
 def _by_position(op: Op, makers: Makers, *, complete: bool) -> dict[int, Maker]:
-    """Rules by position. complete: tensor arguments without a rule get a refusal, because zero would be a
-    guess.
+    """The rules by position. complete: tensor arguments without a rule get one that raises an error, because
+    zero would be a guess.
     """
     arguments = schema_of(op).arguments
     positions = {argument.name: position for position, argument in enumerate(arguments)}
@@ -149,7 +149,7 @@ def _refusal(op: Op, argument: str) -> Maker:
         raise UnsupportedOperatorError(
             f"operator {op.name()} has no rule for its derivative in {argument!r}{diagnostics.where()}",
             next_step=(
-                f"mention it in register_rule's vjp; {argument!r}: None says that the derivative is zero"
+                f"add it to register_rule's vjp; {argument!r}: None means that the derivative is zero"
             ),
         )
 
@@ -168,8 +168,7 @@ def _rules_of_torch(op: Any, overload: Op) -> tuple[JointVJP | None, Callable[..
         raise TransformError(
             f"register_rule({overload.name()}) without any rule",
             expected=(
-                "vjp, batch or constant; or a torch.library.custom_op that register_autograd or register_vmap"
-                " was called for"
+                "vjp, batch or constant; or a torch.library.custom_op with register_autograd or register_vmap"
             ),
         )
     return (

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, hold
+from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, make_tracer
 from psgrad.engine.transforms.fresh_tensors import is_shared
-from psgrad.engine.transforms.interpreter import dispatch, rewritten, tensors_in, top_level
+from psgrad.engine.transforms.interpreter import dispatch
 from psgrad.engine.transforms.operators import Op, facts
 from psgrad.engine.transforms.private_torch import set_grad_enabled
 from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP
 from psgrad.engine.transforms.tape import Closure, Edge, Node, SavedValues
+from psgrad.engine.transforms.tracer import rewritten, tensors_in, top_level
 
 
 class GradTracer(DerivativeTracer):
@@ -41,7 +42,7 @@ class GradTracer(DerivativeTracer):
 
 
 def traced(value: torch.Tensor, level: GradLevel, node: Node | None = None, output: int = 0) -> GradTracer:
-    tracer = hold(GradTracer, value, level)
+    tracer = make_tracer(GradTracer, value, level)
     tracer.node, tracer.output = node, output
     return tracer
 
@@ -50,7 +51,7 @@ class GradLevel(DerivativeLevel):
     """Reverse-mode differentiation with respect to the tracers made by `leaf`."""
 
     def __init__(self, saved: SavedValues | None = None) -> None:
-        """saved: for a tape that is used after the function has ended, when its values may have changed."""
+        """saved: given for a tape that is used after the function has ended. Its values may have changed."""
         super().__init__()
         self.saved = saved
         # If the caller has switched recording off, nothing is recorded below either.
@@ -147,7 +148,9 @@ class GradLevel(DerivativeLevel):
         values: Any,
         kwargs: Any,
     ) -> None:
-        """The VJP of a linear operator needs neither its result nor the argument in which it is linear."""
+        """Note the values that the VJP needs. The VJP of a linear operator needs neither its result nor the
+        argument in which it is linear.
+        """
         if not varying <= set(linear):
             saved.need(
                 tensors_in((*values, *(result if isinstance(result, (tuple, list)) else [result])), kwargs)
@@ -161,8 +164,8 @@ class GradLevel(DerivativeLevel):
     def record_call(
         self, outs: list[Any], pull: Closure, inputs: Sequence[tuple[Position, Any]], constant: frozenset[int]
     ) -> list[Any]:
-        """The results of a function with a rule of its own: `pull` takes a list of cotangents to those of the
-        inputs, by position.
+        """The results of a call with its own rule, recorded. `pull` maps the list of the results' cotangents
+        to those of the inputs, by position.
         """
         node = Node(len(outs))
         node.joint = lambda arrived, positions: pull(arrived)

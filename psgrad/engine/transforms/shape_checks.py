@@ -1,10 +1,10 @@
-"""Refuses shapes that an operator refuses for one sample, by running it on tensors without values, once for
-each signature.
+"""Raises an operator's own error for shapes that are wrong for one sample. The operator is run once for each
+signature, on tensors without values.
 
-A batched kernel may accept what the operator refuses for one sample: with a sample axis in front, a vector is
-a matrix. So each operator of the user's function is first run on the shapes that the function sees, on
-PyTorch's meta device. That costs microseconds where the signature is known. If the meta device refuses, the
-operator is run on zeros, because some meta kernels refuse too much.
+A batched kernel may accept shapes that the operator refuses for one sample: with a sample axis in front, a
+vector is a matrix. So each operator of the user's function first runs on the shapes that the function sees,
+on PyTorch's meta device. For a signature that was checked before, this takes microseconds. If the meta device
+refuses, the operator runs on zeros, because some meta kernels refuse correct shapes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from psgrad.engine.transforms.private_torch import tree_map, without_modes
 
 aten = torch.ops.aten
 
-# Operators for which the meta device accepts shapes that the kernel refuses: the kernel always runs on zeros.
+# For these operators the meta device accepts shapes that the kernel refuses: the kernel always runs on zeros.
 _LENIENT: frozenset[Op] = frozenset(
     {
         aten.index_put.default,
@@ -42,7 +42,7 @@ _LENIENT: frozenset[Op] = frozenset(
         aten.histogram.bins_tensor,
     }
 )
-# For these it runs on zeros if the rank of an argument, by its position, is another one.
+# For these the kernel runs on zeros if the rank of an argument (by position) is not one of those given here.
 _USUAL_RANKS: dict[Op, dict[int, Container[int]]] = {
     aten.addmm.default: {0: (1, 2)},
     aten.addmv.default: {0: (0, 1)},
@@ -58,8 +58,8 @@ _USUAL_RANKS: dict[Op, dict[int, Container[int]]] = {
     aten.conv_transpose3d.input: {2: (1,)},
 }
 
-# Operators whose kernels read and write beyond their arguments for some wrong shapes: `batch_norm`, which
-# checks, runs instead.
+# The kernels of these operators read and write beyond their arguments for some wrong shapes. `batch_norm`,
+# which checks shapes, runs instead.
 _BATCH_NORM: dict[Op, Callable[..., tuple[Any, ...]]] = {
     aten.native_batch_norm.default: lambda *args: args,
     aten._native_batch_norm_legit.default: lambda *args: args,
@@ -91,11 +91,11 @@ _BATCH_NORM: dict[Op, Callable[..., tuple[Any, ...]]] = {
     ),
 }
 
-# Operators that take places; a mask takes as many places as it has true values.
+# Operators with index arguments; a mask selects as many elements as it has true values.
 _MASKED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 
-# Operators whose rules refuse wrong shapes by name. A packed sequence's lengths are values, for which zeros
-# can't stand.
+# Operators whose own rules check shapes. The lengths of a packed sequence are values; zeros are not valid
+# lengths.
 _RECURRENT = (aten.gru, aten.lstm, aten.rnn_tanh, aten.rnn_relu)
 _REFUSED_BY_RULES: frozenset[Op] = frozenset(
     {
@@ -105,15 +105,15 @@ _REFUSED_BY_RULES: frozenset[Op] = frozenset(
     }
 )
 
-_MOST_SIGNATURES = 1 << 16
+_MAX_SIGNATURES = 1 << 16
 _accepted: set[Any] = set()
-_never_asked: dict[int, Op] = {}  # by id, as hashing an operator takes long; the value keeps the id its own
+_unchecked: dict[int, Op] = {}  # by id, because hashing is slow; the value keeps the id from being reused
 
 
 def refuse_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise the operator's own error if it does not take arguments of these shapes."""
     number = id(op)
-    if number in _never_asked:
+    if number in _unchecked:
         return
     signature = (
         number,
@@ -129,15 +129,15 @@ def refuse_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
             return
     except TypeError:  # an argument that can't be hashed
         return
-    if not _is_asked(op):
-        _never_asked[number] = op
+    if not _is_checked(op):
+        _unchecked[number] = op
         return
     with without_modes():
         if op in _MASKED and any(_is_mask(index) for index in args[1]):
-            _ask_masked(op, *args)
+            _check_masked(op, *args)
         else:
-            _ask(op, args, kwargs)
-    if len(_accepted) >= _MOST_SIGNATURES:
+            _check_shapes(op, args, kwargs)
+    if len(_accepted) >= _MAX_SIGNATURES:
         _accepted.clear()
     _accepted.add(signature)
 
@@ -148,16 +148,16 @@ def _shape(argument: Any) -> Any:
     return tuple([_shape(item) for item in argument]) if isinstance(argument, (list, tuple)) else argument
 
 
-def _is_asked(op: Op) -> bool:
-    """Whether the operator's shapes are checked: PyTorch's own operators, without random draws, operators
-    that broadcast element by element, and operators whose rules check shapes.
+def _is_checked(op: Op) -> bool:
+    """Whether the operator's shapes are checked. They are not for operators of other libraries, random
+    operators, elementwise operators that broadcast, and operators whose rules check shapes.
     """
     if op.namespace != "aten" or torch.Tag.pointwise in op.tags or facts(op).is_random:
         return False
     return op not in RANDOM_COMPOSITES and op not in _REFUSED_BY_RULES
 
 
-def _ask(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if op in _BATCH_NORM:
         op, args = aten.batch_norm.default, (*_BATCH_NORM[op](*args), False)
     try:
@@ -166,7 +166,7 @@ def _ask(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if op not in _LENIENT:
             return
     except Exception as error:
-        if "meta" in str(error) and op not in _LENIENT:  # it depends on values, which the meta device lacks
+        if "meta" in str(error) and op not in _LENIENT:  # the operator needs values
             return
     else:
         if op not in _LENIENT and _is_usual(op, args):
@@ -179,11 +179,10 @@ def _is_mask(index: torch.Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def _ask_masked(op: Op, x: torch.Tensor, indices: list[torch.Tensor | None], *rest: Any) -> None:
-    """Check that masks fit `x`, and that for some number of true places the other arguments fit.
+def _check_masked(op: Op, x: torch.Tensor, indices: list[torch.Tensor | None], *rest: Any) -> None:
+    """Check that masks fit `x`, and that for some number of true elements the other arguments fit.
 
-    The numbers to try are the lengths of a write's values along an axis, beside 0 and 1, because values are
-    broadcast.
+    The numbers to try are 0, 1, and the lengths of the axes of a write's values, because values broadcast.
     """
     masks = [
         torch.zeros(i.shape, dtype=torch.bool, device=i.device) if i is not None and _is_mask(i) else None
@@ -193,11 +192,11 @@ def _ask_masked(op: Op, x: torch.Tensor, indices: list[torch.Tensor | None], *re
     if any(mask is not None for mask in of_axes):
         aten.index.Tensor(_with(x, None), of_axes)
     if len(of_axes) < len(masks):
-        return  # True or False for all of x, which takes no axis
+        return  # a mask without axes selects all of x or nothing
     refusals: list[Exception] = []
     for count in sorted({0, 1, *(rest[0].shape if rest else ())}, reverse=True):
         try:
-            _ask(op, (x, list(_with_places(indices, masks, count)), *rest), {})
+            _check_shapes(op, (x, list(_with_places(indices, masks, count)), *rest), {})
         except Exception as error:
             refusals.append(error)
         else:
@@ -206,7 +205,7 @@ def _ask_masked(op: Op, x: torch.Tensor, indices: list[torch.Tensor | None], *re
 
 
 def _with_places(indices: Sequence[Any], masks: Sequence[torch.Tensor | None], count: int) -> Iterator[Any]:
-    """The indices, with an index of this many places for each axis of a mask."""
+    """The indices; each mask is replaced by one index of `count` elements for each of its axes."""
     for index, mask in zip(indices, masks, strict=True):
         if mask is None:
             yield index
@@ -222,7 +221,9 @@ def _is_usual(op: Op, args: tuple[Any, ...]) -> bool:
 
 
 def _with(tree: Any, device: str | None) -> Any:
-    """The arguments with new tensors of the same shapes and dtypes, on another device or on their own."""
+    """The arguments with new tensors of the same shapes and dtypes, on `device`; None keeps each one's
+    device.
+    """
     return tree_map(
         lambda x: (
             torch.zeros(x.shape, dtype=x.dtype, device=device or x.device)

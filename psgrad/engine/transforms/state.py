@@ -1,8 +1,8 @@
 """The state of the transforms in this thread: the levels, the watchers of operators, and the settings of
-PyTorch outside.
+PyTorch outside of the transforms.
 
-`ActiveLevel` and `OperatorWatch` are the interfaces that the interpreter uses of a level (levels.py) and of
-the values that a tape needs (tape.py).
+The interpreter uses a level (levels.py) through the interface `ActiveLevel`, and the saved values of a tape
+(tape.py) through `OperatorWatch`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from psgrad.engine.transforms.operators import Op
 class ActiveLevel(Protocol):
     """A transform that is active, as the interpreter sees it."""
 
-    index: int  # its place in the stack, from 1
-    alive: bool  # whether it is in the stack
+    index: int  # its position in the stack, from 1
+    is_active: bool  # whether it is in the stack
     adopts: bool  # whether it handles operators of the function without tracers of its own
-    # For vmap: the outcomes of a branch on which samples disagree, and where it stands.
+    # For vmap: the outcomes of a branch on which samples disagree, and its place in the user's code.
     diverged: tuple[list[Any], str] | None
 
     def process(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -41,7 +41,7 @@ class ActiveLevel(Protocol):
 
 
 class OperatorWatch(Protocol):
-    """Sees operators for as long as it exists: a tape whose values must not change."""
+    """An object that is called with each operator while it exists: a tape whose values must not change."""
 
     def watch(self, op: Op, args: Any, kwargs: dict[str, Any]) -> None:
         """Called with each operator, before it runs."""
@@ -52,18 +52,18 @@ class _State(threading.local):
         self.stack: list[ActiveLevel] = []  # the innermost last
         self.interpreting = False  # whether an Interpreter is among the modes
         self.switched = False  # whether the process-wide switches are set for this thread (levels.py)
-        # While a random operator runs: only levels under this index handle the operators that it is made of.
+        # While a random operator runs: only levels below this index handle the operators inside it.
         self.random_below = math.inf
         # Whether the cotangent that is being computed belongs to a value without a sample axis: only there
         # may a contraction over the sample axis be deferred (see Deferral in batching.py).
         self.cotangent_is_shared = False
         # Whether the backward pass runs, in which the user's function sees no operators.
         self.in_backward_pass = False
-        # The include and exclude sets of PyTorch's dispatcher outside of the outermost transform, where
-        # autograd was recording; and whether a tensor that requires a gradient has been met since.
+        # The include and exclude sets of PyTorch's dispatcher outside of the outermost transform, if autograd
+        # records there; and whether the function has used a tensor that requires a gradient.
         self.outside: tuple[Any, Any] | None = None
         self.attached = False
-        # Whether values may be conjugates or negatives that PyTorch only marks and has not computed.
+        # Whether values may be conjugates or negatives that PyTorch has only marked, not computed.
         self.marked = False
         # Called with each operator of the user's function before it runs (read_only.py, calls.py).
         self.watchers: tuple[Callable[[Op, Any, Any], None], ...] = ()
@@ -72,7 +72,8 @@ class _State(threading.local):
         # The values that tapes need later; each is called with the operators that write.
         self.saved: set[weakref.ref[OperatorWatch]] = set()
 
-    # How many forwards of autograd.Functions run, or may run unseen (see autograd_function.py).
+    # How many forwards of autograd.Functions run, or may run without a call of psgrad's replacement (see
+    # autograd_function.py).
     forwards: int = 0
 
 

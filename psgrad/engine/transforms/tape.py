@@ -1,15 +1,15 @@
 """The tape of a reverse-mode level, and the backward pass over it.
 
-The entry of an operator is a `Node`. It holds, for each input that needs a cotangent, one closure from the
-output's cotangent to the input's; a closure keeps alive only the values that its rule needs. Values are those
-one level below, so the backward pass is itself an ordinary program that outer transforms handle. Nesting
-needs nothing else.
+The entry of an operator is a `Node`. For each input that needs a cotangent, it holds one closure from the
+output's cotangent to the input's. A closure holds only the values that its rule needs. These are values one
+level below, so the backward pass is an ordinary program that outer transforms handle. Nesting needs nothing
+else.
 
 The values that a stored tape (`vjp`) needs must not be written to before its backward pass. PyTorch counts
-the writes to a tensor and shares the count with its views, but not with views that are taken below its
-autograd, as all are inside a transform; and a write to a traced value need not write memory. So a tape keeps
-the places of each value that it needs, and is called at each write while transforms run. Writes outside of
-transforms are found by PyTorch's counts of all tensors that the tape has seen.
+the writes to a tensor and shares the count with its views. But it does not share it with views that are taken
+below its autograd, which all views inside a transform are; and a write to a traced value may write no memory.
+So a tape stores the places of each value that it needs, and is called at each write while transforms run.
+Writes outside of transforms are found by PyTorch's counts of all tensors that the tape has seen.
 """
 
 from __future__ import annotations
@@ -24,19 +24,12 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.derivatives import DerivativeTracer
-from psgrad.engine.transforms.interpreter import (
-    Tracer,
-    below_autograd,
-    cast,
-    innermost,
-    recorded_outside,
-    rules_only,
-    run,
-)
+from psgrad.engine.transforms.interpreter import below_autograd, cast, recorded_outside, rules_only, run
 from psgrad.engine.transforms.operators import Op, aten, written_by
 from psgrad.engine.transforms.private_torch import write_count
 from psgrad.engine.transforms.read_only import memory_of
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import Tracer, innermost
 from psgrad.errors import TransformError
 
 _sequence = itertools.count()
@@ -50,7 +43,7 @@ class Node:
 
     def __init__(self, outputs: int | None = None) -> None:
         self.sequence = next(_sequence)
-        self.outputs = outputs  # how many results; None for one that does not come in a tuple
+        self.outputs = outputs  # the number of results; None for a result that is not in a tuple
         self.edges: list[Edge] = []
         # one closure for all edges: cotangent(s) -> cotangents of the inputs, by position
         self.joint: Callable[..., Any] | None = None
@@ -64,8 +57,8 @@ class Edge:
     def __init__(
         self, tracer: Any, position: Any, closure: Closure | None = None, *, shared: bool = False
     ) -> None:
-        self.source: Node = tracer.node  # that made the input
-        self.output: int = tracer.output  # which of its results the input is
+        self.source: Node = tracer.node  # the operator that made the input
+        self.output: int = tracer.output  # the number of the input among its results
         self.dtype = tracer.dtype
         self.position = position  # argument number, or (argument number, place in the list)
         self.closure = closure
@@ -80,14 +73,14 @@ def pull_back(
     attached: bool = False,
     consume: Callable[[int, torch.Tensor | None], None] | None = None,
 ) -> list[torch.Tensor | None]:
-    """Cotangents of `leaves`, given those of some results. None stands for zero.
+    """The cotangents of `leaves`, given those of some results. None stands for zero.
 
-    seeds: places on the tape (anything with `node` and `output`), each with its cotangent.
-    keep: whether the tape is needed again; otherwise its closures are dropped during the pass, and their
-        memory with them.
-    attached: whether PyTorch's autograd records the pass, if it records at all.
-    consume: called with the number and the cotangent of each leaf as soon as it is complete, instead of
-        returning them all at the end: then they never all exist at once.
+    seeds: places on the tape (objects with `node` and `output`), each with its cotangent.
+    keep: whether the tape is needed again; otherwise its closures are deleted during the pass, to free
+        memory.
+    attached: whether PyTorch's autograd records the pass, if it records outside.
+    consume: called with the index and the cotangent of each leaf as soon as this is complete; nothing is
+        returned then. So the cotangents never all exist at the same time.
     """
     pending: dict[Node, list[torch.Tensor | None]] = {}
     heap: list[tuple[int, Node]] = []  # the latest first
@@ -103,12 +96,12 @@ def pull_back(
         slots[output] = cotangent if before is None else run(aten.add.Tensor, before, cotangent)
 
     def add_along(edge: Edge, cotangent: torch.Tensor | None) -> None:
-        """An operator of several dtypes may promote the cotangent; that of an input has the input's dtype."""
+        """Add a cotangent in the dtype of the input. An operator of several dtypes may have promoted it."""
         if cotangent is not None and cotangent.dtype != edge.dtype:
             cotangent = cast(cotangent, edge.dtype)
         add(edge.source, edge.output, cotangent)
 
-    def settle(node: Node) -> None:
+    def finish_use(node: Node) -> None:
         if node in uses:
             uses[node] -= 1
             if not uses[node]:
@@ -117,9 +110,9 @@ def pull_back(
                 consume(numbers[node], slots[0] if slots is not None else None)
 
     finished: dict[Node, torch.Tensor | None] = {}
-    wanted = {node for node in leaves if node is not None}
+    leaf_nodes = {node for node in leaves if node is not None}
     numbers = {node: number for number, node in enumerate(leaves) if node is not None}
-    uses = _count_uses([place.node for place, _ in seeds], wanted) if consume is not None else {}
+    uses = _count_uses([place.node for place, _ in seeds], leaf_nodes) if consume is not None else {}
     with (
         (
             recorded_outside()
@@ -137,7 +130,7 @@ def pull_back(
             slots = pending.pop(node, None)
             if slots is None:  # consumed already
                 continue
-            if node in wanted:
+            if node in leaf_nodes:
                 finished[node] = slots[0]
             if not node.edges:
                 continue
@@ -146,21 +139,19 @@ def pull_back(
                 state.cotangent_is_shared = False
                 results = node.joint(arrived, [edge.position for edge in node.edges])
                 for edge in node.edges:
-                    found = results.get(edge.position)
-                    if callable(found):
+                    cotangent = results.get(edge.position)
+                    if callable(cotangent):
                         state.cotangent_is_shared = edge.shared
-                        found = found()
-                    add_along(edge, found)
-                    settle(edge.source)
-                del results, found
+                        cotangent = cotangent()
+                    add_along(edge, cotangent)
+                    finish_use(edge.source)
+                del results, cotangent
             else:
                 for edge in node.edges:
                     state.cotangent_is_shared = edge.shared
                     assert edge.closure is not None
-                    # the contribution of an edge to a shared value's cotangent is a sum of un-run
-                    # contractions, too
                     add_along(edge, edge.closure(arrived))
-                    settle(edge.source)
+                    finish_use(edge.source)
             if not keep:
                 node.edges, node.joint = [], None
     if consume is not None:
@@ -171,8 +162,8 @@ def pull_back(
     return [finished.get(node) if node is not None else None for node in leaves]
 
 
-def _count_uses(ends: Sequence[Node | None], wanted: set[Node]) -> dict[Node, int]:
-    """For each leaf, the number of recorded operators with it as an input on which the ends depend."""
+def _count_uses(ends: Sequence[Node | None], leaves: set[Node]) -> dict[Node, int]:
+    """For each leaf, the number of times it is an input of a recorded operator on which the ends depend."""
     uses: dict[Node, int] = {}
     seen: set[Node] = set()
     waiting = [end for end in ends if end is not None]
@@ -182,7 +173,7 @@ def _count_uses(ends: Sequence[Node | None], wanted: set[Node]) -> dict[Node, in
             continue
         seen.add(node)
         for edge in node.edges:
-            if edge.source in wanted:
+            if edge.source in leaves:
                 uses[edge.source] = uses.get(edge.source, 0) + 1
             else:
                 waiting.append(edge.source)
@@ -191,9 +182,7 @@ def _count_uses(ends: Sequence[Node | None], wanted: set[Node]) -> dict[Node, in
 
 @contextmanager
 def _in_backward_pass() -> Any:
-    """While the backward pass runs; it sets at each step whether the cotangent is that of a value that all
-    samples share.
-    """
+    """Mark in the state that the backward pass runs, and restore at the end what the pass changes there."""
     before = state.cotangent_is_shared, state.in_backward_pass
     state.in_backward_pass = True
     try:
@@ -223,7 +212,9 @@ class SavedValues:
         self.see(values)
 
     def see(self, values: Iterable[Any]) -> None:
-        """Tensors through which a needed value may be written to: the base of a view, a returned value."""
+        """Watch tensors that share memory with a needed value, such as the base of a view or a returned
+        value.
+        """
         for tensor in map(innermost, values):
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
                 self._seen.append((weakref.ref(tensor), write_count(tensor)))
@@ -240,7 +231,7 @@ class SavedValues:
     def written(self, value: Any) -> None:
         """Called with each tensor that an operator writes to while transforms run."""
         for place in _places(value, written=True):
-            # a place may belong to another value by now: the former one is gone
+            # after a value is deleted, its place may belong to another value
             self._changed += [
                 reference for reference in self._needed.get(place, ()) if reference() is not None
             ]
@@ -263,10 +254,11 @@ class SavedValues:
 
 
 def _places(value: Any, *, written: bool = False) -> Iterator[int]:
-    """The places of a value: at each level the tracer that it is a view of, and below all of them the memory.
+    """The keys of a value: at each level the id of the tracer of which it is a view, and below all levels the
+    key of the memory.
 
-    written: only as far down as a write to it goes; tracers of derivatives get another value, and the old
-        one stays as it is.
+    written: whether the value is written to. Then only the levels that the write reaches count: the tracer of
+        a derivative gets another value, and the old one does not change.
     """
     while isinstance(value, Tracer):
         while (view_of := getattr(value, "view_of", None)) is not None:

@@ -12,7 +12,7 @@ import torch
 from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.batching import RANDOMNESS, BatchLevel
 from psgrad.engine.transforms.derivatives import DerivativeLevel
-from psgrad.engine.transforms.levels import Divergence, WriteWatch
+from psgrad.engine.transforms.levels import Divergence, WriteCounts
 from psgrad.engine.transforms.private_torch import broadcast_to_and_flatten, tree_flatten
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.trees import Structure, flatten, unflatten
@@ -30,23 +30,22 @@ def vmap(
     chunk_size: int | None = None,
     axis_name: str | None = None,
 ) -> Callable[..., Any]:
-    """`func` over an axis of its arguments that it does not see.
+    """`func`, mapped over one axis of its arguments.
 
     Args:
-        func: a function of tensors (pytrees of them); it is called once, with one axis less.
-        in_dims: which axis of each positional argument is mapped: an int, None (not mapped), or a tuple with
-            one entry an argument, each an int, None, or a structure that is a prefix of the argument's.
-            Keyword arguments are never mapped.
-        out_dims: where the axis stands in each output; None for an output that does not depend on mapped
+        func: a function of tensors, or of pytrees of tensors; it is called once, on tensors without the axis.
+        in_dims: the mapped axis of each positional argument: an int, None (not mapped), or a tuple with one
+            entry for each argument, which is an int, None, or a prefix of the argument's structure. Keyword
+            arguments are never mapped.
+        out_dims: the position of the axis in each output; None for an output that does not depend on mapped
             arguments.
-        randomness: 'error', 'same' (one draw for all) or 'different' (a draw for each, as a batched program
-            would draw).
-        chunk_size: at most so many at a time; the outputs are joined.
-        axis_name: a name for the axis, by which `func` may look at other samples: see psum, pmean,
-            all_gather.
+        randomness: 'error', 'same' (one draw for all samples) or 'different' (a draw for each sample, as in a
+            batched program).
+        chunk_size: the largest number of samples at a time; the outputs are joined.
+        axis_name: a name for the axis, by which `func` may read other samples: see psum, pmean, all_gather.
 
-    Where `func` branches on a truth value or a whole number (`if`, `.item()`), and samples disagree, it runs
-    once for the samples of each outcome, and the outputs are joined in the samples' order.
+    If `func` branches on a truth value or a whole number (`if`, `.item()`) and samples disagree, it runs once
+    for the samples of each outcome. The outputs are joined in the samples' order.
     """
     if randomness not in RANDOMNESS:
         raise TransformArgumentError(
@@ -65,7 +64,7 @@ def vmap(
         job = _Job(func, structure, dims, out_dims, randomness, kwargs, name, axis_name)
         if chunk_size is None or size <= chunk_size:
             return job.run(flat, size)
-        job.need_no_axis("in chunks")
+        job.require_no_axis_name("in chunks")
         bounds = [(start, min(chunk_size, size - start)) for start in range(0, size, chunk_size)]
         return job.run_parts(
             [
@@ -90,13 +89,13 @@ class _Job:
     name: str
     axis_name: str | None = None
 
-    def need_no_axis(self, how: str) -> None:
-        """Refuse to run a function that reads the whole named axis on some of the samples."""
+    def require_no_axis_name(self, manner: str) -> None:
+        """Raise an error for a named axis. The function may read all samples there, and runs on some only."""
         if self.axis_name is not None:
             raise TransformError(
-                f"vmap({self.name}, axis_name={self.axis_name!r}) has to run {how}, where a sample can't see"
-                " all others",
-                expected="all samples at once, as `psum` and its kin over the named axis take them together",
+                f"vmap({self.name}, axis_name={self.axis_name!r}) has to run {manner}, where a sample can't"
+                " read all others",
+                expected="all samples together, because `psum` and the other collectives read all of them",
                 next_step=(
                     "leave out axis_name, or chunk_size; write a branch that depends on the sample with"
                     " torch.where"
@@ -104,7 +103,7 @@ class _Job:
             )
 
     def run(self, flat: list[Any], size: int) -> Any:
-        level, watch = BatchLevel(size, self.randomness), WriteWatch(flat)
+        level, watch = BatchLevel(size, self.randomness), WriteCounts(flat)
         level.axis_name = self.axis_name
         in_front = [x.movedim(d, 0) if d else x for x, d in zip(flat, self.dims, strict=True)]
         before = random_draws.states() if self.randomness == "same" else None
@@ -116,13 +115,12 @@ class _Job:
                 ]
                 out = self.func(*unflatten(traced, self.structure), **self.kwargs)
                 flat_out, structure = flatten(out)
-                flat_out = [
-                    level.content(x) for x in flat_out
-                ]  # a view of a written value is taken again while the level exists
+                # inside the level, because a view of a written value is taken again here
+                flat_out = [level.content(x) for x in flat_out]
         except Divergence as divergence:
             if divergence.level is not level:
                 raise
-            self.need_no_axis(f"sample by sample{divergence.where}")
+            self.require_no_axis_name(f"sample by sample{divergence.where}")
             if before is not None:
                 random_draws.restore(before)
             return self._run_groups(flat, divergence, watch)
@@ -131,7 +129,9 @@ class _Job:
         return unflatten(physical, structure)
 
     def run_parts(self, parts: list[list[Any]], order: torch.Tensor | None = None) -> Any:
-        """The outputs for some samples after another, joined; then put in another order, if given."""
+        """The outputs of all parts, computed one after the other and joined; then in another order, if
+        given.
+        """
         outputs, before = [], random_draws.states() if self.randomness == "same" else None
         for part in parts:
             if before is not None:
@@ -143,14 +143,13 @@ class _Job:
             )
         return self._joined(outputs, order)
 
-    def _run_groups(self, flat: list[Any], divergence: Divergence, watch: WriteWatch) -> Any:
-        if watch.saw_a_write():
+    def _run_groups(self, flat: list[Any], divergence: Divergence, watch: WriteCounts) -> Any:
+        if watch.was_written():
             raise TransformError(
                 f"vmap({self.name}, ...): samples disagree on a branch{divergence.where}, after an argument"
                 " was written to in place",
                 expected=(
-                    "an argument that is as it was, as the function runs again for the samples of each"
-                    " outcome"
+                    "unchanged arguments, because the function runs again for the samples of each outcome"
                 ),
                 next_step="write into a clone of the argument",
             )
@@ -184,7 +183,7 @@ class _Job:
                 f"vmap({self.name}, ...): `{self.name}` returns tensors of shapes"
                 f" {sorted(set(map(tuple, shapes)))}",
                 expected="one shape for all samples",
-                cause="samples take different branches, or lengths are taken from the data",
+                cause="samples take different branches, or a length depends on the data",
             )
         return torch.cat(items, dim) if order is None else torch.cat(items, dim).index_select(dim, order)
 
@@ -196,7 +195,7 @@ class _Job:
             raise TransformError(
                 f"vmap({self.name}, ...): `{self.name}` returns different values for different samples where"
                 " out_dims is None",
-                next_step="give that output a place for the sample axis in out_dims",
+                next_step="set the position of the sample axis in out_dims for that output",
             )
         return items[0]
 
@@ -305,7 +304,7 @@ def _prefix_leaves(prefix: Any, tree: Any) -> list[Any] | None:
     elif tree_flatten(prefix)[1].num_nodes == 1:
         return [prefix]
     else:
-        return broadcast_to_and_flatten(prefix, tree_flatten(tree)[1])  # a structure that its user registered
+        return broadcast_to_and_flatten(prefix, tree_flatten(tree)[1])  # a pytree that a user registered
     leaves: list[Any] = []
     for part, sub in pairs:
         inner = _prefix_leaves(part, sub)

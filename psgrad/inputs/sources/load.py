@@ -101,12 +101,6 @@ def load_data(
 
     Raises ConfigError where a file, column or factory is not there, DataError where the data can't be used.
     """
-    if config.group is not None:
-        raise ConfigError(
-            "data.group: several rows as one sample are not computed yet",
-            expected="a sample a row",
-            next_step="leave data.group out; psgrad dp-step has privacy.unit.column for the rows of a user",
-        )
     if config.text is not None or config.prompt is not None or config.messages is not None:
         return _load_texts(config, base, unit, pretrained, kept)
     labels = labels_for(config, criterion)

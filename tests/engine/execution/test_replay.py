@@ -190,7 +190,8 @@ def test_a_model_that_looks_at_data_is_not_replayed_and_that_is_said() -> None:
     assert run.replayed == 0
     assert len(run.said) == 1
     assert run.said[0].startswith(
-        "chunks are not replayed: its course depends on data, by aten.item.default (in the model (Branching)"
+        "chunks are not replayed: its operators depend on data, by aten.item.default (in the model"
+        " (Branching)"
     )
 
 

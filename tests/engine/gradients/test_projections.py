@@ -216,17 +216,17 @@ def window(layout: Layout, start: int, step: int) -> Layout:
 
 def test_projection_terms_of_one_parameter_add_up() -> None:
     left, right = torch.randn(3, 1, 2, 5, dtype=torch.float64), torch.randn(3, 1, 2, 7, dtype=torch.float64)
-    upright = Layout.identity((1, 5, 7)).reshape((5, 7))
+    oriented_if_free = Layout.identity((1, 5, 7)).reshape((5, 7))
     turned = Layout.identity((1, 7, 5)).permute([0, 2, 1])
-    assert upright is not None
+    assert oriented_if_free is not None
     assert turned is not None
     turned = turned.reshape((5, 7))
     assert turned is not None
     value = torch.einsum("ngta,ngtb->nab", left, right)
     for projection in PROJECTIONS:
-        once = gradients_of([Placed(Product(left, right), upright)], 3).project(projection)
+        once = gradients_of([Placed(Product(left, right), oriented_if_free)], 3).project(projection)
         twice = gradients_of(
-            [Placed(Product(left, right), upright), Placed(Product(right, left), turned)], 3
+            [Placed(Product(left, right), oriented_if_free), Placed(Product(right, left), turned)], 3
         ).project(projection)
         assert_close(once, projected(projection, {"p": value}))
         assert_close(twice, 2 * once)

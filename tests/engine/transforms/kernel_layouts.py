@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from psgrad.engine.transforms.interpreter import Tracer, interpret
+from psgrad.engine.transforms.interpreter import interpret
 from psgrad.engine.transforms.operators import Op, facts, is_random
+from psgrad.engine.transforms.tracer import Tracer
 
 # Of an order among equal elements, and of a factorisation's storage, nothing is promised; both follow the
 # layout of the argument. Of those that return values and their places, the values are compared.

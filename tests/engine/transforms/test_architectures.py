@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.transforms import grad, jvp, vjp, vmap
-from psgrad.engine.transforms.interpreter import Tracer
+from psgrad.engine.transforms.interpreter import InterpretedTracer
+from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import UnsupportedOperatorError
 from tests.architectures import ARCHITECTURES
 from tests.engine.gradients.agreement import (
@@ -267,7 +268,7 @@ class KernelCalls(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, Tracer) for kind in types):
             with self:
-                return Tracer.__torch_dispatch__(op, types, args, kwargs)
+                return InterpretedTracer.__torch_dispatch__(op, types, args, kwargs)
         self.calls[op.name()] += 1
         return op(*args, **(kwargs or {}))
 

@@ -19,7 +19,7 @@ from psgrad.errors import TransformError
 
 @pytest.fixture(autouse=True)
 def _no_word():
-    """A function that is said to run as it is fails its test, unless the test expects just that."""
+    """A function that is said to run uncaptured fails its test, unless the test expects just that."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -249,7 +249,7 @@ def test_capture_value_of_closure_tensors_recomputed():
 def test_capture_changing_function_runs_uncaptured():
     steps = iter(range(100))
     captured = runs_as_it_is(
-        lambda x: x * next(steps), torch.ones(2), words="changes from one call to the next"
+        lambda x: x * next(steps), torch.ones(2), words="change from one call to the next"
     )
     assert captured(torch.ones(2))[0] + 1 == captured(torch.ones(2))[0]
 
@@ -294,9 +294,7 @@ def test_capture_write_into_argument_and_view():
 
 
 def test_capture_data_dependent_branch_runs_uncaptured():
-    captured = runs_as_it_is(
-        lambda x: x * 2 if x.sum() > 0 else x * 3, torch.ones(2), words="depends on data"
-    )
+    captured = runs_as_it_is(lambda x: x * 2 if x.sum() > 0 else x * 3, torch.ones(2), words="depend on data")
     same(captured(torch.ones(2)), torch.full((2,), 2.0))
     same(captured(-torch.ones(2)), torch.full((2,), -3.0))
 
@@ -313,7 +311,7 @@ def test_capture_data_dependent_branch_runs_uncaptured():
 )
 def test_capture_item_of_closure_tensor_runs_uncaptured(read):
     scale = torch.tensor(2.0)
-    captured = runs_as_it_is(lambda x: x * read(scale), torch.ones(2), words="run as it is")
+    captured = runs_as_it_is(lambda x: x * read(scale), torch.ones(2), words="run uncaptured")
     scale.fill_(3)
     same(captured(torch.ones(2)), torch.full((2,), 3.0))
 
@@ -328,7 +326,7 @@ def test_capture_item_of_closure_tensor_runs_uncaptured(read):
     ],
 )
 def test_capture_data_dependent_shape_runs_uncaptured(pick):
-    captured = runs_as_it_is(pick, torch.tensor([1.0, -1.0, 2.0]), words="depends on data")
+    captured = runs_as_it_is(pick, torch.tensor([1.0, -1.0, 2.0]), words="depend on data")
     x = torch.tensor([-1.0, -1.0, 3.0])
     same(captured(x), pick(x))
 
@@ -363,7 +361,7 @@ def _seeded(x):
 @pytest.mark.parametrize("function", [_forked, _twice_the_same, _in_chunks, _seeded])
 def test_capture_setting_random_state_runs_uncaptured(function):
     before = torch.get_rng_state()
-    with pytest.warns(UserWarning, match="random state|run as it is"):
+    with pytest.warns(UserWarning, match="random state|run uncaptured"):
         captured = capture(function, torch.zeros(2))
     assert torch.equal(torch.get_rng_state(), before)
     for _ in range(2):
@@ -431,9 +429,7 @@ def test_capture_handled_exception_runs_uncaptured():
         except Exception:
             return x
 
-    same(
-        runs_as_it_is(function, torch.ones(2), words="depends on data")(torch.ones(2)), torch.full((2,), 2.0)
-    )
+    same(runs_as_it_is(function, torch.ones(2), words="depend on data")(torch.ones(2)), torch.full((2,), 2.0))
 
 
 @dataclass
@@ -504,7 +500,7 @@ def test_capture_exception_of_the_function():
         raise KeyError("mine")
 
     captured = capture(function)
-    with pytest.warns(UserWarning, match="run as it is"), pytest.raises(KeyError, match="mine"):
+    with pytest.warns(UserWarning, match="run uncaptured"), pytest.raises(KeyError, match="mine"):
         captured(torch.ones(2))
     same(capture(torch.sin)(torch.ones(2)), torch.sin(torch.ones(2)))
 

@@ -425,7 +425,7 @@ def test_custom_vmap_wrong_rule_refused() -> None:
     f = custom_vmap(plain)
     for rule, words in (
         (lambda n, b, x, y: plain(x, y), "returned a Tensor"),
-        (lambda n, b, x, y: (plain(x, y), (True, True)), "to say which are batched"),
+        (lambda n, b, x, y: (plain(x, y), (True, True)), "with flags"),
         (lambda n, b, x, y: (plain(x, y).sum(), True), r"a batched result of shape \(\)"),
         (lambda n, b, x, y: (3, True), "returned a int"),
     ):

@@ -171,7 +171,7 @@ def test_labelled_draws_independent_and_distributed_as_pytorch(name: str) -> Non
 @pytest.mark.parametrize("name", REFUSED)
 def test_labelled_draws_without_a_rule_refused(name: str) -> None:
     with pytest.raises(
-        TransformError, match=f"the random operator aten::{name} can't draw for each record by itself"
+        TransformError, match=f"the random operator aten::{name} can't draw for each record separately"
     ):
         drawn(REFUSED[name], X.expand(3, 8), torch.arange(3))
 

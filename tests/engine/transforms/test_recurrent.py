@@ -218,6 +218,22 @@ def padded_outputs(layer: nn.Module, packed: Any) -> Any:
     return pad_packed_sequence(layer(packed)[0], batch_first=True)[0].mean(1)
 
 
+def unpacked(layer: nn.Module, packed: Any, batch_first: bool = True) -> Tensor:
+    return pad_packed_sequence(layer(packed)[0], batch_first, padding_value=7.0)[0]
+
+
+def unpacked_uses(layer: nn.Module, packed: Any) -> Any:
+    """What runs for samples of all lengths at once."""
+    first, second = unpacked(layer, packed), unpacked(layer, packed, batch_first=False)
+    each = nn.functional.linear(second, torch.eye(second.size(-1)) + 0.1, torch.ones(second.size(-1))).tanh()
+    return [first.sum(1), first.max(dim=1).values, each.mean(0), each.amax(-3), first.relu().mean(dim=-2)]
+
+
+def unpacked_shape(layer: nn.Module, packed: Any) -> Any:
+    first = unpacked(layer, packed)
+    return first.sum(1) / first.shape[1] + first[:, -1] + first.mean((1, 2))[:, None]
+
+
 def outputs_of_one_length(layer: nn.Module, packed: Any) -> Any:
     return pad_packed_sequence(layer(packed)[0], total_length=TIMES + 1, padding_value=0.5)
 
@@ -250,6 +266,8 @@ def test_packed_lengths_differ_ends(name: str, both_ways: bool) -> None:
     "use",
     [
         padded_outputs,
+        unpacked_uses,
+        unpacked_shape,
         outputs_of_one_length,
         mean_of_data,
         sum_over_count,
@@ -261,6 +279,19 @@ def test_packed_lengths_differ_ends(name: str, both_ways: bool) -> None:
 def test_packed_lengths_differ_uses(use: Any, batch_first: bool) -> None:
     layer = nn.GRU(INPUTS, HIDDEN, bidirectional=True)
     agrees_for_each_sample(PackedUse(layer, use, batch_first))
+
+
+def test_unpacked_lengths_differ_runs_once() -> None:
+    calls = []
+    layer = nn.GRU(INPUTS, HIDDEN, batch_first=True)
+
+    def loss(x: Tensor, length: Tensor) -> Tensor:
+        calls.append(1)
+        packed = pack_padded_sequence(x[None], length[None], batch_first=True, enforce_sorted=False)
+        return padded_outputs(layer, packed).sum()
+
+    vmap(loss)(torch.randn(len(LENGTHS), TIMES, INPUTS), LENGTHS)
+    assert len(calls) == 1
 
 
 def test_packed_lengths_differ_given_start() -> None:

@@ -123,12 +123,12 @@ def test_registered_rule_missing_argument_refused() -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown": (
         lambda: register_rule("psgrad_registration::nothing", constant=True),
-        "PyTorch knows no such operator",
+        "PyTorch has no operator of this name",
     ),
-    "no name": (lambda: register_rule("opaque", constant=True), "PyTorch knows no such operator"),
+    "no name": (lambda: register_rule("opaque", constant=True), "PyTorch has no operator of this name"),
     "unknown overload": (
         lambda: register_rule("aten::add.Nothing", constant=True),
-        "PyTorch knows no such operator",
+        "PyTorch has no operator of this name",
     ),
     "several overloads": (lambda: register_rule(torch.ops.aten.add, constant=True), "has the overloads"),
     "a function": (lambda: register_rule(plain, constant=True), "custom_vjp"),
@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a jvp alone": (lambda: register_rule(opaque, jvp=VJP), "a jvp without a vjp"),
     "constant and not": (
         lambda: register_rule(opaque, vjp=VJP, constant=True),
-        "constant=True beside a derivative",
+        "constant=True together with a derivative",
     ),
     "nothing": (lambda: register_rule(opaque), "without any rule"),
 }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from psgrad.engine.transforms import functional_call, grad, grad_and_value, vjp, vmap
-from psgrad.engine.transforms.interpreter import Tracer
+from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import TransformError
 
 pytestmark = pytest.mark.usefixtures("float64")

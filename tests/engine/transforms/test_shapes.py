@@ -99,13 +99,15 @@ def test_shapes_refused_message(name: str) -> None:
 
 
 def test_shapes_same_signature_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    right = shape_checks._ask
-    monkeypatch.setattr(shape_checks, "_ask", lambda op, *rest: (asked.append(op), right(op, *rest)))
+    checked: list[Any] = []
+    right = shape_checks._check_shapes
+    monkeypatch.setattr(
+        shape_checks, "_check_shapes", lambda op, *rest: (checked.append(op), right(op, *rest))
+    )
     monkeypatch.setattr(shape_checks, "_accepted", set())
     for _ in range(3):
         vmap(torch.mm)(torch.randn(3, 2, 2), torch.randn(3, 2, 2))
-    assert asked == [torch.ops.aten.mm.default]
+    assert checked == [torch.ops.aten.mm.default]
 
 
 def test_shapes_check_draws_no_random_number(monkeypatch: pytest.MonkeyPatch) -> None:

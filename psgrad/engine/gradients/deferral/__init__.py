@@ -1,8 +1,8 @@
-"""The deferral policy: which operators on cotangents of shared values stay un-run.
+"""The deferral policy: the rules by which operators on cotangents of shared values stay un-run.
 
-A level asks this policy in the backward pass, for the cotangent of a value that all samples share (a weight,
-or anything made from weights alone). A contraction over positions makes a deferred value (`entry.py`). Linear
-operators on a deferred value are carried out on its factors (`propagation.py`, `products.py`). Any other
+A level calls this policy in the backward pass, for the cotangent of a value that all samples share (a weight,
+or a value computed from weights only). A contraction over positions makes a deferred value (`entry.py`).
+Linear operators on a deferred value are applied to its factors (`propagation.py`, `products.py`). Any other
 operator materialises the value first.
 """
 
@@ -19,10 +19,10 @@ from psgrad.engine.gradients.deferred import deferred_in as deferred_in
 from psgrad.engine.gradients.deferred import oriented as oriented
 from psgrad.engine.gradients.terms import Dense
 from psgrad.engine.transforms.batch_values import Batch
-from psgrad.engine.transforms.interpreter import tensors_in
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.private_torch import schema_of
 from psgrad.engine.transforms.rules.registry import batching_rule
+from psgrad.engine.transforms.tracer import tensors_in
 
 # Each gets the level's Batch, the operator, for each argument its deferred value or None, the positional and
 # the keyword arguments. It returns a DeferredGradient, or NotImplemented if the values have to be
@@ -38,16 +38,16 @@ class WeightDeferral:
 
     def apply(self, batch: Batch, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         joined = bool(args) and isinstance(args[0], (list, tuple))
-        waiting = [deferred_in(batch, a) for a in (args[0] if joined else args)]
-        if any(w is not None for w in waiting):
+        deferred = [deferred_in(batch, a) for a in (args[0] if joined else args)]
+        if any(w is not None for w in deferred):
             handler = PROPAGATION_RULES.get(op)
-            result = NotImplemented if handler is None else handler(batch, op, waiting, args, kwargs)
+            result = NotImplemented if handler is None else handler(batch, op, deferred, args, kwargs)
             return _materialised(batch, op, args, kwargs) if result is NotImplemented else result
         return ENTRY_RULES[op](batch, op, *args, **kwargs) if op in ENTRY_RULES else NotImplemented
 
 
 def _materialised(batch: Batch, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator on the materialised values. The result remembers that its factors were lost here."""
+    """The result of the operator on the materialised values. It stores the name of the operator."""
     if batching_rule(op) is None:  # its decomposition into other operators may keep the factors
         return NotImplemented
     tracers: list[Any] = [a for a in tensors_in(args, kwargs) if deferred_in(batch, a) is not None]

@@ -106,7 +106,7 @@ def _select_backward(
 def _index_select_backward(
     batch: Batch, op: Op, g: torch.Tensor, shape: Sequence[int], dim: int, index: torch.Tensor
 ) -> Any:
-    """Slices of a weight at places that each sample has for itself, or that are fewer than the weight has."""
+    """Slices of a weight at an index of each sample, or at a shared index that is shorter than the axis."""
     if not shape or not g.numel() or g.dtype.is_complex or not (batch.is_mapped(g) or batch.is_mapped(index)):
         return NotImplemented
     dim = wrap_dim(dim, len(shape))
@@ -129,7 +129,7 @@ def _index_select_backward(
 
 
 def _times(batch: Batch, op: Op, a: Any, b: Any) -> Any:
-    """A value that is the same along some axes (a sum's cotangent) times one that is not."""
+    """An elementwise product in which one value is constant along some axes (such as a sum's cotangent)."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or (a.dim() < 2 and b.dim() < 2):
         return NotImplemented
     if a.dtype != b.dtype or a.dtype.is_complex or not a.is_floating_point():
@@ -148,7 +148,7 @@ def _times(batch: Batch, op: Op, a: Any, b: Any) -> Any:
 
 
 def _outer(batch: Batch, a: torch.Tensor, b: torch.Tensor) -> Any:
-    """An outer product that broadcasting makes: axes of both are groups, axes of one are its own."""
+    """An outer product by broadcasting: axes of both operands are groups, others are rows or columns."""
     rank = max(a.dim(), b.dim())
     left, right = narrow(batch.aligned(a, rank)), narrow(batch.aligned(b, rank))
     n = left.shape[0]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.deferral.propagation import (
-    Waiting,
+    DeferredArguments,
     contracted,
     embedded,
     expanded,
@@ -32,10 +32,10 @@ aten = torch.ops.aten
 
 
 def _scale_by(exponent: int) -> Any:
-    def scale(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
-        if len(args) != 2 or kwargs or (exponent < 0 and waiting[0] is None):
+    def scale(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: Any) -> Any:
+        if len(args) != 2 or kwargs or (exponent < 0 and deferred[0] is None):
             return NotImplemented
-        value, other = (waiting[0], args[1]) if waiting[0] is not None else (waiting[1], args[0])
+        value, other = (deferred[0], args[1]) if deferred[0] is not None else (deferred[1], args[0])
         assert value is not None
         if isinstance(other, (int, float)) and not isinstance(other, bool):
             return scaled(value, float(other) ** exponent)
@@ -54,12 +54,12 @@ def _scale_by(exponent: int) -> Any:
     return scale
 
 
-def _negate(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
-    return scaled(waiting[0], -1.0)
+def _negate(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
+    return scaled(deferred[0], -1.0)
 
 
-def _masked_fill(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
-    value, (mask, filling) = waiting[0], args[1:]
+def _masked_fill(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
+    value, (mask, filling) = deferred[0], args[1:]
     if (
         value is None
         or filling != 0
@@ -70,11 +70,11 @@ def _masked_fill(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> 
     return masked(batch, value, (~mask).to(value.dtype))
 
 
-def _where(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
+def _where(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
     """A choice between a deferred value and zero."""
     mask, *choices = args
-    place = 0 if waiting[1] is not None else 1
-    value, other = waiting[1 + place], choices[1 - place]
+    place = 0 if deferred[1] is not None else 1
+    value, other = deferred[1 + place], choices[1 - place]
     is_zero = (
         other == 0
         if isinstance(other, (int, float))
@@ -91,37 +91,37 @@ def _where(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_zero(number: torch.Tensor) -> bool:
-    """Whether a number is known to be zero without waiting for a device."""
+    """Whether a number is known to be zero without deferred for a device."""
     return number.device.type == "cpu" and type(number) is torch.Tensor and number.item() == 0
 
 
-def _triangle(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
-    value = waiting[0]
+def _triangle(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
+    value = deferred[0]
     return masked(
         batch, value, op(torch.ones(value.shape[-2:], dtype=value.dtype, device=value.device), *args[1:])
     )
 
 
-def _derivative(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
+def _derivative(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
     """An elementwise function of a weight: the operator on ones is its derivative."""
-    value = waiting[0]
-    if value is None or any(w is not None for w in waiting[1:]) or any(batch.is_mapped(a) for a in args[1:]):
+    value = deferred[0]
+    if value is None or any(w is not None for w in deferred[1:]) or any(batch.is_mapped(a) for a in args[1:]):
         return NotImplemented
     ones = torch.ones(value.shape, dtype=value.dtype, device=value.device)
     return masked(batch, value, op(ones, *args[1:], **kwargs))
 
 
-def _softmax(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
+def _softmax(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
     g, out, dim, dtype = args
-    if waiting[0] is None or batch.is_mapped(out) or g.dtype != dtype:
+    if deferred[0] is None or batch.is_mapped(out) or g.dtype != dtype:
         return NotImplemented
     inner = aten.mul.Tensor(g, out)
     return aten.sub.Tensor(inner, aten.mul.Tensor(aten.sum.dim_IntList(inner, [dim], True), out))
 
 
-def _log_softmax(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
+def _log_softmax(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
     g, out, dim, dtype = args
-    if waiting[0] is None or batch.is_mapped(out) or g.dtype != dtype:
+    if deferred[0] is None or batch.is_mapped(out) or g.dtype != dtype:
         return NotImplemented
     return aten.sub.Tensor(g, aten.mul.Tensor(aten.sum.dim_IntList(g, [dim], True), aten.exp.default(out)))
 
@@ -129,9 +129,9 @@ def _log_softmax(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> 
 # -- contractions with shared tensors ------------------------------------------------------------------------
 
 
-def _matmul(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
+def _matmul(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: Any) -> Any:
     """(sum_t left ⊗ right) @ M = sum_t left ⊗ (right @ M): the matrix goes into a factor."""
-    left, right = waiting
+    left, right = deferred
     if left is not None and right is not None:
         return NotImplemented
     value, matrix = (left, args[1]) if left is not None else (right, args[0])
@@ -149,8 +149,8 @@ def _matmul(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> A
     return contracted(batch, value, rank - 2, matrix.transpose(-2, -1))
 
 
-def _mv(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
-    value, vector = waiting[0], args[1]
+def _mv(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: Any) -> Any:
+    value, vector = deferred[0], args[1]
     if value is None or batch.is_mapped(vector) or vector.dim() != 1:
         return NotImplemented
     product = contracted(batch, value, len(value.shape) - 1, vector.unsqueeze(1))
@@ -191,16 +191,16 @@ PRODUCTS: dict[Op, Any] = {
 }
 
 
-def _slice(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
-    value, given = waiting[0], list(args[1:])
+def _slice(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
+    value, given = deferred[0], list(args[1:])
     dim, start, end, step = given + [0, None, None, 1][len(given) :]
     dim = wrap_dim(dim, len(value.shape))
     first, last, step = slice(start, end, step).indices(value.shape[dim])
     return narrowed(batch, value, dim, first, step, len(range(first, last, step)))
 
 
-def _select(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
-    value, (dim, index) = waiting[0], args[1:]
+def _select(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
+    value, (dim, index) = deferred[0], args[1:]
     dim = wrap_dim(dim, len(value.shape))
     part = narrowed(batch, value, dim, index % value.shape[dim], 1, 1)
     return (
@@ -210,23 +210,23 @@ def _select(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _slice_backward(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
+def _slice_backward(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
     _, shape, dim, start, _, step = args
-    return embedded(waiting[0], wrap_dim(dim, len(shape)), start, step, shape[dim])
+    return embedded(deferred[0], wrap_dim(dim, len(shape)), start, step, shape[dim])
 
 
-def _select_backward(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
+def _select_backward(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
     _, shape, dim, index = args
     dim = wrap_dim(dim, len(shape))
-    value = reshaped(waiting[0], [1 if d == dim else size for d, size in enumerate(shape)])
+    value = reshaped(deferred[0], [1 if d == dim else size for d, size in enumerate(shape)])
     return value if value is NotImplemented else embedded(value, dim, index % shape[dim], 1, shape[dim])
 
 
-def _index_select_backward(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
+def _index_select_backward(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
     _, shape, dim, index = args
     if batch.is_mapped(index):
         return NotImplemented
-    return _scattered(batch, waiting[0], shape, wrap_dim(dim, len(shape)), index)
+    return _scattered(batch, deferred[0], shape, wrap_dim(dim, len(shape)), index)
 
 
 def _scattered(
@@ -235,9 +235,9 @@ def _scattered(
     return of_each(batch, value, shape, lambda placed: placed_maps.scattered(placed, dim, index, shape[dim]))
 
 
-def _pad(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
+def _pad(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
     """With zeros, or by cutting off."""
-    value, pad = waiting[0], args[1]
+    value, pad = deferred[0], args[1]
     if len(args) > 2 and args[2] != 0:
         return NotImplemented
     for axis in range(len(pad) // 2):
@@ -252,30 +252,30 @@ def _pad(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
     return value
 
 
-def _cat(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
+def _cat(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: Any) -> Any:
     tensors, dim = args[0], args[1] if len(args) > 1 else 0
     if len({t.dim() for t in tensors}) != 1 or len({t.dtype for t in tensors}) != 1:
         return NotImplemented
     dim = wrap_dim(dim, tensors[0].dim())
     size, start = sum(t.shape[dim] for t in tensors), 0
     terms: list[Placed] = []
-    for tensor, value in zip(tensors, waiting, strict=True):
+    for tensor, value in zip(tensors, deferred, strict=True):
         if tensor.numel():
             terms += [
                 Placed(p.term, p.layout.embed(dim, start, 1, size)) for p in terms_of(batch, tensor, value)
             ]
         start += tensor.shape[dim]
-    first = next(w for w in waiting if w is not None)
+    first = next(w for w in deferred if w is not None)
     return first.with_terms(terms, torch.Size([size if d == dim else s for d, s in enumerate(first.shape)]))
 
 
-def _stack(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
+def _stack(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: Any) -> Any:
     dim = wrap_dim(args[1] if len(args) > 1 else 0, args[0][0].dim() + 1)
     return aten.cat.default([aten.unsqueeze.default(t, dim) for t in args[0]], dim)
 
 
-def _flip(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
-    value = waiting[0]
+def _flip(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
+    value = deferred[0]
     for dim in args[1]:
         dim = wrap_dim(dim, len(value.shape))
         size = value.shape[dim]

@@ -1,5 +1,5 @@
 """Linear maps of deferred gradients, term by term: sums, casts, reshapes and transposes. They return
-NotImplemented where a term would have to be materialised.
+NotImplemented if a term would have to be materialised.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from psgrad.engine.transforms.batch_values import Batch
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.rules.families import wrap_dim
 
-Waiting = list[DeferredGradient | None]  # for each argument of an operator its deferred value, if it is one
+DeferredArguments = list[
+    DeferredGradient | None
+]  # for each argument of an operator its deferred value, if it is one
 
 
 def of_each(
@@ -28,7 +30,7 @@ def of_each(
     shape: Sequence[int],
     change: Callable[[Placed], list[Placed] | None],
 ) -> Any:
-    """The terms changed one by one, NotImplemented if one can't be."""
+    """The gradient with each term changed; NotImplemented if a change returns None."""
     terms: list[Placed] = []
     for placed in value.terms:
         changed = change(placed)
@@ -122,7 +124,7 @@ def terms_of(batch: Batch, tensor: torch.Tensor, value: DeferredGradient | None)
     return value.terms if value is not None else (Placed.plain(term_of(batch, tensor)),)
 
 
-def _add(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
+def _add(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: Any) -> Any:
     alpha = kwargs.get("alpha", 1)
     if (
         not all(isinstance(a, torch.Tensor) for a in args)
@@ -132,15 +134,15 @@ def _add(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if op is aten.sub.Tensor:
         alpha = -alpha
-    one = next(w for w in waiting if w is not None)
-    first, second = (terms_of(batch, argument, value) for argument, value in zip(args, waiting, strict=True))
+    one = next(w for w in deferred if w is not None)
+    first, second = (terms_of(batch, argument, value) for argument, value in zip(args, deferred, strict=True))
     return one.with_terms(
         [*first, *(p if alpha == 1 else Placed(p.term.scaled(float(alpha)), p.layout) for p in second)]
     )
 
 
-def _sum(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
-    value = waiting[0]
+def _sum(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
+    value = deferred[0]
     rank = len(value.shape)
     dims, keep = [*args[1:], *(None, False)[len(args) - 1 :]][:2]
     if kwargs.get("dtype") not in (None, value.dtype):
@@ -154,11 +156,11 @@ def _sum(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
     return reshaped(total, short)
 
 
-def _mean(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
-    total = _sum(batch, op, waiting, args, kwargs)
+def _mean(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
+    total = _sum(batch, op, deferred, args, kwargs)
     if total is NotImplemented:
         return total
-    value = waiting[0]
+    value = deferred[0]
     dims = args[1] if len(args) > 1 and args[1] else range(len(value.shape))
     return scaled(total, 1 / max(math.prod(value.shape[d] for d in dims), 1))
 
@@ -173,18 +175,18 @@ SUMS: dict[Op, Any] = {
 }
 
 
-def _same(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
-    value = waiting[0]
+def _same(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: Any) -> Any:
+    value = deferred[0]
     return value if value is not None and kwargs.get("dtype") in (None, value.dtype) else NotImplemented
 
 
-def _cast(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any:
-    """A cast of a weight to another precision (autocast): the factors keep theirs.
+def _cast(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: Any) -> Any:
+    """A cast of a weight to another precision (autocast). The precision of the factors does not change.
 
     So queries sum products of half-precision factors in float32, and no intermediate is rounded to half
     precision.
     """
-    value, dtype = waiting[0], kwargs.get("dtype")
+    value, dtype = deferred[0], kwargs.get("dtype")
     if value is None or kwargs.get("device") not in (None, value.device):
         return NotImplemented
     if dtype in (None, value.dtype):
@@ -192,48 +194,48 @@ def _cast(batch: Batch, op: Op, waiting: Waiting, args: Any, kwargs: Any) -> Any
     return replace(value, dtype=dtype) if dtype.is_floating_point else NotImplemented
 
 
-def _reshape(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
-    return reshaped(waiting[0], args[1])
+def _reshape(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
+    return reshaped(deferred[0], args[1])
 
 
-def _squeeze(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
-    value = waiting[0]
+def _squeeze(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
+    value = deferred[0]
     dims = range(len(value.shape)) if len(args) == 1 else [args[1]] if isinstance(args[1], int) else args[1]
     gone = {wrap_dim(d, len(value.shape)) for d in dims}
     return reshaped(value, [s for i, s in enumerate(value.shape) if not (i in gone and s == 1)])
 
 
-def _unsqueeze(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
-    shape = list(waiting[0].shape)
+def _unsqueeze(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
+    shape = list(deferred[0].shape)
     shape.insert(wrap_dim(args[1], len(shape) + 1), 1)
-    return reshaped(waiting[0], shape)
+    return reshaped(deferred[0], shape)
 
 
-def _permute(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
-    rank = len(waiting[0].shape)
-    return permuted(waiting[0], [wrap_dim(d, rank) for d in args[1]])
+def _permute(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
+    rank = len(deferred[0].shape)
+    return permuted(deferred[0], [wrap_dim(d, rank) for d in args[1]])
 
 
-def _transpose(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
-    rank = len(waiting[0].shape)
+def _transpose(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
+    rank = len(deferred[0].shape)
     dims = list(range(rank))
     if len(args) == 3:
         first, second = wrap_dim(args[1], rank), wrap_dim(args[2], rank)
     elif rank == 2:
         first, second = 0, 1
     else:
-        return waiting[0]
+        return deferred[0]
     dims[first], dims[second] = dims[second], dims[first]
-    return permuted(waiting[0], dims)
+    return permuted(deferred[0], dims)
 
 
-def _expand(batch: Batch, op: Op, waiting: Any, args: Any, kwargs: Any) -> Any:
+def _expand(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
     shape = list(args[1])
-    shape[-len(waiting[0].shape) :] = [
+    shape[-len(deferred[0].shape) :] = [
         old if new == -1 else new
-        for old, new in zip(waiting[0].shape, shape[-len(waiting[0].shape) :], strict=True)
+        for old, new in zip(deferred[0].shape, shape[-len(deferred[0].shape) :], strict=True)
     ]
-    return expanded(batch, waiting[0], shape)
+    return expanded(batch, deferred[0], shape)
 
 
 SHAPES: dict[Op, Any] = {

@@ -6,10 +6,10 @@ of samples, multiplied.
 For rows of a table l_t is one-hot: (l_t . l'_s) compares two indices, or selects from the other side's
 factor.
 
-The factors are scaled near one first, so that products of four of them stay inside the range of float32.
-Powers of two are moved between the factors of a term, position by position, and taken out sample by sample if
-a whole gradient is far from one. Only digits that are negligible beside the same sample's other positions are
-lost.
+First the factors are scaled to sizes near one, so that products of four of them stay inside the range of
+float32. Powers of two are moved between the two factors of each position. If a whole gradient is far from
+one, a power of two of the sample is stored separately. Only digits that are negligible compared with the same
+sample's other positions are lost.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Balanced:
 
 
 def balanced(terms: Sequence[Term], dtype: torch.dtype) -> Balanced:
-    """Products and rows of the same samples, balanced where `dtype` is float32; float64 has range enough."""
+    """Products and rows of the same samples in `dtype`, balanced if it is float32. The range of float64 is
+    large enough.
+    """
     exponents_and_finite = [term.exponents() for term in terms]
     finite = torch.stack([finite for *_, finite in exponents_and_finite]).all(0)
     wide = [term.at(slice(None), dtype) for term in terms]
@@ -83,8 +85,8 @@ def _bound(term: Term, first: torch.Tensor, second: torch.Tensor) -> torch.Tenso
     return positions.amax(1)
 
 
-# A tile is as wide as possible, but at least this high: measured, matrix products are faster so than as
-# squares.
+# A tile is as wide as possible, but at least this high: matrix products of this shape were measured to be
+# faster than squares.
 _TALL = 256
 
 
@@ -99,7 +101,7 @@ class Sides:
 
 def have_factors(left: Sequence[Term], right: Sequence[Term]) -> bool:
     """Whether every two terms of aligned sides can be contracted factor by factor."""
-    return all(x.goes_with(y) or y.goes_with(x) for x in left for y in right)
+    return all(x.has_tile_products_with(y) or y.has_tile_products_with(x) for x in left for y in right)
 
 
 def add_factored(out: torch.Tensor, sides: Sides, dtype: torch.dtype, *, symmetric: bool) -> None:
@@ -149,13 +151,13 @@ Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 def _add_pair(out: torch.Tensor, x: Term, y: Term, scales: Scales, symmetric: bool) -> None:
     """One pair of terms, in tiles of samples, and of positions where two samples have too many for a tile."""
     n, m = out.shape
-    room = max(1, budget(BLOCK_BYTES, out.device) // (2 * x.dtype.itemsize))
-    longest = max(1, math.isqrt(room))
+    limit = max(1, budget(BLOCK_BYTES, out.device) // (2 * x.dtype.itemsize))
+    longest = max(1, math.isqrt(limit))
     t, s = (min(term.sizes[1], longest) for term in (x, y))
     if not t or not s:
         return
     groups = max(x.sizes[0], y.sizes[0])
-    tile = max(1, room // (t * s * groups))  # pairs of samples
+    tile = max(1, limit // (t * s * groups))  # pairs of samples
     wide = max(math.isqrt(tile), tile // _TALL)
     for rows in steps(n, halves(n, symmetric, max(1, tile // min(m, wide)))):
         right = slice(rows.start if symmetric else 0, m)  # of the diagonal

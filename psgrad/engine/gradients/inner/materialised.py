@@ -21,8 +21,8 @@ from psgrad.engine.gradients.inner.regions import (
 )
 from psgrad.engine.gradients.terms import BLOCK_BYTES, CANCELLATION
 
-# The most elements that one product adds up: measured, float32's error stays under 1e-6 of the gradients'
-# lengths (for 1e6: 1e-5).
+# The largest number of elements that one product adds: the measured error in float32 is under 1e-6 of the
+# gradients' lengths (for 1e6 elements: 1e-5).
 LONGEST_SUM = 8192
 # Samples of the left side that are multiplied with those of the right at once: products of matrices reach
 # their full rate.
@@ -33,7 +33,7 @@ _SMALLEST, _LARGEST = 1e-13, 1e13
 
 @dataclass
 class Lengths:
-    """Norms of one side's gradients, which are noted when they are materialised.
+    """Norms of one side's gradients, which are added when parts of them are materialised.
 
     Attributes:
         squares: [n] float64, the squared norms of the sums of terms.
@@ -47,7 +47,7 @@ class Lengths:
     def zeros(cls, n: int, device: torch.device) -> Lengths:
         return cls(*torch.zeros(2, n, dtype=torch.float64, device=device))
 
-    def see(self, samples: slice, squares: torch.Tensor, more: torch.Tensor | float) -> None:
+    def add(self, samples: slice, squares: torch.Tensor, more: torch.Tensor | float) -> None:
         """Add the squared norms of a piece, and by how much those of its terms are larger together."""
         self.squares[samples] += squares
         self.alone[samples] += squares + more
@@ -59,17 +59,17 @@ class Lengths:
 
 
 def bundled(regions: Sequence[Region]) -> Iterator[list[Region]]:
-    """The regions in groups whose elements together are at most as many as one product adds up; a larger one
-    is a group by itself.
+    """The regions in groups with at most as many elements as one product adds; a larger region is a group of
+    its own.
     """
-    waiting: list[Region] = []
+    group: list[Region] = []
     for region in sorted(regions, key=lambda region: region.elements):
-        if waiting and sum(each.elements for each in waiting) + region.elements > LONGEST_SUM:
-            yield waiting
-            waiting = []
-        waiting.append(region)
-    if waiting:
-        yield waiting
+        if group and sum(each.elements for each in group) + region.elements > LONGEST_SUM:
+            yield group
+            group = []
+        group.append(region)
+    if group:
+        yield group
 
 
 def add_by_values(
@@ -83,19 +83,19 @@ def add_by_values(
     right side only.
     """
     n, m = out.shape
-    seen = Lengths.zeros(n, out.device), Lengths.zeros(m, out.device)
+    lengths = Lengths.zeros(n, out.device), Lengths.zeros(m, out.device)
     pieces = _pieces(bundle)
     bytes_per_row = dtype.itemsize * max(sum(width for *_, width in piece) for piece in pieces)
-    room = max(1, budget(SIDE_BYTES, out.device) // max(1, bytes_per_row))
-    for columns in steps(m, room):
+    limit = max(1, budget(SIDE_BYTES, out.device) // max(1, bytes_per_row))
+    for columns in steps(m, limit):
         for piece in pieces:
-            right = _matrix(bundle, piece, 1, columns, dtype, seen[1])
+            right = _matrix(bundle, piece, 1, columns, dtype, lengths[1])
             if symmetric:
                 _add_half(out[columns, columns], right)
-            for rows in steps(columns.start if symmetric else n, min(room, _LEFT_ROWS)):
-                unseen = seen[0] if columns.start == 0 and not symmetric else None
+            for rows in steps(columns.start if symmetric else n, min(limit, _LEFT_ROWS)):
+                unseen = lengths[0] if columns.start == 0 and not symmetric else None
                 _add_product(out[rows, columns], _matrix(bundle, piece, 0, rows, dtype, unseen), right)
-    return (seen[1], seen[1]) if symmetric else seen
+    return (lengths[1], lengths[1]) if symmetric else lengths
 
 
 # A region by its place in the bundle, its rows and their number; the width of their values.
@@ -120,13 +120,13 @@ def _matrix(
     side: int,
     samples: slice,
     dtype: torch.dtype,
-    seen: Lengths | None,
+    lengths: Lengths | None,
 ) -> torch.Tensor:
     """[k, width]: one side's piece of some samples' gradients, the regions side by side."""
     width = sum(width for *_, width in piece)
     region = bundle[piece[0][0]]
     if len(piece) == 1 and len((region.left, region.right)[side]) == 1:
-        return _part(bundle, piece, side, samples, dtype, seen, None)
+        return _part(bundle, piece, side, samples, dtype, lengths, None)
     whole = torch.empty(samples.stop - samples.start, width, dtype=dtype, device=region.terms[0].device)
     # some samples at a time: what is copied is still in the processor's cache
     for some in steps(0, budget(BLOCK_BYTES, whole.device) // max(1, width * dtype.itemsize), samples):
@@ -136,7 +136,7 @@ def _matrix(
             side,
             some,
             dtype,
-            seen,
+            lengths,
             whole[some.start - samples.start : some.stop - samples.start],
         )
     return whole
@@ -148,7 +148,7 @@ def _part(
     side: int,
     samples: slice,
     dtype: torch.dtype,
-    seen: Lengths | None,
+    lengths: Lengths | None,
     into: torch.Tensor | None,
 ) -> torch.Tensor:
     """As `_matrix`, in `into`, which is needed for more than one term."""
@@ -167,15 +167,15 @@ def _part(
             column = into[:, start : start + width].copy_(parts[0])
             for part in parts[1:]:
                 column += part
-            if len(parts) > 1 and seen is not None:  # the terms' squared norms minus that of their sum
+            if len(parts) > 1 and lengths is not None:  # the terms' squared norms minus that of their sum
                 squares = [
                     torch.linalg.vector_norm(value, dim=1).double().square_() for value in (column, *parts)
                 ]
                 alone = alone + torch.stack(squares[1:]).sum(0) - squares[0]
         start += width
     assert into is not None
-    if seen is not None:
-        seen.see(samples, torch.linalg.vector_norm(into, dim=1).double().square_(), alone)
+    if lengths is not None:
+        lengths.add(samples, torch.linalg.vector_norm(into, dim=1).double().square_(), alone)
     return into
 
 

@@ -1,5 +1,5 @@
-"""The inner products of two sets of deferred gradients: an order of contraction for each region, chosen by
-its price, and a second computation of the samples that rounding may have made wrong.
+"""The inner products of two sets of deferred gradients: the cheapest order of contraction for each region,
+and a second computation in float64 of the samples with large rounding errors.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def cheapest_order(region: Region, dtype: torch.dtype, machine: Machine) -> str:
 
 
 def gram_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> float:
-    """Two Gram matrices between all positions of all samples, or one and an index, and the sum of their
-    products.
+    """The time of two Gram matrices between all positions of all samples (or one and an index), and of the
+    sum of their products.
     """
     (groups, t, a, b), (_, s, other, _) = x.sizes, y.sizes
     rows, columns = x.samples * t, y.samples * s
@@ -58,8 +58,8 @@ def gram_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> floa
 
 
 def matches_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> float:
-    """Both rows of each match are gathered, multiplied and added up. The indices are read to count the
-    matches.
+    """The time to gather both rows of each match, to multiply and to add them. The indices are read to count
+    the matches.
     """
     width = x.sizes[3] * dtype.itemsize
     moved = x.count_matches(y) * (4 * width + 32)
@@ -68,8 +68,8 @@ def matches_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> f
 
 
 def values_seconds(region: Region, dtype: torch.dtype, machine: Machine) -> float:
-    """All gradients materialised, some of them again for each block of samples of the other side, and one
-    product.
+    """The time to materialise all gradients, some of them again for each block of samples of the other side,
+    and of one product.
     """
     n, m = region.left[0].term.samples, region.right[0].term.samples
     device = region.left[0].term.device
@@ -115,8 +115,8 @@ def inner_products(
         else:
             by_factors.append((region, order, dtype))
     is_zero = True
-    for dtype, waiting in by_values.items():
-        for bundle in bundled(waiting):
+    for dtype, regions_of_dtype in by_values.items():
+        for bundle in bundled(regions_of_dtype):
             part = _by_values(total if is_zero else torch.zeros_like(total), bundle, dtype, symmetric)
             total, is_zero = part if is_zero else total.add_(part), False
     for region, order, dtype in by_factors:
@@ -204,10 +204,10 @@ def _cancelled(side: Sequence[Placed]) -> torch.Tensor:
 
 
 def _are_products(bundle: Sequence[Region], side: int, places: torch.Tensor) -> torch.Tensor:
-    """[k]: whether any term of these samples has factors that are all finite and not zero throughout.
+    """[k]: whether all factors of these samples are finite, and some term has no factor that is entirely
+    zero.
 
-    Where none has, a gradient of zero is a true zero, and one that is not finite would not be so in float64
-    either.
+    Otherwise a gradient of zero is a true zero, and one that is not finite is not finite in float64 either.
     """
     are_products = torch.zeros(len(places), dtype=torch.bool, device=places.device)
     broken = torch.zeros_like(are_products)

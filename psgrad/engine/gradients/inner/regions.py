@@ -1,4 +1,4 @@
-"""Regions of a parameter, sets of elements that no other term reaches into, and the cuts of both sides'
+"""Regions of a parameter: sets of elements whose terms have no element elsewhere; and the cuts of both sides'
 samples by which a region's intermediates fit in memory.
 """
 
@@ -78,10 +78,10 @@ def _window(layout: Layout) -> Window:
 
 def _overlap(one: Window, other: Window) -> bool:
     """Whether two windows may have an element in common."""
-    return all(_meet(a, b) for a, b in zip(one, other, strict=True))
+    return all(_runs_overlap(a, b) for a, b in zip(one, other, strict=True))
 
 
-def _meet(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
+def _runs_overlap(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
     """Whether two runs of places may overlap."""
     if a[1] <= b[0] or b[1] <= a[0]:
         return False

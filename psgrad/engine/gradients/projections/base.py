@@ -2,10 +2,10 @@
 random numbers.
 
 An entry of a projection matrix is a pure function of the seed, the parameter's name, the entry's place in the
-parameter and its row of the matrix. So chunks, batches and devices can't change it, and any part of the
-matrix can be computed alone. The generator is SplitMix64's finaliser over a counter (Steele, Lea and Flood,
-"Fast splittable pseudorandom number generators", 2014, section 5), in int64 tensor arithmetic, which wraps
-around alike everywhere.
+parameter and its row of the matrix. So it does not depend on chunks, batches or devices, and any part of the
+matrix can be computed separately. The generator is SplitMix64's finaliser of a counter (Steele, Lea and
+Flood, "Fast splittable pseudorandom number generators", 2014, section 5), in int64 tensor arithmetic, whose
+overflow is the same on all devices.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def key_of(seed: int, *names: str) -> int:
 
 
 def mixed(words: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Tensor:
-    """int64 words, each mixed in place: SplitMix64's finaliser, a bijection. spare: memory of the same shape
-    to work in.
+    """int64 words, each mixed in place by SplitMix64's finaliser, a bijection. spare: memory of the same
+    shape for intermediates.
     """
     for shift, factor in _ROUNDS:
         shifted = torch.bitwise_right_shift(
@@ -62,7 +62,7 @@ def mixed(words: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Tenso
 
 
 def streams(key: int, places: torch.Tensor) -> torch.Tensor:
-    """int64 of the shape of `places`: the start of each place's own sequence of words."""
+    """int64 of the shape of `places`: the start of the sequence of words of each place."""
     return mixed(places * _GAMMA + key)
 
 
@@ -123,8 +123,8 @@ def below(some: torch.Tensor, bound: int) -> torch.Tensor:
 class Entries:
     """The entries of one parameter's matrix: float32, of mean zero and variance one.
 
-    Large blocks are made in memory that is reused, as new memory costs more than the numbers: a returned
-    tensor is valid until the next call.
+    Large blocks are made in memory that is reused, because new memory costs more time than the numbers. A
+    returned tensor is valid until the next call.
 
     Args:
         count: rows of the matrix. The first rows don't depend on it.
@@ -162,15 +162,14 @@ class Projection(ABC):
     """A random linear map P of gradients to few numbers, with E[<Px, Py>] = <x, y> over the seeds. Its kinds
     are frozen dataclasses.
 
-    The map is a function of its description and of the parameters' names and shapes only: the same for every
-    sample, chunk, device and machine, so that gradients projected in different runs may be compared.
+    The map is a function of its description and of the parameters' names and shapes only. It is the same for
+    every sample, chunk, device and machine, so gradients projected in different runs can be compared.
 
-    With per='total' all parameters are projected into the same k columns, each by a map of its own, and the
-    results are summed: [n, k], of which inner products estimate those of whole gradients. With
-    per='parameter' each parameter has k columns of its own, side by side in the order of the names
-    (`columns`): inner products within a block estimate the parameter's own, and over the whole row their sum,
-    with less noise than 'total' with as many columns a parameter, because entries of different parameters are
-    never added.
+    With per='total' all parameters are projected to the same k columns, each by another map, and the results
+    are summed: [n, k]. Inner products of rows estimate those of whole gradients. With per='parameter' each
+    parameter has its own k columns, in the order of the names (`columns`). Inner products within a block
+    estimate those of one parameter, and inner products of rows estimate their sum. This has less noise than
+    'total' with the same k, because entries of different parameters are never added.
     """
 
     kind: ClassVar[str]
@@ -246,8 +245,8 @@ class Projection(ABC):
 
 
 class Sums:
-    """[n, k]: sums over many slices. float32 products are added up a few at a time, and these sums in
-    float64: a single float32 sum over ten thousands of slices would lose digits.
+    """[n, k]: sums over many slices. float32 products are added a few at a time, and these sums are added in
+    float64, because a float32 sum over ten thousands of slices would lose digits.
     """
 
     def __init__(self, samples: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -287,6 +286,6 @@ class Sums:
         return self._part if self._total is None else self._total + self._part
 
 
-def room_of(device: torch.device, dtype: torch.dtype) -> int:
-    """How many elements an intermediate may have."""
+def element_limit(device: torch.device, dtype: torch.dtype) -> int:
+    """The largest number of elements of an intermediate."""
     return block_bytes(device) // dtype.itemsize

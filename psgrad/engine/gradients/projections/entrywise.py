@@ -1,5 +1,5 @@
-"""Projections entry by entry: dense ones, whose matrix is random everywhere and of which only a block exists
-at a time, and sparse ones, which add each entry of a gradient to a few columns or subtract it.
+"""Projections entry by entry: dense ones, whose matrix has no zeros and is made in blocks, and sparse ones,
+which add each entry of a gradient to a few columns or subtract it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from psgrad.engine.gradients.projections.base import (
     Projection,
     Sums,
     below,
+    element_limit,
     key_of,
-    room_of,
     sign_at,
     signs,
     streams,
@@ -93,11 +93,11 @@ class Gaussian(Dense):
 
 def add_dense(sums: Sums, kind: Kind, key: int, gradient: DeferredGradient, k: int) -> None:
     """Add the gradients times a dense matrix of unscaled entries, [n, k]."""
-    room = room_of(sums.device, sums.dtype)
-    width = max(1, min(WIDEST, room // k))
+    limit = element_limit(sums.device, sums.dtype)
+    width = max(1, min(WIDEST, limit // k))
     matrix = Entries(kind, key, k, sums.device)
     for placed in gradient.terms:
-        for part in slices(placed, sums.dtype, room, width):
+        for part in slices(placed, sums.dtype, limit, width):
             for cut in part.cut(width):
                 sums.add_product(cut.samples, cut.values, matrix.at(cut.place_tensor()).to(sums.dtype))
 
@@ -119,16 +119,17 @@ class Sparse(Projection):
     "Finding frequent items in data streams", 2002; Kane and Nelson, "Sparser Johnson-Lindenstrauss
     transforms", 2014, section 3, the block construction).
 
-    The k columns are `nonzeros` blocks of r = k / nonzeros, and each place goes to one column of each. Where
-    those papers draw the column of every place by itself, here the places of a parameter are cut into
-    segments of r, and each segment goes to the r columns in an order of its own, column j taking place a * j
-    + b mod r with random a and b, and with independent signs. Places of different segments meet as often as
-    there (1 in r), those of one segment never do. So the estimate is as unbiased, its variance
+    The k columns are `nonzeros` blocks of r = k / nonzeros columns, and each place is added to one column of
+    each block. Those papers draw a column for each place independently. Here the places of a parameter are
+    cut into segments of r, and each segment is added to the r columns in a random order, with independent
+    signs: column j gets place a * j + b mod r, with random a and b for each segment. Two places of different
+    segments are in one column with the same probability as in those papers (1 / r), two places of one segment
+    never. So the estimate is unbiased, and its variance
 
         (|x|^2 |y|^2 + <x, y>^2 - sum over segments s of (|x_s|^2 |y_s|^2 + <x_s, y_s>^2)) / k
 
-    is at most that of independent columns or of dense signs, and it is had by gathering whole segments, at a
-    few instructions an entry.
+    is at most that of independent columns or of dense signs. Whole segments are gathered, which takes a few
+    instructions for each entry.
     """
 
     k: int
@@ -142,7 +143,7 @@ class Sparse(Projection):
         if self.k % self.nonzeros:
             raise TransformArgumentError(
                 f"Sparse: k={self.k} with nonzeros={self.nonzeros}",
-                expected="a multiple of nonzeros: each non-zero has a block of the columns for itself",
+                expected="a multiple of nonzeros, because each non-zero has its own block of columns",
             )
 
     @property
@@ -161,8 +162,7 @@ class Sparse(Projection):
 
 @dataclass(frozen=True)
 class Orders:
-    """The columns of each segment of `size` places: in `count` blocks of as many columns, in an order of its
-    own in each.
+    """The columns of each segment of `size` places: `count` blocks of `size` columns, each in a random order.
 
     A segment's words, in this order: for each block the factor of the order, then for each block its shift,
     then for each block the signs of its columns, a bit each.
@@ -221,7 +221,7 @@ def _units(size: int, inverse: bool, device: torch.device) -> torch.Tensor:
 
 
 def add_sparse(sums: Sums, orders: Orders, gradient: DeferredGradient, factor: float = 1.0) -> None:
-    """Add the gradients, times a number, to the columns that the orders say."""
+    """Add the gradients, times a number, to the columns given by `orders`."""
     memory, together = Workspace(sums.device), _SAMPLES.get(sums.device.type, _SAMPLES["cuda"])
     for placed in gradient.terms:
         for start in range(0, placed.term.samples, together):
@@ -230,8 +230,10 @@ def add_sparse(sums: Sums, orders: Orders, gradient: DeferredGradient, factor: f
             if listed is not None:
                 _add_listed(sums, orders, *listed, samples, factor)
                 continue
-            room = max(room_of(sums.device, sums.dtype), _SEGMENTS * orders.size * (samples.stop - start))
-            for part in slices(placed, sums.dtype, room, room, samples):
+            limit = max(
+                element_limit(sums.device, sums.dtype), _SEGMENTS * orders.size * (samples.stop - start)
+            )
+            for part in slices(placed, sums.dtype, limit, limit, samples):
                 _add(sums, orders, part, factor, memory)
 
 

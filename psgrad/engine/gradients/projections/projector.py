@@ -1,4 +1,4 @@
-"""The map from a gradient to its row of k numbers: a random projection, or the gradient as it is."""
+"""The map from a gradient to its row of k numbers: a random projection, or all entries of the gradient."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Projector:
     another for each checkpoint.
 
     Args:
-        kind: as in `psgrad.engine.gradients`; 'none' keeps every number. 'two-sided' has columns of its own
-            for each parameter.
-        dimension: columns; of 'two-sided' columns for each parameter, rounded down to a square. Where a
-            gradient has no more numbers than that, nothing is projected: a projection to as many columns
-            would add noise and save nothing.
+        kind: as in `psgrad.engine.gradients`; 'none' returns all entries. 'two-sided' has other columns for
+            each parameter.
+        dimension: the number of columns; for 'two-sided' for each parameter, rounded down to a square. A
+            gradient with at most as many entries is not projected, because a projection would add noise and
+            save no memory.
         seed, number: of the run, and of the checkpoint.
         params: name -> tensor of the parameter's shape.
 
     Attributes:
         width: k, columns of a row.
-        noise: for gradients x and y that are orthogonal, the standard deviation of <Px, Py> / (|x| |y|), at
-            most; 0 where nothing is projected.
+        noise: an upper bound, for orthogonal gradients x and y, of the standard deviation of
+            <Px, Py> / (|x| |y|); 0 without a projection.
 
     Raises ConfigError for a kind that is not known or a dimension below 1.
     """
@@ -73,7 +73,7 @@ class Projector:
         )
 
     def columns(self, per: Literal["total", "parameter", "module"]) -> dict[str, slice | list[int]]:
-        """Label -> its columns. Raises InfluenceError where the columns are all parameters' together."""
+        """Label -> its columns. Raises InfluenceError if all parameters share the columns."""
         if per == "total":
             return {"": slice(0, self.width)}
         if self.projection is None:

@@ -16,7 +16,7 @@ from psgrad.engine.gradients.terms import Slice as Slice
 
 
 class Places:
-    """Places in a term's own row-major order to places in the parameter's, by arithmetic, without a table."""
+    """Converts places in a term's row-major order to places in the parameter's, by arithmetic."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -41,7 +41,7 @@ class Places:
 
     @cached_property
     def _shift(self) -> int | None:
-        """The common shift of all elements; None if they are in another order."""
+        """The distance of each element's places, if it is the same for all; else None."""
         steps, first = self._steps
         atoms = self.layout.atoms
         own = [math.prod(atoms[place + 1 :]) for place in range(len(atoms))]
@@ -67,19 +67,19 @@ class Places:
 
 
 def slices(
-    placed: Placed, dtype: torch.dtype, room: int, width: int, samples: slice = slice(None)
+    placed: Placed, dtype: torch.dtype, limit: int, width: int, samples: slice = slice(None)
 ) -> Iterator[Slice]:
-    """A placed term in slices, in a precision, of neighbouring samples or all. A slice's values are valid
-    until the next one.
+    """A placed term in slices, in a precision, of neighbouring samples or all. The values of a slice are
+    valid until the next slice.
 
     Args:
-        room: the most values of a slice, if possible.
-        width: the most places of a slice of a table's looked-up rows; it leaves out samples that looked up
-            none of them.
+        limit: the largest number of values of a slice, if possible.
+        width: the largest number of places of a slice of a table's looked-up rows; such a slice leaves out
+            samples that looked up none of them.
     """
     term, places = placed.term.at(samples, dtype), Places(placed.layout)
     first = samples.start or 0
-    for part in term.slices(room, width):
+    for part in term.slices(limit, width):
         whose = (
             part.samples + first
             if isinstance(part.samples, torch.Tensor)

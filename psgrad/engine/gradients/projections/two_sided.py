@@ -1,5 +1,5 @@
-"""Two-sided projections: a sketch of a weight's rows and one of its columns, which act on the factors before
-these are contracted.
+"""Two-sided projections: a sketch of a weight's rows and a sketch of its columns, which are applied to the
+factors before these are contracted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from typing import ClassVar
 import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
-from psgrad.engine.gradients.projections.base import Entries, Kind, Per, Projection, Sums, key_of, room_of
+from psgrad.engine.gradients.projections.base import (
+    Entries,
+    Kind,
+    Per,
+    Projection,
+    Sums,
+    element_limit,
+    key_of,
+)
 from psgrad.engine.gradients.projections.entrywise import WIDEST, Orders, add_sparse
 from psgrad.engine.gradients.projections.slices import Places, Slice, slices
 from psgrad.errors import TransformArgumentError
@@ -24,20 +32,20 @@ class TwoSided(Projection):
     [right, columns] for all others.
 
     A weight's gradient sum_t l_t r_t^T becomes vec(sum_t (A l_t) (B r_t)^T), left * right numbers, at the
-    price of two small products; for a convolution A acts on the channels of the cotangents, and B is a
-    convolution with random kernels; for a table that is looked up, columns of A are looked up in its place. A
-    parameter of fewer than two axes has no sides: it is projected as by `Sparse`, one column an entry, which
-    loses nothing where there are as many columns as entries. A term that is no sum over rows and columns of
-    the weight (behind a mask, matrices of a batch, or materialised already) is projected slice by slice.
+    cost of two small products. For a convolution, A is applied to the channels of the cotangents, and B is a
+    convolution with random kernels. For a table that is looked up, columns of A are looked up instead. A
+    parameter of fewer than two axes is projected as by `Sparse`, with one column for each entry. This is
+    exact if there are as many columns as entries. A term that is not a sum of products of rows and columns of
+    the weight (masked weights, matrices of a batch, materialised values) is projected slice by slice.
 
-    By default each parameter has columns of its own, as LogIX projects linear layers (Choe et al., "What is
+    By default each parameter has its own columns, as LogIX projects linear layers (Choe et al., "What is
     your data worth to GPT?", 2024, section 3.2). <Px, Py> is unbiased for <x, y>, with more variance than a
     dense projection of as many columns: for weight gradients of one position, x = l r^T and y = m s^T, it is
     <Al, Am> <Br, Bs>, whose relative second moments multiply.
 
     Args:
-        left, right: rows of A and of B.
-        matrices: how their entries are drawn.
+        left, right: the numbers of rows of A and of B.
+        matrices: the distribution of their entries.
     """
 
     left: int
@@ -139,14 +147,14 @@ def _tensor(places: range | torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _add_slices(sums: Sums, sides: _Sides, placed: Placed) -> None:
-    """A value that is not a sum over positions of rows times columns: in slices, by whole rows, within a row,
-    or place by place.
+    """Add a value that is not a sum over positions of rows times columns, in slices: whole rows, parts of a
+    row, or single places.
     """
-    room = room_of(sums.device, sums.dtype)
-    width = max(1, min(WIDEST, room // sums.columns))
-    for part in slices(placed, sums.dtype, room, width):
+    limit = element_limit(sums.device, sums.dtype)
+    width = max(1, min(WIDEST, limit // sums.columns))
+    for part in slices(placed, sums.dtype, limit, width):
         if isinstance(part.places, range):
-            for piece in _by_rows(part, sides.columns, max(1, room // sides.sizes[1])):
+            for piece in _by_rows(part, sides.columns, max(1, limit // sides.sizes[1])):
                 sums.add(piece.samples, _of_rows(piece, sides, sums.dtype))
             continue
         for cut in part.cut(width):

@@ -1,8 +1,8 @@
 """The kinds of terms that a per-sample gradient is a sum of.
 
-One file is one kind, with all its behaviour: norms, inner products, sums, projections, linear maps, prices. A
-pair of kinds is handled by the one of them whose file imports the other. A new kind is a new file and its
-line here.
+One file is one kind, with all its behaviour: norms, inner products, sums, projections, linear maps, prices.
+Methods for a pair of kinds are in the file that imports the other one. A new kind is a new file and a line
+here.
 """
 
 from psgrad.engine.gradients.terms.base import Placed as Placed

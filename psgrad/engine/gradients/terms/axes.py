@@ -1,4 +1,5 @@
-"""The axes of a term cut into the atoms of a layout, and a term placed again after its factors were changed.
+"""Helpers of the linear maps of terms: the axes of a term are cut into the atoms of a layout, and the term is
+placed again after a change of its factors.
 
 An atom is a part of an axis that a layout keeps whole. Its name is its place in `layout.atoms`; atoms of size
 one have no name.
@@ -53,8 +54,8 @@ def arranged(
 def by_atoms(
     by: torch.Tensor, layout: Layout, axes: list[Names], names: Names, *, each: bool
 ) -> torch.Tensor:
-    """A multiplier of the labelled rank, one long where it does not vary, as [*names] in that order (with the
-    sample axis in front).
+    """A multiplier of the layout's rank, with length one along axes on which it does not depend, as a tensor
+    with one axis for each of `names`. each: whether it has a sample axis in front.
     """
     lead = tuple(by.shape[: int(each)])
     sizes: list[int] = []
@@ -67,7 +68,7 @@ def by_atoms(
 
 
 def varies(by: torch.Tensor, names: Names, among: Names, *, each: bool) -> bool:
-    """Whether a multiplier [*names] differs along one of some names."""
+    """Whether a multiplier [*names] depends on one of the axes `among`."""
     return any(by.shape[int(each) + names.index(name)] != 1 for name in among)
 
 
@@ -78,12 +79,12 @@ class Cut(Protocol):
     shape: list[int]  # of the layout
 
     def slice(self, name: int, at: slice) -> None:
-        """Keep these places of an atom."""
+        """Restrict the term to these entries of an atom."""
 
 
 def cut_out(cut: Cut, layout: Layout, dim: int, start: int, step: int, length: int) -> bool:
-    """Keep `length` places of an axis: each of its atoms keeps a run of its own. False if the places are not
-    such runs.
+    """Restrict a term to `length` places of an axis, by a run of each of its atoms. False if the places are
+    not a product of runs.
     """
     runs = split_run(start, step, length, [layout.atoms[name] for name in cut.axes[dim]])
     if runs is None:

@@ -1,12 +1,12 @@
 """The interface of the kinds of terms, and the place of a term in its parameter.
 
-A term is a per-sample value that is kept as its factors until a query contracts them, such as a sum over
-positions of outer products. A kind of term is one file of this folder: how its norms, inner products, sums,
-projections, linear maps and prices are computed. The base class answers "not by factors" where it can, and
-the query then materialises the value.
+A term is a per-sample value that is stored as its factors until a query contracts them, such as a sum over
+positions of outer products. Each kind of term is one file of this folder, with its norms, inner products,
+sums, projections, linear maps and prices. The methods of the base class return None where a kind has no
+computation by factors; the query then materialises the value.
 
-Axes: sample n, position t (s), row a, column b, group g. A term's canonical value has the shape `shape`, per
-sample. Every query of a term is exact. Which order of contraction is cheaper is decided from the sizes. Large
+Axes: sample n, position t (s), row a, column b, group g. A term's canonical value has the shape `shape` for
+each sample. Every query of a term is exact. The order of contraction is chosen from the sizes. Large
 intermediates are made for a few samples at a time.
 """
 
@@ -42,9 +42,9 @@ class Slice:
     """Some entries of some samples' gradients of one parameter. The slices of a gradient add up to it.
 
     Attributes:
-        values: [m, q] places: q places in the parameter, row-major: a range where they are neighbours, else
-            int64 [q].
-        samples: whose they are: a slice of the samples, or int64 [m] without repetition.
+        values: [m, q].
+        places: the q places in the parameter, row-major: a range if they are neighbours, else int64 [q].
+        samples: the samples of the rows: a slice, or int64 [m] without repetition.
     """
 
     values: torch.Tensor
@@ -86,7 +86,7 @@ class Term(ABC):
     @property
     @abstractmethod
     def factors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that it keeps, sample axis first."""
+        """The tensors that the term stores, sample axis first."""
 
     @property
     def samples(self) -> int:
@@ -102,10 +102,10 @@ class Term(ABC):
 
     @abstractmethod
     def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Term:
-        """The same for some of the samples, in another precision if asked."""
+        """The term of some of the samples, in another precision if `dtype` is given."""
 
     def among(self, places: torch.Tensor, count: int) -> Term:
-        """The same among `count` samples: this term's samples are at `places` [n], the others have zero."""
+        """The term of `count` samples: this term's samples are at `places` [n], the others are zero."""
         rows = torch.full((count,), self.samples, device=self.device).index_copy(
             0, places, torch.arange(self.samples, device=self.device)
         )
@@ -127,9 +127,9 @@ class Term(ABC):
 
     @abstractmethod
     def absolute_sums(self) -> torch.Tensor:
-        """[n]: at least the sum, over all summands, of their norms. The rounding of the value is proportional
-        to it: the value's own norm is smaller, by any factor if summands cancel. Not finite if a product
-        overflows.
+        """[n]: an upper bound of the sum of the norms of all summands, to which the rounding error of the
+        value is proportional. The value's own norm is smaller, by any factor if summands cancel. Not finite
+        if a product overflows.
         """
 
     @abstractmethod
@@ -149,12 +149,14 @@ class Term(ABC):
         """The term times a number."""
 
     @abstractmethod
-    def kin(self) -> tuple[Any, ...]:
-        """The properties that terms share which can be added up to one term."""
+    def merge_key(self) -> tuple[Any, ...]:
+        """A key that is equal for terms that can be merged to one term."""
 
     @abstractmethod
     def plus(self, others: Sequence[Any]) -> Term:
-        """The sum of this and others of its kin, as one term: of products, one with the positions of all."""
+        """The sum of this term and others with the same merge key, as one term: of products, one with the
+        positions of all.
+        """
 
     @property
     def multiplications(self) -> int:
@@ -163,7 +165,7 @@ class Term(ABC):
 
     @property
     def stored_value(self) -> torch.Tensor | None:
-        """[n, *shape], if the term has no other factor; None if the value is made from factors."""
+        """[n, *shape], if the value is stored; None if it is computed from factors."""
         return None
 
     # -- norms
@@ -193,7 +195,7 @@ class Term(ABC):
         return cheapest(self.order_costs(), block_bytes(self.device))
 
     def describe(self) -> str:
-        """How the norm is computed, in a word or two."""
+        """The order of contraction of the norm, in one or two words."""
         return self.order()
 
     @property
@@ -229,11 +231,13 @@ class Term(ABC):
     # -----------------------------------------------------------------------------
 
     def simplified(self) -> Term:
-        """The same as a kind of term that more pairs have products for, if that costs nothing."""
+        """The term as a kind with inner products for more pairs of kinds, if this needs no computation."""
         return self
 
     def transposed(self) -> Term | None:
-        """The term with rows and columns swapped, if it is one matrix per sample and this is free."""
+        """The term with rows and columns swapped, if it is one matrix per sample and this needs no
+        computation; else None.
+        """
         return None
 
     def cross_products(self, other: Term) -> torch.Tensor | None:
@@ -243,13 +247,15 @@ class Term(ABC):
         return None
 
     def placed_products(self, layout: Layout, other: Placed) -> torch.Tensor | None:
-        """As `cross_products`, for a term placed by `layout` and another one placed in the same window."""
+        """As `cross_products`, for this term placed by `layout` and another term placed in the same
+        window.
+        """
         return None
 
     # Sums of outer products: the inner products of all samples of two terms by Gram matrices between their
-    # positions. A kind for which `goes_with` can be true has the other methods, too.
+    # positions. A kind for which `has_tile_products_with` can be true has the other methods, too.
 
-    def goes_with(self, other: Term) -> bool:
+    def has_tile_products_with(self, other: Term) -> bool:
         """Whether `tile_products` with a term of this kind and shape exists, in this order or the other."""
         return False
 
@@ -264,15 +270,17 @@ class Term(ABC):
 
     @property
     def positions(self) -> int | None:
-        """How many positions a sample's value is a sum over; None where it is no such sum."""
+        """The number of positions over which a sample's value is a sum; None if it is not a sum over
+        positions.
+        """
         return None
 
     def position_products(self, value: torch.Tensor) -> torch.Tensor:
-        """[n, t]: the inner product of what each position contributes with a value [n, *shape]."""
+        """[n, t]: the inner product of each position's contribution with a value [n, *shape]."""
         raise NotImplementedError
 
     def position_square_norms(self) -> torch.Tensor:
-        """[n] float64: the sum over positions of the squared norms of what each one contributes."""
+        """[n] float64: the sum over positions of the squared norms of their contributions."""
         raise NotImplementedError
 
     def exponents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -282,8 +290,8 @@ class Term(ABC):
         raise NotImplementedError
 
     def spread(self, first: torch.Tensor, second: torch.Tensor, target: torch.Tensor) -> Term:
-        """The term times 2^-target [n], with what is left divided evenly between both factors of each
-        position.
+        """The term times 2^-target [n], with the remaining exponent of each position divided evenly between
+        its two factors.
 
         first, second: what `exponents` returned.
         """
@@ -296,11 +304,11 @@ class Term(ABC):
         return None
 
     def matches_with(self, other: Term) -> bool:
-        """Whether rows of both terms are found by an index, so that only equal indices need be multiplied."""
+        """Whether both terms have an index of rows, so that only rows with equal indices are multiplied."""
         return False
 
     def count_matches(self, other: Term) -> int:
-        """How many pairs of positions of both terms have the same index."""
+        """The number of pairs of positions of both terms with the same index."""
         raise NotImplementedError
 
     def match_products(self, other: Term) -> torch.Tensor:
@@ -327,14 +335,15 @@ class Term(ABC):
             sum(f.numel() for f in self.factors) * dtype.itemsize
         )
 
-    def slices(self, room: int, width: int) -> Iterator[Slice]:
-        """The values in slices, places counted in the term's own row-major order. By default a few samples at
-        a time.
+    def slices(self, limit: int, width: int) -> Iterator[Slice]:
+        """The values in slices, with places in the term's own row-major order. By default a few samples at a
+        time.
 
-        room: the most values of a slice, if possible. width: the most places of a slice of looked-up rows.
+        limit: the largest number of values of a slice, if possible.
+        width: the largest number of places of a slice of looked-up rows.
         """
         size = math.prod(self.shape)
-        for start in range(0, self.samples, step := max(1, room // max(size, 1))):
+        for start in range(0, self.samples, step := max(1, limit // max(size, 1))):
             samples = slice(start, min(start + step, self.samples))
             values = self.at(samples).materialise()
             yield Slice(values.reshape(values.shape[0], size), range(size), samples)
@@ -343,8 +352,8 @@ class Term(ABC):
     # -------------------------------------------------------------------------------------------------
 
     def listed(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The few elements of each sample that are not zero: their places [n, q] in row-major order, which
-        may repeat, and values [n, q]. None if they are not few.
+        """The elements of each sample that are not zero: their places [n, q] in row-major order, which may
+        repeat, and their values [n, q]. None if most elements are not zero.
         """
         return None
 
@@ -386,12 +395,12 @@ class Term(ABC):
         return None
 
     def scatter(self, layout: Layout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
-        """The places of an axis added into those that an index [length] names, of `size`."""
+        """An axis of length `size`, in which the entries of an axis are added at an index [length]."""
         return None
 
     def contract(self, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
-        """An axis contracted with the first axis of a matrix [size, k]; or, with [*lead, size, k], for each
-        place of the axes in front with its own matrix.
+        """An axis contracted with the first axis of a matrix [size, k]; or of matrices [*lead, size, k], one
+        for each entry of the axes in front.
         """
         return None
 
@@ -413,8 +422,8 @@ def sums_of_grams(term: Term, left: torch.Tensor, right: torch.Tensor, groups: i
     """[n]: squared norms of a term from the Gram matrices [n * groups, t, t] of its factors (the first is
     overwritten).
 
-    If the positions' contributions cancel, rounding matters: those samples are materialised instead. The
-    diagonal, each position by itself, shows how large the summands were.
+    If the contributions of positions cancel, the rounding error is too large, and those samples are
+    materialised instead. The diagonals, with one position each, give the size of the summands.
     """
     largest = [
         gram.diagonal(dim1=1, dim2=2).reshape(-1, groups * gram.shape[1]).amax(1) for gram in (left, right)

@@ -1,20 +1,25 @@
-"""A convolution's weight gradient, without its patches."""
+"""The term of a convolution's weight gradient, which does not store patches."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.costs import Cost, Machine, cheapest
+from psgrad.engine.gradients.costs import Cost, Machine
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.terms.axes import arranged, by_atoms, named_axes, varies
 from psgrad.engine.gradients.terms.base import Multiply, Placed, Slice, Term, joined, sums_of_grams
+from psgrad.engine.gradients.terms.convolution_costs import (
+    Sizes,
+    cheapest_convolution_order,
+    convolution_order_costs,
+    sizes_of,
+)
 from psgrad.engine.gradients.terms.dense import dense
 from psgrad.engine.gradients.terms.hadamard import Hadamard
 from psgrad.engine.gradients.terms.numerics import (
@@ -34,28 +39,15 @@ from psgrad.engine.transforms.rules.convolution_weights import (
     as_matrices,
     grams,
     grouped_kernel_is_fast,
-    padded_sides,
+    materialises_patches,
     shifted,
     weight_gradients,
-    writes_patches,
 )
 
 aten = torch.ops.aten
 
 # With fewer channels a slice would materialise a convolution's patches too often.
 _CHANNELS = 32
-
-
-class Sizes(NamedTuple):
-    """The sizes on which a convolution's cost depends: of one group if there are several."""
-
-    groups: int
-    places: int  # of the kernel
-    steps: int  # along all axes of the kernel together
-    positions: int  # of the output, inner batch included
-    pixels: int  # of the padded input, likewise
-    rows: int
-    columns: int  # at each place of the kernel
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,7 @@ class Convolution(Term):
         return Product(cotangents, patches)
 
     def _numbers(self) -> Sizes:
-        return _sizes(
+        return sizes_of(
             self.cotangents.shape[1:],
             self.inputs.shape[1:],
             self.weight_shape,
@@ -100,12 +92,12 @@ class Convolution(Term):
         )
 
     def order_costs(self) -> dict[str, Cost]:
-        """Gram matrices of p pixels and t positions cost p*p*columns + t*t*rows a group and one addition of
-        p*p for each step along an axis of the kernel; materialising the value t*rows*columns for each of its
-        places.
+        """The costs of two orders. 'gram': Gram matrices of p pixels and t positions cost p*p*columns +
+        t*t*rows for each group, and one addition of p*p for each step along an axis of the kernel.
+        'materialise': the value costs t*rows*columns for each place of the kernel.
         """
         grouped = grouped_kernel_is_fast(self.cotangents, self.weight_shape, self.geometry)
-        return _norm_order_costs(
+        return convolution_order_costs(
             machine(self.device),
             self._numbers(),
             accumulating_dtype(self.dtype),
@@ -116,12 +108,12 @@ class Convolution(Term):
     def order(self) -> str:
         on, kind = machine(self.device), accumulating_dtype(self.dtype)
         grouped = grouped_kernel_is_fast(self.cotangents, self.weight_shape, self.geometry)
-        return _cheapest_order(on, self._numbers(), kind, grouped, block_bytes(self.device))
+        return cheapest_convolution_order(on, self._numbers(), kind, grouped, block_bytes(self.device))
 
     def _blocks(self) -> Iterator[slice]:
-        """Samples whose weight gradients, and patches where they have to be materialised, fit a block."""
+        """Blocks of samples whose weight gradients, and patches if they are materialised, fit in memory."""
         elements = math.prod(self.weight_shape)
-        if writes_patches(self.cotangents, self.weight_shape, self.geometry):
+        if materialises_patches(self.cotangents, self.weight_shape, self.geometry):
             sizes = self._numbers()
             elements = max(elements, sizes.positions * sizes.places * sizes.columns * sizes.groups)
         return blocks(self.samples, elements * max(self.dtype.itemsize, 4), self.device)
@@ -150,8 +142,8 @@ class Convolution(Term):
     @property
     def _is_one_kernel(self) -> bool:
         """Whether all places of the kernel are computed by one kernel or product, not one after the other."""
-        written = self.cotangents, self.weight_shape, self.geometry
-        return grouped_kernel_is_fast(*written) or writes_patches(*written)
+        arguments = self.cotangents, self.weight_shape, self.geometry
+        return grouped_kernel_is_fast(*arguments) or materialises_patches(*arguments)
 
     def _values(self) -> Iterator[torch.Tensor]:
         """[k, *shape] for one block of samples after the other."""
@@ -167,8 +159,8 @@ class Convolution(Term):
         return self._numbers().positions
 
     def absolute_sums(self) -> torch.Tensor:
-        """By Cauchy and Schwarz over positions; a pixel is in at most as many patches as the kernel has
-        places.
+        """As Term.absolute_sums, by the Cauchy-Schwarz inequality over positions. The number of patches with
+        one pixel is at most the number of places of the kernel.
         """
         norms = [norms_at_least(factor.flatten(1), 1) for factor in (self.cotangents, self.inputs)]
         return norms[0] * norms[1] * math.sqrt(self._numbers().places)
@@ -192,7 +184,7 @@ class Convolution(Term):
     def scaled(self, factor: float) -> Convolution:
         return Convolution(self.cotangents * factor, self.inputs, self.weight_shape, self.geometry)
 
-    def kin(self) -> tuple[Any, ...]:
+    def merge_key(self) -> tuple[Any, ...]:
         return Convolution, self.shape, self.geometry, self.inputs.shape[2:], self.cotangents.shape[2:]
 
     def plus(self, others: Sequence[Convolution]) -> Convolution:
@@ -232,12 +224,12 @@ class Convolution(Term):
         operations = 2.0 * elements * narrow.shape[1] * math.prod(narrow.shape[3:])
         return on.convolution_seconds(operations, elements * dtype.itemsize, dtype, grouped=True)
 
-    def slices(self, room: int, width: int) -> Iterator[Slice]:
+    def slices(self, limit: int, width: int) -> Iterator[Slice]:
         """Whole groups, or some channels of one group: the gradient of a narrower convolution."""
         shape, groups = self.weight_shape, self.geometry.groups
         row = math.prod(shape[1:])
         channels = shape[0] // groups  # of the weight's first axis, in a group
-        wanted = max(1, min(_CHANNELS, shape[0]), room // max(self.samples * row, 1))
+        wanted = max(1, min(_CHANNELS, shape[0]), limit // max(self.samples * row, 1))
         several = max(1, wanted // channels)
         step = wanted if wanted < channels else several * channels
         for group in range(0, groups, several):
@@ -292,7 +284,7 @@ class Convolution(Term):
         return layout.atoms == self.shape
 
     def _put(self, layout: Layout, axis: int, factor: torch.Tensor) -> Placed:
-        """The same with one side's channels changed, [n, b, channels, *]."""
+        """The term with another factor for one side, [n, b, channels, *]."""
         side = self._sides[axis]
         other = next(name for name in ("cotangents", "inputs") if name != side)
         factor, same = of_one_dtype(factor, getattr(self, other))
@@ -309,8 +301,8 @@ class Convolution(Term):
         return arranged(new, list(range(len(shape))), shape, named_axes(layout) or [], inner)
 
     def _along_kernel(self, kernel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs convolved with a kernel, and the cotangents: [n, b, k, *out] and [n, b, o, *out]. Not
-        for transposed ones.
+        """The inputs convolved with a kernel, and the cotangents: [n, b, k, *out] and [n, b, o, *out]. Only
+        for a convolution that is not transposed.
         """
         inputs, kernel = of_one_dtype(self.inputs, kernel)
         moved = aten.convolution.default(inputs.flatten(0, 1), kernel, None, *self.geometry)
@@ -382,7 +374,7 @@ class Convolution(Term):
         )
 
     def sum_times(self, layout: Layout, dims: set[int], shared: torch.Tensor) -> Placed | None:
-        """The axes must be at least all but that of the output channels.
+        """As Term.sum_times. None unless `dims` contain all axes except that of the output channels.
 
         shared: [*shape], or with one output channel if it is the same for all.
         """
@@ -407,46 +399,6 @@ class Convolution(Term):
         return dense(
             products, [0], axes, [1 if dim in dims else size for dim, size in enumerate(layout.inner)]
         )
-
-
-@functools.lru_cache(maxsize=4096)
-def _sizes(cotangents: torch.Size, inputs: torch.Size, weight: torch.Size, geometry: Geometry) -> Sizes:
-    """From the shapes of one sample, [b, channels, *]."""
-    narrow, wide = (inputs, cotangents) if geometry.transposed else (cotangents, inputs)
-    sides = padded_sides(wide[2:], weight[2:], narrow[2:], geometry)
-    kernel, groups = weight[2:], geometry.groups
-    positions, pixels = narrow[0] * narrow[2:].numel(), narrow[0] * math.prod(sides)
-    return Sizes(groups, kernel.numel(), sum(kernel), positions, pixels, weight[0] // groups, weight[1])
-
-
-@functools.lru_cache(maxsize=4096)
-def _norm_order_costs(
-    on: Machine, sizes: Sizes, dtype: torch.dtype, grouped: bool, block: int
-) -> dict[str, Cost]:
-    """The orders of contraction to a convolution's squared norms."""
-    groups, places, steps, positions, pixels, rows, columns = sizes
-    item = dtype.itemsize
-    grams, value = groups * (pixels**2 + 2 * positions**2) * item, groups * rows * columns * places * item
-    n = max(1, block // grams)
-    by_grams = on.matmul_seconds(n * groups, pixels, pixels, columns, dtype) + on.matmul_seconds(
-        n * groups, positions, positions, rows, dtype
-    )
-    by_grams += on.stream_seconds(3 * steps * n * groups * pixels**2 * item, n * grams) + on.stream_seconds(
-        2 * n * grams, n * grams
-    )
-    m = max(1, block // value)
-    if grouped:
-        moved = groups * (positions * rows + pixels * columns) * item + value
-        written = on.convolution_seconds(2.0 * m * positions * value / item, m * moved, dtype, grouped=True)
-    else:
-        written = places * on.matmul_seconds(m * groups, rows, columns, positions, dtype)
-    written += on.stream_seconds(m * value, m * value)
-    return {"gram": Cost(by_grams / n, grams), "materialise": Cost(written / m, value)}
-
-
-@functools.lru_cache(maxsize=4096)
-def _cheapest_order(on: Machine, sizes: Sizes, dtype: torch.dtype, grouped: bool, block: int) -> str:
-    return cheapest(_norm_order_costs(on, sizes, dtype, grouped, block), block)
 
 
 def _by_position(x: torch.Tensor, groups: int) -> torch.Tensor:

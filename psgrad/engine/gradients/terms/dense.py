@@ -31,7 +31,7 @@ class Dense(Term):
 
     value: torch.Tensor  # [n, *shape]
     materialised: bool = False  # whether it had factors
-    lost_at: str = ""  # the operator at which they were lost, if that is the reason
+    lost_at: str = ""  # the operator at which the factors were lost; empty if none were
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -70,7 +70,7 @@ class Dense(Term):
     def scaled(self, factor: float) -> Dense:
         return replace(self, value=self.value * factor)
 
-    def kin(self) -> tuple[Any, ...]:
+    def merge_key(self) -> tuple[Any, ...]:
         return Dense, self.shape
 
     def plus(self, others: Sequence[Dense]) -> Dense:
@@ -97,12 +97,12 @@ class Dense(Term):
     def some_rows(self, rows: slice, count: int) -> torch.Tensor:
         return self.value.reshape(self.samples, count, -1)[:, rows]
 
-    def slices(self, room: int, width: int) -> Iterator[Slice]:
+    def slices(self, limit: int, width: int) -> Iterator[Slice]:
         """Whole rows of the last axes if they fit."""
         values = self.value.flatten(1) if self.value.dim() > 1 else self.value.unsqueeze(1)
-        row, most = math.prod(self.shape[1:]), max(1, room // max(self.samples, 1))
+        row, places = math.prod(self.shape[1:]), max(1, limit // max(self.samples, 1))
         yield from Slice(values, range(values.shape[1]), slice(None)).cut(
-            most // row * row if 0 < row <= most else most
+            places // row * row if 0 < row <= places else places
         )
 
     def narrow(self, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:

@@ -1,6 +1,4 @@
-"""Sums of outer products, each in the matrix that an index names: the weight gradient of a layer of
-experts.
-"""
+"""Sums of outer products, each added to the matrix of a group: the weight gradient of a layer of experts."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ from psgrad.engine.transforms.rules.grouped import grouped_mm, grouped_outer
 
 @dataclass(frozen=True)
 class GroupedProduct(Term):
-    """Outer products of positions, added where an index says. A `Product` would repeat every position for
-    each group.
+    """Outer products of positions, each added to the matrix of its group. A `Product` would repeat every
+    position for each group.
     """
 
     index: torch.Tensor  # [n, t], the group of each position
@@ -53,7 +51,7 @@ class GroupedProduct(Term):
         return GroupedProduct(rows_of(self.index, samples), left, right, self.count)
 
     def order_costs(self) -> dict[str, Cost]:
-        """As for groups of equal size, twice the mean: the largest group decides how much is computed."""
+        """As for groups of equal size, with twice the mean size: the largest group determines the cost."""
         positions = math.ceil(2 * self.index.shape[1] / max(self.count, 1))
         kind = accumulating_dtype(self.dtype)
         _, rows, columns = self.shape
@@ -77,14 +75,14 @@ class GroupedProduct(Term):
         return joined(parts, self)
 
     def _slots(self) -> torch.Tensor:
-        """[n, t]: how many positions of the same sample and group stand before each."""
+        """[n, t]: the number of earlier positions of the same sample and group."""
         ordered, order = self.index.sort(dim=1, stable=True)
         places = torch.arange(self.index.shape[1], device=self.device).expand_as(order)
         slots = places - torch.searchsorted(ordered, ordered)
         return torch.empty_like(slots).scatter_(1, order, slots)
 
     def _by_group(self) -> Product:
-        """The same with the positions of each group side by side, and zeros behind them."""
+        """The term as a product, with the positions of each group together, padded with zeros."""
         slots = self._slots()
         (n, _), largest = self.index.shape, int(slots.max()) + 1
         sample = torch.arange(n, device=self.device).unsqueeze(1)
@@ -138,7 +136,7 @@ class GroupedProduct(Term):
     def scaled(self, factor: float) -> GroupedProduct:
         return GroupedProduct(self.index, self.left * factor, self.right, self.count)
 
-    def kin(self) -> tuple[Any, ...]:
+    def merge_key(self) -> tuple[Any, ...]:
         return GroupedProduct, self.shape
 
     def plus(self, others: Sequence[GroupedProduct]) -> GroupedProduct:
@@ -153,7 +151,7 @@ class GroupedProduct(Term):
 
 
 def _sorted(index: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order [n * t] in which positions of one group are neighbours, and where each of the groups ends."""
+    """The order [n * t] in which positions of one group are neighbours, and the end of each group."""
     ordered, order = index.flatten().sort(stable=True)
     groups = torch.arange(count, device=index.device)
     return order, torch.searchsorted(ordered, groups, right=True).int()

@@ -1,4 +1,4 @@
-"""Another term, element by element times a tensor that all samples share."""
+"""The elementwise product of another term with a tensor that all samples share."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from psgrad.engine.gradients.terms.numerics import (
 
 @dataclass(frozen=True)
 class Hadamard(Term):
-    """A term's value, element by element times a shared one: the gradient of a weight behind a mask or a
-    nonlinearity.
+    """The elementwise product of a term with a shared tensor: the gradient of a weight to which a mask or a
+    nonlinearity is applied.
 
-    Sums over samples and inner products with a vector are those of the term, with the shared value applied
-    once and not per sample.
+    Sums over samples and inner products with a vector are computed from those of the term, with the shared
+    tensor applied once and not for each sample.
     """
 
     term: Term
@@ -57,7 +57,7 @@ class Hadamard(Term):
     def square_norms(self) -> torch.Tensor:
         if not self.term.is_outer_product:
             return self.materialised_square_norms()
-        # One position: the squares of a_i s_ij b_j are a product of squares, and s, squared, a matrix.
+        # One position: the square of a_i s_ij b_j is a product of squares, with a matrix of s squared.
         left, right = (accumulating(factor).square() for factor in self.term.factors)
         shared = accumulating(self.shared).square().transpose(1, 2)
         size = 2 * left.element_size() * left[:1].numel()
@@ -88,8 +88,8 @@ class Hadamard(Term):
     def scaled(self, factor: float) -> Hadamard:
         return Hadamard(self.term.scaled(factor), self.shared)
 
-    def kin(self) -> tuple[Any, ...]:
-        return Hadamard, id(self.shared), self.term.kin()
+    def merge_key(self) -> tuple[Any, ...]:
+        return Hadamard, id(self.shared), self.term.merge_key()
 
     def plus(self, others: Sequence[Hadamard]) -> Hadamard:
         return Hadamard(self.term.plus([other.term for other in others]), self.shared)
@@ -97,9 +97,9 @@ class Hadamard(Term):
     def describe(self) -> str:
         return "closed form" if self.term.is_outer_product else "materialise"
 
-    def slices(self, room: int, width: int) -> Iterator[Slice]:
+    def slices(self, limit: int, width: int) -> Iterator[Slice]:
         shared = self.shared.flatten()
-        for part in self.term.slices(room, width):
+        for part in self.term.slices(limit, width):
             places = part.places
             factor = (
                 shared[places] if isinstance(places, torch.Tensor) else shared[places.start : places.stop]

@@ -28,8 +28,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Multiples(Term):
-    """Coefficients, one a sample or one a row of each sample's, times one shared tensor: the gradient of a
-    norm of the weight, its mean or a penalty on it. The product is not materialised.
+    """Coefficients, one for each sample or for each row of each sample, times one shared tensor: the gradient
+    of a norm of the weight, of its mean or of a penalty on it. The product is not materialised.
     """
 
     coefficients: torch.Tensor  # [n, *shape], with ones for the axes along which a sample has one coefficient
@@ -99,7 +99,7 @@ class Multiples(Term):
     def scaled(self, factor: float) -> Multiples:
         return Multiples(self.coefficients * factor, self.shared)
 
-    def kin(self) -> tuple[Any, ...]:
+    def merge_key(self) -> tuple[Any, ...]:
         return Multiples, self.shape, id(self.shared)
 
     def plus(self, others: Sequence[Multiples]) -> Multiples:
@@ -121,21 +121,21 @@ class Multiples(Term):
             return None
         return product[0].term.dot(product[0].layout.invert(own.shared, product[0].term.shape)).double()
 
-    def slices(self, room: int, width: int) -> Iterator[Slice]:
+    def slices(self, limit: int, width: int) -> Iterator[Slice]:
         """Some rows of the shared tensor, times all samples' coefficients."""
         coefficients, shared = self.coefficients, self.shared
         if not shared.dim():
             coefficients, shared = coefficients.unsqueeze(1), shared.unsqueeze(0)
         row = math.prod(shared.shape[1:])
-        step = max(1, room // max(self.samples * row, 1))
+        step = max(1, limit // max(self.samples * row, 1))
         for start in range(0, shared.shape[0], step):
             some = shared[start : start + step]
             own = coefficients if coefficients.shape[1] == 1 else coefficients[:, start : start + step]
             yield Slice((own * some).flatten(1), range(start * row, (start + len(some)) * row), slice(None))
 
     def _placed(self, layout: Layout) -> Multiples | None:
-        """The term with the axes of the layout; None where an axis would have a coefficient for some of its
-        parts only.
+        """The term with the axes of the layout; None if coefficients vary along a part of one of these axes
+        only.
         """
         varying: list[int] = []  # for each atom its size where coefficients differ along it
         axis, left = -1, 1

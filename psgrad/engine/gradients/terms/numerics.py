@@ -33,8 +33,8 @@ def blocks(n: int, bytes_per_sample: int, device: torch.device) -> Iterator[slic
 
 
 class Workspace:
-    """Named memory that is reused from block to block: new pages cost more than most of what is written into
-    them.
+    """Named memory that is reused from block to block, because new memory costs more time than most writes
+    into it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class Workspace:
 
 
 def accumulating_dtype(dtype: torch.dtype) -> torch.dtype:
-    """At least float32: sums of half-precision products are not in half precision."""
+    """The dtype in which products of this dtype are summed: at least float32."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -79,8 +79,8 @@ def of_one_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def sum_of_products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """[n]: the sum over all other axes of x * y.
 
-    Written as a product and a sum, because PyTorch sums pairwise there: a dot product of millions of float32
-    (bmm, einsum) adds them up in a row, and its error reaches 1e-4.
+    Computed as a product and a sum, because PyTorch's sum is pairwise. A dot product of millions of float32
+    numbers (bmm, einsum) adds them in sequence, and its error reaches 1e-4.
     """
     axes = list(range(1, x.dim()))
     if not axes:
@@ -95,9 +95,7 @@ _SMALLEST_ROOT = 2.0**-60
 
 
 def norms_at_least(x: torch.Tensor, axes: int | Sequence[int]) -> torch.Tensor:
-    """Norms along some axes, slightly too large, so that squares too small for their type don't make a norm
-    too small.
-    """
+    """Upper bounds of the norms along some axes, which also hold if squares are too small for their type."""
     x = accumulating(x)
     count = math.prod(x.shape[axis] for axis in ([axes] if isinstance(axes, int) else axes))
     return torch.linalg.vector_norm(x, dim=axes) + _SMALLEST_ROOT * math.sqrt(count)
@@ -106,8 +104,9 @@ def norms_at_least(x: torch.Tensor, axes: int | Sequence[int]) -> torch.Tensor:
 def square_norm(value: torch.Tensor) -> torch.Tensor:
     """[n]: the sum of the squares of each sample's value.
 
-    Read once and not written: the norms of short runs, which are squared and added up pairwise. The norm of a
-    whole value adds up in a row, and with millions of float32 its error reaches 1e-4.
+    Computed from the norms of short runs, which are squared and added pairwise. So the value is read once,
+    and its squares are not stored. The norm of a whole value adds in sequence, and its error reaches 1e-4 for
+    millions of float32 numbers.
     """
     value = accumulating(value)
     n, length = value.shape[0], value.shape[1:].numel()
@@ -127,8 +126,8 @@ _RUN = 512
 
 @functools.lru_cache(maxsize=4096)
 def _runs(length: int) -> tuple[int, int]:
-    """The number of runs of a value, and of left over entries: none, if runs of nearly that length leave
-    none.
+    """The number of runs of a value, and of remaining entries: none if a similar length of runs divides the
+    value.
     """
     least = length // _RUN
     for runs in range(max(least, 1), least + 9):
@@ -138,10 +137,11 @@ def _runs(length: int) -> tuple[int, int]:
 
 
 def zero_where_lost(norms: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[n] norms that are products of squares, of which the largest in each factor are given, [n].
+    """[n]: the norms, with zero for samples whose squares are too small. A norm is a product of squares;
+    left, right: the largest square in each factor, [n].
 
-    Squares near the smallest number of a type have lost their digits, and a large second factor would hide
-    it. Zero marks it: the caller computes it again in a wider type. NaN (zero times infinity) stays NaN.
+    Squares near the smallest number of a type have lost digits, which a large second factor would hide. The
+    caller computes a norm of zero again in a wider type. NaN (zero times infinity) is not changed.
     """
     kind = torch.finfo(norms.dtype)
     return norms.masked_fill((torch.minimum(left, right) < kind.tiny / kind.eps) & ~norms.isnan(), 0)
@@ -150,8 +150,8 @@ def zero_where_lost(norms: torch.Tensor, left: torch.Tensor, right: torch.Tensor
 def times_shared(factor: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     """[n, g, t, b] times [g, b, c]: [n, g, t, c].
 
-    As one product for each group over all positions of all samples; `torch.matmul` would first repeat what is
-    shared for each sample.
+    One product for each group over all positions of all samples; `torch.matmul` would first repeat the shared
+    tensor for each sample.
     """
     n, groups, positions, size = factor.shape
     if groups == 1:

@@ -1,8 +1,7 @@
-"""Linear maps of placed terms, carried out on the factors: slices, sums over axes, products with shared
-tensors.
+"""Linear maps of placed terms, applied to the factors: slices, sums over axes, products with shared tensors.
 
-Each function gives the terms of the result, none where it is zero, or None where the value would have to be
-materialised. Where a term stands in a window of the parameter, the map is applied to the window only.
+Each function returns the terms of the result, an empty list if it is zero, or None if the value would have to
+be materialised. If a term is placed in a window of the parameter, the map is applied to the window only.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def narrowed(placed: Placed, dim: int, start: int, step: int, length: int) -> li
 
 
 def summed(placed: Placed, dims: set[int]) -> list[Placed] | None:
-    """The sum over some axes, which stay, one long."""
+    """The sum over some axes, which stay with length one."""
     if not _has_finite_factors(placed):
         return None
     layout = placed.layout
@@ -85,7 +84,7 @@ def times(
         ]
         by = by[(slice(None),) * lead + tuple(inside)]
     if not _is_finite(product(torch.zeros((), dtype=by.dtype, device=by.device), by)):
-        return None  # it makes NaN of zeros and of sums, in the value and not in the factors
+        return None  # zeros of the value times infinity are NaN, and factors would not give this NaN
     inner = placed.term.times(layout.bare, by, product, each=each)
     if inner is None or not _has_finite_factors(inner):
         return None
@@ -93,14 +92,14 @@ def times(
 
 
 def masked(placed: Placed, by: torch.Tensor) -> list[Placed] | None:
-    """`times`, where a zero of `by` makes a zero of the result, also of NaN and infinity."""
-    return times(placed, by)  # which looks for NaN and infinity
+    """`times`, but a zero of `by` gives a zero of the result also for NaN and infinity."""
+    return times(placed, by)  # returns None if there is NaN or infinity
 
 
 def _has_finite_factors(placed: Placed) -> bool:
-    """Whether zeros that are put into a factor, and sums that are taken within it, are those of the value.
-    Beside NaN or infinity in another factor a zero would be NaN, and infinities that cancel in the value
-    would not cancel. Checked for the result of a product: a factor may overflow beside one that is zero.
+    """Whether all factors are finite. Only then zeros and sums within a factor give zeros and sums of the
+    value: zero times NaN or infinity is NaN, and infinities may cancel in the value. The result of a product
+    is checked, because a factor may overflow.
     """
     shared_once = (factor if factor.stride(0) else factor[:1] for factor in placed.term.factors)
     return _is_finite(*(narrow(factor) for factor in shared_once))
@@ -135,9 +134,7 @@ def expanded(placed: Placed, shape: Sequence[int]) -> list[Placed] | None:
 
 
 def reshaped(placed: Placed, shape: Sequence[int]) -> Placed | None:
-    """The terms under another shape; if a window is not possible there, zeros are put into the factors
-    instead.
-    """
+    """The term under another shape. If a window is not possible there, the factors are padded with zeros."""
     layout = placed.layout.reshape(shape)
     if layout is not None or placed.layout.window is None:
         return None if layout is None else Placed(placed.term, layout)
@@ -158,7 +155,7 @@ def reshaped(placed: Placed, shape: Sequence[int]) -> Placed | None:
 
 
 def scattered(placed: Placed, dim: int, index: torch.Tensor, size: int) -> list[Placed] | None:
-    """An axis' places added into those that an index names, of `size`; the others are zero."""
+    """The entries of an axis added at an index in an axis of length `size`, which is zero elsewhere."""
     if not _has_finite_factors(placed):
         return None
     if placed.layout.window is None:
@@ -183,7 +180,7 @@ def _in_window(placed: Placed, window: Sequence[Run]) -> Placed:
 
 
 def narrow(value: torch.Tensor) -> torch.Tensor:
-    """The term with length one along the axes (but the first) along which a value was expanded."""
+    """The value with length one along the axes (except the first) along which it was expanded."""
     strides = value.stride()[1:]
     return (
         value[(slice(None), *(slice(0, 1) if stride == 0 else slice(None) for stride in strides))]

@@ -92,7 +92,7 @@ class Product(Term):
         return (norms_at_least(self.left, 3) * norms_at_least(self.right, 3)).sum((1, 2))
 
     def materialise(self) -> torch.Tensor:
-        # a product of matrices with one summand is a third slower than an elementwise product
+        # for one position, a matrix product takes a third longer than an elementwise product
         if self.left.shape[2] == 1:
             return self.left.transpose(2, 3) * self.right
         return torch.matmul(self.left.transpose(2, 3), self.right)
@@ -117,7 +117,7 @@ class Product(Term):
     def scaled(self, factor: float) -> Product:
         return Product(self.left * factor, self.right)
 
-    def kin(self) -> tuple[Any, ...]:
+    def merge_key(self) -> tuple[Any, ...]:
         return Product, self.shape
 
     def plus(self, others: Sequence[Product]) -> Product:
@@ -154,8 +154,8 @@ class Product(Term):
         return Product(self.right, self.left) if self.shape[0] == 1 else None
 
     def cross_products(self, other: Term) -> torch.Tensor | None:
-        """Sum over positions t, s of <left[t], left'[s]> * <right[t], right'[s]>, if that is cheaper than
-        both values.
+        """As Term.cross_products: the sum over positions t, s of <left[t], left'[s]> * <right[t], right'[s]>;
+        None if materialising both values is cheaper.
         """
         if not isinstance(other, Product) or self.shape != other.shape:
             return None
@@ -170,7 +170,7 @@ class Product(Term):
             out[block] = sum_of_products(left, torch.matmul(x.right, y.right.transpose(2, 3))).double()
         return out
 
-    def goes_with(self, other: Term) -> bool:
+    def has_tile_products_with(self, other: Term) -> bool:
         return isinstance(other, Product) and self.shape == other.shape
 
     @property
@@ -232,21 +232,19 @@ class Product(Term):
         size = math.prod(self.shape) * self.samples * dtype.itemsize
         return on.matmul_seconds(self.samples * groups, a, b, t, dtype) + on.stream_seconds(size)
 
-    def slices(self, room: int, width: int) -> Iterator[Slice]:
+    def slices(self, limit: int, width: int) -> Iterator[Slice]:
         n, groups, positions, rows = self.left.shape
         columns = self.right.shape[3]
-        some_columns = max(1, min(columns, room // max(n, 1)))
-        some_rows = max(1, min(rows, room // max(n * columns, 1)))
+        some_columns = max(1, min(columns, limit // max(n, 1)))
+        some_rows = max(1, min(rows, limit // max(n * columns, 1)))
         memory, dtype = Workspace(self.device), self.dtype
         for group in range(groups):
             for i in range(0, rows, some_rows):
                 left = self.left[:, group, :, i : i + some_rows]
-                for j in range(
-                    0, columns, some_columns
-                ):  # less than a row only where a row by itself is a slice
+                for j in range(0, columns, some_columns):  # less than a row only if a slice has one row
                     right = self.right[:, group, :, j : j + some_columns]
                     a, b = left.shape[2], right.shape[2]
-                    # samples last: best for a sparse projection, and no worse for a product
+                    # samples last: fastest for a sparse projection, and equally fast for a product
                     if positions == 1:
                         value = memory.tensor("values", (a, b, n), dtype)
                         torch.mul(
@@ -280,8 +278,8 @@ class Product(Term):
 
     @staticmethod
     def _placed(cut: CutProduct) -> Placed:
-        """The product again. It is materialised if one factor has no axis left: the value is then no larger
-        than the other factor.
+        """The product after the change. It is materialised if one factor has no axis left, because the value
+        is then no larger than the other factor.
         """
         left, right = cut.factors()
         if left.shape[3] == 1 or right.shape[3] == 1:

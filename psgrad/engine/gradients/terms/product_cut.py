@@ -1,5 +1,5 @@
-"""A product whose factors' axes are cut into the atoms of a layout, so that a map along an atom is a map of
-its factor.
+"""A product with the axes of its factors cut into the atoms of a layout. A linear map along an atom is then a
+map of one factor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from psgrad.engine.gradients.terms.numerics import of_one_dtype, times_shared
 
 @dataclass
 class CutProduct:
-    """Groups that are summed over become positions."""
+    """A product that is changed in place by the maps below. Groups that are summed over become positions."""
 
     left: torch.Tensor  # [n, *groups, t, *rows]
     right: torch.Tensor  # [n, *groups, t, *columns]
@@ -65,7 +65,7 @@ class CutProduct:
     def sum(self, name: int) -> None:
         """Sum over an atom, which is removed."""
         left, right = self._places(name)
-        if left is not None and right is not None:  # over groups, which is to say over positions
+        if left is not None and right is not None:  # a sum over groups: they become positions
             self.left, self.right = (
                 x.movedim(left, self.positions - 1).flatten(self.positions - 1, self.positions)
                 for x in (self.left, self.right)
@@ -79,8 +79,8 @@ class CutProduct:
             self.columns.remove(name)
 
     def contract(self, names: Names, matrix: torch.Tensor, new: int) -> bool:
-        """Contract an axis, whose atoms all lie in one factor, with a matrix [*groups or nothing, size,
-        k].
+        """Contract an axis with a matrix, [size, k] or [*groups, size, k]. False if its atoms are not all in
+        one factor.
         """
         in_rows = set(names) <= set(self.rows) and (bool(names) or not self.rows)
         if not in_rows and not set(names) <= set(self.columns):
@@ -104,7 +104,7 @@ class CutProduct:
         return True
 
     def scatter(self, name: int, index: torch.Tensor, size: int) -> bool:
-        """Add the places of an atom into those of a longer one."""
+        """Add the entries of an atom at the index in a longer one. False for an atom of groups."""
         left, right = self._places(name)
         if left is not None and right is not None:
             return False

@@ -1,4 +1,4 @@
-"""Rows that an index adds into a table: the gradient of an embedding."""
+"""Rows that are added to a table by an index: the gradient of an embedding."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from psgrad.engine.gradients.terms.product import Product
 
 @dataclass(frozen=True)
 class Rows(Term):
-    """Rows that an index adds into a table: the gradient of an embedding. The one-hot factor is never
-    built.
+    """Rows that are added to a table by an index: the gradient of an embedding. The one-hot factor is never
+    made.
     """
 
     index: torch.Tensor  # [n, t]
@@ -113,7 +113,7 @@ class Rows(Term):
     def scaled(self, factor: float) -> Rows:
         return Rows(self.index, self.rows * factor, self.count)
 
-    def kin(self) -> tuple[Any, ...]:
+    def merge_key(self) -> tuple[Any, ...]:
         return Rows, self.shape
 
     def plus(self, others: Sequence[Rows]) -> Rows:
@@ -130,7 +130,7 @@ class Rows(Term):
 
     @property
     def _table_is_smaller(self) -> bool:
-        """Whether adding the rows up in a table costs less than sorting their indices, and takes no more
+        """Whether a table in which the rows are added costs less time than sorting their indices, and no more
         memory.
         """
         return self.count <= self.index.shape[1]
@@ -154,8 +154,8 @@ class Rows(Term):
         return total
 
     def cross_products(self, other: Term) -> torch.Tensor | None:
-        """With a product, as for a tied table: sum over positions t, s of left[t, index[s]] * <right[t],
-        rows[s]>, in which no table-sized value appears.
+        """With a product, as for a tied table: the sum over positions t, s of left[t, index[s]] * <right[t],
+        rows[s]>. No value of the table's size is made.
         """
         if not isinstance(other, Product) or other.shape != (1, *self.shape):
             return None
@@ -169,7 +169,7 @@ class Rows(Term):
             out[block] = sum_of_products(picked, inner).double()
         return out
 
-    def goes_with(self, other: Term) -> bool:
+    def has_tile_products_with(self, other: Term) -> bool:
         if isinstance(other, Rows):
             return self.shape == other.shape
         return isinstance(other, Product) and other.shape == (1, *self.shape)
@@ -218,13 +218,13 @@ class Rows(Term):
         return isinstance(other, Rows)
 
     def count_matches(self, other: Term) -> int:
-        """From two counts for each row of the table."""
+        """As Term.count_matches, from the counts of each row of the table in both terms."""
         assert isinstance(other, Rows)
         counts = [torch.bincount(term.index.reshape(-1), minlength=term.count) for term in (self, other)]
         return int((counts[0].double() * counts[1]).sum()) if self.count else 0
 
     def match_products(self, other: Term) -> torch.Tensor:
-        """One side is sorted, the other is looked up in it."""
+        """As Term.match_products: one term is sorted, and the other one's indices are searched in it."""
         assert isinstance(other, Rows)
         out = torch.zeros(self.samples * other.samples, dtype=torch.float64, device=self.device)
         left, right = self.entries(), other.entries()
@@ -232,8 +232,8 @@ class Rows(Term):
         looked_up = right.index[order]
         first = torch.searchsorted(looked_up, left.index)
         counts = torch.searchsorted(looked_up, left.index, right=True) - first
-        room = max(1, block_bytes(self.device) // max(1, 2 * left.rows.shape[1] * left.rows.element_size()))
-        for some in _bounded(counts, room):
+        limit = max(1, block_bytes(self.device) // max(1, 2 * left.rows.shape[1] * left.rows.element_size()))
+        for some in _bounded(counts, limit):
             repeated = torch.arange(some.start, some.stop, device=self.device).repeat_interleave(counts[some])
             within = torch.arange(len(repeated), device=self.device) - (
                 counts[some].cumsum(0) - counts[some]
@@ -244,7 +244,7 @@ class Rows(Term):
         return out.reshape(self.samples, other.samples)
 
     def entries(self) -> Entries:
-        """The rows of each sample that have the same index added up; rows of zeros (padding) are left out."""
+        """The sums of the rows with the same sample and index; rows of zeros (padding) are left out."""
         columns = self.rows.shape[2]
         rows = self.rows.reshape(-1, columns)
         nonzero = (rows != 0).any(1)
@@ -266,8 +266,8 @@ class Rows(Term):
         value = self.rows.new_zeros(n * size, columns)
         return value.index_add_(0, places, self.rows.reshape(-1, columns)[inside]).reshape(n, size, columns)
 
-    def slices(self, room: int, width: int) -> Iterator[Slice]:
-        """The rows of the table that any sample looked up, some at a time, for the samples that did."""
+    def slices(self, limit: int, width: int) -> Iterator[Slice]:
+        """Slices of some rows of the table, for the samples that looked up any of them."""
         n, positions, columns = self.rows.shape
         if not self.rows.numel():
             return
@@ -371,7 +371,7 @@ class Rows(Term):
 
 @dataclass
 class _Cut:
-    """Rows whose columns are cut into the atoms of a layout; the axis of the table is whole and alone."""
+    """Rows with columns cut into the atoms of a layout; the axis of the table is one axis of the layout."""
 
     index: torch.Tensor  # [n, t]
     rows: torch.Tensor  # [n, t, *columns]
@@ -413,7 +413,7 @@ class _Cut:
 
 @dataclass(frozen=True)
 class Entries:
-    """Rows of tables that are not zero, of each sample and index at most one.
+    """The nonzero rows of tables, at most one for each sample and index.
 
     Attributes:
         sample, index: [q], in the order of (sample, index).
@@ -425,11 +425,11 @@ class Entries:
     rows: torch.Tensor
 
 
-def _bounded(counts: torch.Tensor, room: int) -> Iterator[slice]:
-    """Runs of entries with at most `room` matches together, or of one entry."""
+def _bounded(counts: torch.Tensor, limit: int) -> Iterator[slice]:
+    """Runs of entries with at most `limit` matches together, or of one entry."""
     start, done = 0, 0
     totals = counts.cumsum(0)
     while start < len(counts):
-        stop = max(start + 1, int(torch.searchsorted(totals, done + room, right=True)))
+        stop = max(start + 1, int(torch.searchsorted(totals, done + limit, right=True)))
         yield slice(start, stop)
         start, done = stop, int(totals[stop - 1])

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from psgrad.engine.gradients.deferred import DeferredGradient, upright
+from psgrad.engine.gradients.deferred import DeferredGradient, oriented_if_free
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.terms import Product, Term, blocks
@@ -68,7 +68,7 @@ class Form:
 def factored(gradient: DeferredGradient) -> dict[Form, list[Term]]:
     """The terms that are sums of outer products, by their form of the parameter."""
     by_form: dict[Form, list[Term]] = {}
-    for placed in map(upright, gradient.terms):
+    for placed in map(oriented_if_free, gradient.terms):
         term = placed.term
         if (shape := term.matrix_shape) is not None:
             by_form.setdefault(Form(placed.layout, shape), []).append(term)

@@ -1,4 +1,4 @@
-"""Activations, and the fused kernels that their derivatives are."""
+"""Activations, and the fused kernels that compute their derivatives."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import (
     aten,
     broadcasting,
+    diagonal_jvp,
     elementwise,
     elementwise_batch,
     shifted,
-    stretching,
     sum_to,
 )
 from psgrad.engine.transforms.rules.registry import define
@@ -63,8 +63,8 @@ elementwise(
 )
 
 
-# At zero PyTorch's first derivative of prelu is that from below; its forward mode, and its second derivative,
-# take that from above.
+# At zero, PyTorch's first derivative of prelu is the left one; its forward mode and its second derivative use
+# the right one.
 define(
     aten._prelu_kernel.default,
     vjp={
@@ -76,17 +76,15 @@ define(
         ),
     },
     jvp={
-        0: stretching(lambda out, x, weight: lambda t: torch.where(x >= 0, t, weight * t), 0),
-        1: stretching(lambda out, x, weight: lambda t: torch.where(x >= 0, 0, x * t), 1),
+        0: diagonal_jvp(lambda out, x, weight: lambda t: torch.where(x >= 0, t, weight * t), 0),
+        1: diagonal_jvp(lambda out, x, weight: lambda t: torch.where(x >= 0, 0, x * t), 1),
     },
     batch=elementwise_batch,
 )
 
 
 def _broadcast_batch(batch: Any, op: Any, *args: torch.Tensor, **kwargs: Any) -> Any:
-    """For kernels that don't broadcast: oneDNN's of gelu, and the kernel by which autograd differentiates
-    prelu's derivative.
-    """
+    """Batching for kernels that don't broadcast: oneDNN's kernel of gelu, and that of prelu's derivative."""
     rank = max(x.dim() for x in args)
     return op(*torch.broadcast_tensors(*[batch.aligned(x, rank) for x in args]), **kwargs)
 
@@ -122,8 +120,8 @@ define(
 
 
 def _dlogsigmoid(x: torch.Tensor) -> torch.Tensor:
-    """sigmoid(-x). For large x that is exp(-x), which is still a number where the kernel of sigmoid(-x)
-    divides by infinity.
+    """sigmoid(-x). For large x it is computed as exp(-x), because the kernel of sigmoid(-x) divides by
+    infinity there.
     """
     large = x > 40  # 1 + exp(-40) is 1 in every type
     return torch.where(large, torch.exp(-torch.where(large, x, 40)), torch.sigmoid(-x))
@@ -131,8 +129,8 @@ def _dlogsigmoid(x: torch.Tensor) -> torch.Tensor:
 
 def _glu_back(out: torch.Tensor, x: torch.Tensor, dim: int = -1) -> Any:
     values, gates = x.chunk(2, dim)
-    open_by = torch.sigmoid(gates)
-    return lambda g: torch.cat([open_by * g, (1 - open_by) * open_by * g * values], dim)
+    open_gates = torch.sigmoid(gates)
+    return lambda g: torch.cat([open_gates * g, (1 - open_gates) * open_gates * g * values], dim)
 
 
 define(aten.glu.default, vjp={0: _glu_back}, batch=shifted(1, defaults={1: -1}))
@@ -157,7 +155,7 @@ elementwise(
 def _elu_second(
     g: torch.Tensor, alpha: Any, scale: Any, input_scale: Any, is_result: bool, x: torch.Tensor
 ) -> torch.Tensor:
-    """The derivative of elu_backward in x: zero above zero, where the exponential of PyTorch's table is
+    """The VJP of elu_backward in x: zero for positive x, for which the exponential in PyTorch's table is
     infinite.
     """
     below = g * input_scale
@@ -169,8 +167,8 @@ def _elu_second(
 
 
 def _softplus_second(g: torch.Tensor, x: torch.Tensor, beta: Any, threshold: Any) -> torch.Tensor:
-    """The derivative of softplus_backward in x: zero from the threshold on, where the exponential of
-    PyTorch's table may be infinite.
+    """The VJP of softplus_backward in x: zero from the threshold on, where the exponential in PyTorch's table
+    may be infinite.
     """
     wide = x * beta
     return torch.where(wide < threshold, run(aten.sigmoid_backward.default, g, torch.sigmoid(wide)) * beta, 0)

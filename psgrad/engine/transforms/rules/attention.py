@@ -1,5 +1,5 @@
-"""Scaled dot-product attention on its fused kernels, in both directions: the sample axis is folded into the
-kernels' batch axis.
+"""Rules of scaled dot-product attention and its fused kernels: the sample axis is folded into the kernels'
+batch axis.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from psgrad.errors import UnsupportedOperatorError
 
 
 def _attention(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Under a gradient: as [batch, heads, t, d], the one layout that has fused kernels."""
+    """Attention with a derivative, computed as [batch, heads, t, d], the only layout with fused kernels."""
     query, key, value = args[:3]
     rest, rank = list(args[3:]), max(query.dim(), key.dim(), value.dim())
     if drawing_by_label() and is_random(aten.scaled_dot_product_attention.default, args, kwargs):
@@ -49,11 +49,12 @@ def _nan_of_scores(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """[..., t, 1]: NaN for the queries of which one score is NaN, else zero.
+    """[..., t, 1]: NaN for the queries with a score of NaN, else zero.
 
-    PyTorch has NaN for them, as it takes matrix products for ranks other than four. The fused kernel takes a
-    query all of whose scores are NaN for one without keys, and the output at the first key is NaN. It does
-    not find later keys whose scores are NaN by a subtraction of infinities.
+    PyTorch returns NaN for them, because it uses matrix products for ranks other than four. The fused kernel
+    treats a query as one without keys if all its scores are NaN. Only the score of the first key is computed
+    here, and infinities and NaN in later keys under a causal mask; a NaN from a difference of infinities at a
+    later key is not found.
     """
     if not key.shape[-2]:
         return 0
@@ -115,8 +116,8 @@ def _attention_batch(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Without a gradient: leading axes of one sample and the sample axis become the batch axis of one
-    call.
+    """Attention without a derivative: the leading axes of one sample and the sample axis become the batch
+    axis of one call.
     """
     rank = max(query.dim(), key.dim(), value.dim())
     if rank > 4 or dropout_p > 0:
@@ -129,7 +130,7 @@ def _attention_batch(
     ]
     mask = _fold_mask(batch, attn_mask, query)
     folded = [batch.fold(t) for t in lifted]
-    # the kernel keeps its arguments and its result for outer autograd; the function may write into its own
+    # outer autograd saves the kernel's arguments and result; the function may write into its own tensors
     if state.attached:
         folded = [t.clone() for t in folded]
     out = batch.unfold(op(*folded, mask, dropout_p, is_causal, **kwargs))
@@ -196,9 +197,9 @@ def _mask_keyword(batch: Any, op: Op, *args: Any, attn_mask: Any = None, **kwarg
 
 define(aten._scaled_dot_product_flash_attention_for_cpu.default, vjp=JointVJP(_cpu_back), batch=_mask_keyword)
 
-# PyTorch's backward kernel takes the weights to be exp(score - logsumexp), a difference of rounded numbers:
-# where scores are large, the weights do not add up to one. An operator of its own looks for such scores:
-# inside a rule, a check of values could not be captured and replayed.
+# PyTorch's backward kernel computes the weights as exp(score - logsumexp), a difference of rounded numbers.
+# For large scores the sum of these weights is not one. psgrad has an operator that checks for large scores: a
+# check of values in a rule could not be captured and replayed.
 
 LARGE_SCORE = 1e3
 _library = torch.library.Library("psgrad", "FRAGMENT")
@@ -224,7 +225,7 @@ def _backward_kernels(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The cotangents of query, key and value [b, heads, positions, features] by PyTorch's kernel, and by
-    matrix products for those of the b that have large finite scores.
+    matrix products for the batch entries b with large finite scores.
     """
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         g, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
@@ -252,7 +253,7 @@ torch.library.register_fake(
 )
 define(_backward_for_cpu, batch=_mask_keyword)
 
-# The backward kernels have no derivative. A second derivative is written with matrix products.
+# The backward kernels have no derivative. A second derivative uses matrix products.
 
 
 def _back_by_matrix_products(
@@ -265,13 +266,13 @@ def _back_by_matrix_products(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The cotangents of query, key, value and of the scores. With fewer heads of keys than of queries, each
-    belongs to a group of them.
+    """The cotangents of query, key, value and of the scores. If there are fewer heads of keys than of
+    queries, each head of keys belongs to a group of heads of queries.
     """
     if dropout_p > 0:
         raise UnsupportedOperatorError(
             "a second derivative of a fused attention kernel with dropout",
-            cause="the kernel keeps its dropout mask to itself",
+            cause="the kernel does not return its dropout mask",
             next_step="use torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the model, or dropout_p=0",
         )
     group = query.shape[-3] // key.shape[-3]
@@ -363,8 +364,8 @@ def _efficient_forward(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _fold_leading(unfolded: frozenset[int] = frozenset()) -> Any:
-    """Fold the mapped tensors of a fused CUDA kernel; random states and sequence tables have no batch axis
-    and stay.
+    """Batching of a fused CUDA kernel by folding. unfolded: positions of arguments without a batch axis, such
+    as random states and sequence tables.
     """
 
     def rule(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
@@ -452,8 +453,8 @@ def _by_flash_attention(
     *,
     scale: Any = None,
 ) -> tuple[Any, ...]:
-    """The kernel with rules in both directions, in place of cuDNN's; it has no mask, so with one these are
-    matrix products.
+    """cuDNN's attention, by the flash kernel, which has rules; or by matrix products if there is a mask,
+    which the flash kernel does not take.
     """
     if bias is None:
         return aten._scaled_dot_product_flash_attention.default(

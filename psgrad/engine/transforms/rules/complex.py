@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import innermost
 from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import aten, elementwise, elementwise_batch, leading, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define, replace
+from psgrad.engine.transforms.tracer import innermost
 from psgrad.errors import TransformError
 
 

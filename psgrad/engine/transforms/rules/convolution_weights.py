@@ -45,7 +45,7 @@ def weight_gradients(g: torch.Tensor, x: torch.Tensor, shape: torch.Size, geomet
         return g.new_zeros(0, *shape)
     if grouped_kernel_is_fast(g, shape, geometry):
         return as_groups(g, x, shape, geometry)
-    if writes_patches(g, shape, geometry):
+    if materialises_patches(g, shape, geometry):
         patches, cotangents = as_matrices(g, x, shape, geometry)
         return (
             torch.matmul(patches.transpose(-2, -1), cotangents).transpose(-2, -1).reshape(g.shape[0], *shape)
@@ -81,7 +81,7 @@ def grouped_kernel_is_fast(g: torch.Tensor, shape: torch.Size, geometry: Geometr
     )
 
 
-def writes_patches(g: torch.Tensor, shape: torch.Size, geometry: Geometry) -> bool:
+def materialises_patches(g: torch.Tensor, shape: torch.Size, geometry: Geometry) -> bool:
     """Whether patches are materialised, for a few samples at a time: if a product for each place would be
     thin.
     """
@@ -110,7 +110,7 @@ def shifted(
     With the input padded, and cut into its phases where the stride is more than one, the window at a place of
     the kernel is the whole image from some element on: a view, if the cotangents get the input's row length.
     """
-    g, x, axes = _upright(g, x, shape, geometry)
+    g, x, axes = _as_plain_convolution(g, x, shape, geometry)
     positions = g.shape[2:]
     sides = [
         p + (axis.kernel - 1) * axis.dilation // axis.stride for p, axis in zip(positions, axes, strict=True)
@@ -149,7 +149,7 @@ def grams(
     The inner product of two patches is a sum over the places of the kernel of inner products of pixels, so it
     is the pixels' Gram matrix, added up along its diagonals, one axis of the kernel after the other.
     """
-    g, x, axes = _upright(g, x, shape, geometry)
+    g, x, axes = _as_plain_convolution(g, x, shape, geometry)
     positions, sides = g.shape[2:], x.shape[2:]
     matrices = g.shape[0] * geometry.groups
     cotangents, pixels = g.reshape(matrices, -1, positions.numel()), x.reshape(matrices, -1, sides.numel())
@@ -179,7 +179,7 @@ class _Axis(NamedTuple):
     dilation: int
 
 
-def _upright(
+def _as_plain_convolution(
     g: torch.Tensor, x: torch.Tensor, shape: torch.Size, geometry: Geometry
 ) -> tuple[torch.Tensor, torch.Tensor, list[_Axis]]:
     """An ordinary convolution without padding or inner batch: (cotangents [n, rows, *positions], padded

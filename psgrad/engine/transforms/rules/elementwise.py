@@ -70,7 +70,7 @@ elementwise(
 )
 elementwise(
     aten.ldexp.Tensor,
-    # 2.0: whole powers of a whole number are 0 below 0
+    # 2.0: an integer to a negative integer power would be 0
     x0=lambda out, x, y: lambda g: g * conj(torch.pow(2.0, y)),
     x1=lambda out, x, y: lambda g: g * conj(out) * math.log(2),
 )
@@ -104,13 +104,14 @@ elementwise(
 )
 elementwise(
     aten.hypot.default,
-    # at the origin, where there is no derivative, NaN, as PyTorch's
+    # NaN at the origin, where there is no derivative, as in PyTorch
     x0=lambda out, x, y: lambda g: g * x / out,
     x1=lambda out, x, y: lambda g: g * y / out,
 )
 elementwise(aten.fmod.Scalar, x0=lambda out, x, y: lambda g: g)
 elementwise(aten.remainder.Scalar, x0=lambda out, x, y: lambda g: g)
-# The rounded quotient is computed directly: its derivatives of zero must not meet a divisor of zero or NaN.
+# The rounded quotient is computed by one operator: its zero derivative must not be multiplied by an infinite
+# one of a division.
 elementwise(
     aten.fmod.Tensor,
     x0=lambda out, x, y: lambda g: g,
@@ -172,7 +173,7 @@ elementwise(
 def _masked_fill_batch(
     batch: Any, op: Any, x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """The kernel takes one number, not one a sample."""
+    """The batching rule. The kernel takes one number, not one for each sample."""
     rank = max(x.dim(), mask.dim())
     operands = [batch.aligned(t, rank) for t in (mask, value, x)]
     if batch.is_mapped(value):
@@ -231,20 +232,22 @@ def _pow_exponent(g: torch.Tensor, out: torch.Tensor, base: Any, x: torch.Tensor
 
 
 def _share(g: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """All of it where x > y or one of them is nan, one half where they are equal, else nothing."""
+    """The part of g for x: all of it if x > y or one of them is NaN, one half if they are equal,
+    else zero.
+    """
     return _where0(~(x < y), torch.where(x == y, g / 2, g))
 
 
 def _where0(condition: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """g where the condition holds, else 0: also where g is infinite or nan, which a product with 0 would make
-    nan.
+    """g where the condition is true, else 0, also if g is infinite or NaN. A product with 0 would be NaN
+    there.
     """
     return torch.where(condition, g, 0)
 
 
-# The derivative of a value on its bound is a choice, and PyTorch's has changed: up to 2.13 the value has all
-# of it; since then a value has nothing on a bound that is a number, and one half on a bound that is a tensor,
-# which has the other half.
+# The derivative of a value that equals its bound is a convention, and PyTorch has changed it. Up to 2.13 the
+# value gets the whole cotangent. Since 2.14 the value gets nothing if the bound is a number; if the bound is
+# a tensor, value and bound get one half each.
 BOUNDS_SHARE = TorchVersion(torch.__version__) >= TorchVersion("2.14")
 
 
@@ -256,7 +259,7 @@ def _inside(x: torch.Tensor, low: Any, high: Any) -> torch.Tensor:
 
 
 def _beyond(greater: torch.Tensor, less: torch.Tensor) -> torch.Tensor:
-    """Where the bound is in force, or has a part of the derivative."""
+    """Whether the bound replaces the value, or gets a part of the cotangent."""
     return greater >= less if BOUNDS_SHARE else greater > less
 
 
@@ -276,7 +279,7 @@ _AT_MOST = (
 
 
 def _between(position: int) -> Any:
-    """The same for two bounds, of which the upper one counts if they cross."""
+    """The VJP for two bounds; the upper bound is used if they cross."""
 
     def make(out: torch.Tensor, x: torch.Tensor, low: Any = None, high: Any = None) -> Any:
         if high is None:
@@ -284,7 +287,7 @@ def _between(position: int) -> Any:
         if low is None:
             return _AT_MOST[min(position, 1)](out, x, high)
         tie = ((x == low) | (x == high)) & (low < high)
-        # up to 2.13, neither of two equal bounds has the part that a smaller value does not have
+        # up to 2.13, the lower one of two equal bounds gets nothing from a smaller value
         in_order = low <= high if BOUNDS_SHARE else low < high
         counts = ((x >= low) & (x <= high), (x < low) & in_order, (x > high) | (high < low))[position]
         if BOUNDS_SHARE and position:
@@ -344,7 +347,9 @@ elementwise(
 
 
 def _dacosh(x: torch.Tensor) -> torch.Tensor:
-    """sqrt(x - 1) sqrt(x + 1) is sqrt(x^2 - 1) only for real x, where PyTorch uses the latter."""
+    """The derivative of acosh. sqrt(x - 1) sqrt(x + 1) equals sqrt(x^2 - 1) only for real x, for which
+    PyTorch uses the latter.
+    """
     return (
         torch.conj(torch.rsqrt(x - 1) * torch.rsqrt(x + 1)) if x.dtype.is_complex else torch.rsqrt(x * x - 1)
     )

@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import Tracer, innermost
 from psgrad.engine.transforms.rules.families import aten
 from psgrad.engine.transforms.rules.registry import Op, define, refuse, replace
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import Tracer, innermost
 from psgrad.errors import TransformError
 
 

@@ -10,7 +10,7 @@ from psgrad.engine.transforms.rules.families import aten
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
 
 
-def _same_for_all(batch: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _like_mapped(batch: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A tensor like a mapped one, with values that don't depend on it: made for every sample, because it may
     be written to.
     """
@@ -22,7 +22,7 @@ constant(
     aten.ones_like.default,
     aten.full_like.default,
     aten.empty_like.default,
-    batch=_same_for_all,
+    batch=_like_mapped,
 )
 
 
@@ -50,12 +50,12 @@ def draw_like(batch: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) ->
     return op(x.unsqueeze(0).expand(batch.size, *x.shape).contiguous(), *args, **kwargs)
 
 
-def draw_like_one(draw: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def shared_draw_like(draw: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """One draw for all samples, of an operator that reads its tensor's shape and not its values."""
     return draw(op, torch.empty(x.shape, dtype=x.dtype, device=x.device), *args, **kwargs)
 
 
-def drop_alike(draw: Any, op: Op, x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def shared_dropout(draw: Any, op: Op, x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """One dropout mask for all samples."""
     scale, mask = draw(op, torch.ones(x.shape, dtype=x.dtype, device=x.device), *args)
     return x * scale, mask
@@ -87,7 +87,7 @@ constant(
     aten.randint_like.generator,
     aten.randint_like.low_generator_dtype,
     batch=draw_like,
-    same=draw_like_one,
+    same=shared_draw_like,
 )
 constant(
     aten.bernoulli_.float,
@@ -118,7 +118,7 @@ constant(
     aten.random.to,
     getattr(aten.random, "from"),
     batch=draw_like,
-    same=draw_like_one,
+    same=shared_draw_like,
 )
 constant(
     aten.rand.default, aten.randn.default, aten.rand.generator, aten.randn.generator, batch=draw_shape(0)
@@ -127,7 +127,7 @@ constant(aten.randint.default, aten.randint.generator, batch=draw_shape(1))
 constant(aten.randint.low, aten.randint.low_generator, aten.normal.float_float, batch=draw_shape(2))
 
 
-def normal_alike(draw: Any, op: Op, mean: Any, std: Any = 1.0, generator: Any = None) -> torch.Tensor:
+def shared_normal(draw: Any, op: Op, mean: Any, std: Any = 1.0, generator: Any = None) -> torch.Tensor:
     """One standard normal draw, scaled and shifted by each sample. The draw has no derivative."""
     mean, std = (t.detach() if isinstance(t, torch.Tensor) else t for t in (mean, std))
     tensors = [t for t in (mean, std) if isinstance(t, torch.Tensor)]
@@ -138,14 +138,14 @@ def normal_alike(draw: Any, op: Op, mean: Any, std: Any = 1.0, generator: Any = 
     return standard * std + mean
 
 
-def bernoulli_alike(draw: Any, op: Op, p: torch.Tensor, generator: Any = None) -> torch.Tensor:
+def shared_bernoulli(draw: Any, op: Op, p: torch.Tensor, generator: Any = None) -> torch.Tensor:
     """One uniform draw, compared with each sample's probabilities."""
     return (draw(aten.rand.generator, p.shape, generator=generator, dtype=p.dtype, device=p.device) < p).to(
         p.dtype
     )
 
 
-def multinomial_alike(
+def shared_multinomial(
     draw: Any, op: Op, p: torch.Tensor, count: int, replacement: bool = False, generator: Any = None
 ) -> torch.Tensor:
     """One draw of the noise of PyTorch's kernel, which does not depend on the probabilities."""
@@ -175,9 +175,9 @@ constant(
     aten.normal.Tensor_float,
     aten.normal.float_Tensor,
     batch=draw_with_parameters,
-    same=normal_alike,
+    same=shared_normal,
 )
-constant(aten.bernoulli.default, batch=draw_with_parameters, same=bernoulli_alike)
+constant(aten.bernoulli.default, batch=draw_with_parameters, same=shared_bernoulli)
 define(  # drawn as a function of uniform numbers, through which its parameter has a derivative
     aten._standard_gamma.default,
     vjp={0: lambda out, a, generator=None: lambda g: g * aten._standard_gamma_grad.default(a, out)},
@@ -209,7 +209,7 @@ def _draw_from_rows(
     return op(batch.physical(p).flatten(0, 1), count, *args, **kwargs).unflatten(0, (batch.size, -1))
 
 
-constant(aten.multinomial.default, same=multinomial_alike, batch=_draw_from_rows)
+constant(aten.multinomial.default, same=shared_multinomial, batch=_draw_from_rows)
 
 
 def _dropout_back(out: Any, x: torch.Tensor, p: float, train: bool | None) -> Any:
@@ -218,7 +218,7 @@ def _dropout_back(out: Any, x: torch.Tensor, p: float, train: bool | None) -> An
     return lambda gs: gs[0] * mask * scale if gs[0] is not None else None
 
 
-define(aten.native_dropout.default, vjp={0: _dropout_back}, batch=draw_like, same=drop_alike)
+define(aten.native_dropout.default, vjp={0: _dropout_back}, batch=draw_like, same=shared_dropout)
 
 
 @replace(aten.dropout.default)

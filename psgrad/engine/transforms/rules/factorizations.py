@@ -1,10 +1,10 @@
 """Factorisations of matrices: Cholesky, QR, singular values, eigenvalues, Householder reflections. All
 kernels take leading batch axes.
 
-The derivatives: of the Cholesky factor Murray, "Differentiation of the Cholesky decomposition" (2016); of QR
-Walter and Lehmann (2010); of eigenvalues and singular values Giles (2008), with the terms for complex vectors
-of Wan and Zhang (2019). Vectors that are fixed only up to a sign or a phase have a derivative where the
-function does not depend on that choice, as in PyTorch.
+Sources of the derivatives: for the Cholesky factor Murray, "Differentiation of the Cholesky decomposition"
+(2016); for QR Walter and Lehmann (2010); for eigenvalues and singular values Giles (2008), with the terms for
+complex vectors of Wan and Zhang (2019). Some vectors are unique only up to a sign or a phase. They have a
+derivative if the user's function does not depend on that choice, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import Tracer
 from psgrad.engine.transforms.rules.elementwise import conj
 from psgrad.engine.transforms.rules.families import aten, cast, leading
 from psgrad.engine.transforms.rules.linear_systems import everywhere, eye_like, with_empty
 from psgrad.engine.transforms.rules.matmul import h
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import TransformError
 
 
 def _half_upper(x: torch.Tensor) -> torch.Tensor:
-    """The upper triangle with half of its diagonal: with its own adjoint it adds up to the Hermitian
+    """The upper triangle of a Hermitian matrix with half of its diagonal: its sum with its adjoint is the
     matrix.
     """
     return (x.triu() + x.triu(1)) / 2
@@ -39,8 +39,8 @@ def _real_diagonal(x: torch.Tensor) -> torch.Tensor:
 
 
 def _cholesky_back(factor: torch.Tensor, upper: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """With a = U^H U: the cotangent of the Hermitian matrix, the same on both sides of its diagonal, as
-    PyTorch has it.
+    """The VJP of the Cholesky factor U, with a = U^H U. The cotangent of the Hermitian matrix is Hermitian,
+    as in PyTorch.
     """
     u = factor if upper else h(factor)
 
@@ -69,7 +69,9 @@ define(aten.linalg_cholesky_ex.default, vjp={0: _cholesky_ex_back}, batch=leadin
 
 
 def _qr_back(out: Any, a: torch.Tensor, mode: str = "reduced") -> Callable[[list[Any]], torch.Tensor]:
-    """For at least as many rows as columns: R's diagonal stays real, Q's columns stay orthonormal."""
+    """The VJP of QR for at least as many rows as columns: R's diagonal is real, Q's columns are
+    orthonormal.
+    """
     q, r = out
     columns = a.shape[-1]
     spare = q.shape[-1] > columns
@@ -82,7 +84,7 @@ def _qr_back(out: Any, a: torch.Tensor, mode: str = "reduced") -> Callable[[list
                 "the derivative of linalg.qr with mode='complete' of a matrix with more rows than columns",
                 expected="mode='reduced', or a function of R alone",
                 cause="the columns of Q beyond those of the matrix are an arbitrary basis",
-                next_step="take mode='reduced'",
+                next_step="use mode='reduced'",
             )
         inner = torch.zeros_like(r) if gr is None else gr[..., :columns, :] @ h(r)
         if gq is not None:
@@ -95,7 +97,9 @@ def _qr_back(out: Any, a: torch.Tensor, mode: str = "reduced") -> Callable[[list
 
 
 def _qr_instead(level: Any, args: Any, kwargs: Any) -> Any:
-    """The first columns of a wide matrix make Q; the derivative of R alone contains Q nevertheless."""
+    """QR by the square part of a wide matrix, which determines Q; and for R alone, by the QR with Q, which
+    the derivative of R contains.
+    """
     a, mode = args[0], args[1] if len(args) > 1 else kwargs.get("mode", "reduced")
     rows, columns = a.shape[-2:]
     if mode == "r":
@@ -150,7 +154,7 @@ define(aten.linalg_householder_product.default, aten.ormqr.default, batch=everyw
 
 
 def _gaps(values: torch.Tensor) -> torch.Tensor:
-    """[j, k]: value k minus value j, infinite for j = k: divided by, it leaves nothing of the diagonal."""
+    """[j, k]: value k minus value j; infinite for j = k, so that a division by it makes the diagonal zero."""
     own = torch.eye(values.shape[-1], dtype=torch.bool, device=values.device)
     return (values.unsqueeze(-2) - values.unsqueeze(-1)).masked_fill(own, torch.inf)
 
@@ -158,8 +162,8 @@ def _gaps(values: torch.Tensor) -> torch.Tensor:
 def _eigh_back(
     out: Any, a: torch.Tensor, triangle: str = "L", vectors: bool = True
 ) -> Callable[[list[Any]], torch.Tensor]:
-    """The cotangent of the Hermitian matrix, the same on both sides of its diagonal, whichever triangle was
-    read.
+    """The VJP of eigh. The cotangent of the Hermitian matrix is Hermitian, for both triangles that the kernel
+    may read.
     """
     values, v = out
 
@@ -174,7 +178,9 @@ def _eigh_back(
 
 
 def _with_vectors(level: Any, args: Any, kwargs: Any) -> Any:
-    """The derivative of the eigenvalues contains the vectors, whether or not the function asked for them."""
+    """The eigenvalues alone, by the operator with vectors, which the derivative of the eigenvalues
+    contains.
+    """
     a, triangle, vectors = (*args, "L", True)[:3] if len(args) < 3 else args
     if vectors and kwargs.get("compute_v", True):
         return None
@@ -186,7 +192,7 @@ def _eigh_batch(batch: Any, op: Op, a: torch.Tensor, UPLO: str = "L", compute_v:
 
 
 def _recorded(a: torch.Tensor) -> bool:
-    """Whether PyTorch's autograd outside records what is done with a value."""
+    """Whether PyTorch's autograd, outside of the transforms, records operators on a value."""
     while isinstance(a, Tracer):
         a = a.below()
     return state.attached and a.requires_grad
@@ -194,8 +200,8 @@ def _recorded(a: torch.Tensor) -> bool:
 
 @replace(aten.linalg_eigvalsh.default)
 def _eigvalsh(a: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
-    """Without the vectors, which PyTorch's own computes of all tensors that are not plain: for matrices that
-    are not finite its kernel raises without them, and returns NaN with them.
+    """eigvalsh without vectors. PyTorch's definition computes them for all tensor subclasses. For a matrix
+    that is not finite, the kernel raises an error without vectors and returns NaN with them.
     """
     return aten._linalg_eigh.default(a, UPLO, _recorded(a))[0]
 
@@ -204,7 +210,7 @@ define(aten._linalg_eigh.default, vjp={0: _eigh_back}, batch=_eigh_batch, instea
 
 
 def _eig_back(out: Any, a: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
-    """The vectors have length one: the part of a change along the vector itself is removed."""
+    """The VJP of eig. The vectors have length one, so the component along the vector itself is removed."""
     values, v = out
     dtype = a.dtype
 
@@ -231,8 +237,8 @@ define(
 def _svd_back(
     out: Any, a: torch.Tensor, full: bool = False, vectors: bool = True, *, driver: Any = None
 ) -> Callable[[list[Any]], Any]:
-    """Only as many vectors as singular values have a derivative; the others (`full`) are an arbitrary
-    basis.
+    """The VJP of SVD. There is a derivative for one vector of each singular value; the others (`full`) are an
+    arbitrary basis.
     """
     s = out[1]
     size = s.shape[-1]
@@ -265,7 +271,7 @@ def _svd_back(
 
 
 def _phase(turned: torch.Tensor, s: torch.Tensor) -> Any:
-    """The phase between a pair of complex vectors: one of them may rotate freely, both together may not."""
+    """The term of the phase between the two complex vectors of each singular value."""
     if not turned.is_complex():
         return 0
     diagonal = torch.imag(turned.diagonal(0, -2, -1)) / (2 * s)
@@ -273,8 +279,8 @@ def _phase(turned: torch.Tensor, s: torch.Tensor) -> Any:
 
 
 def _svd_instead(level: Any, args: Any, kwargs: Any) -> Any:
-    """The derivative of the singular values contains the vectors, whether or not the function asked for
-    them.
+    """The singular values alone, by the operator with vectors, which the derivative of the values
+    contains.
     """
     names = dict(zip(("A", "full_matrices", "compute_uv"), args, strict=False)) | kwargs
     if names.get("compute_uv", True):

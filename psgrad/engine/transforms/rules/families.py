@@ -34,8 +34,8 @@ def sum_to(g: Any, shape: torch.Size, dtype: torch.dtype) -> Any:
 
 
 def broadcasting(make: Maker, position: int) -> Maker:
-    """A VJP of an elementwise operator: the cotangent is summed back over the axes along which the argument
-    was repeated.
+    """The VJP of an elementwise operator with broadcasting: the cotangent is summed over the axes along which
+    the argument was repeated.
     """
 
     def maker(out: torch.Tensor, *args: Any, **kwargs: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -49,12 +49,11 @@ def broadcasting(make: Maker, position: int) -> Maker:
     return maker
 
 
-def stretching(make: Maker, position: int) -> Push:
-    """The JVP of an elementwise operator: its Jacobian is diagonal, so the closure of its VJP pushes a real
-    tangent forward as well.
+def diagonal_jvp(make: Maker, position: int) -> Push:
+    """The JVP of an elementwise operator. Its Jacobian is diagonal, so the closure of its VJP also maps a
+    real tangent of the argument to that of the result.
 
-    Not for complex values: there the closure is the conjugate of the JVP, if the operator is holomorphic at
-    all.
+    None for complex values: there the closure is the conjugate of the JVP, if the operator is holomorphic.
     """
 
     def maker(out: torch.Tensor, *args: Any, **kwargs: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -67,8 +66,8 @@ def stretching(make: Maker, position: int) -> Push:
 
 
 def elementwise_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
-    """An elementwise operator is its own batching; operands of lower rank get unit axes behind the sample
-    axis.
+    """The batching rule of elementwise operators: the operator itself; operands of lower rank get axes of
+    length one after the sample axis.
     """
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     if len(tensors) == 1:
@@ -83,8 +82,8 @@ def elementwise_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
 
 
 def _promoted(batch: Any, args: Any, tensors: list[torch.Tensor], rank: int) -> list[Any]:
-    """The result in the type that PyTorch promotes one sample's arguments to: scalars of a sample have an
-    axis here, and would promote as tensors.
+    """The arguments, cast so that the result has the dtype that PyTorch gives one sample's result. Scalars of
+    a sample have an axis here, and PyTorch would promote them as tensors.
     """
     scalars = [t for t in tensors if t.dim() == 0]
     if not any(batch.is_mapped(t) for t in scalars):
@@ -118,16 +117,16 @@ def elementwise(*ops: Op, **derivatives: Maker) -> None:
     """Declare elementwise operators. Keywords `x0, x1, ...` give the VJP in the tensor argument of that
     position.
 
-    The Jacobian is diagonal, so the closure that pulls a cotangent back also pushes a tangent forward.
+    The Jacobian is diagonal, so the closure of the VJP is also that of the JVP.
     """
     diagonal = {int(name[1:]): make for name, make in derivatives.items()}
     vjp = {position: broadcasting(make, position) for position, make in diagonal.items()}
-    jvp = {position: stretching(make, position) for position, make in diagonal.items()}
+    jvp = {position: diagonal_jvp(make, position) for position, make in diagonal.items()}
     define(*ops, vjp=vjp or None, jvp=jvp, batch=elementwise_batch)
 
 
 def wrap_dim(dim: int, rank: int) -> int:
-    """A non-negative axis; axes of a scalar are taken as those of a vector, as PyTorch does."""
+    """The axis as a non-negative number. A scalar has the axes of a vector, as in PyTorch."""
     rank = max(rank, 1)
     if not -rank <= dim < rank:
         raise IndexError(
@@ -137,9 +136,9 @@ def wrap_dim(dim: int, rank: int) -> int:
 
 
 def shifted(*positions: int, defaults: Mapping[int, Any] | None = None) -> Callable[..., Any]:
-    """Batching for operators that take one tensor and axes: each axis argument moves behind the sample axis.
+    """Batching for operators that take one tensor and axes: each axis argument is increased by one.
 
-    An axis argument that is absent is taken from `defaults` where given.
+    positions: of the axis arguments. An absent axis argument is taken from `defaults`, if it is there.
     """
 
     def rule(batch: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +163,7 @@ def shifted(*positions: int, defaults: Mapping[int, Any] | None = None) -> Calla
                 full[position - 1] = wrap_dim(value, rank) + 1
             elif isinstance(value, (list, tuple)):
                 full[position - 1] = [wrap_dim(d, rank) + 1 for d in value]
-        if rank == 0:  # an axis of a scalar: taken as a vector of one
+        if rank == 0:  # an axis of a scalar: computed as a vector of length one
             return without_unit_axis(op(batch.physical(x).unsqueeze(1), *full, **kwargs))
         return op(batch.physical(x), *full, **kwargs)
 
@@ -172,15 +171,17 @@ def shifted(*positions: int, defaults: Mapping[int, Any] | None = None) -> Calla
 
 
 def without_unit_axis(result: Any) -> Any:
-    """Results [n] of an operator that ran on scalars as vectors of one, and may have kept their axis."""
+    """Results [n] of an operator that ran on scalars as vectors of length one, without the axis of length
+    one.
+    """
     if isinstance(result, (tuple, list)):
         return tuple(without_unit_axis(item) for item in result)
     return result.squeeze(1) if result.dim() == 2 else result
 
 
 def folded(*positions: int) -> Callable[..., Any]:
-    """Batching for kernels with a batch axis of their own: the sample axis is folded into it in the arguments
-    at `positions`.
+    """Batching for kernels with a batch axis: the sample axis is folded into it, in the arguments at
+    `positions`.
     """
 
     def rule(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
@@ -197,5 +198,5 @@ def folded(*positions: int) -> Callable[..., Any]:
 
 
 def leading(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
-    """Batching for operators that look at trailing axes only: the sample axis is one more leading axis."""
+    """Batching for operators that use trailing axes only: the sample axis is one more leading axis."""
     return op(*[batch.raw(a) for a in args], **kwargs)

@@ -18,14 +18,14 @@ from psgrad.errors import TransformError
 def along(
     batch: Any, op: Op, x: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Batching for operators that read places along one axis."""
+    """Batching for operators that use an index along one axis."""
     physical, places = batch.physical(x), batch.physical(index)
     source = [batch.physical(r) if isinstance(r, torch.Tensor) else r for r in rest]
     if x.dim() == 0:
         lifted = [t.reshape(t.shape[0], -1) if isinstance(t, torch.Tensor) else t for t in source]
         out = op(physical.unsqueeze(1), 1, places.reshape(places.shape[0], -1), *lifted, **kwargs)
         return out.reshape(physical.shape if op is not aten.gather.default else places.shape)
-    if index.dim() == 0:  # a single place along the axis of a vector
+    if index.dim() == 0:  # a single element of a vector
         places = places.unsqueeze(1)
         source = [t.unsqueeze(1) if isinstance(t, torch.Tensor) and t.dim() == 1 else t for t in source]
         out = op(physical, 1, places, *source, **kwargs)
@@ -68,12 +68,14 @@ define(
 
 
 def fit(g: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The source cut to the index; what the index does not reach has no derivative."""
+    """The cotangent of the part of the source that the index uses, padded with zeros to the source's
+    shape.
+    """
     if g.shape == shape:
         return g
     pad: list[int] = []
-    for have, want in zip(reversed(g.shape), reversed(shape), strict=True):
-        pad += [0, want - have]
+    for length, padded_length in zip(reversed(g.shape), reversed(shape), strict=True):
+        pad += [0, padded_length - length]
     return torch.constant_pad_nd(g, pad)
 
 
@@ -105,7 +107,7 @@ def _index_add_batch(
     alpha: Any = 1,
 ) -> torch.Tensor:
     dim = wrap_dim(dim, x.dim())
-    if x.dim() == 0:  # a scalar counts as a vector of one
+    if x.dim() == 0:  # a scalar is treated as a vector of length one
         return batch.physical(x) + alpha * batch.physical(source).reshape(batch.size, -1).sum(1)
     if not batch.is_mapped(index):
         return op(batch.physical(x), dim + 1, index, batch.physical(source), alpha=alpha)
@@ -145,8 +147,8 @@ define(aten.index_select_backward.default, batch=_index_select_backward_batch)
 @replace(aten.index_fill.int_Scalar)
 @replace(aten.index_fill.int_Tensor)
 def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
-    """By a mask: a place that the index names twice is filled once, and counts once in the value's
-    cotangent.
+    """index_fill by a mask: an element that occurs twice in the index is filled once, and counts once in the
+    value's cotangent.
     """
     dim = wrap_dim(dim, x.dim())
     size = x.shape[dim] if x.dim() else 1
@@ -162,7 +164,7 @@ def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> t
 
 def _sample_places(batch: Any, x: torch.Tensor, indices: Sequence[Any]) -> list[Any]:
     """Indices into the physical value: each sample reads its own part. If all samples share the indices, the
-    sample axis is taken whole.
+    sample axis has no index.
     """
     if not any(batch.is_mapped(index) for index in indices):
         return [None, *indices]
@@ -178,8 +180,8 @@ def _adjacent(indices: Sequence[Any]) -> bool:
 
 
 def _restore(out: torch.Tensor, x: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
-    """With indices that are not adjacent PyTorch puts their axes in front, here in front of the sample axis:
-    move them behind.
+    """The result with the sample axis in front. If indices are not adjacent, PyTorch puts their axes in front
+    of all others.
     """
     if _adjacent(indices):
         return out
@@ -190,7 +192,7 @@ def _restore(out: torch.Tensor, x: torch.Tensor, indices: Sequence[Any]) -> torc
 
 
 def _counted(batch: Any, indices: Sequence[Any], *, all_masks: bool = False) -> list[Any]:
-    """The indices, with masks replaced by the places where they are true."""
+    """The indices, with masks replaced by the indices of their true elements."""
 
     def is_mask(i: Any) -> bool:
         return i is not None and i.dtype in (torch.bool, torch.uint8) and (all_masks or batch.is_mapped(i))
@@ -217,21 +219,21 @@ def _index_batch(batch: Any, op: Op, x: torch.Tensor, indices: Sequence[Any]) ->
 
 def _index_back(out: torch.Tensor, x: torch.Tensor, indices: Sequence[Any]) -> Any:
     shape, dtype, device = x.shape, x.dtype, x.device
-    given = [i for i, index in enumerate(indices) if index is not None]
+    indexed = [i for i, index in enumerate(indices) if index is not None]
     if (
         x.numel()
         and _adjacent(indices)
-        and all(indices[i].dtype in (torch.int64, torch.int32) for i in given)
+        and all(indices[i].dtype in (torch.int64, torch.int32) for i in indexed)
     ):
-        return lambda g: _add_at_places(g, shape, given[0], [indices[i] for i in given])
+        return lambda g: _add_at_places(g, shape, indexed[0], [indices[i] for i in indexed])
     return lambda g: aten.index_put.default(torch.zeros(shape, dtype=dtype, device=device), indices, g, True)
 
 
 def _add_at_places(
     g: torch.Tensor, shape: torch.Size, dim: int, indices: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Zeros of this shape, with `g` added at the places that indices of neighbouring axes name, of which the
-    first is `dim`: as one axis with one index, which a deferral policy can keep factored.
+    """Zeros of this shape, with `g` added at the indices of neighbouring axes from `dim` on. The axes are
+    joined to one axis with one index, for which a deferral policy can keep factors.
     """
     sizes = shape[dim : dim + len(indices)]
     place = indices[0] % sizes[0]
@@ -273,14 +275,12 @@ def _index_put_batch(
 def _by_mask(
     x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, accumulate: bool = False
 ) -> torch.Tensor | None:
-    """x[mask] = value, the same value wherever the mask is true: as a `where`, which needs no count of
-    places.
-    """
-    given = [i for i, index in enumerate(indices) if index is not None]
-    mask = indices[given[0]] if len(given) == 1 else None
+    """x[mask] = value by `where`, if the value is the same for all true elements; else None."""
+    indexed = [i for i, index in enumerate(indices) if index is not None]
+    mask = indices[indexed[0]] if len(indexed) == 1 else None
     if mask is None or mask.dtype != torch.bool:
         return None
-    behind = x.dim() - given[0] - mask.dim()
+    behind = x.dim() - indexed[0] - mask.dim()
     if values.dim() > behind:
         if values.shape[values.dim() - behind - 1] != 1:
             return None
@@ -299,17 +299,17 @@ def _explicit_put(
     values: torch.Tensor,
     accumulate: bool,
 ) -> torch.Tensor:
-    """Every axis gets an index of its own, so that the sample index can be added without moving axes."""
-    given = [i for i, index in enumerate(indices) if index is not None]
-    index_rank = max(full[i].dim() for i in given)
-    sliced = [i for i in range(x.dim()) if i not in given]
-    front = [] if not _adjacent(indices) else [i for i in sliced if i < given[0]]
+    """The write with one index for every axis, so that the sample index can be added without moving axes."""
+    indexed = [i for i, index in enumerate(indices) if index is not None]
+    index_rank = max(full[i].dim() for i in indexed)
+    sliced = [i for i in range(x.dim()) if i not in indexed]
+    front = [] if not _adjacent(indices) else [i for i in sliced if i < indexed[0]]
     behind = [i for i in sliced if i not in front]
     rank = len(front) + index_rank + len(behind)
     places: list[torch.Tensor] = [torch.arange(batch.size, device=x.device).reshape(-1, *(1,) * rank)]
     for i in range(x.dim()):
         index = full[i]
-        if i in given:
+        if i in indexed:
             aligned = batch.aligned(index, index_rank)
             lead = aligned.shape[:1] if batch.is_mapped(index) else (1,)
             body = aligned.shape[1:] if batch.is_mapped(index) else aligned.shape
@@ -346,8 +346,8 @@ define(
         ),
         2: _index_put_source,
     },
-    # If several values go to one place, the kernel takes one: the cotangent goes to all of them, as in
-    # PyTorch, the tangent comes from that one.
+    # If several values are written to one element, the kernel keeps one. The cotangent goes to all of them,
+    # as in PyTorch; the tangent is that of the value that is kept.
     jvp={
         2: lambda out, x, indices, values, accumulate=False: (
             lambda t: aten.index_put.default(torch.zeros_like(out), indices, t.to(out.dtype), accumulate)
@@ -383,7 +383,7 @@ constant(aten.one_hot.default)
 
 
 def _search_batch(batch: Any, op: Op, *args: Any, sorter: Any = None, **kwargs: Any) -> torch.Tensor:
-    """Of searchsorted(boundaries, x) and bucketize(x, boundaries): each sample searches its own
+    """Batching of searchsorted(boundaries, x) and bucketize(x, boundaries): each sample searches its own
     boundaries.
     """
     x, boundaries = args if op is aten.bucketize.Tensor else args[::-1]
@@ -405,7 +405,7 @@ constant(aten.bucketize.Tensor, aten.searchsorted.Tensor, batch=_search_batch)
 def _nonzero_static_batch(
     batch: Any, op: Op, x: torch.Tensor, *, size: int, fill_value: int = -1
 ) -> torch.Tensor:
-    """The first `size` nonzero places of each sample, in order, by a stable sort."""
+    """The indices of the first `size` nonzero elements of each sample, in order, by a stable sort."""
     nonzero = batch.physical(x).reshape(batch.size, -1) != 0
     order = nonzero.logical_not().to(torch.uint8).sort(dim=1, stable=True)[1]
     order = torch.constant_pad_nd(order, [0, max(size - order.shape[1], 0)])[:, :size]
@@ -421,8 +421,8 @@ def _depends_on_data(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
     raise TransformError(
         f"{op.name().removeprefix('aten::')} is not possible on a value that differs between"
         f" samples{diagnostics.where()}",
-        expected="a program that does the same for every sample",
-        cause="a Python number, a branch (if, while, assert) or a shape is taken from one sample's data",
+        expected="a program that is the same for every sample",
+        cause="a Python number, a branch (if, while, assert) or a shape depends on one sample's data",
         next_step="write the choice with torch.where, or take the number from outside the function",
     )
 

@@ -73,14 +73,14 @@ ZEROS, BORDER, REFLECTION = range(3)
 
 
 @replace(aten.grid_sampler.default)
-def _grid_sampler(x: torch.Tensor, grid: torch.Tensor, *how: Any) -> torch.Tensor:
-    return (aten.grid_sampler_2d if x.dim() == 4 else aten.grid_sampler_3d).default(x, grid, *how)
+def _grid_sampler(x: torch.Tensor, grid: torch.Tensor, *options: Any) -> torch.Tensor:
+    return (aten.grid_sampler_2d if x.dim() == 4 else aten.grid_sampler_3d).default(x, grid, *options)
 
 
 def _grid_back(backward: Op) -> JointVJP:
-    def make(out: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *how: Any) -> Any:
+    def make(out: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *options: Any) -> Any:
         def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
-            grads = backward(g, x, grid, *how, [0 in positions, 1 in positions])
+            grads = backward(g, x, grid, *options, [0 in positions, 1 in positions])
             return {position: grads[position] for position in positions}
 
         return back

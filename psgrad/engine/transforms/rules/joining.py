@@ -64,7 +64,7 @@ define(
 
 
 def _pad_batch(axes: int) -> Callable[..., torch.Tensor]:
-    """For kernels that accept one leading batch axis or none: all leading axes are folded into one."""
+    """Batching for kernels with at most one leading batch axis: all leading axes are folded into one."""
 
     def rule(batch: Any, op: Op, *args: Any) -> torch.Tensor:
         tensors = [batch.physical(a) if isinstance(a, torch.Tensor) else a for a in args]

@@ -1,4 +1,4 @@
-"""Random operators where each sample draws by a label of its own: see transforms/random_draws.py.
+"""Random operators for samples that draw by label: see transforms/random_draws.py.
 
 A random operator that is not here is decomposed into others, or refused by name.
 """
@@ -14,69 +14,81 @@ from psgrad.engine.transforms.random_draws import Drawer, Program, programs
 from psgrad.engine.transforms.rules.attention import by_matrix_products
 from psgrad.engine.transforms.rules.registry import shared_draw
 
-Given = dict[str, Any]
+Arguments = dict[str, Any]
 
 
-def _as_asked(given: Given) -> tuple[Any, torch.dtype, Any]:
-    """(shape, dtype, device) of the draw: by the arguments, or by those of a tensor that it is like."""
-    like = given.get("self")
+def _shape_dtype_device(arguments: Arguments) -> tuple[Any, torch.dtype, Any]:
+    """(shape, dtype, device) of the draw, from the arguments or from the tensor `self`."""
+    like = arguments.get("self")
     if like is None:
-        return given["size"], given["dtype"] or torch.get_default_dtype(), given["device"] or "cpu"
-    return like.shape, given.get("dtype") or like.dtype, given.get("device") or like.device
+        return (
+            arguments["size"],
+            arguments["dtype"] or torch.get_default_dtype(),
+            arguments["device"] or "cpu",
+        )
+    return like.shape, arguments.get("dtype") or like.dtype, arguments.get("device") or like.device
 
 
 def _declare(program: Program, *ops: Op) -> None:
     programs.update(dict.fromkeys(ops, program))
 
 
-# -- numbers whose distribution is the same for all ----------------------------------------------------------
+# -- numbers with one distribution for all samples -----------------------------------------------------------
 
 
-def _normal(draw: Drawer, given: Given) -> torch.Tensor:
-    return draw.normal(*_as_asked(given)) * given.get("std", 1.0) + given.get("mean", 0.0)
+def _normal(draw: Drawer, arguments: Arguments) -> torch.Tensor:
+    return draw.normal(*_shape_dtype_device(arguments)) * arguments.get("std", 1.0) + arguments.get(
+        "mean", 0.0
+    )
 
 
-def _uniform(draw: Drawer, given: Given) -> torch.Tensor:
-    return draw.rand(*_as_asked(given)) * (given["to"] - given["from"]) + given["from"]
+def _uniform(draw: Drawer, arguments: Arguments) -> torch.Tensor:
+    return (
+        draw.rand(*_shape_dtype_device(arguments)) * (arguments["to"] - arguments["from"]) + arguments["from"]
+    )
 
 
 def _from_inside(function: Any) -> Program:
-    """Of a function of (uniform on (0, 1), the operator's arguments), computed in float64."""
+    """The program of a function of (uniform on (0, 1), the operator's arguments), computed in float64."""
 
-    def program(draw: Drawer, given: Given) -> torch.Tensor:
-        dtype = _as_asked(given)[1]
-        return function(draw.inside(*_as_asked(given)), given).to(dtype)  # type: ignore[no-any-return]
+    def program(draw: Drawer, arguments: Arguments) -> torch.Tensor:
+        dtype = _shape_dtype_device(arguments)[1]
+        return function(draw.inside(*_shape_dtype_device(arguments)), arguments).to(dtype)  # type: ignore[no-any-return]
 
     return program
 
 
-def _log_normal(draw: Drawer, given: Given) -> torch.Tensor:
-    return _normal(draw, given).exp()
+def _log_normal(draw: Drawer, arguments: Arguments) -> torch.Tensor:
+    return _normal(draw, arguments).exp()
 
 
-def _bernoulli(draw: Drawer, given: Given) -> torch.Tensor:
-    shape, dtype, device = _as_asked(given)
-    return draw.below(given["p"], shape, device).to(dtype)
+def _bernoulli(draw: Drawer, arguments: Arguments) -> torch.Tensor:
+    shape, dtype, device = _shape_dtype_device(arguments)
+    return draw.below(arguments["p"], shape, device).to(dtype)
 
 
-def _integers(draw: Drawer, given: Given) -> torch.Tensor:
-    like = given.get("self")
+def _integers(draw: Drawer, arguments: Arguments) -> torch.Tensor:
+    like = arguments.get("self")
     if like is None:
-        shape, dtype, device = given["size"], given["dtype"] or torch.int64, given["device"] or "cpu"
+        shape, dtype, device = (
+            arguments["size"],
+            arguments["dtype"] or torch.int64,
+            arguments["device"] or "cpu",
+        )
     else:
-        shape, dtype, device = _as_asked(given)
-    low, high = given.get("low", given.get("from")), given.get("high", given.get("to"))
+        shape, dtype, device = _shape_dtype_device(arguments)
+    low, high = arguments.get("low", arguments.get("from")), arguments.get("high", arguments.get("to"))
     # up to the largest number of the type, or the largest whole number that it represents exactly
     if high is None:
         high = 2 ** _BITS[dtype] if dtype in _BITS else torch.iinfo(dtype).max + 1
     return draw.integers(low or 0, high, shape, dtype, device)
 
 
-# Up to which power of two a type has all whole numbers.
+# For each type the power of two up to which it represents all whole numbers.
 _BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53, torch.bool: 1}
 
 _declare(
-    lambda draw, given: draw.rand(*_as_asked(given)),
+    lambda draw, arguments: draw.rand(*_shape_dtype_device(arguments)),
     aten.rand.default,
     aten.rand.generator,
     aten.rand_like.default,
@@ -94,18 +106,20 @@ _declare(
 )
 _declare(_uniform, aten.uniform_.default, aten.uniform.default)
 _declare(
-    _from_inside(lambda u, given: -u.log() / given["lambd"]),
+    _from_inside(lambda u, arguments: -u.log() / arguments["lambd"]),
     aten.exponential_.default,
     aten.exponential.default,
 )
 _declare(
-    _from_inside(lambda u, given: torch.tan(torch.pi * (u - 0.5)) * given["sigma"] + given["median"]),
+    _from_inside(
+        lambda u, arguments: torch.tan(torch.pi * (u - 0.5)) * arguments["sigma"] + arguments["median"]
+    ),
     aten.cauchy_.default,
     aten.cauchy.default,
 )
 _declare(
     _from_inside(
-        lambda u, given: (u.log() / torch.log1p(torch.full_like(u, -given["p"]))).ceil().clamp(min=1)
+        lambda u, arguments: (u.log() / torch.log1p(torch.full_like(u, -arguments["p"]))).ceil().clamp(min=1)
     ),
     aten.geometric_.default,
     aten.geometric.default,
@@ -119,22 +133,23 @@ for _overload in ("default", "generator", "low", "low_generator"):
 for _overload in ("default", "generator", "low_dtype", "low_generator_dtype"):
     _declare(_integers, getattr(aten.randint_like, _overload))
 _declare(
-    lambda draw, given: draw.permutation(given["n"], given["dtype"] or torch.int64, given["device"] or "cpu"),
+    lambda draw, arguments: draw.permutation(
+        arguments["n"], arguments["dtype"] or torch.int64, arguments["device"] or "cpu"
+    ),
     aten.randperm.default,
     aten.randperm.generator,
 )
 
-# -- numbers with parameters of their own: standard draws that each sample moves, stretches or holds against
-# its probabilities --------
+# -- numbers with parameters of each sample: standard draws, transformed by each sample ----------------------
 
 
 def _by_standard_draws(op: Op) -> Program:
-    """As if all samples shared a draw, but with each sample's own."""
+    """The program for a shared draw, on the standard draws of each sample."""
 
-    def program(draw: Drawer, given: Given) -> torch.Tensor:
-        alike = shared_draw(op)
-        assert alike is not None
-        return alike(lambda op, *args, **kwargs: draw.run(op, args, kwargs), op, *given.values())  # type: ignore[no-any-return]
+    def program(draw: Drawer, arguments: Arguments) -> torch.Tensor:
+        shared = shared_draw(op)
+        assert shared is not None
+        return shared(lambda op, *args, **kwargs: draw.run(op, args, kwargs), op, *arguments.values())  # type: ignore[no-any-return]
 
     return program
 
@@ -149,8 +164,8 @@ for _op in (
     programs[_op] = _by_standard_draws(_op)
 
 
-def _bernoulli_of(draw: Drawer, given: Given) -> torch.Tensor:
-    target, p = given["self"], given["p"]
+def _bernoulli_of(draw: Drawer, arguments: Arguments) -> torch.Tensor:
+    target, p = arguments["self"], arguments["p"]
     return draw.inside(target.shape, torch.float64, target.device) < p
 
 
@@ -159,29 +174,31 @@ programs[aten.bernoulli_.Tensor] = _bernoulli_of
 # -- layers --------------------------------------------------------------------------------------------------
 
 
-def _dropout(draw: Drawer, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    x, p = given["input"], given["p"]
-    if given["train"] is False:
+def _dropout(draw: Drawer, arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    x, p = arguments["input"], arguments["p"]
+    if arguments["train"] is False:
         return x, torch.ones_like(x, dtype=torch.bool)
     mask = draw.below(1 - p, x.shape, x.device)
     return x * (mask.to(x.dtype) * (1 / (1 - p) if p < 1 else 0.0)), mask
 
 
-def _slopes(draw: Drawer, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    x = given["self"]
-    drawn = draw.rand(x.shape, x.dtype, x.device) * (given["upper"] - given["lower"]) + given["lower"]
+def _slopes(draw: Drawer, arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    x = arguments["self"]
+    drawn = (
+        draw.rand(x.shape, x.dtype, x.device) * (arguments["upper"] - arguments["lower"]) + arguments["lower"]
+    )
     slopes = torch.where(x <= 0, drawn, 1)
     return x * slopes, slopes
 
 
-def _attention(draw: Drawer, given: Given) -> torch.Tensor:
+def _attention(draw: Drawer, arguments: Arguments) -> torch.Tensor:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     return by_matrix_products(
-        *[given[name] for name in names], scale=given["scale"], enable_gqa=given["enable_gqa"]
+        *[arguments[name] for name in names], scale=arguments["scale"], enable_gqa=arguments["enable_gqa"]
     )
 
 
 programs[aten.native_dropout.default] = _dropout
 programs[aten.rrelu_with_noise_functional.default] = _slopes
-_declare(lambda draw, given: _slopes(draw, given)[0], aten.rrelu.default, aten.rrelu_.default)
+_declare(lambda draw, arguments: _slopes(draw, arguments)[0], aten.rrelu.default, aten.rrelu_.default)
 programs[aten.scaled_dot_product_attention.default] = _attention

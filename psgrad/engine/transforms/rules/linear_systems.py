@@ -19,7 +19,9 @@ from psgrad.engine.transforms.rules.registry import JointVJP, Op, constant, defi
 
 
 def raised(batch: Any, x: torch.Tensor, rank: int) -> Any:
-    """The operand with `rank` logical axes behind the sample axis, of length one if it is not mapped."""
+    """The operand with `rank` logical axes behind the sample axis, which has length one if it is not
+    mapped.
+    """
     return batch.aligned(x, rank) if batch.is_mapped(x) else x.reshape(*(1,) * (rank + 1 - x.dim()), *x.shape)
 
 
@@ -37,8 +39,8 @@ def everywhere(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
 def with_empty(
     batch: Any, results: Sequence[torch.Tensor], places: Iterable[int]
 ) -> tuple[torch.Tensor, ...]:
-    """Results of a kernel, of which those at `places` were not requested: an empty vector for all becomes one
-    a sample.
+    """A kernel's results [n, ...]. Results at `places` were not requested: PyTorch returns one empty vector,
+    which becomes an empty vector for each sample.
     """
     return tuple(x.new_empty(batch.size, 0) if i in places else x for i, x in enumerate(results))
 
@@ -102,8 +104,8 @@ def _triangular_solve(
 def _cholesky_solve_back(
     out: torch.Tensor, b: torch.Tensor, factor: torch.Tensor, upper: bool = False
 ) -> Callable[..., Any]:
-    """As in PyTorch, the factor may be any matrix with (factor factor^H) x = b: its cotangent is not
-    triangular.
+    """The VJP of cholesky_solve. As in PyTorch, the factor may be any matrix with (factor factor^H) x = b,
+    and its cotangent is not triangular.
     """
     shape = b.shape
 
@@ -136,7 +138,9 @@ define(aten.cholesky_inverse.default, vjp={0: _cholesky_inverse_back}, batch=lea
 def _lu_solve(
     lu: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, *, left: bool = True, adjoint: bool = False
 ) -> torch.Tensor:
-    """With a = P L U: a x = b, a^H x = b, or (not left) x a = b, which is a^H x^H = b^H."""
+    """The solution x of a x = b with a = P L U; of a^H x = b; or (not left) of x a = b, which is
+    a^H x^H = b^H.
+    """
     if not left:
         return h(_lu_solve(lu, pivots, h(b), adjoint=not adjoint))
     p, lower, upper = aten.lu_unpack.default(lu, pivots)
@@ -150,7 +154,7 @@ def _lu_solve(
 def _lu_solve_batch(
     batch: Any, op: Op, lu: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, **kwargs: Any
 ) -> torch.Tensor:
-    """The factors and their pivots belong together: both carry the sample axis, or none does."""
+    """The batching rule. Either both the factors and their pivots get the sample axis, or neither."""
     rank = max(lu.dim(), b.dim())
     if batch.is_mapped(lu) or batch.is_mapped(pivots):
         lead = (batch.size, *(1,) * (rank - lu.dim()))
@@ -160,15 +164,17 @@ def _lu_solve_batch(
         )
     else:
         factors = raised(batch, lu, rank), raised(batch, pivots, rank - 1)
-    # The kernel reads factors by columns, by the stride of their last leading axis, which is arbitrary if its
-    # length is one.
+    # The kernel uses the stride of the last leading axis of the factors, which is arbitrary if its length is
+    # one.
     return op(*(factor.contiguous() for factor in factors), raised(batch, b, rank), **kwargs)
 
 
 def _ldl_solve_batch(
     batch: Any, op: Op, ld: torch.Tensor, pivots: torch.Tensor, b: torch.Tensor, **kwargs: Any
 ) -> torch.Tensor:
-    """The kernel should broadcast its operands, but reads beyond their end: they are expanded in memory."""
+    """The batching rule. The kernel reads beyond the end of operands that broadcast, so they are copied to
+    their full size.
+    """
     lead = torch.broadcast_shapes(ld.shape[:-2], b.shape[:-2])
     axes = [(ld, 2), (pivots, 1), (b, 2)]
     whole = [batch.physical(x.expand(*lead, *x.shape[x.dim() - own :])).contiguous() for x, own in axes]
@@ -182,7 +188,7 @@ define(aten.linalg_ldl_solve.default, batch=_ldl_solve_batch)
 
 
 def is_vector(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether PyTorch takes the right-hand side `b` for vectors, one for each matrix of `a`."""
+    """Whether PyTorch treats the right-hand side `b` as vectors, one for each matrix of `a`."""
     return b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
 
 
@@ -243,8 +249,8 @@ define(aten.linalg_inv_ex.default, vjp={0: _inverse_back}, batch=leading)
 
 
 def _plu_back(gl: Any, gu: Any, p: Any, lower: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
-    """The cotangent of P L U. Of L and U, beside the square parts at most one has more: rows in L, or columns
-    in U.
+    """The cotangent of P L U. Besides their square parts, L may have more rows, or U more columns, but not
+    both.
     """
     size = lower.shape[-1]
     gl = torch.zeros_like(lower) if gl is None else gl
@@ -324,8 +330,8 @@ define(aten.linalg_ldl_factor_ex.default, batch=leading)
 
 
 def _pinv_cotangent(g: torch.Tensor, p: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """From that of p = a^+, where the rank does not change: the two outer terms are what leaves the row and
-    the column space.
+    """The cotangent of a from that of p = a^+, for constant rank. The last two terms are the parts outside of
+    the row space and the column space.
     """
     ph, gh = h(p), h(g)
     across = gh @ p @ ph
@@ -350,8 +356,8 @@ define(
 def _least_squares_back(
     out: Any, a: torch.Tensor, b: torch.Tensor, rcond: Any = None, *, driver: Any = None
 ) -> Callable[..., Any]:
-    """The solution is a^+ b; a residual is the squared length of a column of a x - b, which is stationary in
-    x.
+    """The VJP of least squares. The solution is a^+ b; a residual is the squared norm of a column of a x - b,
+    whose derivative in x is zero.
     """
     x = out[0]
 
@@ -395,7 +401,9 @@ define(
 
 
 def _exponential_back(out: torch.Tensor, a: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """exp of [[a, e], [0, a]] holds the derivative of exp(a) in the direction e, above its diagonal."""
+    """The VJP of the matrix exponential. The block above the diagonal of exp([[a, e], [0, a]]) is the
+    derivative of exp(a) in the direction e.
+    """
     size, adjoint = a.shape[-1], h(a)
 
     def back(g: torch.Tensor) -> torch.Tensor:

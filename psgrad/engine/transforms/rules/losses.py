@@ -10,7 +10,7 @@ import torch
 
 from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.private_torch import schema_of
-from psgrad.engine.transforms.rules.families import aten, broadcasting, stretching
+from psgrad.engine.transforms.rules.families import aten, broadcasting, diagonal_jvp
 from psgrad.engine.transforms.rules.registry import Maker, Op, define, replace
 from psgrad.engine.transforms.rules.special import no_derivative
 
@@ -62,7 +62,7 @@ def _element_by_element(op: Op, vjp: dict[int, Maker]) -> None:
     define(
         op,
         vjp={position: broadcasting(make, position) for position, make in vjp.items()},
-        jvp={position: stretching(make, position) for position, make in vjp.items()},
+        jvp={position: diagonal_jvp(make, position) for position, make in vjp.items()},
         instead=lambda level, args, kwargs: written(full(args, kwargs)),
         batch=batch,
     )

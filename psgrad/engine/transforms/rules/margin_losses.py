@@ -47,9 +47,9 @@ def _multi_margin_back(
 def _multi_margin_batch(
     batch: Any, op: Op, x: torch.Tensor, target: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
-    found = _multi_margin_of_rows(x, target, *rest)
-    if found is not None:
-        return batch.physical(found)  # type: ignore[no-any-return]
+    loss = _multi_margin_of_rows(x, target, *rest)
+    if loss is not None:
+        return batch.physical(loss)  # type: ignore[no-any-return]
     return batch.unfold(op(batch.fold(x), batch.fold(target), *rest))  # type: ignore[no-any-return]
 
 
@@ -85,9 +85,9 @@ def _multilabel_margin_back(out: Any, x: torch.Tensor, target: torch.Tensor, red
 def _multilabel_margin_batch(
     batch: Any, op: Op, x: torch.Tensor, target: torch.Tensor, reduction: int
 ) -> Any:
-    found = _multilabel_margin_of_rows(x, target, reduction)
-    if found is not None:
-        return tuple(map(batch.physical, found))
+    loss = _multilabel_margin_of_rows(x, target, reduction)
+    if loss is not None:
+        return tuple(map(batch.physical, loss))
     return batch.unfold(op(batch.fold(x), batch.fold(target), reduction))
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import Tracer, run
+from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.families import aten, cast, sum_to
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
+from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import TransformError
 
 # -- layer norm ----------------------------------------------------------------------------------------------
@@ -21,10 +22,10 @@ from psgrad.errors import TransformError
 def _through_statistics(
     x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, gs: Sequence[Any]
 ) -> torch.Tensor:
-    """The input's cotangent from those of its mean and reciprocal deviation, which only a second derivative
-    has.
+    """The input's cotangent from those of its mean and reciprocal deviation, which occur in second
+    derivatives only.
 
-    Takes x [m, k] and the rest as [m, 1]: m sets of k elements, each normalised by itself.
+    x is [m, k] and the others are [m, 1]: m sets of k elements, each normalised separately.
     """
     total = torch.zeros_like(x)
     if gs[0] is not None:
@@ -40,7 +41,9 @@ def _input_back(
     mean: torch.Tensor,
     rstd: torch.Tensor,
 ) -> Callable[..., Any]:
-    """From the cotangents of (result, mean, rstd) to the input's; `result_back` does the first."""
+    """The function from the cotangents of (result, mean, rstd) to the input's. result_back: the same from the
+    result's cotangent alone.
+    """
 
     def back(gs: Sequence[Any]) -> torch.Tensor | None:
         through_result = result_back(gs[0]) if gs[0] is not None else None
@@ -86,9 +89,7 @@ def _layer_norm_weight(
 ) -> Callable[[list[Any]], Any]:
     _, mean, rstd = out
     size, dtype = weight.shape, weight.dtype
-    wide = torch.promote_types(
-        x.dtype, torch.float32
-    )  # in half precision, the sum over positions would be in half precision
+    wide = torch.promote_types(x.dtype, torch.float32)  # the sum over positions must not be in half precision
     return lambda gs: (
         sum_to(cast(gs[0], wide) * ((x - mean) * rstd), size, dtype) if gs[0] is not None else None
     )
@@ -117,8 +118,9 @@ def _layer_norm_batch(
 def _layer_norm_of_halves(
     level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, ...] | None:
-    """In single precision on a CPU, whose kernel rounds means and deviations to the type of `x`, which
-    derivatives of higher order magnify. Other devices return them in single precision.
+    """The layer norm of half-precision values, computed in single precision on a CPU. The CPU's kernel rounds
+    means and deviations to the type of `x`, and higher derivatives magnify this error. Other devices return
+    them in single precision.
     """
     x, shape, weight, bias, eps = args
     if x.dtype not in (torch.float16, torch.bfloat16) or x.device.type != "cpu":
@@ -149,7 +151,7 @@ def _layer_norm_backward_batch(
     bias: Any,
     mask: Sequence[bool],
 ) -> Any:
-    assert not any(mask[1:]), "the rules above ask for the input's cotangent alone"
+    assert not any(mask[1:]), "the rules above compute only the input's cotangent by this kernel"
     cotangent = batch.physical(g)
     if batch.is_mapped(weight):
         cotangent, weight = cotangent * batch.aligned(weight, g.dim()), None
@@ -201,8 +203,8 @@ def _group_norm_back(
 
 
 def _group_norm_of_halves(x: torch.Tensor, weight: Any, bias: Any, *sizes: Any) -> Any:
-    """In single precision: the kernel rounds its means and deviations to the type of `x`, which second
-    derivatives magnify.
+    """The group norm of half-precision values, computed in single precision. The kernel rounds means and
+    deviations to the type of `x`, and second derivatives magnify this error.
     """
     if x.dtype not in (torch.float16, torch.bfloat16):
         return None
@@ -252,8 +254,8 @@ def _group_norm_backward_batch(
     groups: int,
     mask: Any,
 ) -> Any:
-    """The samples become channels of a single image: then the kernel's sums over images keep them apart, also
-    for the weights.
+    """The batching rule. The samples become channels of a single image, so that the kernel's sums over images
+    do not add samples, also for the weights.
     """
     images = batch.size * b
     values = [batch.physical(t).reshape(1, images * c, hw) for t in (g, x)]
@@ -290,11 +292,11 @@ def _batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> torch.Tensor:
-    """With running statistics: an affine map per channel. With those of the batch: refused if the batch is
-    one sample.
+    """Batch norm. With running statistics it is an affine map for each channel. With batch statistics it is
+    refused if the batch is one sample.
 
-    A mapped value with several rows is a batch of the user's own (a vmap over models or over batches): its
-    statistics are taken within it.
+    A mapped value with several rows is a batch of the user (in a vmap over models or over batches), and the
+    statistics are those of this batch.
     """
     if x.dim() < 2:
         raise TransformError(
@@ -317,7 +319,7 @@ def _batch_norm(
 
 
 def _as_kernels_lay_out(x: torch.Tensor) -> torch.Tensor:
-    """In the memory layout of PyTorch's kernel: channels last, or contiguous."""
+    """The value in the memory layout of PyTorch's kernel: channels last, or contiguous."""
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     return x if channels_last is not None and x.is_contiguous(memory_format=channels_last) else x.contiguous()
 
@@ -358,7 +360,9 @@ def _instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> torch.Tensor:
-    """Statistics of one sample's channel; PyTorch's own definition is a batch norm over a reshaped batch."""
+    """Instance norm, with the statistics of each sample's channel. PyTorch defines it as a batch norm of a
+    reshaped batch.
+    """
     if not use_input_stats:
         return _batch_norm(x, weight, bias, mean, var, False, momentum, eps, cudnn_enabled)
     dtype, x = x.dtype, _wide(x.contiguous())
@@ -370,7 +374,7 @@ def _instance_norm(
         if isinstance(x, Tracer)
         else isinstance(mean, Tracer) and isinstance(var, Tracer)
     )
-    if own:  # others, such as a model's own buffers, are not updated
+    if own:  # other statistics, such as buffers from outside, are not updated
         new_mean, new_var = centre.detach().flatten(1).mean(0), spread.detach().flatten(1).mean(0)
         _follow(mean, var, new_mean, new_var, x.numel() // (x.shape[0] * x.shape[1]), momentum)
     out = (x - centre) * torch.rsqrt(spread + eps)
@@ -389,8 +393,8 @@ def _has_levels_of(x: Any, statistic: Any) -> bool:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In single precision if in half: rounded means and deviations make the normalised values wrong, which
-    derivatives magnify.
+    """Half-precision values in single precision: rounded means and deviations make the normalised values
+    wrong, and derivatives magnify this error.
     """
     return cast(x, torch.promote_types(x.dtype, torch.float32))
 
@@ -403,6 +407,6 @@ def _follow(
     count: int,
     momentum: float,
 ) -> None:
-    """Running statistics move towards those of a batch, of which `count` numbers were taken each."""
+    """Update running statistics by those of a batch, each computed from `count` numbers."""
     mean.copy_((1 - momentum) * mean + momentum * new_mean)
     var.copy_((1 - momentum) * var + momentum * (count / max(count - 1, 1)) * new_var)

@@ -3,18 +3,22 @@
 How much memory a packed sequence takes is data. Where samples disagree on it, the function would have to run
 once for each length. What most functions do with a packed sequence does not depend on its memory: they give
 it to recurrent layers, and use the states at the ends. So the two tensors of such a sequence are stand-ins.
-Recurrent layers take them for all samples at once. Any other use, also a look at their shape, asks for the
-lengths, and the function then runs for the samples of each length.
+Recurrent layers take them for all samples at once, and unpacking gives a stand-in too (unpacked.py). Any
+other use, also a look at their shape, asks for the lengths, and the function then runs for the samples of
+each length.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_packed_sequence
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.levels import Divergence
@@ -22,6 +26,7 @@ from psgrad.engine.transforms.private_torch import DisableTorchFunction, make_wr
 from psgrad.engine.transforms.rules.families import aten
 from psgrad.engine.transforms.rules.recurrent import LAYERS, layers
 from psgrad.engine.transforms.rules.registry import replace
+from psgrad.engine.transforms.rules.unpacked import unpacked
 from psgrad.errors import TransformError
 
 
@@ -65,11 +70,16 @@ class StandIn(torch.Tensor):
             return first.ragged.rows.shape[1]
         if function is torch.Tensor.__getitem__ and type(args[1]) is int and first.dim() == 1 and not args[1]:
             return torch.ones((), dtype=torch.int64)  # each sample has one sequence
+        if function is torch.Tensor.size and args[1:] == (0,) and _unpacks_to_own_length(sys._getframe(1)):
+            return -1  # which the operator below takes for no total length
         cell = _LAYERS.get(function)
         if cell is not None and isinstance(first, cls) and isinstance(args[1], cls) and not kwargs:
             found = _recurrent(cell, first.ragged, *args[2:])
             if found is not None:
                 return found
+        if function is torch._pad_packed_sequence and args[4] <= 0 and not kwargs:
+            ragged = first.ragged
+            return unpacked(ragged.rows, ragged.lengths, args[2]), ragged.lengths
         return function(*tree_map(_settled, tuple(args)), **tree_map(_settled, kwargs))
 
     @classmethod
@@ -83,6 +93,13 @@ _SAME_FOR_ALL = (
     torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
     torch.Tensor.device.__get__,  # type: ignore[attr-defined]
 )
+
+
+def _unpacks_to_own_length(caller: FrameType) -> bool:
+    """Whether the caller is PyTorch's pad_packed_sequence without a total length. It asks for the number of
+    times to give it to the operator alone; any other caller may compute with it.
+    """
+    return caller.f_code is pad_packed_sequence.__code__ and caller.f_locals["total_length"] is None
 
 
 def _settled(x: Any) -> Any:
@@ -114,7 +131,7 @@ def _recurrent(
     return Ragged(out, ragged.lengths).stand_ins()[0], *ends
 
 
-@replace(aten._pack_padded_sequence.default, as_it_is=True)
+@replace(aten._pack_padded_sequence.default, unwrapped=True)
 def _pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     x = x.transpose(0, 1) if batch_first else x
     try:

@@ -15,7 +15,7 @@ from psgrad.engine.transforms.state import state
 
 
 def axes_of(dims: Any, rank: int) -> list[int]:
-    """The axes that a `dim` argument names; None and [] name all."""
+    """The axes of a `dim` argument; None and [] mean all axes."""
     if dims is None or (not isinstance(dims, int) and len(dims) == 0):
         return list(range(rank))
     if isinstance(dims, int):
@@ -32,7 +32,7 @@ def spread(g: torch.Tensor, shape: Sequence[int], dims: Any, keepdim: bool) -> t
 
 
 def full(op: Op) -> Callable[..., Any]:
-    """Batching of a reduction over everything: over every axis but the sample axis."""
+    """Batching of a reduction over all elements: over every axis except the sample axis."""
 
     def rule(batch: Any, _: Op, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         physical = batch.physical(x)
@@ -97,7 +97,7 @@ define(aten.logsumexp.default, vjp={0: _logsumexp_back}, batch=by_axes)
 
 
 def _extreme_back(out: torch.Tensor, x: torch.Tensor, dims: Any = (), keepdim: bool = False) -> Any:
-    """amax/amin share the cotangent equally among ties."""
+    """The VJP of amax and amin: equal extreme elements share the cotangent equally."""
     shape = x.shape
 
     def back(g: torch.Tensor) -> torch.Tensor:
@@ -121,12 +121,12 @@ def _max_all_back(out: torch.Tensor, x: torch.Tensor) -> Any:
     return back if len(shape) else lambda g: g
 
 
-def _one_of_all(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Batching of an order statistic over everything, by a kernel of rows [n, k] that returns [n].
+def _order_statistic(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Batching of an order statistic over all elements, by a kernel of rows [n, k] that returns [n].
 
-    The cotangent is shared by all places where the value stands, and no other place sees it. PyTorch's
-    derivatives of the kernels do otherwise: its autograd, where it records, is shown a sum over those places,
-    of which the value is put right.
+    All elements equal to the result share the cotangent, and others get none. PyTorch's derivatives of the
+    kernels differ. So if PyTorch's autograd records, it gets the mean of those elements, with the result
+    written into it.
     """
 
     def rule(batch: Any, _: Op, x: torch.Tensor) -> torch.Tensor:
@@ -150,11 +150,11 @@ for _whole, _kernel in (
     (aten.median.default, lambda rows: run(aten.median.dim, rows, 1)[0]),
     (aten.nanmedian.default, lambda rows: run(aten.nanmedian.dim, rows, 1)[0]),
 ):
-    define(_whole, vjp={0: _max_all_back}, batch=_one_of_all(_kernel))
+    define(_whole, vjp={0: _max_all_back}, batch=_order_statistic(_kernel))
 
 
 def _pick_back(dim_position: int) -> Any:
-    """For operators that return values and their places: the cotangent goes back to those places."""
+    """The VJP of operators that return values and their indices: the cotangent goes to those indices."""
 
     def make(out: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         shape, dtype, device, index = x.shape, x.dtype, x.device, out[1]
@@ -200,8 +200,8 @@ def _quantile(
     interpolation: str,
     ranks_of: Callable[[torch.Tensor, Any], torch.Tensor],
 ) -> torch.Tensor:
-    """Interpolated between two neighbours in the sorted values; `ranks_of` gives the ranks of the fractions
-    `q`.
+    """The quantiles `q`, interpolated between two neighbours in the sorted values. ranks_of: the ranks of the
+    fractions.
     """
     q = torch.scalar_tensor(q, dtype=x.dtype, device=x.device) if isinstance(q, float) else q
     rank, axis = x.dim(), 0 if dim is None else wrap_dim(dim, x.dim())
@@ -223,7 +223,7 @@ def _quantile(
 
 
 def _ranks(values: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """The ranks of the fractions; the result is nan if any value is, and nan is sorted last."""
+    """The ranks of the fractions; the last rank if any value is NaN, which is sorted last."""
     last = values.shape[-1] - 1
     return torch.where(values.isnan().any(-1, keepdim=True), last, q * last)
 
@@ -249,8 +249,8 @@ def _cumsum_back(out: torch.Tensor, x: torch.Tensor, dim: int, *, dtype: Any = N
 define(aten.cumsum.default, vjp={0: _cumsum_back}, linear=(0,), batch=shifted(1))
 
 
-def _record_back(out: Any, x: torch.Tensor, dim: int) -> Any:
-    """cummax and cummin: each result's cotangent goes to the place of the extreme value so far."""
+def _extreme_so_far_back(out: Any, x: torch.Tensor, dim: int) -> Any:
+    """The VJP of cummax and cummin: each result's cotangent goes to the index of the extreme value so far."""
     shape, dtype, device, index = x.shape, x.dtype, x.device, out[1]
     return lambda gs: (
         torch.zeros(shape, dtype=dtype, device=device).scatter_add(dim, index, gs[0])
@@ -259,7 +259,7 @@ def _record_back(out: Any, x: torch.Tensor, dim: int) -> Any:
     )
 
 
-define(aten.cummax.default, aten.cummin.default, vjp={0: _record_back}, batch=shifted(1))
+define(aten.cummax.default, aten.cummin.default, vjp={0: _extreme_so_far_back}, batch=shifted(1))
 
 
 def _logcumsumexp_back(out: torch.Tensor, x: torch.Tensor, dim: int) -> Any:
@@ -283,16 +283,16 @@ def _logcumsumexp_back(out: torch.Tensor, x: torch.Tensor, dim: int) -> Any:
 
 
 def _logcumsumexp_batch(batch: Any, op: Op, x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Of one number it is the number, and passes every cotangent on, NaN too."""
+    """The batching rule. For a scalar the result is the scalar, and its cotangent is unchanged, also NaN."""
     return op(batch.physical(x), wrap_dim(dim, x.dim()) + 1) if x.dim() else batch.physical(x).clone()
 
 
 define(aten.logcumsumexp.default, vjp={0: _logcumsumexp_back}, batch=_logcumsumexp_batch)
 
 
-# PyTorch divides a product by each factor, which is NaN for an infinite one. If a sample has a zero anywhere,
-# it multiplies the others instead. The branch that is not taken computes with ones, so that its derivative is
-# a number.
+# PyTorch divides a product by each factor, which gives NaN for an infinite factor. If there is a zero, it
+# multiplies the other factors instead. The branch that is not used computes with ones, so that its derivative
+# is finite.
 
 
 def _prod_back(out: torch.Tensor, x: torch.Tensor, *, dtype: Any = None) -> Any:
@@ -355,8 +355,8 @@ def _cumprod_back(out: torch.Tensor, x: torch.Tensor, dim: int, *, dtype: Any = 
 
 
 def _cumprod_of_others(x: torch.Tensor, g: torch.Tensor, dim: int) -> torch.Tensor:
-    """d out_k / d x_i is the product of x_0..x_k without x_i: a sum of k terms each, exact with zeros,
-    quadratic in length.
+    """The cotangent of x: d out_k / d x_i is the product of x_0..x_k without x_i. Exact with zeros, quadratic
+    in the length.
     """
     moved = x.movedim(dim, -1)
     size = moved.shape[-1]
@@ -369,7 +369,7 @@ def _cumprod_of_others(x: torch.Tensor, g: torch.Tensor, dim: int) -> torch.Tens
 define(aten.cumprod.default, vjp={0: _cumprod_back}, batch=shifted(1))
 
 
-# -- truth values and places: no derivative ------------------------------------------------------------------
+# -- truth values and indices: no derivative -----------------------------------------------------------------
 
 
 def _one_axis(

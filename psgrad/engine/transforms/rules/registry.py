@@ -1,15 +1,15 @@
-"""The table of rules: for each operator its VJP and its batching, declared side by side by the operator's
-family; and the facts behind `psgrad ops`.
+"""The table of rules: the VJP and the batching rule of each operator, which its family declares together; and
+the facts for `psgrad ops`.
 
-A VJP is given argument by argument, as a function that sees the result and the arguments and returns the
-closure from the result's cotangent to the argument's: `lambda out, x, y: lambda g: g * y`. The closure keeps
-alive what it mentions and nothing else, so what a rule saves can be read off it. An argument without an entry
-has no derivative (its cotangent is zero). For a list argument the closure takes the place in the list first.
-Cotangents have the argument's shape and dtype.
+There is one VJP for each argument: a function of the result and the arguments that returns the closure from
+the result's cotangent to the argument's, `lambda out, x, y: lambda g: g * y`. The closure holds only the
+values that it uses; these are the values that the rule saves. An argument without an entry has no derivative
+(its cotangent is zero). For a list argument the maker returns a function of the index in the list, which
+returns the closure. Cotangents have the argument's shape and dtype.
 
-A batching rule is `rule(batch, op, *args, **kwargs)`. `batch` (see batch_values.Batch) knows which arguments
-carry the sample axis and gives their physical values, sample axis in front; the rule returns physical results
-with that axis in front.
+A batching rule is `rule(batch, op, *args, **kwargs)`. `batch` (see batch_values.Batch) tests whether an
+argument has the sample axis and returns its physical value, sample axis in front. The rule returns physical
+results with that axis in front.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.aliasing import laid_out_by_kernel
-from psgrad.engine.transforms.interpreter import map_tracers, tensors_in
 from psgrad.engine.transforms.operators import Op as Op
 from psgrad.engine.transforms.operators import OpFacts, facts, on_contiguous_memory
 from psgrad.engine.transforms.operators import is_composite as is_composite
 from psgrad.engine.transforms.private_torch import decomposition_table, operator_names, schema_of
 from psgrad.engine.transforms.read_only import memory_of
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import map_tracers, tensors_in
 from psgrad.errors import UnsupportedOperatorError
 
 Maker = Callable[..., Callable[..., Any]]
-Push = Callable[..., Callable[..., Any] | None]  # None: not for these arguments, the VJP is transposed
+Push = Callable[..., Callable[..., Any] | None]  # None: for these arguments the VJP is transposed
 
 
 @dataclass(frozen=True)
 class JointVJP:
-    """A VJP that computes several cotangents at once: `make(out, *args)` -> `(cotangent(s), positions) ->
-    {position: cotangent}`. In the place of a cotangent may be a function without arguments that returns it: a
+    """A VJP that computes several cotangents together: `make(out, *args)` -> `(cotangent(s), positions) ->
+    {position: cotangent}`. A cotangent may be replaced by a function without arguments that returns it: a
     contraction that can stay un-run.
     """
 
@@ -47,18 +47,25 @@ class JointVJP:
 
 @dataclass(frozen=True)
 class DerivativeRule:
+    """The derivative of an operator.
+
+    Attributes:
+        vjp: by position of the argument.
+        instead: a function of the tracers that may replace the operator: returns its result, or None to use
+            the VJP.
+        jvp: shortcuts for forward mode, which otherwise transposes the VJP (see forward.py): by position, a
+            maker of the closure from the argument's tangent to the result's.
+        linear: the arguments in which the operator is linear if the others are fixed.
+    """
+
     vjp: Mapping[int, Maker] | JointVJP
-    # May handle the operator, given tracers: returns its result, or None to use the VJP.
     instead: Callable[..., Any] | None = None
-    # Shortcuts for forward mode, which otherwise transposes the VJP (see forward.py). By position, a maker of
-    # the closure from the argument's tangent to the result's; and the arguments in which the operator is
-    # linear while the others stay.
     jvp: Mapping[int, Push] = field(default_factory=dict)
     linear: tuple[int, ...] = ()
 
     def closure(self, position: Any, out: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
-        """From the result's cotangent to that of one argument (or of an item of a list); None where the
-        derivative is zero.
+        """The function from the result's cotangent to that of one argument (or of an item of a list); None if
+        the derivative is zero.
         """
         assert not isinstance(self.vjp, JointVJP)
         make = self.vjp.get(position if isinstance(position, int) else position[0])
@@ -69,18 +76,18 @@ class DerivativeRule:
 
 
 class _Table(dict[Op, Any]):
-    """Rules, by operator. Any change clears the cache of `Known`."""
+    """Rules, by operator. Any change clears the cache of `OperatorRules`."""
 
     def __setitem__(self, op: Op, rule: Any) -> None:
         super().__setitem__(op, rule)
-        _known.clear()
+        _rules_cache.clear()
 
     def __delitem__(self, op: Op) -> None:
         super().__delitem__(op)
-        _known.clear()
+        _rules_cache.clear()
 
     def pop(self, op: Op, *default: Any) -> Any:
-        _known.clear()
+        _rules_cache.clear()
         return super().pop(op, *default)
 
 
@@ -90,10 +97,10 @@ _shared_draws: dict[Op, Callable[..., Any]] = {}
 _constants: set[Op] = set()
 _decompositions: dict[Op, Callable[..., Any]] = {}
 _refused: set[Op] = set()
-_as_they_are: set[Op] = set()
+_unwrapped: set[Op] = set()
 
 
-class Known(NamedTuple):
+class OperatorRules(NamedTuple):
     """All rules of an operator and the facts of its schema, cached: a level reads them for each operator."""
 
     op: Op
@@ -106,11 +113,11 @@ class Known(NamedTuple):
     tables: tuple[Any, Any, Any]  # from which this was read
 
 
-_known: dict[int, Known] = {}  # by id, as are the facts
+_rules_cache: dict[int, OperatorRules] = {}  # by id, as are the facts
 
 
-def known(op: Op) -> Known:
-    cached = _known.get(id(op))
+def rules_of(op: Op) -> OperatorRules:
+    cached = _rules_cache.get(id(op))
     if cached is not None:
         derivatives, batchings, constants = cached.tables
         if derivatives is _derivatives and batchings is _batchings and constants is _constants:
@@ -118,10 +125,10 @@ def known(op: Op) -> Known:
     schema = facts(op)
     writes = bool(schema.mutated or schema.mutated_kwargs)
     tables = _derivatives, _batchings, _constants
-    cached = Known(
+    cached = OperatorRules(
         op, schema, writes, derivative_rule(op), batching_rule(op), is_constant(op), is_decomposed(op), tables
     )
-    _known[id(op)] = cached
+    _rules_cache[id(op)] = cached
     return cached
 
 
@@ -136,15 +143,15 @@ def define(
 ) -> None:
     """Declare the rules of operators. A second declaration of the same rule is a mistake.
 
-    linear: the arguments in which the operator is linear while the others stay as they are; a list of tensors
-    counts as one. jvp: by argument, `lambda out, x, y: lambda t: ...` from the argument's tangent to what it
-    adds to the result's. Without either, the
-        JVP is the transpose of the VJP.
-    same: for a random operator on a mapped value, what to run where all samples share one draw
-    (randomness='same'): a function of `draw` (`draw(op, *args)` is what all samples share), the operator and
-    its arguments, on which it may call operators as they are.
+    linear: the arguments in which the operator is linear if the others are fixed; a list of tensors counts as
+        one.
+    jvp: by argument, `lambda out, x, y: lambda t: ...` from the argument's tangent to its contribution to the
+        result's tangent. Without `linear` and `jvp`, the JVP is the transpose of the VJP.
+    same: for a random operator on a mapped value, the program for one draw for all samples
+        (randomness='same'): a function of `draw` (`draw(op, *args)` is the shared draw), the operator and its
+        arguments.
     """
-    _known.clear()
+    _rules_cache.clear()
     for op in ops:
         if same is not None:
             assert op not in _shared_draws, op
@@ -158,7 +165,7 @@ def define(
 
 
 def _on_contiguous_memory(rule: Callable[..., Any], op: Op) -> Callable[..., Any]:
-    """A batching rule whose kernel gets contiguous memory where it reads memory as contiguous."""
+    """The batching rule, with contiguous memory for the arguments that the kernel reads as contiguous."""
     kernel = on_contiguous_memory(op, facts(op).contiguous)
     return lambda batch, _, *args, **kwargs: rule(batch, kernel, *args, **kwargs)
 
@@ -171,23 +178,23 @@ def constant(
     define(*ops, batch=batch, same=same)
 
 
-def replace(op: Op, *, as_it_is: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare how an operator is written with others, where PyTorch's own way does not serve.
+def replace(op: Op, *, unwrapped: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare a program of other operators for an operator, in place of PyTorch's definition.
 
-    as_it_is: what the program returns is neither cloned, nor laid out as the kernel's result, nor traced.
+    unwrapped: the program's result is not cloned, not copied to the kernel's memory layout, and not traced.
     """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
         _decompositions[op] = function
-        if as_it_is:
-            _as_they_are.add(op)
+        if unwrapped:
+            _unwrapped.add(op)
         return function
 
     return declare
 
 
 def refuse(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare the error for an operator that can't be right sample by sample, with what to do instead."""
+    """Declare a function that raises the error for an operator without a correct result for each sample."""
     _refused.add(op)
     return replace(op)
 
@@ -206,13 +213,13 @@ def derivative_rule(op: Op) -> DerivativeRule | None:
 
 
 def forget_derivative(op: Op) -> None:
-    _known.clear()
+    _rules_cache.clear()
     _derivatives.pop(op, None)
     _constants.discard(op)
 
 
 def forget_batching(op: Op) -> None:
-    _known.clear()
+    _rules_cache.clear()
     _batchings.pop(op, None)
 
 
@@ -229,18 +236,17 @@ def is_constant(op: Op) -> bool:
 
 
 def is_decomposed(op: Op) -> bool:
-    """Whether `op` is a composite operator without a derivative of its own, or is replaced by a program that
-    returns what no level may wrap.
+    """Whether `op` is a composite operator without a derivative rule, or is replaced by an unwrapped program.
 
-    Its pieces are handled one by one also where no derivative is followed: they show which are views and
-    which write in place.
+    The operators of its definition are handled one by one, also without a derivative, because some may be
+    views or write in place.
     """
-    return op in _as_they_are or (is_composite(op) and derivative_rule(op) is None and not is_constant(op))
+    return op in _unwrapped or (is_composite(op) and derivative_rule(op) is None and not is_constant(op))
 
 
 def decomposition_of(op: Op) -> Callable[..., Any] | None:
-    """How `op` is written with other operators: ours, else PyTorch's composite definition, else PyTorch's
-    tables.
+    """The program of other operators for `op`: psgrad's, else PyTorch's composite definition, else that of
+    PyTorch's tables; None if there is none.
     """
     if (ours := _decompositions.get(op)) is not None:
         return ours
@@ -250,33 +256,35 @@ def decomposition_of(op: Op) -> Callable[..., Any] | None:
 
 
 def decompose(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `op` as a program of other operators, on tracers; an error that names it if there is none."""
+    """The result of `op`, on tracers, by a program of other operators. Raises UnsupportedOperatorError if
+    there is none.
+    """
     function = decomposition_of(op)
     if function is None:
-        raise _without_rule(op, "psgrad never falls back to a slow loop in silence, nor guesses a derivative")
+        raise _without_rule(op, "psgrad does not use a slow loop silently, and does not guess a derivative")
     try:
         result = function(*args, **kwargs)
     except UnsupportedOperatorError as error:
         if function is not decomposition_table.get(op):
             raise
-        raise _without_rule(op, f"PyTorch writes it with other operators, and {error.arrived}") from error
+        raise _without_rule(op, f"PyTorch defines it by other operators, and {error.arrived}") from error
     if result is NotImplemented:
-        raise _without_rule(op, "PyTorch writes it with other operators, but not for these arguments")
+        raise _without_rule(op, "PyTorch defines it by other operators, but not for these arguments")
     if (
         facts(op).mutated
         or facts(op).is_view
         or state.in_backward_pass
-        or op in _as_they_are
+        or op in _unwrapped
         or (is_composite(op) and op not in _decompositions)
     ):
         return result
     if not is_composite(op):
-        result = _in_memory_of_its_own(result, args, kwargs)
+        result = _in_new_memory(result, args, kwargs)
     return laid_out_by_kernel(result, op, args, kwargs)
 
 
-def _in_memory_of_its_own(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result in new memory, as a kernel's is; a program of other operators may end with a view of an
+def _in_new_memory(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result in new memory, like that of a kernel. A program of other operators may return a view of an
     argument.
     """
     taken = {memory_of(x) for x in tensors_in(args, kwargs)}
@@ -286,7 +294,7 @@ def _in_memory_of_its_own(result: Any, args: tuple[Any, ...], kwargs: dict[str, 
 def _without_rule(op: Op, cause: str) -> UnsupportedOperatorError:
     return UnsupportedOperatorError(
         f"operator {op.name()} has no rule{diagnostics.where()}",
-        expected="an operator with a rule of its own, or one that PyTorch can express with such operators",
+        expected="an operator with a rule, or one that PyTorch defines by operators with rules",
         cause=cause,
         next_step=(
             "write the computation with other operators, or add a rule: docs/guides/adding-an-operator.md"
@@ -298,7 +306,7 @@ def _without_rule(op: Op, cause: str) -> UnsupportedOperatorError:
 OWN = "own rule"
 FROM_VJP = "from the VJP"  # its transpose
 CONSTANT = "constant"  # zero derivative everywhere
-DECOMPOSED = "decomposed"  # a program of other operators, and refused by name where one of those is
+DECOMPOSED = "decomposed"  # a program of other operators; refused if one of these is refused
 REFUSED = "refused"
 
 
@@ -312,14 +320,14 @@ class Coverage(NamedTuple):
 
 
 def coverage() -> list[Coverage]:
-    """All operators that return new tensors or views; an in-place one is handled by its namesake without the
-    underscore.
+    """The coverage of all operators that return new tensors or views. An in-place operator has that of the
+    operator without the underscore.
     """
     return sorted(_covered(op) for op in _operators())
 
 
 def _operators() -> Iterator[Op]:
-    """PyTorch's own operators, and those of other libraries that have rules."""
+    """PyTorch's own operators, and operators of other libraries that have rules."""
     own = [_named(name) for name in operator_names() if name.startswith("aten::")]
     for op in {*own, *operators()}:
         schema, operator = schema_of(op), facts(op)

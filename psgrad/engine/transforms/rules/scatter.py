@@ -1,5 +1,5 @@
-"""Operators that combine several values in one place: scatter_reduce and its relatives, writes to places that
-a mask or an index names, and histograms.
+"""Operators that combine several values in one element: scatter_reduce, index_reduce and segment_reduce,
+writes by a mask or an index, and histograms.
 
 Histograms count each sample's values separately. Their derivative is zero.
 """
@@ -15,7 +15,7 @@ from psgrad.engine.transforms.rules.families import aten, cast, wrap_dim
 from psgrad.engine.transforms.rules.indexing import along, fit
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, constant, define, replace
 
-# -- sums, means, products and extremes by place -------------------------------------------------------------
+# -- sums, means, products and extremes by index -------------------------------------------------------------
 
 
 def _reduce(
@@ -30,7 +30,7 @@ def _scattered(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Ten
 
 
 def _instead(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Sums and means as scatter_add, whose derivatives are theirs, because they are linear."""
+    """Sums and means by scatter_add, which has derivatives; None for other reductions."""
     x, dim, index, source, kind = args
     include_self = kwargs.get("include_self", True)
     if kind not in ("sum", "mean"):
@@ -72,7 +72,7 @@ def _extreme_shares(
     source: torch.Tensor,
     include_self: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest (smallest) values at a place share its cotangent equally."""
+    """The shares of the cotangent for extremes: equal largest (smallest) values share it equally."""
     own = cast(x == out, out.dtype)
     own = own if include_self else aten.scatter.value(own, dim, index, 0)
     arriving = cast(_reached(source, index) == aten.gather.default(out, dim, index), out.dtype)
@@ -88,10 +88,10 @@ def _product_shares(
     source: torch.Tensor,
     include_self: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each factor the product of the others at its place: the whole divided by it, unless it is zero.
+    """For each factor the product of the other factors of its element: the whole product divided by the
+    factor, unless the factor is zero.
 
-    Then it is the product of the nonzero factors there, times the other zeros (nothing, if it is the only
-    one).
+    For a zero factor it is the product of the nonzero factors if this is the only zero, else zero.
     """
     source = _reached(source, index)
 
@@ -157,8 +157,8 @@ def _segments(
     offsets: torch.Tensor | None,
     axis: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(each segment's length, the segment of each element in the data's shape). What lies behind the last
-    segment is sent to one more.
+    """(the length of each segment, the segment of each element in the data's shape). Elements behind the last
+    segment get one more segment.
     """
     given, named = (lengths, "lengths") if lengths is not None else (offsets, "offsets")
     _refuse_segments(data, axis, given, named)
@@ -182,7 +182,9 @@ def _segment_reduce(
     unsafe: bool = False,
     initial: float | None = None,
 ) -> torch.Tensor:
-    """Each position is sent to its segment; positions behind the last one go to a segment that is cut off."""
+    """segment_reduce by an index of segments. Elements behind the last segment get a segment that is removed
+    at the end.
+    """
     axis = wrap_dim(axis, data.dim())
     lengths, index = _segments(data, lengths, offsets, axis)
     segments = lengths.shape[-1]
@@ -204,8 +206,8 @@ def _segment_reduce(
 def _product_of_segments(
     start: torch.Tensor, axis: int, index: torch.Tensor, data: torch.Tensor
 ) -> torch.Tensor:
-    """The products, in which a NaN is a factor of its own: its derivative is the product of the others. What
-    is sent to the last segment has no factor.
+    """The products of the segments. NaNs are a separate factor, whose derivative is the product of the
+    others. Elements of the last segment are not multiplied.
     """
     inside = index < start.shape[axis] - 1
     unknown = inside & data.isnan()
@@ -230,8 +232,8 @@ def _segment_back(
     axis: int = 0,
     **others: Any,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A segment's largest (smallest) elements, or those that are NaN, share its cotangent equally, and the
-    initial value has no share. All others have zero, whatever the cotangent.
+    """The VJP for extremes. The largest (smallest) elements of a segment, or its NaNs, share its cotangent
+    equally; the initial value has no share. Other elements get zero, also for a cotangent that is not finite.
     """
     axis = wrap_dim(axis, data.dim())
     _, index = _segments(data, lengths, offsets, axis)
@@ -256,7 +258,7 @@ def _segment_batch(
     axis: int = 0,
     **others: Any,
 ) -> torch.Tensor:
-    """The sample axis is one more axis in front of that of the segments."""
+    """The batching rule: the sample axis is one more axis in front of the axis of segments."""
     axis = wrap_dim(axis, data.dim()) + 1
     given = {
         name: batch.physical(x) for name, x in (("lengths", lengths), ("offsets", offsets)) if x is not None
@@ -268,8 +270,8 @@ define(aten.segment_reduce.default, vjp={0: _segment_back}, instead=_segment_ins
 
 
 def _refuse_segments(data: torch.Tensor, axis: int, given: torch.Tensor | None, named: str) -> None:
-    """Raise for shapes that PyTorch's kernel refuses or reads beyond, as the kernel can't run without
-    values.
+    """Raise RuntimeError for wrong shapes. PyTorch's kernel, which checks only some of them, can't run on
+    tensors without values.
     """
     if given is None:
         raise RuntimeError("segment_reduce(): Either lengths or offsets must be defined.")
@@ -284,7 +286,7 @@ def _refuse_segments(data: torch.Tensor, axis: int, given: torch.Tensor | None, 
         )
 
 
-# -- places of the flattened tensor --------------------------------------------------------------------------
+# -- indices of the flattened tensor -------------------------------------------------------------------------
 
 
 @replace(aten.take.default)
@@ -303,10 +305,10 @@ def _put(
 
 @replace(aten.masked_scatter.default)
 def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """The n-th place of the mask gets the n-th element of the source, by a cumulative sum."""
+    """masked_scatter by a cumulative sum: true element k of the mask gets element k of the source."""
     x, mask = torch.broadcast_tensors(x, mask)
     number = mask.reshape(-1).cumsum(0) - 1
-    # enough for a mask that is false everywhere; any other finds no element, as in PyTorch
+    # an empty source is valid for a mask without true elements; others raise an error, as in PyTorch
     if not source.numel():
         source, number = source.new_zeros(1), number + 1
     values = aten.index.Tensor(source.reshape(-1), [torch.where(mask, number.reshape(x.shape), 0)])
@@ -314,7 +316,7 @@ def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -
 
 
 def _limits(values: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, 1]: the range of each sample's histogram: its own extent if none is given."""
+    """[n, 1] twice: the range of each sample's histogram; the range of its values if none is given."""
     if low == high == 0 and values.shape[1]:
         start, end = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
     else:
@@ -339,8 +341,8 @@ constant(aten.histc.default, batch=_histc_batch)
 def _between_edges(
     batch: Any, x: torch.Tensor, edges: torch.Tensor, weight: Any, density: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The histogram of each sample, given its edges [n, bins + 1]; each bin ends before its upper edge, the
-    last one with it.
+    """The histogram of each sample, given its edges [n, bins + 1]. A bin does not contain its upper edge,
+    except for the last one.
     """
     values, bins = batch.physical(x).reshape(batch.size, -1), edges.shape[1] - 1
     place = torch.searchsorted(edges.contiguous(), values.contiguous(), right=True) - 1

@@ -15,12 +15,12 @@ from psgrad.errors import UnsupportedOperatorError
 
 
 def no_derivative(operator: str, argument: str) -> Maker:
-    """The VJP in an argument without a known formula: an error that says so, never a zero."""
+    """The VJP in an argument without a known formula: it raises an error and never returns zero."""
 
     def maker(out: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedOperatorError(
             f"the derivative of {operator} in its argument {argument!r} is not known{diagnostics.where()}",
-            expected=f"a value of {argument!r} that no gradient is taken of",
+            expected=f"no gradient in {argument!r}",
             cause="PyTorch has no formula for it either",
             next_step=f"call .detach() on {argument!r}, or write the computation with other operators",
         )
@@ -108,7 +108,7 @@ def _mantissa_back(out: Any, x: torch.Tensor) -> Any:
 
 define(aten.frexp.Tensor, vjp={0: _mantissa_back}, batch=elementwise_batch)
 
-# -- Bessel functions and polynomials, which PyTorch takes for constants -------------------------------------
+# -- Bessel functions and polynomials, which have no derivative in PyTorch -----------------------------------
 
 elementwise(aten.special_bessel_j0.default, x0=lambda out, x: lambda g: -g * aten.special_bessel_j1(x))
 elementwise(
@@ -153,7 +153,7 @@ elementwise(
 )
 elementwise(aten.special_airy_ai.default, x0=no_derivative("aten::special_airy_ai", "x"))
 
-# Where the derivative is a polynomial of a family that PyTorch has: factor, and the family.
+# For polynomials whose derivative is a polynomial of another family in PyTorch: the factor and the family.
 _DERIVATIVES = {
     "chebyshev_polynomial_t": (1, "chebyshev_polynomial_u"),
     "shifted_chebyshev_polynomial_t": (2, "shifted_chebyshev_polynomial_u"),

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.interpreter import Tracer, refuse_new_data
 from psgrad.engine.transforms.rules.families import aten, cast
 from psgrad.engine.transforms.rules.registry import Op, define, replace
+from psgrad.engine.transforms.tracer import Tracer, refuse_new_data
 from psgrad.errors import TransformError
 
 
@@ -33,18 +33,18 @@ def _lookup(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset:
             f"storage_offset={offset} on a view",
             "the offset counts from the beginning of the memory that the view looks into",
         )
-    own, wanted = (
+    own, requested = (
         _positions(x.shape, x.stride(), x.device).reshape(-1),
         _positions(size, stride, x.device) + (offset or 0),
     )
-    if not wanted.numel():
-        return wanted
+    if not requested.numel():
+        return requested
     table = torch.full(
-        (max(int(own.max()) if own.numel() else 0, int(wanted.max())) + 1,), -1, device=x.device
+        (max(int(own.max()) if own.numel() else 0, int(requested.max())) + 1,), -1, device=x.device
     )
     table[own] = torch.arange(len(own), device=x.device)
-    elements = table[wanted.clamp(min=0)]
-    if bool((elements < 0).any()) or bool((wanted < 0).any()):
+    elements = table[requested.clamp(min=0)]
+    if bool((elements < 0).any()) or bool((requested < 0).any()):
         _refuse(
             f"size {tuple(size)} and strides {tuple(stride)} on shape {tuple(x.shape)}",
             "it reaches memory that is not the tensor's own",

@@ -1,5 +1,5 @@
-"""Views and other rearrangements: the VJP of each is the rearrangement back, its batching moves axes behind
-the sample axis.
+"""Views and other rearrangements of elements. The VJP is the inverse rearrangement; batching moves axes
+behind the sample axis.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _back_to_shape(
 
 def _view_batch(batch: Any, op: Op, x: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     physical = batch.physical(x)
-    if -1 in size:  # resolved for one sample: with no sample at all it would be ambiguous
+    if -1 in size:  # resolved for one sample, because it would be ambiguous for an empty batch
         product = 1
         for s in size:
             product *= s if s != -1 else 1
@@ -43,10 +43,10 @@ def _along_shape(out: torch.Tensor, *args: Any) -> Callable[[torch.Tensor], torc
 
 
 define(aten.view.default, vjp={0: _back_to_shape}, jvp={0: _along_shape}, batch=_view_batch)
-# With derivatives it is decomposed, which decides whether it is a view; with the sample axis in front it is a
-# view in the same cases.
+# With derivatives it is decomposed to decide whether it is a view. With the sample axis in front it is a view
+# in the same cases.
 define(aten.reshape.default, batch=_view_batch)
-# For a value without other users: its memory layout after batching may have no such view.
+# This view has no other users. After batching the memory layout may not allow it, so it is a reshape.
 define(
     aten._unsafe_view.default,
     vjp={0: _back_to_shape},
@@ -221,7 +221,7 @@ define(
 
 
 def _shape_of(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A maker that needs the argument's shape, and must not keep its value."""
+    """A maker of a VJP that needs the argument's shape, and must not hold its value."""
     return lambda out, x, *args, **kwargs: make(x.shape, *args, **kwargs)
 
 
@@ -331,7 +331,7 @@ def _scatter_batch(
 
 
 def _scattered_back(view: Op) -> Callable[..., Any]:
-    """The cotangent of a value that is written into a view, which may have another dtype than the tensor."""
+    """The VJP in a value that is written into a view. The value may have another dtype than the tensor."""
 
     def made(
         out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, *where: Any

@@ -14,7 +14,7 @@ from psgrad.engine.transforms.calls import (
     Cotangents,
     Flat,
     Mapped,
-    Recorded,
+    RecordedCall,
     dispatch_call,
     entered_again,
     kind_of,
@@ -39,23 +39,23 @@ def wrong_cotangent(name: str, g: Any, position: int, shape: torch.Size) -> Tran
         f" {tuple(shape)}",
         expected="a cotangent shaped like the argument, or None for zero",
         cause=(
-            "an argument that was broadcast: its cotangent is summed over the axes along which it was"
+            "if the argument was broadcast, its cotangent must be summed over the axes along which it was"
             " repeated"
         ),
     )
 
 
-class Ruled(Call):
-    """A call whose derivative is given by the user, in reverse mode, in forward mode, or both: each is the
-    other's transpose.
+class UserRuleCall(Call):
+    """A call whose derivative is given by the user, in reverse mode, in forward mode, or both. A missing one
+    is computed as the transpose of the other.
 
     function: arguments -> results.
     prepare: (arguments, results or None, which arguments need cotangents) -> (results, context of `pull`,
         constant results).
     pull: (context, cotangents of the results) -> cotangents of the arguments.
     forward: (arguments, results or None, tangents) -> (results, tangents of the results).
-    value_first: whether `prepare` and `forward` are given the results, computed one level below by the call
-        itself; otherwise they compute them, as ordinary programs there.
+    value_first: whether the call itself computes the results, one level below, and passes them to `prepare`
+        and `forward`. Otherwise these two compute the results.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Ruled(Call):
                 return self._without_autograd(self.function(args))
 
     def _without_autograd(self, outs: Flat) -> Flat:
-        """Results whose backward pass in PyTorch's autograd raises an error: it would differentiate the
-        function as it is written, which may be wrong.
+        """Results whose backward pass in PyTorch's autograd raises an error. Autograd would differentiate the
+        operators of the function and ignore the user's rule.
         """
         message = (
-            f"{self.name} has a derivative of its own, which PyTorch's autograd does not know: differentiate"
+            f"{self.name} has a derivative of its own, which PyTorch's autograd does not use: differentiate"
             " with psgrad's grad or vjp"
         )
         places = [
@@ -107,7 +107,7 @@ class Ruled(Call):
         outs = dispatch_call(self._for_all_samples(mapped), [level.batch.raw(x) for x in args], below=level)
         return mapped.up(outs, mapped.outs)
 
-    def _for_all_samples(self, mapped: Mapped) -> Ruled:
+    def _for_all_samples(self, mapped: Mapped) -> UserRuleCall:
         def function(args: Flat) -> Flat:
             with entered_again(mapped.level):
                 results = self.function(mapped.up(args, mapped.args))
@@ -135,7 +135,7 @@ class Ruled(Call):
                 )
             return mapped.down(results, self.name), mapped.tangents_down(pushed)
 
-        return Ruled(
+        return UserRuleCall(
             self.name,
             function,
             prepare if self.prepare is not None else None,
@@ -144,17 +144,17 @@ class Ruled(Call):
             value_first=self.value_first,
         )
 
-    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> Recorded:
+    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> RecordedCall:
         with without_adoption(level), read_only(values):
             if self.pull is not None:
                 outs, context, constant = self._prepared(level, values, needed)
-                return Recorded(
+                return RecordedCall(
                     outs,
                     lambda cotangents: self._checked(self._pulled(context, cotangents), values),
                     constant=constant,
                 )
             outs, pull = self._transposed_forward(level, values, needed)
-            return Recorded(outs, pull)
+            return RecordedCall(outs, pull)
 
     def push(self, level: ForwardLevel, values: Flat, tangents: Flat) -> tuple[Flat, Flat]:
         with without_adoption(level), read_only(values):
@@ -174,8 +174,8 @@ class Ruled(Call):
     def _transposed_backward(
         self, backwards: Callable[[Flat], Flat], outs: Flat, tangents: Flat, level: ForwardLevel
     ) -> Flat:
-        """Forward mode from the backward rule. A rule that is not linear (it may clip) has no transpose; this
-        is checked at two points.
+        """The tangents of the results, by the transpose of the backward rule. A rule that is not linear (for
+        example one that clips) has no transpose; this is checked at two points.
         """
         pushed = transpose(backwards, outs, tangents, above=level)
         for elsewhere in (1e3, -1e3):
@@ -191,8 +191,8 @@ class Ruled(Call):
                     raise TransformError(
                         f"forward mode of {self.name}{diagnostics.where()}, whose backward is not linear in"
                         " the cotangents",
-                        expected="a linear backward, of which forward mode is the transpose",
-                        cause="the backward clips, rounds or compares the cotangents that it is given",
+                        expected="a linear backward, because forward mode is its transpose",
+                        cause="the backward clips, rounds or compares the cotangents",
                         next_step=(
                             "give the function a rule for forward mode as well, or differentiate it in"
                             " reverse mode only"
@@ -221,8 +221,8 @@ class Ruled(Call):
             return self.pull(context, cotangents)
 
     def _checked(self, cotangents: Cotangents, values: Flat) -> Cotangents:
-        """The cotangents that the user's rule gave, in the arguments' dtypes; an error if a shape is
-        wrong.
+        """The cotangents from the user's rule, in the arguments' dtypes. Raises TransformError for a wrong
+        shape.
         """
         checked: Cotangents = []
         for position, (g, x) in enumerate(zip(cotangents, values, strict=True)):
@@ -238,8 +238,8 @@ class Ruled(Call):
     def _transposed_forward(
         self, level: GradLevel, values: Flat, needed: list[int]
     ) -> tuple[Flat, Callable[[Cotangents], Cotangents]]:
-        """Reverse mode from the forward rule: its tangents are recorded as a linear function, which is
-        transposed.
+        """The results and the backward function, from the forward rule: its tangents are recorded as a linear
+        function, which is transposed.
         """
         if self.forward is None:
             raise self.without_rule()
