@@ -1,0 +1,117 @@
+"""Which rows each of several processes computes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+
+from psgrad.engine.execution import process_group
+from psgrad.engine.execution.process_group import RankGroup
+from psgrad.engine.execution.ranks import MergingParts, RowPart, gaps, guided_ranges
+from psgrad.errors import DataError, DistributedError
+
+COUNTS, CHUNKS, SIZES = st.integers(0, 3000), st.integers(1, 70), st.integers(1, 70)
+
+
+def rows_of(ranges: list[range]) -> list[int]:
+    return [row for rows in ranges for row in rows]
+
+
+@given(count=COUNTS, chunk=CHUNKS, size=SIZES)
+def test_guided_ranges_have_each_row_once_in_whole_chunks(count: int, chunk: int, size: int) -> None:
+    found = guided_ranges([range(count)] if count else [], chunk, size)
+    assert rows_of(found) == list(range(count))
+    assert all(rows.start % chunk == 0 for rows in found)
+    assert all(len(rows) > 0 for rows in found)
+
+
+def test_guided_ranges_become_smaller() -> None:
+    """The first range is a quarter of all rows for two processes, the last is a chunk."""
+    sizes = [len(rows) for rows in guided_ranges([range(6400)], 32, 2)]
+    assert sizes[0] == 1600
+    assert sizes[-1] == 32
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(count=COUNTS, chunk=CHUNKS, parts=SIZES)
+def test_row_parts_have_each_row_once_in_whole_chunks(count: int, chunk: int, parts: int) -> None:
+    found = [RowPart.of(number, parts, count, chunk).rows for number in range(1, parts + 1)]
+    assert rows_of(found) == list(range(count))
+    assert all(rows.start % chunk == 0 for rows in found if rows)
+
+
+@given(done=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=8))
+def test_gaps_are_the_rows_in_no_range(done: list[tuple[int, int]]) -> None:
+    ranges = [range(start, start + length) for start, length in done]
+    finished = set(rows_of(ranges))
+    assert rows_of(gaps(60, ranges)) == [row for row in range(60) if row not in finished]
+
+
+def test_merging_process_names_missing_rows() -> None:
+    with pytest.raises(DataError, match="12 rows of the pass samples are missing: 0 to 9, 30 to 31"):
+        list(MergingParts(3).ranges("samples", [range(10), range(30, 32)]))
+    assert list(MergingParts(3).ranges("samples", [])) == []
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Three ranks in one process, which share a store; without collectives."""
+    monkeypatch.setattr(process_group, "_BEAT", 0.02)
+    store = HashStore()
+    found = [RankGroup(store, rank, 3) for rank in range(3)]
+    yield found
+    for group in found:
+        group._stopped.set()
+
+
+def test_ranks_take_each_range_once(groups: list[RankGroup]) -> None:
+    """The ranges whose gradients a rank has in memory come first for it."""
+    every = [range(10 * i, 10 * i + 10) for i in range(30)]
+    taken: list[list[range]] = [[], [], []]
+
+    def work(rank: int) -> None:
+        for rows in groups[rank].ranges("samples", every, first=[100 * rank + 55]):
+            taken[rank].append(rows)
+            time.sleep(0.001 * (1 + 4 * rank))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted((rows for part in taken for rows in part), key=lambda rows: rows.start) == every
+    assert [part[0].start for part in taken] == [50, 150, 250]
+    assert len(taken[0]) > len(taken[2])  # the slow rank takes fewer
+
+
+def test_rank_that_waits_gets_the_error_of_another(groups: list[RankGroup]) -> None:
+    assert groups[2].fail("row 7 is broken")
+    assert not groups[1].fail("another error")
+    with pytest.raises(DistributedError, match="rank 2 failed: row 7 is broken"):
+        groups[0].meet("samples")
+
+
+def test_rank_that_waits_names_one_without_sign_of_life(
+    groups: list[RankGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "_SILENCE", 0.3)
+    groups[1]._stopped.set()
+    with pytest.raises(DistributedError, match="rank 1 has given no sign of life"):
+        groups[0].meet("samples")
+
+
+def test_ranks_agree_on_the_numbers_of_the_first(groups: list[RankGroup]) -> None:
+    waiting = [threading.Thread(target=lambda: found.append(groups[2].agreed("sizes", lambda: [1])))]
+    found: list[list[int]] = []
+    waiting[0].start()
+    time.sleep(0.05)
+    assert found == []
+    assert groups[0].agreed("sizes", lambda: [64, 3]) == [64, 3]
+    waiting[0].join()
+    assert found == [[64, 3]]

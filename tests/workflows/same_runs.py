@@ -1,0 +1,43 @@
+"""Whether two runs found the same."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+# Sums over all samples are added in another order.
+CLOSE = 1e-12
+
+
+def assert_same_runs(one: Path, other: Path) -> None:
+    """The columns of both runs are the same bits; numbers over all samples differ by rounding in float64."""
+    columns, others = (pd.read_parquet(run / "samples.parquet") for run in (one, other))
+    pd.testing.assert_frame_equal(columns, others, check_exact=True)
+    _assert_close(*(json.loads((run / "measures.json").read_text()) for run in (one, other)))
+    tables = [one / "parameters.parquet", *sorted((one / "measures").glob("*.parquet"))]
+    for table in tables:
+        pd.testing.assert_frame_equal(
+            pd.read_parquet(table), pd.read_parquet(other / table.relative_to(one)), rtol=CLOSE, atol=CLOSE
+        )
+    verdicts = [run / "findings.jsonl" for run in (one, other)]
+    assert verdicts[0].read_bytes() == verdicts[1].read_bytes()
+
+
+def _assert_close(one: Any, other: Any) -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            _assert_close(one[key], other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            _assert_close(left, right)
+    elif isinstance(one, float) and not math.isnan(one):
+        np.testing.assert_allclose(other, one, rtol=CLOSE, atol=CLOSE)
+    else:
+        assert one == other
