@@ -1,0 +1,196 @@
+"""`psgrad analyze --processes N` in real processes, against the same run in one."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.workflows.same_runs import assert_same_runs
+from tests.workplace import Workplace
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MEASURES = ["noise_scale", "signal_to_noise", "relative_norm", "cosine_to_class_mean", "loo_mean_change"]
+SLOW_MEASURES = ["hessian_trace", "gradient_x_input", "ntk", "neighbour_distance", "el2n", "margin"]
+# A pass of its own that takes a second for a row, long enough to be killed in.
+SLOW = """
+from dataclasses import dataclass
+import os, time
+import torch
+from psgrad.engine.execution.streaming import Columns
+from psgrad.engine.measures.measure import Measure, OwnPass
+
+@dataclass
+class Slow(Measure):
+    name = "slow"
+
+    def passes(self):
+        def run(rows, size):
+            for row in rows:
+                time.sleep(float(os.environ.get("SECONDS_A_ROW", 0)))
+                yield Columns(row, row + 1, {"slow": torch.tensor([2.0 * row])})
+
+        return [OwnPass("slow", run)]
+"""
+
+
+def command(place: Workplace, *options: str) -> list[str]:
+    (place.folder / "config.yaml").write_text(yaml.safe_dump(place.config))
+    return [sys.executable, "-m", "psgrad", "analyze", "config.yaml", "--no-report", *options]
+
+
+def run(place: Workplace, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(place, *options), capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.fixture
+def place(workplace: Workplace) -> Workplace:
+    workplace.config["engine"] = {"chunk_size": 4}
+    return workplace
+
+
+@pytest.mark.timeout(120)
+def test_two_processes_equal_one(place: Workplace) -> None:
+    place.config["analyze"] = {"measures": [*MEASURES, {"name": "covariance_spectrum", "exact_up_to": 0}]}
+    outcome = run(place, "--processes", "2", "--output", "two")
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.count("two\n") == 1  # one process alone prints
+    assert (place.folder / "two/logs/rank-1.log").exists()
+    place.succeeded("--no-report")
+    assert_same_runs(place.folder / "out", place.folder / "two")
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_processes_equal_one_for_slow_measures(place: Workplace, count: int) -> None:
+    place.config["analyze"] = {"measures": [*MEASURES, *SLOW_MEASURES]}
+    outcome = run(place, "--processes", str(count), "--output", "several")
+    assert outcome.returncode == 0, outcome.stderr
+    place.succeeded("--no-report")
+    assert_same_runs(place.folder / "out", place.folder / "several")
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["digits", "digits-checkpoints", "digits-gate", "text"])
+def test_configs_by_two_processes_equal_one(name: str, tmp_path: Path) -> None:
+    options = ["--no-report", "--limit", "300", "--set", "engine.chunk_size=32"]
+    begin = [sys.executable, "-m", "psgrad", "analyze", str(CONFIGS / f"{name}.yaml"), *options]
+    for count in (1, 2):
+        ended = subprocess.run(
+            [*begin, "--processes", str(count), "--output", str(tmp_path / str(count))],
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+    assert_same_runs(tmp_path / "1", tmp_path / "2")
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(200)
+def test_gate_exit_code_of_several_processes(place: Workplace) -> None:
+    place.config["gate"] = {"rules": [{"id": "loss", "where": "loss > 0.001", "max_count": 0}]}
+    alone = run(place, "--check", "--output", "one")
+    together = run(place, "--check", "--processes", "2", "--output", "two")
+    assert alone.returncode == together.returncode != 0, together.stderr
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(200)
+def test_config_error_of_several_processes_is_printed_once(place: Workplace) -> None:
+    place.config["data"]["target"] = "nothing"
+    outcome = run(place, "--processes", "2")
+    assert outcome.returncode == 2
+    assert outcome.stderr.count("error:") == 1, outcome.stderr
+    assert "Traceback" not in outcome.stderr
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(200)
+def test_error_of_one_process_ends_all(place: Workplace) -> None:
+    place.use_loss(
+        "import os, torch.nn.functional as F\n\n\n"
+        "def loss(output, target):\n"
+        "    if os.environ.get('RANK') == '1' and output.shape[0] == 0:\n        pass\n"
+        "    return F.cross_entropy(output, target)\n"
+    )
+    (place.folder / "own.py").write_text(
+        SLOW.replace("time.sleep", "assert os.environ['RANK'] == '0', 'rank 1 fails'; time.sleep")
+    )
+    place.config["analyze"] = {"measures": ["own.py:Slow"]}
+    outcome = run(place, "--processes", "2")
+    assert outcome.returncode == 3
+    assert outcome.stderr.count("rank 1 fails") == 1, outcome.stderr
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_process_ends_the_run_and_resume_goes_on(
+    place: Workplace, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place.folder / "own.py").write_text(SLOW)
+    place.config["analyze"] = {"measures": [*MEASURES, "own.py:Slow"]}
+    monkeypatch.setenv("SECONDS_A_ROW", "1")
+    random_source = random.Random(seed)
+    launcher = subprocess.Popen(
+        command(place, "--processes", "2", "--output", "two"), stderr=subprocess.PIPE, text=True
+    )
+    ranks = wait_for_ranks(launcher, place.folder / "two/parts/slow")
+    time.sleep(random_source.random() * 3)
+    victim = random_source.choice(ranks)
+    os.kill(victim, signal.SIGKILL)
+    began = time.monotonic()
+    _, words = launcher.communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    assert launcher.returncode == 3
+    assert "was ended by SIGKILL" in words
+    assert not any(alive(rank) for rank in ranks)
+    monkeypatch.setenv("SECONDS_A_ROW", "0")
+    outcome = run(place, "--processes", "2", "--output", "two", "--resume")
+    assert outcome.returncode == 0, outcome.stderr
+    place.succeeded("--no-report")
+    assert_same_runs(place.folder / "out", place.folder / "two")
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(200)
+def test_sigterm_to_the_launcher_ends_the_run_with_143(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place.folder / "own.py").write_text(SLOW)
+    place.config["analyze"] = {"measures": ["own.py:Slow"]}
+    monkeypatch.setenv("SECONDS_A_ROW", "1")
+    launcher = subprocess.Popen(command(place, "--processes", "2", "--output", "two"))
+    ranks = wait_for_ranks(launcher, place.folder / "two/parts/samples")
+    launcher.terminate()
+    assert launcher.wait(timeout=40) == 143
+    assert not any(alive(rank) for rank in ranks)
+
+
+def wait_for_ranks(launcher: subprocess.Popen[str], reached: Path) -> list[int]:
+    """The process ids of the ranks, once the run has reached this pass's folder, or the pass before it."""
+    end = time.monotonic() + 90
+    while time.monotonic() < end and launcher.poll() is None:
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        if len(children) >= 2 and (reached.exists() or (reached.parent / "samples").exists()):
+            return [int(child) for child in children]
+        time.sleep(0.1)
+    raise AssertionError("the ranks did not begin")
+
+
+def alive(process: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
