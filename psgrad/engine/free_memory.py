@@ -26,11 +26,14 @@ def free_memory(device: torch.device) -> int:
 
 def free_host_memory(root: Path = Path("/")) -> int:
     """Bytes that this process can take now: the least that the machine, its control groups and its own limits
-    leave.
+    leave. Of what processes share each one of a machine has the same part (LOCAL_WORLD_SIZE, as torchrun sets
+    it).
 
     root: where /proc and /sys lie.
     """
-    left = [*_of_the_machine(root), *_of_control_groups(root), *_of_this_process(root)]
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    shared = [left // processes for left in (*_of_the_machine(root), *_of_control_groups(root))]
+    left = [*shared, *_of_this_process(root)]
     return max(0, min(left)) if left else _UNKNOWN
 
 

@@ -181,6 +181,7 @@ class EngineFacts:
     device: str | None = None
     dtype: str | None = None
     threads: int | None = None
+    processes: int | None = field(default=None, metadata=OPTIONAL)
     chunk_size: int | None = field(default=None, metadata=OPTIONAL)
     out_of_memory_retries: int | None = field(default=None, metadata=OPTIONAL)
     chunks_replayed: int | None = field(default=None, metadata=OPTIONAL)

@@ -18,7 +18,7 @@ from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
 from psgrad.engine.measures.norms import GradientNorms
-from psgrad.errors import ConfigError
+from psgrad.errors import ConfigError, DistributedError
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.shown import input_of, vocabulary_of
 from psgrad.inputs.sources.files import Stamp, require_unchanged
@@ -175,6 +175,12 @@ def analyze(
     if not processes.leads:
         hash_of_run = processes.agreed("identity", list)  # the first rank has made the folder by then
         folder = RunFolder(config.output)
+        if not folder.manifest():
+            raise DistributedError(
+                f"rank {processes.rank} does not see the run folder {config.output} that rank 0 has made",
+                expected="an output folder on storage that all machines share",
+                next_step="choose such an --output; or run --part K/N on each machine, and collect the parts",
+            )
         start.measure(folder, progress, processes, bytes(hash_of_run).hex())
         start.judging.reference(folder, progress, processes, bytes(hash_of_run).hex())
         return None
@@ -216,7 +222,7 @@ def analyze(
         words = vocabulary_of(run.samples, results.values()) if shows else {}
         facts = record.add(
             outliers=judged.facts,
-            engine=engine_facts(record.manifest.engine, stream, norms),
+            engine=engine_facts(record.manifest.engine, stream, norms, processes.parts or processes.size),
             counts=counts_of(frame, start.in_dataset),
             timings=clock.seconds,
         )
@@ -246,10 +252,11 @@ def judged_before(config: Config, folder: RunFolder, gate: GateFiles) -> Analyze
     return replace(found, check=check_samples(found.samples, found.manifest, folder, gate))
 
 
-def engine_facts(before: EngineFacts, stream: Stream, norms: GradientNorms) -> EngineFacts:
-    """What manifest.json says of the engine after the passes."""
+def engine_facts(before: EngineFacts, stream: Stream, norms: GradientNorms, processes: int) -> EngineFacts:
+    """What manifest.json says of the engine after the passes. processes: that shared the rows, or parts."""
     return replace(
         before,
+        processes=processes if processes > 1 else None,
         chunk_size=stream.chunk_size,
         out_of_memory_retries=stream.retries,
         **stream.replayed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -333,9 +334,13 @@ def _check_padding(parts: Loaded, objective: Objective) -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a config; 'auto' is a GPU where there is one."""
+    """The device of a config; 'auto' is a GPU if there is one. One of several processes on a machine takes
+    the GPU of its own number (LOCAL_RANK, as torchrun sets it).
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{int(os.environ['LOCAL_RANK']) % max(1, torch.cuda.device_count())}"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
