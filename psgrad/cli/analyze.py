@@ -128,7 +128,7 @@ def analyze(
             )
         if result is None:  # on all ranks but the first
             return
-        show_result(result, check, as_json, quiet, verbose)
+        show_result(result, resolved.analyze.top, check, as_json, quiet, verbose)
 
 
 def _measure_part(config: Config, part: str, limit: float | None, sample: bool, style: ProgressStyle) -> None:
@@ -143,9 +143,10 @@ def _measure_part(config: Config, part: str, limit: float | None, sample: bool, 
     typer.echo(str(folder))
 
 
-def show_result(result: AnalyzeResult, check: bool, as_json: bool, quiet: bool, verbose: bool) -> None:
-    """Print a finished run. Leaves with the gate's exit code if `check`."""
-    top = int((result.manifest.get("config") or {}).get("analyze", {}).get("top", 0))
+def show_result(
+    result: AnalyzeResult, top: int, check: bool, as_json: bool, quiet: bool, verbose: bool
+) -> None:
+    """Print a finished run, `top` rows of its table. Leaves with the gate's exit code if `check`."""
     _say(result, quiet, verbose)
     if as_json:
         from psgrad.reports.analyze_terminal import run_record

@@ -39,4 +39,4 @@ def merge(
 
         with progress_display(ProgressStyle.none if quiet else shown) as progress:
             result = run_merge(output, report=report, progress=progress)
-        show_result(result, check, as_json, quiet, verbose)
+        show_result(result, result.manifest["config"]["analyze"]["top"], check, as_json, quiet, verbose)

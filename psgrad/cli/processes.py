@@ -5,7 +5,6 @@ They have RANK and WORLD_SIZE in the environment.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ import typer
 
 from psgrad.cli.boundary import Terminated
 from psgrad.cli.progress import PlainDisplay, ProgressDisplay, ProgressStyle, progress_display
-from psgrad.errors import EXIT_INTERRUPTED, EXIT_RUNTIME, EXIT_TERMINATED, DistributedError, PsgradError
+from psgrad.errors import EXIT_INTERRUPTED, EXIT_RUNTIME, EXIT_TERMINATED, PsgradError
 
 if TYPE_CHECKING:
     from psgrad.engine.execution.ranks import Processes
@@ -43,40 +42,18 @@ def in_a_group() -> bool:
 def start(count: int) -> None:
     """Run this process's command in `count` processes, and leave with the exit code of the first that failed.
     Returns if the command is to run here: for one process, and in a process that was started so.
+
+    Raises DistributedError where a process was killed, and Terminated or KeyboardInterrupt after a signal.
     """
     if count == 1 or in_a_group():
         return
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from psgrad.engine.execution.launcher import Signalled, launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # each rank says what failed
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        run_id="psgrad",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
     try:
-        elastic_launch(config, sys.executable)("-m", "psgrad", *_without_option(sys.argv[1:]))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode >= 0:  # an error, which the rank has printed, or a verdict
-            raise typer.Exit(failure.exitcode) from None
-        raise DistributedError(
-            f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}",
-            cause="too little memory for so many processes, or somebody ended it",
-            next_step="run the same command with --resume: finished samples are kept; try fewer --processes",
-        ) from None
-    except SignalException as ended:
-        raise (Terminated if ended.sigval == signal.SIGTERM else KeyboardInterrupt) from None
-    raise typer.Exit
+        exit_code = launch(count, ["-m", "psgrad", *_without_option(sys.argv[1:])])
+    except Signalled as ended:
+        raise (Terminated if ended.number == signal.SIGTERM else KeyboardInterrupt) from None
+    raise typer.Exit(exit_code)
 
 
 def _without_option(arguments: list[str]) -> list[str]:

@@ -14,7 +14,6 @@ import torch
 
 from psgrad.config import Config
 from psgrad.engine.execution.ranks import OneProcess, Processes
-from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
 from psgrad.engine.measures.norms import GradientNorms
@@ -87,9 +86,12 @@ class Prepared:
         in_parts = {"number of parts": parts} if parts is not None else {}
         return identity(self.run, len(self.setting)) | self.judging.identity() | drawn | in_parts
 
-    def manifest(self, check: SelfCheck | None, now: dict[str, Any]) -> RunManifest:
-        """manifest.json at the beginning. now: the run's identity."""
-        config = self.run.config
+    def manifest(self, now: dict[str, Any]) -> RunManifest:
+        """manifest.json at the beginning, with the self-check, which runs now. now: the run's identity.
+
+        Raises SelfCheckError.
+        """
+        config, check = self.run.config, self.run.self_check(self.stream)
         seed = config.analyze.seed if self.sample else None
         about = describe_run("analyze", self.run, check, measure_specs(config))
         return replace(about, identity=now, limit=self.limit, sampled_by=seed)
@@ -190,9 +192,9 @@ def analyze(
         reopened.drop_shards()  # if it was killed just before
         return judged_before(config, reopened, gate)
     with clock("self-check"):
-        check = run.self_check(stream)
+        manifest = start.manifest(now)
     folder = reopened or new_folder(config.output, run, overwrite or resume)
-    with recorded(folder, start.manifest(check, now), clock) as record:
+    with recorded(folder, manifest, clock) as record:
         with clock("gradients"):
             hash_of_run = processes.agreed("identity", lambda: list(bytes.fromhex(digest(now))))
             measured = start.measure(folder, progress, processes, bytes(hash_of_run).hex())

@@ -19,7 +19,9 @@ PASSES = ["hessian_trace", "gradient_x_input"]
 @pytest.fixture
 def place(workplace: Workplace) -> Workplace:
     workplace.config["engine"] = {"chunk_size": CHUNK}
-    workplace.config["analyze"] = {"measures": [{"name": "covariance_spectrum", "exact_up_to": 0}, "relative_norm"]}
+    workplace.config["analyze"] = {
+        "measures": [{"name": "covariance_spectrum", "exact_up_to": 0}, "relative_norm"]
+    }
     return workplace
 
 
@@ -88,9 +90,7 @@ def test_part_run_twice_counts_once(place: Workplace) -> None:
 
 def test_parts_of_another_number_of_parts_refused(place: Workplace) -> None:
     part(place, 1, 2)
-    place.refused(
-        2, "number of parts: was 2, is 3", options=("--part", "2/3", "--output", "parts")
-    )
+    place.refused(2, "number of parts: was 2, is 3", options=("--part", "2/3", "--output", "parts"))
 
 
 def test_part_of_another_model_refused(place: Workplace) -> None:

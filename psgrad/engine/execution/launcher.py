@@ -1,0 +1,63 @@
+"""Starts the ranks of one run on this machine, by the elastic agent of torch.distributed.
+
+Source: https://docs.pytorch.org/docs/stable/elastic/run.html
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from psgrad.errors import EXIT_OK, DistributedError
+
+
+class Signalled(Exception):
+    """SIGTERM or SIGINT arrived here; the ranks have ended."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def launch(count: int, arguments: Sequence[str]) -> int:
+    """The exit code of `count` processes of this Python with these arguments: that of the first that failed.
+
+    Raises DistributedError for a rank that a signal ended, and Signalled.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # each rank says what failed
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // count)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="psgrad",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:  # an error, which the rank has printed, or a verdict
+            return int(failure.exitcode)
+        raise DistributedError(
+            f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}",
+            cause="too little memory for so many processes, or somebody ended it",
+            next_step="run the same command with --resume: finished samples are kept; try fewer --processes",
+        ) from None
+    except SignalException as ended:
+        raise Signalled(ended.sigval) from None
+    return EXIT_OK
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
