@@ -241,8 +241,9 @@ class RunManifest:
     """manifest.json.
 
     config: as resolved. config_folder: what its paths are relative to. versions: name -> version. hashes: see
-    psgrad.workflows.identity. identity: all that the rows of `psgrad analyze` depend on. limit: of --limit,
-    None for the whole dataset. sampled_by: the seed by which its rows were drawn; None for the first ones.
+    psgrad.workflows.identity. identity: all that the rows of `psgrad analyze` depend on. run: the hash of
+    the identity that the run began with, which its shards have too. limit: of --limit, None for the whole
+    dataset. sampled_by: the seed by which its rows were drawn; None for the first ones.
     timings: phase -> seconds. state: running, finished, failed or interrupted.
     """
 
@@ -261,6 +262,7 @@ class RunManifest:
     self_check: SelfCheckFacts = SelfCheckFacts()
     contains_private_statistics: bool = True
     identity: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
+    run: str | None = field(default=None, metadata=OPTIONAL)
     limit: int | float | None = field(default=None, metadata=_LIMIT)
     sampled_by: int | None = field(default=None, metadata=OPTIONAL)
     outliers: OutlierFacts | None = field(default=None, metadata=OPTIONAL)

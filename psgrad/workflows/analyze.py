@@ -57,6 +57,7 @@ from psgrad.workflows.setup import Setup, set_up
 
 _PICTURES = 40
 _TOLD = 10  # rows that can not be read
+_RUN = "run"  # what processes agree on: the hash by which the run's shards are known
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Prepared:
         config, check = self.run.config, self.run.self_check(self.stream)
         seed = config.analyze.seed if self.sample else None
         about = describe_run("analyze", self.run, check, measure_specs(config))
-        return replace(about, identity=now, limit=self.limit, sampled_by=seed)
+        return replace(about, identity=now, run=digest(now), limit=self.limit, sampled_by=seed)
 
     def measure(self, folder: RunFolder, progress: Say, processes: Processes, run: str) -> Measured | None:
         """What was measured; None for a process that does not lead. run: the hash of the run's identity."""
@@ -175,7 +176,9 @@ def analyze(
         start = prepared(config, limit, sample, progress, read_all=processes.leads)
     run, every, stream = start.run, start.every, start.stream
     if not processes.leads:
-        hash_of_run = processes.agreed("identity", list)  # the first rank has made the folder by then
+        begun_as = bytes(processes.agreed(_RUN, list)).hex()  # the first rank has made the folder by then
+        if not begun_as:  # the run in the folder is finished
+            return None
         folder = RunFolder(config.output)
         if not folder.manifest():
             raise DistributedError(
@@ -183,24 +186,26 @@ def analyze(
                 expected="an output folder on storage that all machines share",
                 next_step="choose such an --output; or run --part K/N on each machine, and collect the parts",
             )
-        start.measure(folder, progress, processes, bytes(hash_of_run).hex())
-        start.judging.reference(folder, progress, processes, bytes(hash_of_run).hex())
+        start.measure(folder, progress, processes, begun_as)
+        start.judging.reference(folder, progress, processes, begun_as)
         return None
     now = start.identity(processes.parts)
     reopened = reopen(config.output, now, run) if resume else None
     if reopened is not None and reopened.finished:
         reopened.drop_shards()  # if it was killed just before
+        processes.agreed(_RUN, list)
         return judged_before(config, reopened, gate)
     with clock("self-check"):
         manifest = start.manifest(now)
     folder = reopened or new_folder(config.output, run, overwrite or resume)
     with recorded(folder, manifest, clock) as record:
         with clock("gradients"):
-            hash_of_run = processes.agreed("identity", lambda: list(bytes.fromhex(digest(now))))
-            measured = start.measure(folder, progress, processes, bytes(hash_of_run).hex())
+            begun_as = str(record.manifest.run)
+            processes.agreed(_RUN, lambda: list(bytes.fromhex(begun_as)))
+            measured = start.measure(folder, progress, processes, begun_as)
             assert measured is not None, "the process that leads has what all have measured"
             trusted_by = OneProcess() if processes.parts is not None else processes
-            reference = start.judging.reference(folder, progress, trusted_by, bytes(hash_of_run).hex())
+            reference = start.judging.reference(folder, progress, trusted_by, begun_as)
             require_unchanged(start.stamps)
         with clock("tables"):
             judged = start.judging.judge(measured, reference)

@@ -18,7 +18,7 @@ from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.analyze import Prepared, analyze, new_folder, prepared
-from psgrad.workflows.identity import digest, reopen
+from psgrad.workflows.identity import reopen
 
 # A part that begins makes the folder within this time, and others wait for it.
 _SECONDS_TO_MAKE_FOLDER = 60.0
@@ -46,7 +46,7 @@ def measure_part(
     now = start.identity(count)
     folder = _shared_folder(config.output, start, now)
     progress(Progress(0, 0, "samples", f"rows {part.rows.start:,} to {part.rows.stop - 1:,} of {rows:,}"))
-    start.measure(folder, progress, part, digest(now))
+    start.measure(folder, progress, part, str(folder.manifest().get("run")))
     return folder.path
 
 

@@ -203,7 +203,14 @@ def recorded(folder: RunFolder, manifest: RunManifest, clock: Clock) -> Iterator
 
     `created` is when the run began, whichever process continues it, and `finished` when it came to its end.
     """
-    record = Record(replace(manifest, created=folder.manifest().get("created") or manifest.created))
+    before = folder.manifest()
+    record = Record(
+        replace(
+            manifest,
+            created=before.get("created") or manifest.created,
+            run=before.get("run") or manifest.run,
+        )
+    )
     folder.write_manifest(replace(record.manifest, state="running").content())
     try:
         yield record
