@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -32,11 +33,17 @@ class SamplesOf(Samples):
     def first_row(self, sample: int) -> int:
         return self._samples.first_row(sample)
 
+    def picture(self, row: int) -> Any:
+        return self._samples.picture(row)
+
     def input_names(self) -> list[str]:
         return self._samples.input_names()
 
     def pieces(self, ids: Sequence[int]) -> list[str] | None:
         return self._samples.pieces(ids)
+
+    def special_tokens(self) -> frozenset[int]:
+        return self._samples.special_tokens()
 
 
 class DrawnSamples(SamplesOf):

@@ -143,6 +143,10 @@ class Samples(ABC):
         """The text of each id; None where the dataset knows no text of ids."""
         return None
 
+    def special_tokens(self) -> frozenset[int]:
+        """The ids that a tokenizer puts around or between texts; empty without a tokenizer."""
+        return frozenset()
+
 
 def to_tensor(value: Array | Tensor, name: str) -> Tensor:
     """A copy in one of the three types that a block holds: bool, int64 and float32."""

@@ -14,6 +14,7 @@ from psgrad.inputs.rows import Samples
 from psgrad.results import MeasureResult, TopSample
 
 MAX_VALUES = 200  # of a row, and of ids in one of them
+_SIDE = 192  # pixels of an image as it is in the dataset
 
 
 def input_of(samples: Samples, row: int) -> TopSample:
@@ -24,7 +25,19 @@ def input_of(samples: Samples, row: int) -> TopSample:
     inputs = samples.read(row, row + 1).inputs if text is None else ()
     image = as_image(inputs[samples.loss_columns :]) if inputs else None
     values = values_of(inputs, samples.input_names()) if image is None else ()
-    return TopSample(samples.ids[row], image, text, values)
+    return TopSample(
+        samples.ids[row], image, text, values, None if image is None else _original(samples, row)
+    )
+
+
+def _original(samples: Samples, row: int) -> np.ndarray[Any, Any] | None:
+    """A row's image as it is in the dataset, made small; None where the dataset has none."""
+    picture = samples.picture(row)
+    if picture is None:
+        return None
+    picture = picture.convert("RGB")
+    picture.thumbnail((_SIDE, _SIDE))
+    return np.asarray(picture)
 
 
 def _first_of_group(samples: Samples, group: int) -> TopSample:

@@ -32,7 +32,7 @@ from psgrad.reports.outliers import (
     rankings_parts,
     score_words,
 )
-from psgrad.reports.pictures import PICTURE_NOTE, excerpt, picture_uri
+from psgrad.reports.pictures import PICTURE_NOTE, excerpt, original_uri, picture_uri
 from psgrad.reports.sample_table import listed_samples, sample_table, values_table
 from psgrad.reports.sections import Bullets, Card, Cards, Fold, Page, Part, Section, Subtitle, Text, image
 from psgrad.reports.sections import render as render_page
@@ -199,7 +199,8 @@ def _input_card(sample: TopSample, row: dict[Any, Any], class_names: list[str] |
         words += Markup("label <b>{}</b>, model <b{}>{}</b><br>\n").format(truth, differs, guess)
     words += Markup('<span class="quiet">norm {}<br>loss {}</span>').format(norm, loss)
     alt = f"Input of sample {name}{known}, norm {norm}"
-    return Card(words, picture_uri(sample, PICTURE_SIDE), alt, excerpt(sample.text), int(row["index"]))
+    picture, original = picture_uri(sample, PICTURE_SIDE), original_uri(sample, PICTURE_SIDE)
+    return Card(words, picture, alt, excerpt(sample.text), int(row["index"]), original)
 
 
 def attribution(cards: Sequence[AttributionCard]) -> Iterator[Section]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
@@ -26,12 +27,13 @@ MAX_POSITIONS = 160
 @dataclass(frozen=True)
 class Span:
     """Neighbouring pieces of one shade. level: -6 to 6, 0 for nothing. counts: whether they have a loss of
-    their own; a prompt and padding have none.
+    their own; a prompt and padding have none. special: whether they are special tokens of a tokenizer.
     """
 
     text: str
     level: int
     counts: bool = True
+    special: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,22 @@ class Passage:
     @property
     def html(self) -> Markup:
         """The pieces, each on the background of its shade."""
-        shaded, plain = Markup('<span style="{}">{}</span>'), Markup("<span{}>{}</span>")
         return Markup().join(
-            shaded.format(style_of(span.level), span.text)
-            if span.level
-            else plain.format(Markup("" if span.counts else ' class="quiet"'), span.text)
+            Markup("<span{}{}>{}</span>").format(_classes(span), _style(span), span.text)
             for span in self.spans
         )
+
+
+def _classes(span: Span) -> Markup:
+    names = [
+        *(["quiet"] if not span.counts and not span.level else []),
+        *(["special"] if span.special else []),
+    ]
+    return Markup(' class="{}"').format(" ".join(names)) if names else Markup("")
+
+
+def _style(span: Span) -> Markup:
+    return Markup(' style="{}"').format(style_of(span.level)) if span.level else Markup("")
 
 
 def pieces_of(ids: Array, text: str | None) -> tuple[list[str], list[int]]:
@@ -110,9 +121,11 @@ def spans_of(
     vocabulary: Mapping[int, str] | None = None,
     padding: int | None = None,
     counted: Array | None = None,
+    special: AbstractSet[int] = frozenset(),
 ) -> tuple[list[Span], float, str]:
     """(spans, what full colour stands for, what is left out) of positions [t]; a piece of several positions
     has their sum. counted: [t] bool, which positions have a loss of their own; None for all.
+    special: the ids of special tokens.
 
     Ids that are no characters, bytes or words of the text are shown by their own texts, `vocabulary`, where
     these are known, and without padding.
@@ -140,7 +153,11 @@ def spans_of(
     shown = int(np.searchsorted(ends, MAX_POSITIONS, side="right")) - 1
     scale = scale_of(totals)
     counts = [bool(counted[start:end].any()) for start, end in pairwise(ends)]
-    shades = [(level_of(value, scale), counts[place]) for place, value in enumerate(totals[:shown].tolist())]
+    are_special = [int(ids[start]) in special and end - start == 1 for start, end in pairwise(ends)]
+    shades = [
+        (level_of(value, scale), counts[place], are_special[place])
+        for place, value in enumerate(totals[:shown].tolist())
+    ]
     spans = [
         Span(printable("".join(piece for _, piece in group), "\n\t"), *shade)
         for shade, group in groupby(zip(shades, pieces, strict=False), key=lambda each: each[0])
@@ -172,7 +189,7 @@ ATTRIBUTION_NOTE = (
     " compare parts of one sample, not samples. Channels of a picture are added up. For tokens, gradients are"
     " shown by their size alone, which has no sign. A strong colour says what the model looks at, not whether"
     " it is right to. Token losses and token shares are numbers of the tokens themselves; grey tokens"
-    " have no loss of their own."
+    " have no loss of their own, and small ones are special tokens of the tokenizer."
 )
 
 
@@ -285,6 +302,7 @@ def passages_of(result: AnalyzeResult, measure: MeasureResult, row: int, shown: 
             words,
             padding,
             None if counted is None else counted[at][:length],
+            result.special_tokens if place == ids[0] else frozenset(),
         )
         title = f"{measure.title}, input {place}" if len(ids) > 1 else measure.title
         found.append(Passage(measure.name, title, spans, scale_words(result, measure, scale), note))

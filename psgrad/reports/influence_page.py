@@ -29,7 +29,7 @@ from psgrad.reports.influence_terminal import (
     unit_words,
 )
 from psgrad.reports.origin import FACT_LIMIT, made_words, this_run, title_of
-from psgrad.reports.pictures import PICTURE_NOTE, excerpt, picture_uri, shown_text
+from psgrad.reports.pictures import PICTURE_NOTE, excerpt, original_uri, picture_uri, shown_text
 from psgrad.reports.sections import (
     Beside,
     Bullets,
@@ -213,7 +213,8 @@ def example_card(example: Example, sign: str = "") -> Card:
     if example.input is None:
         return Card(words)
     picture, text = picture_uri(example.input, PICTURE_SIDE), excerpt(shown_text(example.input))
-    return Card(words, picture, f"Input of {example.id}", text)
+    original = original_uri(example.input, PICTURE_SIDE)
+    return Card(words, picture, f"Input of {example.id}", text, original=original)
 
 
 def _bold(words: str, bold: bool) -> str:

@@ -20,6 +20,8 @@ NONFINITE_COLOUR = (255, 0, 200)
 PICTURE_NOTE = (
     "Pixel values outside 0..1 (or bytes) are scaled picture by picture; pixels that are not finite are"
     " magenta."
+    " Where an image was resized, cropped or scaled, it is shown as it is in the dataset, and below it as the"
+    " model sees it."
 )
 
 
@@ -77,6 +79,19 @@ def _scale(values: Array, dtype: np.dtype[Any], finite: Array) -> Array:
 def picture_uri(sample: TopSample, side: int) -> str | None:
     """A sample's picture, no side longer than `side` pixels; None where it is none."""
     return None if sample.image is None else data_uri("image/png", to_png(thumbnail(sample.image, side)))
+
+
+def original_uri(sample: TopSample, side: int) -> str | None:
+    """A sample's image as it is in the dataset, no side longer than `side` pixels; None where the model sees
+    the dataset's own numbers. A JPEG, as photographs are several times as large as PNG.
+    """
+    if sample.original is None:
+        return None
+    picture = Image.fromarray(sample.original)
+    picture.thumbnail((side, side))
+    buffer = io.BytesIO()
+    picture.save(buffer, format="jpeg", quality=80)
+    return data_uri("image/jpeg", buffer.getvalue())
 
 
 def data_uri(kind: str, data: bytes) -> str:

@@ -90,13 +90,16 @@ def image(plot: Plot) -> Image:
 
 @dataclass(frozen=True)
 class Card:
-    """An input of the model: a picture (a data URI) or a text, with words below. sample: its row."""
+    """An input of the model: a picture (a data URI) or a text, with words below. sample: its row. original:
+    the picture as it is in the dataset.
+    """
 
     words: str = ""
     picture: str | None = None
     alt: str = ""
     text: str | None = None
     sample: int | None = None
+    original: str | None = None
     kind: ClassVar[str] = "card"
 
 

@@ -85,13 +85,15 @@ class TopSample(ShortRepr):
     """The input of one of the top samples, if it can be shown.
 
     `image` has shape [H, W] or [C, H, W] and any value range. `values` are those of a row of a table,
-    (column, value).
+    (column, value). `original` is the image as it is in the dataset, made small, uint8 [H, W, 3]; None if the
+    model sees the dataset's own numbers.
     """
 
     id: str | int
     image: np.ndarray[Any, Any] | None = None
     text: str | None = None
     values: tuple[tuple[str, float | int | str | None], ...] = ()
+    original: np.ndarray[Any, Any] | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,7 +108,7 @@ class AnalyzeResult(ShortRepr):
     parameter's gradient, and its `share` of the mean squared norm. `top_inputs` are the inputs of the first
     ranks, largest norm first; empty if the config leaves inputs out. `measures` are the configured ones, by
     name. `check` is the gate's verdict, with all findings. `vocabulary` has the text of each id in maps of
-    attribution, if the dataset has one.
+    attribution, if the dataset has one; `special_tokens` are those of them that are no part of a text.
 
     `manifest` is what manifest.json holds: `psgrad.results.manifest.read_manifest` gives its typed values.
     """
@@ -120,6 +122,7 @@ class AnalyzeResult(ShortRepr):
     measures: Mapping[str, MeasureResult] = field(default_factory=dict)
     check: CheckResult | None = None
     vocabulary: Mapping[int, str] = field(default_factory=dict)
+    special_tokens: frozenset[int] = frozenset()
 
 
 def top_samples(frame: pd.DataFrame, n: int) -> pd.DataFrame:

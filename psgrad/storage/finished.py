@@ -152,6 +152,7 @@ def load_run(folder: Path) -> AnalyzeResult:
         measures,
         read_check(folder),
         {int(number): text for number, text in _json(folder / "inputs" / "vocabulary.json", {}).items()},
+        frozenset(_json(folder / "inputs" / "special_tokens.json", [])),
     )
 
 
@@ -206,7 +207,9 @@ def _inputs(folder: Path) -> list[TopSample]:
     )
     values = [tuple((name, value) for name, value in each.get("values") or ()) for each in listed]
     return [
-        TopSample(each["id"], images.get(str(place)), each["text"], values[place])
+        TopSample(
+            each["id"], images.get(str(place)), each["text"], values[place], images.get(f"original.{place}")
+        )
         for place, each in enumerate(listed)
     ]
 

@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -204,12 +205,20 @@ class RunFolder:
             about[name] = {**words, "tables": list(result.tables), "arrays": list(result.arrays)}
         self.write_json(f"{MEASURES}.json", about)
 
-    def write_inputs(self, inputs: Sequence[TopSample], vocabulary: Mapping[int, str] | None = None) -> None:
+    def write_inputs(
+        self,
+        inputs: Sequence[TopSample],
+        vocabulary: Mapping[int, str] | None = None,
+        special_tokens: AbstractSet[int] = frozenset(),
+    ) -> None:
         """Write what is shown of samples: inputs/inputs.json (ids, texts and values),
-        inputs/images.safetensors, by place in the list, and inputs/vocabulary.json, the texts of ids.
+        inputs/images.safetensors, by place in the list (`original.<place>` as in the dataset),
+        inputs/vocabulary.json, the texts of ids, and
+        inputs/special_tokens.json, those of them that are no part of a text.
         """
         if vocabulary:
             self.write_json("inputs/vocabulary.json", vocabulary)
+            self.write_json("inputs/special_tokens.json", sorted(special_tokens & vocabulary.keys()))
         if not inputs:
             return
         self.write_json(
@@ -217,6 +226,11 @@ class RunFolder:
             [{"id": each.id, "text": each.text, "values": each.values} for each in inputs],
         )
         images = {str(place): each.image for place, each in enumerate(inputs) if each.image is not None}
+        images |= {
+            f"original.{place}": each.original
+            for place, each in enumerate(inputs)
+            if each.original is not None
+        }
         if images:
             self.write_bytes("inputs/images.safetensors", packed(images))
 

@@ -227,6 +227,7 @@ def analyze(
         shows = config.report.include_inputs
         inputs = top_inputs(run.samples, frame, max(_PICTURES, config.analyze.top), results) if shows else []
         words = vocabulary_of(run.samples, results.values()) if shows else {}
+        special = run.samples.special_tokens() if words else frozenset[int]()
         facts = record.add(
             outliers=judged.facts,
             engine=engine_facts(record.manifest.engine, stream, norms, processes.parts or processes.size),
@@ -235,9 +236,11 @@ def analyze(
         )
         verdict = check_samples(frame, facts, folder, gate)
         names = run.config.data.class_names
-        result = AnalyzeResult(frame, parameters, facts, folder.path, inputs, names, results, verdict, words)
+        result = AnalyzeResult(
+            frame, parameters, facts, folder.path, inputs, names, results, verdict, words, special
+        )
         with clock("report"):
-            folder.write_inputs(inputs, words)
+            folder.write_inputs(inputs, words, special)
             if report:
                 write_report(result, folder.write_bytes)
     folder.drop_shards()

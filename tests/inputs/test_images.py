@@ -21,6 +21,7 @@ from psgrad.inputs.images import reading
 from psgrad.inputs.images import samples as samples_of_images
 from psgrad.inputs.loss import resolve_loss
 from psgrad.inputs.models.loaded import Pretrained
+from psgrad.inputs.shown import input_of
 from psgrad.inputs.sources.load import Samples, load_data
 
 GENERATOR = np.random.default_rng(0)
@@ -188,6 +189,20 @@ def test_a_pretrained_models_own_processor(folder: Path) -> None:
     (folder / "model" / "preprocessor_config.json").unlink()
     with pytest.raises(ConfigError, match=r"has no image processor.*\n  expected: preprocessor_config.json"):
         load(folder, pretrained, images="images")
+
+
+def test_images_are_shown_as_in_the_dataset_too(tmp_path: Path) -> None:
+    values = save(tmp_path / "images" / "a" / "0.png", pixels(20, 30))
+    shown = input_of(load(tmp_path, images="images", size=10, crop=[6, 8]), 0)
+    assert shown.image is not None
+    assert shown.image.shape == (3, 6, 8)
+    assert shown.original is not None
+    assert np.array_equal(shown.original, values)
+    large = save(tmp_path / "images" / "a" / "0.png", pixels(300, 600))
+    small = input_of(load(tmp_path, images="images", size=10), 0).original
+    assert small is not None
+    assert small.shape == (96, 192, 3)
+    assert abs(float(small.mean()) - float(large.mean())) < 2
 
 
 def test_labels_outside_the_models_own(folder: Path) -> None:

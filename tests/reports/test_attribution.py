@@ -16,7 +16,14 @@ import pytest
 from PIL import Image
 
 import psgrad.reports
-from psgrad.reports.attribution import MAX_POSITIONS, MEASURES, attribution_cards, pieces_of, spans_of
+from psgrad.reports.attribution import (
+    MAX_POSITIONS,
+    MEASURES,
+    Passage,
+    attribution_cards,
+    pieces_of,
+    spans_of,
+)
 from psgrad.reports.attribution_plots import attribution_plots
 from psgrad.reports.shades import LEVELS, LOWERS, RAISES, level_of, overlaid, shade, style_of
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample
@@ -190,6 +197,21 @@ def test_neighbours_of_one_shade_are_one_span_and_bytes_are_added_up() -> None:
     assert [(span.text, span.level) for span in spans] == [("a\u00e9", 6), ("\u20ac", -3)]
     assert scale == 1
     assert note == ""
+
+
+def test_special_tokens_are_marked() -> None:
+    words = {1: "[CLS]", 5: "good", 6: "film", 2: "[SEP]"}
+    spans, *_ = spans_of(np.array([1, 5, 6, 2]), np.array([0.0, 0.0, 1.0, 1.0]), None, words, special={1, 2})
+    found = [(span.text.strip(), span.level > 0, span.special) for span in spans]
+    assert found == [
+        ("[CLS]", False, True),
+        ("good", False, False),
+        ("film", True, False),
+        ("[SEP]", True, True),
+    ]
+    html = Passage("token_loss", "Token loss", spans, "", "").html
+    assert '<span class="special">[CLS] </span><span>good </span>' in html
+    assert html.count('class="special" style=') == 1
 
 
 def test_long_texts_are_cut_and_say_so() -> None:

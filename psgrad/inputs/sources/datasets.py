@@ -154,6 +154,10 @@ class DatasetSamples(Samples):
     def input_names(self) -> list[str]:
         return list(map(str, input_names(self._config)))
 
+    def special_tokens(self) -> frozenset[int]:
+        tokenizer = getattr(self._dataset, "tokenizer", None)
+        return frozenset(map(int, getattr(tokenizer, "all_special_ids", None) or ()))
+
     def pieces(self, ids: Sequence[int]) -> list[str] | None:
         """What the dataset's own `tokens(ids)` says, or its `tokenizer`, as Hugging Face has them, if it has
         one.

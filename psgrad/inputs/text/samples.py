@@ -95,6 +95,9 @@ class TextSamples(Samples):
     def pieces(self, ids: Sequence[int]) -> list[str]:
         return self._task.tokenizer.pieces(ids)
 
+    def special_tokens(self) -> frozenset[int]:
+        return self._task.tokenizer.special_tokens
+
     def _block(self, number: int) -> pa.Table:
         found = self._blocks.get(number)
         if found is None:

@@ -112,6 +112,11 @@ class Tokenizer:
             return slice(None)
         return slice(length - self.limit, None) if self.truncation == "left" else slice(self.limit)
 
+    @property
+    def special_tokens(self) -> frozenset[int]:
+        """The ids of special tokens, such as [CLS] and [PAD]."""
+        return frozenset(map(int, self.inner.all_special_ids))
+
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each id; empty for -100, which stands where there is none."""
         return [str(self.inner.decode([each])) if each >= 0 else "" for each in ids]
