@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -180,6 +180,11 @@ class DataConfig(Section):
                 )
             return self.target[0]
         return self.target
+
+    def with_inputs(self, columns: Sequence[str]) -> DataConfig:
+        """The same dataset with these columns alone, as inputs."""
+        others = ("target", "text", "prompt", "completion", "messages", "image", "id", "group", "weight")
+        return self.model_copy(update={**dict.fromkeys(others), "inputs": list(columns), "stack": False})
 
     @property
     def source(self) -> str:

@@ -267,10 +267,7 @@ def _with_columns(
     """Rows with the columns that the loss takes, if it takes any."""
     if not criterion.columns:
         return found
-    alone = {"inputs": list(criterion.columns), "stack": False}
-    others = ("target", "text", "prompt", "completion", "messages", "image", "id", "group", "weight", "task")
-    cleared = {name: None for name in others if name in DataConfig.model_fields}
-    columns = load_data(data.model_copy(update={**cleared, **alone}), base, allow_download=allow_download)
+    columns = load_data(data.with_inputs(criterion.columns), base, allow_download=allow_download)
     if len(columns) != len(found):
         raise ConfigError(
             f"loss.columns: the columns have {len(columns):,} rows, and there are {len(found):,} samples",

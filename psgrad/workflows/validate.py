@@ -227,6 +227,9 @@ class _Checks:
             labels = loss is not None and (loss.name in _LABEL_LOSSES or is_callable_spec(loss.name))
             problems = [list(header_problems(each, data, unit, labels=labels)) for each in headers]
             self._add(where, next(filter(None, problems), []))
+            if loss is not None and loss.columns:
+                of_loss = [list(header_problems(each, data.with_inputs(loss.columns))) for each in headers]
+                self._add(f"loss.columns in {where}", next(filter(None, of_loss), []))
             header = joined_header(headers)
             self._labels(where, header, data)
             self.found.facts[where] = _described(header, data)

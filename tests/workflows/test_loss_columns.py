@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from tests.private_workplace import EXACT, PrivateWorkplace
@@ -137,3 +138,18 @@ def test_methods_that_differentiate_in_the_output_refuse_loss_columns(place: Wor
     place.analyze()
     outcome = place.command("influence", "config.yaml", "--overwrite", "--no-report")
     outcome.refused(3, "takes the columns w, prior, and was to be taken without them")
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [(["w", "nothing"], "nothing"), (["w", "uid"], "uid")],
+)
+def test_validate_looks_at_the_columns_of_a_loss(place: Workplace, columns: list[str], words: str) -> None:
+    place.succeeded("--no-report")
+    assert place.command("validate", "config.yaml").code == 0
+    place.config["loss"]["columns"] = columns
+    (place.folder / "config.yaml").write_text(yaml.safe_dump(place.config))
+    outcome = place.command("validate", "config.yaml")
+    assert outcome.code in (2, 3)
+    assert "loss.columns in data" in outcome.err + outcome.out
+    assert words in outcome.err + outcome.out
