@@ -11,6 +11,7 @@ import typer
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
 from psgrad.cli.options import ConfigPath, Debug, Overwrite, Settings, read_config
+from psgrad.cli.processes import require_one
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 from psgrad.errors import EXIT_GATE_FAILED
 
@@ -76,6 +77,7 @@ def dp_audit(
     the declared guarantee is contradicted.
     """
     with boundary(debug):
+        require_one("dp-audit")
         resolved = read_config(config, settings, None)
         from psgrad.reports.audit import PRIVATE_WARNING, write_audit
         from psgrad.workflows.dp_audit import dp_audit as run_dp_audit

@@ -10,6 +10,7 @@ import typer
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
 from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, read_config
+from psgrad.cli.processes import require_one
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 from psgrad.errors import ConfigError
 
@@ -89,6 +90,7 @@ def dp_step(
     """
     style = "json" if as_json else "terminal"
     with boundary(debug):
+        require_one("dp-step")
         if plan:
             _require_a_plan_alone(resume, show_private)
             _show_plan(_plan(read_config(config, settings, output)), style)

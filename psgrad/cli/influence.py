@@ -16,6 +16,7 @@ import typer
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
 from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, complete_method, read_config
+from psgrad.cli.processes import require_one
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def influence(
     chosen = {"ids": ids, "where": where, "wrong": wrong or None, "worst": worst}
     settings = [*(settings or ()), *_settings("influence.queries", chosen)]
     with boundary(debug):
+        require_one("influence")
         if evaluate is not None:
             _require_an_evaluation_alone(matrix, top)
             # The folder of an evaluation is its own: the config's is that of the scores.
@@ -145,6 +147,7 @@ def influence_index(
     `influence.index` of the config says where it is and what it stores. Prints its path.
     """
     with boundary(debug):
+        require_one("influence index")
         resolved = read_config(config, settings, None)
         from psgrad.reports.influence_terminal import index_summary
         from psgrad.workflows.influence_index import influence_index as run_influence_index

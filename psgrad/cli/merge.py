@@ -11,6 +11,7 @@ from psgrad.cli.analyze import Check, Quiet, Report, Verbose, show_result
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
 from psgrad.cli.options import AsJson, Debug
+from psgrad.cli.processes import require_one
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 
 Run = Annotated[
@@ -35,6 +36,7 @@ def merge(
     Prints what psgrad analyze prints.
     """
     with boundary(debug):
+        require_one("merge")
         from psgrad.workflows.parts import merge as run_merge
 
         with progress_display(ProgressStyle.none if quiet else shown) as progress:

@@ -17,7 +17,7 @@ import typer
 
 from psgrad.cli.boundary import Terminated
 from psgrad.cli.progress import PlainDisplay, ProgressDisplay, ProgressStyle, progress_display
-from psgrad.errors import EXIT_INTERRUPTED, EXIT_RUNTIME, EXIT_TERMINATED, PsgradError
+from psgrad.errors import EXIT_INTERRUPTED, EXIT_RUNTIME, EXIT_TERMINATED, ConfigError, PsgradError
 
 if TYPE_CHECKING:
     from psgrad.engine.execution.ranks import Processes
@@ -37,6 +37,19 @@ OPTION = "--processes"
 def in_a_group() -> bool:
     """Whether the environment says that this process is one of several."""
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE") or 1) > 1
+
+
+def require_one(command: str) -> None:
+    """Raises ConfigError for a command that can't share its work yet, where this process is one of several:
+    each would do all of it, and write the same files.
+    """
+    if in_a_group():
+        raise ConfigError(
+            f"psgrad {command} was started in {os.environ['WORLD_SIZE']} processes",
+            expected="one process",
+            cause="torchrun or srun started it, and it can't share its rows yet",
+            next_step="run it in one process, without torchrun; or unset RANK and WORLD_SIZE",
+        )
 
 
 def start(count: int) -> None:
