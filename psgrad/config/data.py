@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from psgrad.config.plugin_options import installed_plugins, own_plugins
 from psgrad.config.values import CallableSpec, FilePath, Finite, Section, described
@@ -27,6 +27,14 @@ def _column_names(value: object) -> object:
     if len(set(names)) < len(names):
         raise ValueError("a column is named twice")
     return value
+
+
+def _distinct(names: list[str] | None) -> list[str] | None:
+    """The names of classes; a name that stands there twice would belong to two classes."""
+    twice = [name for place, name in enumerate(names or ()) if name in (names or ())[:place]]
+    if twice:
+        raise ValueError(f"the name {twice[0]!r} is there twice, expected a name of its own for each class")
+    return names
 
 
 def _inputs(value: object) -> object:
@@ -151,7 +159,7 @@ class DataConfig(Section):
     """Processes that read the rows of a factory's dataset ahead."""
     id: str | None = None
     """The column that names each row; without it a row is known by its number and content."""
-    class_names: list[str] | None = None
+    class_names: Annotated[list[str] | None, AfterValidator(_distinct)] = None
     """Names of the classes 0, 1, 2, ... for people."""
 
     @model_validator(mode="after")
@@ -208,6 +216,13 @@ class DataConfig(Section):
             raise ValueError(
                 "inputs is missing: the name of the column that the model reads, or a list of names; or text,"
                 " prompt, messages or image for a pretrained model"
+            )
+        texts = [name for name in ("text", "prompt", "messages") if getattr(self, name)]
+        unread = [name for name in ("inputs", "image") if getattr(self, name)]
+        if texts and unread:
+            raise ValueError(
+                f"{texts[0]} and {unread[0]} are both given, and a tokenizer makes all inputs of {texts[0]};"
+                " expected one of them"
             )
         if (self.prompt is None) != (self.completion is None):
             raise ValueError(

@@ -117,6 +117,8 @@ class ModelConfig(Section):
                 "give exactly one of factory (a callable that builds the model), pretrained (a folder or a"
                 " hub id) and timm (a model's name)"
             )
+        if self.pretrained == "":
+            raise ValueError("pretrained is empty, expected a folder of save_pretrained or a hub id")
         if self.pretrained is not None and self.task is None:
             raise ValueError(f"task is missing: what the pretrained model does, one of {', '.join(TASKS)}")
         foreign = () if self.pretrained else ("revision", "task", "adapter", "trust_remote_code")

@@ -67,6 +67,12 @@ class Labels:
             return Encoded(values.astype(kind), note=f"{column}: false is 0, true is 1")
         whole = values.dtype.kind == "f" and (np.isfinite(values) & (values == np.round(values))).all()
         if whole and self.kind in _CLASSES:
+            if (beyond := np.abs(values) >= 2**63).any():
+                row = int(beyond.argmax())
+                raise DataError(
+                    f"the label {column!r} is {values[row]:g} in {told(row)}",
+                    expected="whole numbers from 0, one for each class",
+                )
             return Encoded(values.astype(np.int64), note=f"{column}: fractions that are whole are labels")
         return Encoded(values)
 

@@ -189,14 +189,15 @@ def checked_weights(weights: Tensor, name: str, told: Callable[[int], str]) -> T
     """Weights [n] of rows, as float32. Raises DataError, with the row in the words of `told`."""
     if weights.dim() != 1:
         raise DataError(f"the weights {name!r} hold lists", expected="one number a row")
-    wrong = ~(weights.isfinite() & (weights >= 0))
+    stored = weights.float()
+    wrong = ~(stored.isfinite() & (stored >= 0))
     if wrong.any():
         place = int(wrong.nonzero()[0])
         raise DataError(
             f"the weight {name!r} is {weights[place].item():g} in {told(place)}",
-            expected="a finite number from 0",
+            expected="a finite number from 0, at most 3.4e+38",
         )
-    return weights.float()
+    return stored
 
 
 def unit_ids(ids: Sequence[Any] | Array, name: str) -> Array:
@@ -218,7 +219,8 @@ def unique_ids(ids: Sequence[Any] | Array, name: str) -> Array:
         )
         more = f"; and {len(twice) - _SHOWN} more" if len(twice) > _SHOWN else ""
         raise DataError(
-            f"{len(twice)} ids in {name!r} occur more than once: {shown}{more}",
+            f"{'one id' if len(twice) == 1 else f'{len(twice)} ids'} in {name!r}"
+            f" {'occurs' if len(twice) == 1 else 'occur'} more than once: {shown}{more}",
             expected="an id of its own for every row",
         )
     return found

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from psgrad.config import Config, DataConfig
+from psgrad.config.model import TASK_LOSSES
 from psgrad.engine.execution.buckets import ModelSize
 from psgrad.engine.execution.group_objective import GroupObjective
 from psgrad.engine.execution.loading import Read, to_device
@@ -206,7 +207,7 @@ def load(
     )
     identity = identify(loaded.model)  # now: a pass forward may change buffers and attributes
     criterion = resolve_loss(config.loss, config.base)
-    _require_loss_of_several_labels(loaded, criterion)
+    _require_loss_of_the_head(loaded, criterion)
     samples = samples_of(
         config.data,
         config.base,
@@ -276,8 +277,17 @@ def _with_columns(
     return SamplesWithColumns(found, columns, criterion.columns)
 
 
-def _require_loss_of_several_labels(loaded: LoadedModel, criterion: Criterion) -> None:
-    """Raises ConfigError where a head of several labels a row would be compared with one class."""
+def _require_loss_of_the_head(loaded: LoadedModel, criterion: Criterion) -> None:
+    """Raises ConfigError where a head of several labels a row, or of one a token, would be compared with one
+    class a row.
+    """
+    task = None if loaded.pretrained is None else loaded.pretrained.task
+    if task is not None and TASK_LOSSES[task] == "token_cross_entropy" and criterion.kind == "class":
+        raise ConfigError(
+            f"the task {task} has a label for each token, and the loss {criterion.name} takes one a row",
+            expected="loss: token_cross_entropy, or a loss of your own",
+            next_step="leave loss out: the task has its own",
+        )
     problem = None if loaded.pretrained is None else getattr(loaded.pretrained.config, "problem_type", None)
     if problem == "multi_label_classification" and criterion.kind == "class":
         raise ConfigError(

@@ -436,7 +436,10 @@ def _described(header: DataHeader, data: DataConfig) -> str:
     rows = "rows not counted" if header.rows is None else f"{header.rows:,} rows"
     names = input_names(data)
     words = []
-    for name in [*names[:4], *target_names(data), *([data.id] if data.id else [])]:
+    texts = [data.text] if isinstance(data.text, str) else data.text or []
+    made_of = [*texts, data.prompt, data.completion, data.messages, data.image]
+    shown = [*names[:4], *(name for name in made_of if name), *target_names(data)]
+    for name in dict.fromkeys([*shown, *([data.id] if data.id else [])]):
         column = header.columns.get(name)
         if column is not None:
             words.append(
@@ -444,7 +447,7 @@ def _described(header: DataHeader, data: DataConfig) -> str:
                 + (f" {list(column.shape[1:])}" if column.shape and len(column.shape) > 1 else "")
             )
     more = f" and {len(names) - 4} more inputs" if len(names) > 4 else ""
-    return f"{data.source}: {rows}; {', '.join(words)}{more}"
+    return f"{data.source}: {'; '.join([rows, *([', '.join(words)] if words else [])])}{more}"
 
 
 def _free_bytes(output: Path) -> int | None:

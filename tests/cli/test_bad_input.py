@@ -101,6 +101,11 @@ def test_batch_norm_in_train_mode(workplace: Workplace) -> None:
     workplace.refused(3, "the layer 1 (BatchNorm1d)", "train mode", "model.mode: eval", "GroupNorm")
 
 
+def test_a_pretrained_model_without_a_name(workplace: Workplace) -> None:
+    workplace.config["model"] = {"pretrained": "", "task": "causal-lm"}
+    workplace.refused(2, "model: pretrained is empty, expected a folder of save_pretrained or a hub id")
+
+
 def test_missing_checkpoint(workplace: Workplace) -> None:
     workplace.config["model"]["checkpoint"] = "weights.safetensors"
     workplace.refused(2, "there is no checkpoint weights.safetensors", "relative to the config file's folder")
@@ -202,6 +207,22 @@ def test_labels_as_text_that_class_names_lack(workplace: Workplace) -> None:
     workplace.refused(3, "cow", "cat, dog, horse")
 
 
+def test_class_names_of_which_two_are_alike(workplace: Workplace) -> None:
+    workplace.config["data"]["class_names"] = ["cat", "cat", "dog"]
+    workplace.refused(2, "data.class_names: the name 'cat' is there twice")
+
+
+def test_columns_that_nothing_would_read(workplace: Workplace) -> None:
+    workplace.config["data"]["text"] = "text"
+    workplace.refused(2, "text and inputs are both given")
+
+
+def test_labels_beyond_whole_numbers(workplace: Workplace) -> None:
+    (workplace.folder / "labels.csv").write_text("a,b,label\n0.5,1.5,99999999999999999999\n2.5,1.5,0\n")
+    workplace.config["data"] = {"path": "labels.csv", "inputs": ["a", "b"], "target": "label"}
+    workplace.refused(3, "the label 'label' is 1e+20 in row 0")
+
+
 def test_ragged_rows(workplace: Workplace) -> None:
     ragged = np.empty(ROWS, dtype=object)
     for row in range(ROWS):
@@ -230,7 +251,7 @@ def test_duplicate_ids(workplace: Workplace) -> None:
     ids = workplace.arrays["uid"].copy()
     ids[7] = ids[3]
     workplace.save(uid=ids)
-    workplace.refused(3, "occur more than once", "'row-03' in rows 3, 7")
+    workplace.refused(3, "one id in", "occurs more than once", "'row-03' in rows 3, 7")
 
 
 def test_columns_of_unequal_length(workplace: Workplace) -> None:
@@ -360,7 +381,7 @@ def test_pixels_saved_as_whole_numbers(workplace: Workplace) -> None:
     workplace.use_model(
         "def Model():\n    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 3))\n"
     )
-    workplace.refused(3, "row 0", "int64 [1, 1, 8, 8]", "pixels saved as whole numbers")
+    workplace.refused(3, "row 0", "int64 [1, 1, 8, 8]", "or whole numbers, such as pixels")
 
 
 # -- The output ----------------------------------------------------------------------------------------------

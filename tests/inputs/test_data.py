@@ -391,7 +391,7 @@ def test_csv_faults_far_from_the_start_are_told_with_their_row(
     assert "has 3 cells, the header 2" in told("1,2,3")
     assert "row 100 holds 'NA'" in told("1,NA")
     assert "row 100 of the column 'b' is empty" in told("1,")
-    assert "1 ids in 'a' occur more than once: 7 in rows 7, 100" in told("7,1", id="a")
+    assert "one id in 'a' occurs more than once: 7 in rows 7, 100" in told("7,1", id="a")
 
 
 def test_the_converted_table_goes_with_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -749,7 +749,7 @@ def test_names_that_a_dataset_does_not_have(factory: Any) -> None:
         factory("pairs", inputs="x", target="y")
     with pytest.raises(ConfigError, match=r"have no names for data\.id to select"):
         factory("pairs", id="x")
-    with pytest.raises(DataError, match="1 ids in 'name' occur more than once: 'same' in rows 0, 1, 2"):
+    with pytest.raises(DataError, match="one id in 'name' occurs more than once: 'same' in rows 0, 1, 2"):
         _ = factory("twins", inputs="x", id="name").ids
 
 

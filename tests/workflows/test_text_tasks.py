@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import psgrad
+from psgrad.errors import ConfigError
 from psgrad.workflows.setup import PADDING_NOTE
 from tests.text_tasks import CASES
 
@@ -56,3 +57,10 @@ def test_analyze_keeps_a_row_whose_completion_was_cut_away(tmp_path: Path) -> No
     assert (samples["status"] == np.where(cut, "skipped", "ok")).all()
     assert (samples["loss"][cut] == 0).all()
     assert (samples["reasons"][cut] == "not judged: no position of it counts in the loss").all()
+
+
+def test_analyze_refuses_the_loss_of_one_label_for_a_task_with_one_for_each_token(tmp_path: Path) -> None:
+    """Of rows with as many tokens as classes it would be a number, of another thing."""
+    path = CASES["tokens"].write(tmp_path, extra="loss: cross_entropy")
+    with pytest.raises(ConfigError, match="token-classification has a label for each token, and the loss"):
+        psgrad.analyze(path, report=False)

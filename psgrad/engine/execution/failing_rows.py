@@ -37,8 +37,9 @@ def failure_alone(error: Exception, row: int, inputs: Sequence[torch.Tensor]) ->
     )
     if any(x.dtype == torch.int64 for x in inputs):
         cause = (
-            "a token beyond the vocabulary; or pixels saved as whole numbers, where the model takes floats as"
-            " it was trained on"
+            "a token beyond the vocabulary; or whole numbers, such as pixels or the columns of a CSV file,"
+            " where the model takes floats as it was trained on (save them as 1.0, or call .float() in the"
+            " model's forward)"
         )
     return ModelError(
         f"the model or the loss raised {type(error).__name__} on row {row}: {_first_line(error)}",

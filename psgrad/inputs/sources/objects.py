@@ -147,6 +147,8 @@ def _column(values: list[Any], name: str, first: int, numbers: _Places) -> pa.Ar
             f"{name!r} holds {values[row]} in {numbers.place(first + row)}, more than a 64-bit signed integer"
             " can"
         ) from error
+    except UnicodeEncodeError as error:
+        raise _half_character(values, name, first, numbers) from error
     except pa.ArrowException as error:
         raise _mixed_rows(values, name, first, numbers) from error
 
@@ -159,12 +161,36 @@ def _fits(value: Any) -> bool:
     return True
 
 
+def _half_character(values: list[Any], name: str, first: int, numbers: _Places) -> DataError:
+    """The error for a column with a text that no file in UTF-8 can hold, with its row."""
+    row = next(row for row, value in enumerate(values) if not _is_unicode(value))
+    return DataError(
+        f"{name!r} holds half of a character in {numbers.place(first + row)}: an escape from \\ud800 to"
+        " \\udfff without its other half",
+        expected="texts of whole Unicode characters",
+        cause="a text that was cut in the middle of a character, such as an emoji",
+        next_step="mend the text, or remove the row",
+    )
+
+
+def _is_unicode(value: Any) -> bool:
+    try:
+        pa.array([value])
+    except UnicodeEncodeError:
+        return False
+    except (pa.ArrowException, OverflowError):
+        return True
+    return True
+
+
 def _mixed_rows(values: list[Any], name: str, first: int, numbers: _Places) -> DataError:
     """The error for a part of a column that has no one type, with the first two rows that differ."""
     seen: list[tuple[int, pa.DataType]] = []
     for row, value in enumerate(values):
         try:
             kind = pa.array([value]).type
+        except UnicodeEncodeError:
+            return _half_character(values, name, first, numbers)
         except pa.ArrowException as error:  # a list of different things
             return DataError(
                 f"{name!r} holds a list of mixed types in {numbers.place(first + row)}: {error}",

@@ -112,5 +112,6 @@ class Regression(_OfTexts):
                     expected=f"{count}, as many as the model returns",
                 )
             found.append([np.nan if number is None else number for number in numbers])
-        array = np.asarray(found, np.float32)
+        with np.errstate(over="ignore"):  # what float32 can not hold is infinite: its row is not finite
+            array = np.asarray(found, np.float32)
         return array[:, 0] if count == 1 else array

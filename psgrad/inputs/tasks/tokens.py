@@ -66,8 +66,9 @@ class TokenClassification(TextTask):
 
     def _of_tokens(self, row: Encoding, labels: list[int], rows: TextRows, i: int) -> list[int]:
         count = row.special.count(False)
-        limit = self.tokenizer.limit
-        if count != len(labels) and len(row.ids) != limit:
+        limit = self.tokenizer.limit  # a row that was cut has more labels than tokens
+        cut = self.tokenizer.truncation != "error" and len(row.ids) == limit and count < len(labels)
+        if count != len(labels) and not cut:
             raise DataError(
                 f"{rows.where(i)} has {len(labels)} labels, and its text has {count} tokens",
                 expected="a label for each token, or a list of words with a label for each word",
@@ -86,7 +87,13 @@ def _require_labels(text: Any, labels: Any, where: str) -> None:
         )
     if labels is None:
         raise DataError(f"{where} has no labels", expected="a list of labels in every row")
-    if isinstance(text, list) and (len(labels) != len(text) or None in text):
+    if isinstance(text, list) and None in text:
+        raise DataError(
+            f"{where}: the word at position {text.index(None)} is missing",
+            expected="a text for each word",
+            next_step="remove such rows, or such words with their labels",
+        )
+    if isinstance(text, list) and len(labels) != len(text):
         raise DataError(
             f"{where} has {len(text)} words and {len(labels)} labels", expected="a label for each word"
         )

@@ -13,7 +13,7 @@ import torch
 
 from psgrad.config import DataConfig
 from psgrad.inputs.rows import Block, Samples, checked_weights, row_numbers, unique_ids, unit_ids
-from psgrad.inputs.sources.arrow import plain
+from psgrad.inputs.sources.arrow import plain, require_numbers
 from psgrad.inputs.sources.tables import Array, Rows
 from psgrad.inputs.tasks.task import TARGET, Field, TextRows, TextTask
 from psgrad.inputs.text.token_blocks import TokenBlocks, packed, stacked
@@ -41,6 +41,8 @@ class TextSamples(Samples):
         kept: Path | None = None,
     ) -> None:
         task.check(rows.schema)
+        if config.weight is not None:
+            require_numbers(config.weight, rows.schema.field(config.weight).type)
         self._rows, self._task, self._weight = rows, task, config.weight
         self.weighted = config.weight is not None
         weight = (Field(_WEIGHT),) if self.weighted else ()
@@ -112,7 +114,7 @@ class TextSamples(Samples):
         texts = TextRows(table, numbers, self._rows.place)
         encoded = self._task.encode(texts)
         if self._weight is not None:
-            given = np.asarray(texts.values(self._weight), np.float32)
+            given = np.asarray(texts.values(self._weight), np.float64)
             weights = checked_weights(torch.from_numpy(given), self._weight, texts.where).numpy()
             encoded = [(*row[:-1], weight, row[-1]) for row, weight in zip(encoded, weights, strict=True)]
         return packed(encoded, self._fields)

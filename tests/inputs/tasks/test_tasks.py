@@ -175,6 +175,48 @@ SQUAD = {"q": "who sat?", "c": "the cat sat on the mat"}
             "has 1 labels, and its text has 2 tokens",
         ),
         (
+            "token-classification",  # the text fills max_length exactly, and nothing of it is cut
+            {"t": "the cat", "y": [0, 1, 1]},
+            {"text": "t", "target": "y", "max_length": 4},
+            DataError,
+            "has 3 labels, and its text has 2 tokens",
+        ),
+        (
+            "token-classification",
+            {"t": "the cat", "y": [0]},
+            {"text": "t", "target": "y", "max_length": 4, "truncation": "right"},
+            DataError,
+            "has 1 labels, and its text has 2 tokens",
+        ),
+        (
+            "token-classification",
+            {"t": ["the", None], "y": [0, 1]},
+            {"text": "t", "target": "y"},
+            DataError,
+            "the word at position 1 is missing\n  expected: a text for each word",
+        ),
+        (
+            "causal-lm",
+            {"t": TEXT, "w": "heavy"},
+            {"text": "t", "weight": "w"},
+            DataError,
+            "'w' is of type string\n  expected: numbers",
+        ),
+        (
+            "causal-lm",
+            {"t": TEXT, "w": 1e300},
+            {"text": "t", "weight": "w"},
+            DataError,
+            "the weight 'w' is 1e+300 in row 0",
+        ),
+        (
+            "causal-lm",
+            {"t": "half an emoji \ud83d"},
+            {"text": "t"},
+            DataError,
+            "'t' holds half of a character in",
+        ),
+        (
             "multiple-choice",
             {"t": "the cat", "a": "sat", "b": "ran", "y": 2},
             {"text": ["t", "a", "b"], "target": "y"},
