@@ -60,17 +60,20 @@ class TokenClassification(TextTask):
         found = []
         for i, (row, labels) in enumerate(zip(tokens, listed, strict=True)):
             numbers = self.labels.of_list(labels, rows.where(i))
-            target = _of_words(row, numbers) if words else self._of_tokens(row, numbers, rows, i)
+            target = (
+                _of_words(row, numbers) if words else self._of_tokens(texts[i], row, numbers, rows.where(i))
+            )
             found.append((*self.inputs_of(row), np.asarray(target, np.int64)))
         return found
 
-    def _of_tokens(self, row: Encoding, labels: list[int], rows: TextRows, i: int) -> list[int]:
+    def _of_tokens(self, text: str, row: Encoding, labels: list[int], where: str) -> list[int]:
         count = row.special.count(False)
-        limit = self.tokenizer.limit  # a row that was cut has more labels than tokens
-        cut = self.tokenizer.truncation != "error" and len(row.ids) == limit and count < len(labels)
-        if count != len(labels) and not cut:
+        whole = count
+        if count != len(labels) and self.tokenizer.truncation != "error":
+            whole = self.tokenizer.length_uncut(text)  # a row that was cut has more labels than tokens
+        if whole != len(labels):
             raise DataError(
-                f"{rows.where(i)} has {len(labels)} labels, and its text has {count} tokens",
+                f"{where} has {len(labels)} labels, and its text has {whole} tokens",
                 expected="a label for each token, or a list of words with a label for each word",
             )
         if self.tokenizer.truncation == "left":

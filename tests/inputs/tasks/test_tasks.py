@@ -181,6 +181,16 @@ SQUAD = {"q": "who sat?", "c": "the cat sat on the mat"}
             DataError,
             "has 3 labels, and its text has 2 tokens",
         ),
+        *(
+            (
+                "token-classification",
+                {"t": "the cat", "y": [0, 1, 1]},
+                {"text": "t", "target": "y", "max_length": 4, "truncation": side},
+                DataError,
+                "has 3 labels, and its text has 2 tokens",
+            )
+            for side in ("right", "left")
+        ),
         (
             "token-classification",
             {"t": "the cat", "y": [0]},
