@@ -97,11 +97,11 @@ class Digits:
         if again:
             for measure in again:
                 measure.between()
-            rows |= _joined(second.run(0))
+            rows |= _joined(second.run(range(len(setting))))
         stream.fix_chunk_size(chunk_size)
         for measure in every:
             for own in measure.passes():
-                rows |= _joined(own.run(0, chunk_size))
+                rows |= _joined(own.run(range(len(setting)), chunk_size))
         rows["ok"] = torch.isfinite(rows["loss"]) & torch.isfinite(rows["grad_norm"])
         for measure in measures:
             measure.gather(rows)

@@ -39,6 +39,11 @@ def inputs_of(task: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, **({"decoder_input_ids": ids[:, :5]} if task == "seq2seq-lm" else {})}
 
 
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Kernels with several threads round by how rows are divided, which may differ from call to call."""
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("task", AUTO)
 def test_each_task_gives_the_outputs_of_transformers(task: str, tmp_path: Path) -> None:
     expected = tiny_model(task, tmp_path / "model")(**(inputs := inputs_of(task)))
@@ -48,10 +53,10 @@ def test_each_task_gives_the_outputs_of_transformers(task: str, tmp_path: Path) 
     found = loaded.pick(loaded.model(**inputs))
     if task == "question-answering":
         assert found.shape == (3, 9, 2)
-        assert torch.equal(found[..., 0], expected.start_logits)
-        assert torch.equal(found[..., 1], expected.end_logits)
+        assert_close(found[..., 0], expected.start_logits)
+        assert_close(found[..., 1], expected.end_logits)
     else:
-        assert torch.equal(found, expected.logits[:, 0] if task == "regression" else expected.logits)
+        assert_close(found, expected.logits[:, 0] if task == "regression" else expected.logits)
     assert not loaded.model.training
     assert loaded.pretrained is not None
     assert (loaded.pretrained.folder, loaded.pretrained.task) == (tmp_path / "model", task)

@@ -54,6 +54,7 @@ def test_false_discovery_rate_without_outliers(kind: str) -> None:
     assert np.mean(anyone) <= 0.1 + 3 * np.sqrt(0.1 * 0.9 / 2000)
 
 
+@pytest.mark.sweep
 def test_false_discovery_rate_of_verdict_in_groups() -> None:
     """Classes whose norms differ tenfold, one of them rare; rows that are not finite; samples that are in the
     reference.

@@ -135,16 +135,19 @@ class Checked:
             assert kept >= max(told, default=0) - SHARD
 
 
-@pytest.mark.parametrize("half", [0, 1])  # a hundred kills in all, for two workers
-def test_analyze_killed_at_every_point_and_resumed(go: Go, tmp_path: Path, half: int) -> None:
+# A hundred kills in all, a quarter of them by default.
+@pytest.mark.parametrize(("seed", "kills_in_all"), [(0, 25), pytest.param(1, 75, marks=pytest.mark.sweep)])
+def test_analyze_killed_at_every_point_and_resumed(
+    go: Go, tmp_path: Path, seed: int, kills_in_all: int
+) -> None:
     points = points_of(go, tmp_path / "undisturbed")
     check = Checked(tmp_path / "undisturbed")
     assert {"samples.parquet", "parameters.parquet", "samples.csv", "measures/everything.safetensors"} <= set(
         check.expected
     )
-    draw = random.Random(half)
+    draw = random.Random(seed)
     deaths = 0
-    while deaths < 50:
+    while deaths < kills_in_all:
         kills = [draw.randint(1, points) for _ in range(draw.choice([1, 1, 1, 2, 3]))]
         deaths += kill_and_resume(go, check, tmp_path / f"run-{deaths}", kills)
 

@@ -74,7 +74,7 @@ def test_stored_run_diff_with_a_run_of_today(stored: Workplace) -> None:
 def test_stored_run_manifest_has_the_keys_of_today(stored: Workplace) -> None:
     assert stored.command("analyze", "config.yaml", "--output", "today").code == 0
     then, now = content("analyze/manifest.json"), content("today/manifest.json")
-    assert list(then) == list(now)
+    assert list(then) == [key for key in now if key in then]  # a manifest has more keys today, too
     assert set(then["identity"]) <= set(now["identity"])  # a config has more keys today
     assert then["data"].keys() <= now["data"].keys()
     for group in ("engine", "outliers", "counts", "model", "hashes", "self_check"):

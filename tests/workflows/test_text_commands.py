@@ -32,7 +32,9 @@ def write_adapter(model: Path, folder: Path) -> None:
         peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), made).save_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", ["classification", "completion", "seq2seq", "tokens"])
+@pytest.mark.parametrize(
+    "name", ["classification", "completion", "seq2seq", pytest.param("tokens", marks=pytest.mark.sweep)]
+)
 def test_text_task_runs_analyze_influence_and_dp_step_from_one_yaml(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

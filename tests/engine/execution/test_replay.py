@@ -272,6 +272,7 @@ def test_a_loss_that_looks_at_trainable_weights_is_replayed() -> None:
     assert run.replayed == ROWS // 5 - 2
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_compiled_record_has_the_same_numbers() -> None:
     rows, model = vectors(), perceptron(dropout=0.5).train()

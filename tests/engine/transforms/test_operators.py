@@ -73,7 +73,18 @@ FOUNDATION = """
 """
 
 
-@pytest.mark.parametrize("name", [name for name in DATABASE if name not in UNJUDGED])
+# Of these the database has so many and large samples that they take half a minute.
+LONG = {"grid_sampler_3d"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.sweep) if name in LONG else name
+        for name in DATABASE
+        if name not in UNJUDGED
+    ],
+)
 def test_operators_right_or_refused_as_listed(name: str) -> None:
     entry = DATABASE[name]
     verdicts = judge(entry, judged_rows(name, entry), equal_samples=name in AGREEING.split())

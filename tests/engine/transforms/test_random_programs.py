@@ -323,7 +323,7 @@ def right(steps: list[Step], nest: list[str]) -> bool:
     return ours.shape == expected.shape and torch.allclose(ours, expected, 1e-9, 1e-9)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(steps=programs(), nest=nests)
 def test_random_programs_equal_the_loop(steps: list[Step], nest: list[str]) -> None:
     assert right(steps, nest)

@@ -77,7 +77,7 @@ class StandIn(torch.Tensor):
             found = _recurrent(cell, first.ragged, *args[2:])
             if found is not None:
                 return found
-        if function is torch._pad_packed_sequence and args[4] <= 0 and not kwargs:
+        if function.__name__ == "_pad_packed_sequence" and args[4] <= 0 and not kwargs:
             ragged = first.ragged
             return unpacked(ragged.rows, ragged.lengths, args[2]), ragged.lengths
         return function(*tree_map(_settled, tuple(args)), **tree_map(_settled, kwargs))
