@@ -87,6 +87,7 @@ def joined() -> Iterator[Processes | None]:
     if not in_a_group():
         yield None
         return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a rank says in its own words what was lost
     from psgrad.engine.execution.process_group import RankGroup
 
     group = RankGroup.join()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,35 @@ _TIMEOUT = timedelta(minutes=10)  # of one collective
 _FAILED = "failed"
 
 
+class _Reached:
+    """The store; DistributedError where the process that holds it is gone."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            try:
+                return method(*args)
+            except RuntimeError as error:
+                raise DistributedError(
+                    "the process that holds the key-value store of the group can't be reached",
+                    cause="rank 0, or the agent of torchrun on the first machine, was killed",
+                    next_step="run again with --resume: finished rows are kept",
+                ) from error
+
+        return call
+
+
 class RankGroup:
     """The ranks of one run. See `Processes`."""
 
     parts: int | None = None
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        self.rank, self.size, self.leads, self._store = rank, size, rank == 0, store
+        self.rank, self.size, self.leads, self._store = rank, size, rank == 0, _Reached(store)
         self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}
         self._stopped = threading.Event()
         self._beating = threading.Thread(target=self._beat, daemon=True)
@@ -67,7 +90,7 @@ class RankGroup:
         failure = json.dumps([self.rank, message])
         try:
             return bool(self._store.compare_set(_FAILED, "", failure) == failure.encode())
-        except RuntimeError:  # the store's process is gone
+        except DistributedError:
             return True
 
     def part_of(self, rank: int) -> str:
@@ -106,6 +129,16 @@ class RankGroup:
     def reduce(self, name: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
         """In pairs of ranks, then pairs of pairs: the time grows with the logarithm of their number."""
         self.meet(f"{name}.reduce")
+        try:
+            return self._reduced(state, merge)
+        except RuntimeError as error:
+            raise DistributedError(
+                f"what the ranks gathered can't be sent: {str(error).splitlines()[0]}",
+                cause="a rank was killed while the others waited for it, or the network is down",
+                next_step="run again with --resume: finished rows are kept",
+            ) from error
+
+    def _reduced(self, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
         step = 1
         while step < self.size:
             if self.rank % (2 * step) == step:
@@ -141,7 +174,7 @@ class RankGroup:
                 )
 
     def _beat(self) -> None:
-        with suppress(RuntimeError):  # the store's process may be gone
+        with suppress(DistributedError):
             while True:
                 self._store.set(f"alive.{self.rank}", str(time.monotonic()))
                 if self._stopped.wait(_BEAT):

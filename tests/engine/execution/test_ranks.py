@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from psgrad.engine.execution import process_group
 from psgrad.engine.execution.process_group import RankGroup
@@ -115,3 +115,13 @@ def test_ranks_agree_on_the_numbers_of_the_first(groups: list[RankGroup]) -> Non
     assert groups[0].agreed("sizes", lambda: [64, 3]) == [64, 3]
     waiting[0].join()
     assert found == [[64, 3]]
+
+
+def test_store_that_is_gone_is_a_named_error(groups: list[RankGroup]) -> None:
+    class Gone:
+        def add(self, *args: Any) -> int:
+            raise DistNetworkError("failed to recv, got 0 bytes")
+
+    groups[1]._store = process_group._Reached(Gone())  # type: ignore[arg-type]
+    with pytest.raises(DistributedError, match="can't be reached"):
+        groups[1].progress("samples", 3)
