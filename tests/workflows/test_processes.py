@@ -117,17 +117,12 @@ def test_config_error_of_several_processes_is_printed_once(place: Workplace) -> 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(200)
-def test_error_of_one_process_ends_all(place: Workplace) -> None:
-    place.use_loss(
-        "import os, torch.nn.functional as F\n\n\n"
-        "def loss(output, target):\n"
-        "    if os.environ.get('RANK') == '1' and output.shape[0] == 0:\n        pass\n"
-        "    return F.cross_entropy(output, target)\n"
-    )
+def test_error_of_one_process_ends_all(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     (place.folder / "own.py").write_text(
         SLOW.replace("time.sleep", "assert os.environ['RANK'] == '0', 'rank 1 fails'; time.sleep")
     )
     place.config["analyze"] = {"measures": ["own.py:Slow"]}
+    monkeypatch.setenv("SECONDS_A_ROW", "0.5")  # so that rank 0 leaves rows to the other
     outcome = run(place, "--processes", "2")
     assert outcome.returncode == 3
     assert outcome.stderr.count("rank 1 fails") == 1, outcome.stderr
