@@ -64,7 +64,7 @@ def flat_columns(*names: str) -> dict[str, list[Any]]:
 def test_rows_of_columns_of_any_type(tmp_path: Path, name: str) -> None:
     write_jsonl(tmp_path / "data.jsonl", TABLE)
     pq.write_table(pa.table(TABLE), tmp_path / "data.parquet", row_group_size=2)
-    rows = opened(tmp_path, name, text="text", messages="chat", inputs=["x", "ids"], target="y", id="uid")
+    rows = opened(tmp_path, name, text="text", messages="chat", target=["x", "ids", "y"], id="uid")
 
     assert rows.count == 5
     assert rows.read(1, 4).to_pydict() == {key: TABLE[key][1:4] for key in rows.schema.names}
@@ -102,7 +102,7 @@ def test_jsonl_types_that_later_rows_widen(tmp_path: Path, monkeypatch: pytest.M
     values = [{"x": None, "v": []}, {"x": 1}, {"x": 2, "v": [1]}, {"x": 2.5, "v": [0.5], "s": {"a": 1}}]
     values += [{"x": 3, "v": None, "s": {"b": "t"}}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, values)))
-    rows = opened(tmp_path, "data.jsonl", inputs=["x", "v"], text="s")
+    rows = opened(tmp_path, "data.jsonl", target=["x", "v"], text="s")
     assert rows.schema.field("x").type == pa.float64()
     assert rows.column("x").to_pylist() == [None, 1.0, 2.0, 2.5, 3.0]
     assert rows.column("v").to_pylist() == [[], None, [1.0], [0.5], None]
@@ -217,7 +217,7 @@ FORMATS += ["data.arrow", "stream.arrow", "data.jsonl.gz", "data.csv.zst", "data
 def test_each_format_holds_the_same_rows(tmp_path: Path, name: str) -> None:
     columns = flat_columns("text", "x", "y", "uid")
     write_format(tmp_path / name, columns)
-    rows = opened(tmp_path, name, text="text", inputs="x", target="y", id="uid")
+    rows = opened(tmp_path, name, text="text", target=["x", "y"], id="uid")
     assert rows.column("x").to_pylist() == columns["x"]
     assert rows.read(1, 5).to_pydict() == {key: columns[key][1:5] for key in rows.schema.names}
     assert rows.take(np.array([3, 0, 3])).column("text").to_pylist() == ["é", "a", "é"]
@@ -408,9 +408,7 @@ def test_tar_files_of_one_name_are_a_row(tmp_path: Path) -> None:
             files |= {f"d/{row}.npy": array_bytes([row, row + 0.5]), f"d/{row}.jpg": bytes([row])}
             files |= {f"d/{row}.json": json.dumps({"a": row}).encode(), "README": b"no row"}
         write_tar(tmp_path / f"{part}.tar", files)
-    rows = opened(
-        tmp_path, Path("*.tar"), text=["txt", "json"], image="jpg", inputs="npy", target="cls", id=KEY
-    )
+    rows = opened(tmp_path, Path("*.tar"), inputs=["npy", "txt", "json", "jpg"], target="cls", id=KEY)
     assert rows.read(1, 3).to_pydict() == {
         "npy": [[1.0, 1.5], [2.0, 2.5]],
         "cls": [1, 0],
@@ -444,7 +442,7 @@ def test_compressed_tar_holds_the_rows_of_the_plain_one(tmp_path: Path, suffix: 
             pa.output_stream(str(tmp_path / f"{part}.tar{suffix}")) as packed,
         ):
             packed.write(plain.read())
-    columns: dict[str, Any] = {"text": "txt", "image": "jpg", "inputs": "npy", "id": KEY}
+    columns: dict[str, Any] = {"inputs": ["txt", "jpg", "npy"], "id": KEY}
     plain, packed = (opened(tmp_path, Path(f"*.tar{each}"), **columns) for each in ("", suffix))
     assert packed.read(0, 6).to_pydict() == plain.read(0, 6).to_pydict()
     assert packed.take(np.array([5, 0])).column("txt").to_pylist() == ["t5", "t0"]
@@ -499,5 +497,5 @@ def test_tar_files_that_can_not_be_used(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes((tmp_path / "a.tar").read_bytes()[:700])
     assert "a.tar" in error(tmp_path, "a.tar", inputs="cls")
     write_tar(tmp_path / "a.tar", {"0.cls": b"1", "1.txt": b"x"})
-    samples = opened(tmp_path, "a.tar", text="txt", inputs="cls")
+    samples = opened(tmp_path, "a.tar", text="txt", target="cls")
     assert samples.read(0, 2).to_pydict() == {"cls": [1, None], "txt": [None, "x"]}
