@@ -17,6 +17,7 @@ import torch
 from psgrad.config import CheckpointConfig, Config, MethodConfig, is_callable_spec
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.placement import place
+from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.influence.method import REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.errors import ConfigError, InfluenceError, PsgradError
@@ -94,6 +95,15 @@ class InfluenceSetup:
     query_rows: np.ndarray
     training_rows: np.ndarray
 
+    @property
+    def processes(self) -> Processes:
+        return self.views[0].training.processes
+
+    def agreed_seconds(self, own: float) -> float:
+        """The time that the first process took for something, for choices that all make alike."""
+        name = self.processes.step("time")
+        return self.processes.agreed(name, lambda: [round(own * 1e6)])[0] / 1e6
+
 
 def unit_of(setup: InfluenceSetup, fitted: Sequence[Fitted] = ()) -> str:
     """What a score is, for headers. fitted: the method at each checkpoint, once there is one."""
@@ -111,9 +121,11 @@ _DIVIDED: dict[str, str] = {
 }
 
 
-def set_up_influence(config: Config, say: Callable[[str], None], progress: Say) -> InfluenceSetup:
+def set_up_influence(
+    config: Config, say: Callable[[str], None], progress: Say, processes: Processes
+) -> InfluenceSetup:
     """Load all that a config names: model, data, queries, method, and each checkpoint. progress: of rows that
-    code makes, which are read now.
+    code makes, which are read now. processes: those that share the passes.
 
     Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
     """
@@ -122,12 +134,14 @@ def set_up_influence(config: Config, say: Callable[[str], None], progress: Say) 
     read_ahead(run.samples, len(run.samples), progress)  # before queries are chosen by their ids or losses
     measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
     last = len(checkpoints_of(config)) - 1
-    reader, rows = queries_of(config, run, measurement, lambda: later_run(run, config, last) if last else run)
+    reader, rows = queries_of(
+        config, run, measurement, lambda: later_run(run, config, last) if last else run, processes
+    )
     views: list[CheckpointView] = []
     for number in range(len(checkpoints_of(config))):
         there = run if number == 0 else later_run(run, config, number)
         _require_another(views, there)
-        views.append(_view(there, number, measurement, reader, rows, say))
+        views.append(_view(there, number, measurement, reader, rows, say, processes))
     return InfluenceSetup(run, method, measurement, views, reader, rows, rows, np.arange(len(run.samples)))
 
 
@@ -246,16 +260,17 @@ def _view(
     reader: CheckedReader,
     rows: np.ndarray,
     say: Callable[[str], None],
+    processes: Processes,
 ) -> CheckpointView:
     options = run.stream_options(say)
-    training = Examples(run.objective, run.reader, len(run.samples), options)
+    training = Examples(run.objective, run.reader, len(run.samples), options, processes=processes)
     summary = (
         summary_for(run.criterion.kind, run.criterion.ignore_index)
         if measurement.criterion.kind != "custom"
         else None
     )
     measured = run.objective.with_scalar(measurement.criterion.function, summary)
-    queries = Examples(measured, chosen_rows(reader, rows), len(rows), options)
+    queries = Examples(measured, chosen_rows(reader, rows), len(rows), options, processes=processes)
     checkpoint, path = checkpoints_of(run.config)[number], run.config.model.checkpoint
     learning_rate = None if checkpoint is None else checkpoint.learning_rate
     return CheckpointView(

@@ -10,16 +10,16 @@ The loss's derivatives in the model's output, sample by sample, and a square roo
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import chunk_budget
-from psgrad.engine.execution.streaming import Measure, Stream
+from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.transforms import grad, hessian, vmap
@@ -128,6 +128,7 @@ def _triangular(
     return (upper * sign.unsqueeze(2)).transpose(1, 2), turned * sign
 
 
+Rows = TypeVar("Rows", bound="OutputRows")
 # Numbers in an output of which the exact rows are had: so many passes back a sample.
 LARGEST_OUTPUT = 128
 _LOOKED_AT = 64  # rows, to see whether outputs differ in size
@@ -183,19 +184,8 @@ class OutputRows(Examples):
         found: PerSampleGradients = stream.computed(self._rows_of, stream.load_block(start, stop))
         return found
 
-    def run(
-        self,
-        measure: Measure,
-        way: Callable[..., Any] | None = None,
-        start: int = 0,
-        stop: int | None = None,
-    ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        if way is not None:
-            yield from super().run(measure, way, start, stop)
-            return
-        last = self.count if stop is None else stop // self.per_sample
-        for columns in self.row_stream.run(last, [measure], self._rows_of, start // self.per_sample):
-            yield slice(columns.start * self.per_sample, columns.stop * self.per_sample), columns.values
+    def _pass(self, way: Callable[..., Any] | None) -> tuple[Stream, Callable[..., Any] | None, int]:
+        return super()._pass(way) if way is not None else (self.row_stream, self._rows_of, self.per_sample)
 
     def _rows_of(
         self,
@@ -319,9 +309,12 @@ def _of(kind: Any, training: Examples, size: int) -> Any:
         )
     if not outputs_alike(training):
         raise _differing()
-    return kind(
-        training.objective, training.read, training.count, training.options, training.numbers, per_sample=size
-    )
+    return rows_like(kind, training, per_sample=size)
+
+
+def rows_like(kind: type[Rows], examples: Examples, **own: Any) -> Rows:
+    """Rows of these examples. own: what the kind has of its own."""
+    return kind(**{each.name: getattr(examples, each.name) for each in fields(Examples)}, **own)
 
 
 def _differing() -> InfluenceError:

@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from psgrad.engine.execution.ranks import Arrays
-from psgrad.errors import DistributedError
+from psgrad.engine.execution.ranks import Arrays, Result, step_within
+from psgrad.errors import DistributedError, PsgradError, error_of
 
-_POLL = 0.05  # seconds
+_FIRST_POLL, _POLL = 0.0005, 0.05  # seconds between two looks at the store, at first and at last
 _BEAT = 2.0  # seconds between two signs of life
 _SILENCE = 60.0  # seconds without a sign of life, after which a rank is taken for dead
 _TIMEOUT = timedelta(minutes=10)  # of one collective
@@ -64,6 +64,7 @@ class RankGroup:
         self._stopped = threading.Event()
         self._beating = threading.Thread(target=self._beat, daemon=True)
         self._beating.start()
+        self._steps, self._computing = 0, False
 
     @classmethod
     def join(cls) -> RankGroup:
@@ -129,14 +130,8 @@ class RankGroup:
     def reduce(self, name: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
         """In pairs of ranks, then pairs of pairs: the time grows with the logarithm of their number."""
         self.meet(f"{name}.reduce")
-        try:
+        with _told():
             return self._reduced(state, merge)
-        except RuntimeError as error:
-            raise DistributedError(
-                f"what the ranks gathered can't be sent: {str(error).splitlines()[0]}",
-                cause="a rank was killed while the others waited for it, or the network is down",
-                next_step="run again with --resume: finished rows are kept",
-            ) from error
 
     def _reduced(self, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
         step = 1
@@ -149,11 +144,52 @@ class RankGroup:
             step *= 2
         return self._broadcast(state() if self.rank == 0 else {})
 
+    # -- steps of one program --------------------------------------------------------------------------------
+
+    def step(self, what: str) -> str:
+        if self._computing:
+            raise step_within(what)
+        self._steps += 1
+        name = f"step.{self._steps}"
+        found = self._store.compare_set(f"{name}.what", "", what).decode()
+        if found != what:
+            raise DistributedError(
+                f"rank {self.rank} is about to share {what}, and another rank {found}",
+                expected="processes that all take the same steps",
+                cause="machines whose arithmetic differs, or code of yours that depends on the process",
+                next_step="run it in one process, or on machines of one kind",
+            )
+        return name
+
+    def together(self, what: str, compute: Callable[[], Result]) -> Result:
+        name, raised = self.step(what), None
+        self._computing = True
+        try:
+            result = compute()
+        except PsgradError as error:
+            raised = error
+            self._store.compare_set(f"{name}.error", "", json.dumps(error.parts()))
+        finally:
+            self._computing = False
+        self.meet(name)
+        if self._store.check([f"{name}.error"]):
+            first = error_of(json.loads(self._store.get(f"{name}.error")))
+            raise raised if raised is not None and raised.parts() == first.parts() else first
+        return result
+
+    def gathered(self, what: str, own: Arrays) -> list[Arrays]:
+        self.meet(self.step(what))
+        with _told():
+            return self._gathered(own)
+
     def _wait(self, key: str) -> None:
         """Wait until the key is there. Raises DistributedError where a rank has failed or died."""
+        poll = _FIRST_POLL
         while not self._store.check([key]):
-            self._require_others()
-            time.sleep(_POLL)
+            if poll >= _POLL:
+                self._require_others()
+            time.sleep(poll)
+            poll = min(2 * poll, _POLL)
 
     def _require_others(self) -> None:
         if self._store.check([_FAILED]):
@@ -199,6 +235,18 @@ class RankGroup:
             dist.recv(value, source)
         return state
 
+    def _gathered(self, own: Arrays) -> list[Arrays]:
+        """All tensors of a rank go as one row of bytes, all rows as long as the longest."""
+        own = {name: _on_cpu(value) for name, value in own.items()}
+        words = _described(own)
+        numbers = torch.cat([words, *(_bytes_of(value) for value in own.values())])
+        sizes = [torch.zeros(2, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(words), len(numbers)]))
+        longest = max(int(total) for _, total in sizes)
+        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(rows, torch.cat([numbers, numbers.new_zeros(longest - len(numbers))]))
+        return [_read(row, int(length)) for row, (length, _) in zip(rows, sizes, strict=True)]
+
     def _broadcast(self, state: Arrays) -> Arrays:
         words = _described(state)
         length = torch.tensor([len(words)])
@@ -210,6 +258,21 @@ class RankGroup:
         for value in result.values():
             dist.broadcast(value, 0)
         return result
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Where tensors can't be sent, DistributedError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, PsgradError):
+            raise
+        raise DistributedError(
+            f"what the ranks gathered can't be sent: {str(error).splitlines()[0]}",
+            cause="a rank was killed while the others waited for it, or the network is down",
+            next_step="run again with --resume: finished rows are kept",
+        ) from error
 
 
 def _on_cpu(value: torch.Tensor) -> torch.Tensor:
@@ -227,5 +290,19 @@ def _described(state: Arrays) -> torch.Tensor:
 def _empty(words: torch.Tensor) -> Arrays:
     return {
         name: torch.empty(shape, dtype=getattr(torch, dtype))
-        for name, shape, dtype in json.loads(bytes(words.tolist()))
+        for name, shape, dtype in json.loads(words.numpy().tobytes())
     }
+
+
+def _bytes_of(value: torch.Tensor) -> torch.Tensor:
+    return value.reshape(-1).view(torch.uint8)
+
+
+def _read(row: torch.Tensor, length: int) -> Arrays:
+    """The tensors of a row of bytes, of which the first `length` describe them."""
+    result, start = _empty(row[:length]), length
+    for value in result.values():
+        size = value.numel() * value.element_size()
+        _bytes_of(value).copy_(row[start : start + size])
+        start += size
+    return result
