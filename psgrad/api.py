@@ -246,9 +246,11 @@ def dp_step(
     from psgrad.workflows.dp_step import dp_step as run_dp_step
 
     with config_of(config, objects, resume=resume) as found:
-        return run_dp_step(
+        result = run_dp_step(
             found, steps=steps, resume=resume, overwrite=overwrite, moved=moved, progress=progress
         )
+        assert result is not None, "one process has the whole result"
+        return result
 
 
 def dp_plan(config: AnyConfig | None = None, **objects: Unpack[Objects]) -> DPPlanResult:
