@@ -272,4 +272,6 @@ def dp_audit(
     from psgrad.workflows.dp_audit import dp_audit as run_dp_audit
 
     with config_of(config, objects) as found:
-        return run_dp_audit(found, overwrite=overwrite, progress=progress)
+        result = run_dp_audit(found, overwrite=overwrite, progress=progress)
+        assert result is not None, "one process has the whole result"
+        return result

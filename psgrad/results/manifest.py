@@ -244,8 +244,8 @@ class RunManifest:
     psgrad.workflows.identity. identity: all that the rows of `psgrad analyze` depend on. run: the hash of
     the identity that the run began with, which its shards have too. limit: of --limit, None for the whole
     dataset. sampled_by: the seed by which its rows were drawn; None for the first ones.
-    ranks: of a private run by several processes: its backend, and of each its host, how many records it has
-    summed and in how many seconds. timings: phase -> seconds. state: running, finished, failed or interrupted.
+    ranks: of a private run by several processes, the backend and each process's host, records and seconds.
+    timings: phase -> seconds. state: running, finished, failed or interrupted.
     """
 
     version: int = 1

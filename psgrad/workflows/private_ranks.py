@@ -53,8 +53,8 @@ def agree(setup: PrivateSetup, hashes: Mapping[str, Any], processes: Processes) 
         others = [name for name, each in digests.items() if of_first[_DIGEST + name] != each]
         if others:
             raise DistributedError(
-                f"rank {processes.rank} on {socket.gethostname()} has loaded another {' and another '.join(others)}"
-                " than rank 0",
+                f"rank {processes.rank} on {socket.gethostname()} has loaded another"
+                f" {' and another '.join(others)} than rank 0",
                 expected="the same config, files, code and versions in all processes; no step was taken",
                 cause="machines with copies of their own, or a file that was changed in between",
                 next_step="give all machines the same files, and run again",
@@ -66,7 +66,7 @@ def agree(setup: PrivateSetup, hashes: Mapping[str, Any], processes: Processes) 
 
 
 def _digests(setup: PrivateSetup, hashes: Mapping[str, Any]) -> dict[str, bytes]:
-    """In words -> the SHA-256 of what must be the same on all ranks. Weights need not: rank 0 sends its own."""
+    """In words -> the SHA-256 of what must be the same on all ranks. Not of the weights: rank 0 sends its."""
     data = ("data", "columns")
     parts = {
         "dataset": [hashes[name] for name in data],
@@ -127,8 +127,8 @@ def follow(
     """The steps of a run on a rank that does not lead, until rank 0 ends. Returns (the setup, what `before`
     found, which is called before the first step).
 
-    output: the run folder. progress: hears of each step's number alone, which is public. What the computation says of a rank's
-    records is not, and is written to private/.
+    output: the run folder. progress: hears of each step's number alone, which is public. What the
+    computation says of a rank's records is not, and is written to private/.
     """
     messages = _Messages(PrivateRunFolder(output), processes.rank)
     setup = set_up_privately(config, messages)
@@ -167,7 +167,9 @@ def _copy(values: Arrays, into: Mapping[str, torch.Tensor]) -> None:
 
 
 class _Messages:
-    """What a rank's computation says, in private/NOT_PRIVATE_rank-K.log of the run folder, once it is there."""
+    """What a rank's computation says, in private/NOT_PRIVATE_rank-K.log of the run folder, once there is
+    one.
+    """
 
     def __init__(self, folder: PrivateRunFolder, rank: int) -> None:
         self._folder, self._name, self.begun = folder, f"rank-{rank}.log", False
