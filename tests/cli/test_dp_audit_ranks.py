@@ -12,13 +12,14 @@ import yaml
 
 from psgrad.engine.privacy import rank_steps
 from psgrad.engine.privacy.clipping import Clipping
+from psgrad.errors import DataError
 from psgrad.workflows import dp_audit
 from tests.cli.test_dp_audit import _drawn_alike, private
 from tests.forked_ranks import EndedRank, Plant, hasty, run_ranks
 from tests.workplace import Workplace
 
 __all__ = ["_drawn_alike", "private"]
-NAME = "private/NOT_PRIVATE_audit.json"
+NAME = f"private/NOT_PRIVATE_{dp_audit.FILE}"
 
 
 def ranks(
@@ -80,21 +81,20 @@ def test_audit_of_ranks_finds_the_mistake_of_one(private: Workplace, rank: int) 
     assert "VIOLATION" in ended[0].out
 
 
-def test_audit_of_ranks_that_disagree_ends(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_ends_where_a_rank_fails(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that can't compute its share is named; nothing is judged."""
     hasty(monkeypatch)
 
     def plant(own: int) -> None:
         def fails(*arguments: Any) -> Any:
-            raise ValueError("no share")
+            raise DataError("the disk of this machine is gone")
 
         if own == 1:
             rank_steps._computed = fails
 
     ended = ranks(private, 2, "--steps", "2", plant=plant)
     assert [each.code for each in ended] == [3, 3]
-    assert "ValueError: no share" in ended[1].err
+    assert ended[1].err.startswith("error: the disk of this machine is gone")
     manifest = json.loads((Path("out-audit") / "private/NOT_PRIVATE_manifest.json").read_text())
-    assert "rank 1 failed: ValueError: no share" in manifest["error"]
+    assert "rank 1 failed: the disk of this machine is gone" in manifest["error"]
     assert not (Path("out-audit") / NAME).exists()
-    assert dp_audit.FILE in NAME
