@@ -179,10 +179,12 @@ def dp_step(
         saved = taken if snapshot is None else int(snapshot.metadata["step"])
         run = Run(setup, base, folder, ledger, training, lost=taken - saved)
         with clock("steps"):
-            run.take(asked, progress, processes.hurry)
+            try:
+                run.take(asked, progress, processes.hurry)
+            finally:
+                record.add(ranks=facts_of(lead, hosts, processes))
             if lead is not None:
                 lead.end()
-        record.add(ranks=facts_of(lead, hosts, processes))
         with clock("accounting"):
             return run.finish([note for note in notes if note is not None])
 

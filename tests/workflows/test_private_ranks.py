@@ -142,6 +142,24 @@ def test_noise_of_ranks_is_the_one_of_rank_0(private: PrivateWorkplace) -> None:
     assert bounds[0] == bounds[1] != 0.5
 
 
+def test_one_record_more_moves_the_sum_of_ranks_by_at_most_the_bound(private: PrivateWorkplace) -> None:
+    """A record that comes gives all that follow it to other ranks."""
+    private.config["engine"]["dtype"] = "float32"
+    private.privacy.update(EXACT)
+    arrays = dict(private.workplace.arrays)
+    succeeded(private, 2, "--output", "all")
+    for row in (0, 13):
+        private.workplace.save(**{name: np.delete(array, row, 0) for name, array in arrays.items()})
+        private.privacy["expected_batch_size"] = 23
+        succeeded(private, 2, "--output", f"without-{row}")
+        sums = [
+            load_file(private.folder / run / "public/noisy_sum.safetensors")
+            for run in ("all", f"without-{row}")
+        ]
+        apart = sum(float((sums[1][name] - value).square().sum()) for name, value in sums[0].items()) ** 0.5
+        assert 0.4999 < apart <= 0.5
+
+
 DROPOUT = """
 class Model(nn.Sequential):
     def __init__(self):

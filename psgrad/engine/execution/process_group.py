@@ -29,6 +29,7 @@ _SHORTEST_POLL, _POLL = 0.001, 0.05  # seconds between two looks into the store,
 _BEAT = 2.0  # seconds between two signs of life
 _SILENCE = 25.0  # seconds without a sign of life, after which a rank is taken for dead
 _HURRIED = 5.0  # the same where this rank has been asked to end, or has lost a connection
+_LEAVING = 1.0  # seconds that rank 0 waits for others to leave before it
 _TIMEOUT = timedelta(minutes=10)  # of one collective
 _FAILED = "failed"
 
@@ -84,9 +85,16 @@ class RankGroup:
         return cls(PrefixStore("psgrad", store), rank, size)
 
     def leave(self) -> None:
-        """End the signs of life, and leave the group."""
+        """End the signs of life, and leave the group; rank 0, which may hold the store, a moment after the
+        others.
+        """
         self._stopped.set()
         self._beating.join()
+        with suppress(DistributedError):
+            self._store.add("left", 1)
+            end = time.monotonic() + _LEAVING
+            while self.rank == 0 and self._store.add("left", 0) < self.size and time.monotonic() < end:
+                time.sleep(_SHORTEST_POLL)
         dist.destroy_process_group()
 
     def fail(self, message: str) -> bool:
