@@ -252,9 +252,11 @@ def dp_step(
     from psgrad.workflows.dp_step import dp_step as run_dp_step
 
     with config_of(config, objects, resume=resume) as found:
-        return run_dp_step(
+        result = run_dp_step(
             found, steps=steps, resume=resume, overwrite=overwrite, moved=moved, progress=progress
         )
+        assert result is not None, "one process has the whole result"
+        return result
 
 
 def dp_plan(config: AnyConfig | None = None, **objects: Unpack[Objects]) -> DPPlanResult:
@@ -276,4 +278,6 @@ def dp_audit(
     from psgrad.workflows.dp_audit import dp_audit as run_dp_audit
 
     with config_of(config, objects) as found:
-        return run_dp_audit(found, overwrite=overwrite, progress=progress)
+        result = run_dp_audit(found, overwrite=overwrite, progress=progress)
+        assert result is not None, "one process has the whole result"
+        return result

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
+from psgrad.cli import processes as several
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
 from psgrad.cli.options import ConfigPath, Debug, Overwrite, Settings, read_config
-from psgrad.cli.processes import require_one
-from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
+from psgrad.cli.processes import ProcessesOption
+from psgrad.cli.progress import ProgressOption, ProgressStyle
 from psgrad.errors import EXIT_GATE_FAILED
 
 CanaryCount = Annotated[
@@ -65,6 +66,7 @@ def dp_audit(
     overwrite: Overwrite = False,
     settings: Settings = None,
     as_json: AsJson = False,
+    processes: ProcessesOption = 1,
     shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
@@ -77,12 +79,14 @@ def dp_audit(
     the declared guarantee is contradicted.
     """
     with boundary(debug):
-        require_one("dp-audit")
         resolved = read_config(config, settings, None)
         from psgrad.reports.audit import PRIVATE_WARNING, write_audit
+        from psgrad.workflows.dp_audit import audit_folder
         from psgrad.workflows.dp_audit import dp_audit as run_dp_audit
 
-        with progress_display(shown) as progress:
+        several.start(processes)
+        folder = audit_folder(resolved, output)
+        with several.joined() as group, several.display(shown, group, folder) as progress:
             result = run_dp_audit(
                 resolved,
                 canaries=canaries,
@@ -92,7 +96,10 @@ def dp_audit(
                 output=output,
                 overwrite=overwrite,
                 progress=progress,
+                processes=group,
             )
+        if result is None:  # on all ranks but the first
+            return
         for note in result.notes:
             typer.echo(note, err=True)
         if result.records:

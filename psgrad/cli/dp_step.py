@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from psgrad.cli import processes as several
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
 from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, read_config
-from psgrad.cli.processes import require_one
-from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
+from psgrad.cli.processes import ProcessesOption
+from psgrad.cli.progress import ProgressOption, ProgressStyle
 from psgrad.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def dp_step(
     insecure_deterministic: Seeded = False,
     show_private: ShowPrivate = False,
     as_json: AsJson = False,
+    processes: ProcessesOption = 1,
     shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
@@ -90,9 +92,9 @@ def dp_step(
     """
     style = "json" if as_json else "terminal"
     with boundary(debug):
-        require_one("dp-step")
         if plan:
-            _require_a_plan_alone(resume, show_private)
+            _require_a_plan_alone(resume, show_private, processes > 1)
+            several.require_one("dp-step --plan")
             _show_plan(_plan(read_config(config, settings, output)), style)
             return
         if moved and not resume:
@@ -103,7 +105,8 @@ def dp_step(
         resolved = read_config(config, settings, output)
         from psgrad.workflows.dp_step import dp_step as run_dp_step
 
-        with progress_display(shown) as progress:
+        several.start(processes)
+        with several.joined() as group, several.display(shown, group, resolved.output) as progress:
             result = run_dp_step(
                 resolved,
                 steps=steps,
@@ -112,7 +115,10 @@ def dp_step(
                 moved=moved,
                 insecure_deterministic=insecure_deterministic,
                 progress=progress,
+                processes=group,
             )
+        if result is None:  # on all ranks but the first
+            return
         _show(result, style, show_private)
 
 
@@ -141,8 +147,9 @@ def _show_plan(result: DPPlanResult, style: str) -> None:
     write_plan_of_noise(result, style, sys.stdout)
 
 
-def _require_a_plan_alone(resume: bool, show_private: bool) -> None:
-    for given, option in ((resume, "--resume"), (show_private, "--show-private")):
+def _require_a_plan_alone(resume: bool, show_private: bool, several_processes: bool) -> None:
+    options = ((resume, "--resume"), (show_private, "--show-private"), (several_processes, several.OPTION))
+    for given, option in options:
         if given:
             raise ConfigError(
                 f"--plan was given together with {option}",

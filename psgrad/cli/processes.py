@@ -28,7 +28,7 @@ ProcessesOption = Annotated[
         "--processes",
         metavar="N",
         min=1,
-        help="Start N processes on this machine that share the samples; torchrun does the same on several.",
+        help="Start N processes on this machine that share the work; torchrun does the same on several.",
     ),
 ]
 OPTION = "--processes"

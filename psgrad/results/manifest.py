@@ -244,6 +244,7 @@ class RunManifest:
     psgrad.workflows.identity. identity: all that the rows of `psgrad analyze` depend on. run: the hash of
     the identity that the run began with, which its shards have too. limit: of --limit, None for the whole
     dataset. sampled_by: the seed by which its rows were drawn; None for the first ones.
+    ranks: of a private run by several processes, the backend and each process's host, records and seconds.
     timings: phase -> seconds. state: running, finished, failed or interrupted.
     """
 
@@ -269,6 +270,7 @@ class RunManifest:
     influence: InfluenceFacts = InfluenceFacts()
     evaluation: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     counts: Counts = Counts()
+    ranks: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     timings: dict[str, float] = field(default_factory=dict)
     state: str | None = field(default=None, metadata=OPTIONAL)
     error: str | None = field(default=None, metadata=OPTIONAL)

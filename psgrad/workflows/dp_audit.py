@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from psgrad.config import Config, PrivacyConfig
+from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.privacy.accounting import Events, epsilon_pld, epsilon_rdp
 from psgrad.engine.privacy.audit import METHODS, AuditedRun, Canaries, judge, play
 from psgrad.engine.privacy.generators import make_generator
@@ -21,6 +22,8 @@ from psgrad.results import AuditBound, DPAuditResult, NoiseAudit, Progress, Say
 from psgrad.storage import PrivateRunFolder
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.neighbours import audited_pairs, audited_state, contributions
+from psgrad.workflows.private_ranks import agree, facts_of, follow, leading
+from psgrad.workflows.private_resume import private_hashes
 from psgrad.workflows.private_setup import (
     PrivateSetup,
     base_multiplier,
@@ -50,7 +53,8 @@ def dp_audit(
     output: Path | None = None,
     overwrite: bool = False,
     progress: Say = lambda _: None,
-) -> DPAuditResult:
+    processes: Processes | None = None,
+) -> DPAuditResult | None:
     """Audit the steps that a config describes: the whole of `psgrad dp-audit`.
 
     Args:
@@ -63,18 +67,26 @@ def dp_audit(
         output: a folder of its own; None for the config's, with -audit behind its name. A run in the config's
             folder stays as it is.
         overwrite: replace an earlier audit there.
+        processes: those that share the batches and the neighbours; None for this one alone.
+
+    Returns None on all ranks but the first, which alone draws, judges and writes.
 
     Nothing is trained, published or paid for. Raises PsgradError for everything that can be wrong with the
     config, the model, the data or the disk.
     """
     privacy = require_privacy(config)
+    path = audit_folder(config, output)
+    processes = OneProcess() if processes is None else processes
+    if not processes.leads:
+        take_part(config, path, processes, progress, canaries_only)
+        return None
     require_sense(privacy, steps, confidence)
-    path = output if output is not None else config.output.with_name(f"{config.output.name}-audit")
     PrivateRunFolder.require_free(path, overwrite)
     clock = Clock()
     with clock("load"):
         setup = set_up_privately(config, lambda message: progress(Progress(0, 0, "audit", message)))
         base = base_multiplier(privacy)
+        hosts = agree(setup, private_hashes(setup, ""), processes)
     taken = steps if steps is not None else steps_for(privacy, canaries_only)
     random = coins()
     count = canaries if canaries is not None else canaries_for(setup)
@@ -82,27 +94,34 @@ def dp_audit(
     planted = Canaries.plant(setup.parameters, setup.clipping, count, random)
     PrivateRunFolder.create(path, overwrite)
     folder = PrivateRunFolder(path)
-    with recorded(folder, describe_run("dp-audit", setup.run, None), clock):
+    with (
+        recorded(folder, describe_run("dp-audit", setup.run, None), clock) as record,
+        leading(setup, processes) as lead,
+    ):
         alone = {} if canaries_only else contributions(setup)
         with clock("canaries"):
             mechanism, numbers = audited_run(setup, base), itertools.count()
+            shared = setup if lead is None else lead
             progress(Progress(0, taken, "audit", unit="step"))
             played = play(
                 mechanism,
                 planted,
                 taken,
                 random,
-                source=None if canaries_only else lambda records: setup.source(records, next(numbers)),
+                source=None if canaries_only else lambda records: shared.source(records, next(numbers)),
                 records=0 if canaries_only else len(setup.records),
                 tell=lambda done: progress(Progress(done, taken, "audit", unit="step")),
             )
+            if lead is not None:
+                lead.end()
+        record.add(ranks=facts_of(lead, hosts, processes))
         with clock("bounds"):
             events = first(planned_events(privacy, base), taken)
             accounted, accountant = accounted_epsilon(events, privacy.delta)
             verdict = judge(played, events, privacy.delta, confidence, accounted)
         with clock("neighbours"):
-            pairs, notes = ([], []) if canaries_only else audited_pairs(setup, base)
-            pairs += [] if canaries_only else audited_state(setup, alone)
+            pairs, notes = ([], []) if canaries_only else audited_pairs(setup, base, processes)
+            pairs += [] if canaries_only else audited_state(setup, alone, processes)
         if privacy.noise.seed is not None:
             notes.append(
                 "the audit drew its noise from the operating system; that of a run with privacy.noise.seed"
@@ -136,6 +155,21 @@ def dp_audit(
             notes=notes,
         )
         return written(result, folder)
+
+
+def audit_folder(config: Config, output: Path | None) -> Path:
+    """Where an audit is written: `output`, or the config's, with -audit behind its name."""
+    return output if output is not None else config.output.with_name(f"{config.output.name}-audit")
+
+
+def take_part(config: Config, path: Path, processes: Processes, progress: Say, canaries_only: bool) -> None:
+    """The audit on a rank that does not lead: its shares of the batches, and of the neighbours."""
+    setup, alone = follow(
+        config, path, processes, progress, lambda setup: {} if canaries_only else contributions(setup)
+    )
+    if not canaries_only:
+        audited_pairs(setup, base_multiplier(setup.privacy), processes)
+        audited_state(setup, alone, processes)
 
 
 def written(result: DPAuditResult, folder: PrivateRunFolder) -> DPAuditResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 from uuid import uuid4
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import save
 
 from psgrad.config import Config, PrivacyConfig
+from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.privacy.accounting import (
     StepEvent,
     curve_accountant,
@@ -27,7 +29,7 @@ from psgrad.engine.privacy.accounting import (
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.snapshot import Snapshot, tensors_of
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining, make_optimizer
-from psgrad.errors import ConfigError
+from psgrad.errors import ConfigError, DistributedError
 from psgrad.reports.privacy import live_words
 from psgrad.reports.privacy_plots import write_plots
 from psgrad.reports.words import count
@@ -38,6 +40,7 @@ from psgrad.storage.ledger_lines import require_same
 from psgrad.storage.private_runs import PREFIX
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.dp_plan import curve_points
+from psgrad.workflows.private_ranks import agree, facts_of, follow, leading
 from psgrad.workflows.private_resume import (
     adapted,
     keep_place,
@@ -78,7 +81,8 @@ def dp_step(
     moved: bool = False,
     insecure_deterministic: bool = False,
     progress: Say = lambda _: None,
-) -> DPStepResult:
+    processes: Processes | None = None,
+) -> DPStepResult | None:
     """Take private steps: the whole of `psgrad dp-step`.
 
     Args:
@@ -89,10 +93,17 @@ def dp_step(
         moved: with `resume`, that the folder was moved, and that nothing else continues a copy of it: the
             ledger says so from then on.
         insecure_deterministic: whether `privacy.noise.seed` may be set, which makes the noise public.
+        processes: those that share each batch; None for this one alone.
+
+    Returns None on all ranks but the first, which alone draws, pays, updates and writes.
 
     Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk.
     Whatever happens, the ledger has a line for each step of which anything was released.
     """
+    processes = OneProcess() if processes is None else processes
+    if not processes.leads:
+        follow(config, config.output, processes, progress)
+        return None
     privacy = require_privacy(config)
     require_honest_seed(privacy, insecure_deterministic)
     if resume:
@@ -119,6 +130,7 @@ def dp_step(
         require_possible_steps(setup, base)
         header = ledger_header(setup, base)
         hashes = private_hashes(setup, uuid4().hex if before is None else before.header["run"])
+        hosts = agree(setup, hashes, processes)
     with clock("self-check"):
         check = setup.run.self_check(setup.run.stream(lambda _: None))
         setup.began.require_unwritten()
@@ -141,12 +153,16 @@ def dp_step(
         require_same_code(folder, was, hashes)
         manifest = replace(manifest, hashes=was)
     own = {"run": hashes["run"], "weights_sha256": hashes["weights"]} if before is None else {"moved": moved}
-    with opened_ledger(folder, before, header, snapshot, own) as ledger, recorded(folder, manifest, clock):
+    with (
+        opened_ledger(folder, before, header, snapshot, own) as ledger,
+        recorded(folder, manifest, clock) as record,
+        leading(setup, processes) as lead,
+    ):
         notes = [keep_place(folder), None if before is None else weights_note(before.header, hashes)]
         folder.remove_leftovers()
         training = PrivateTraining(
             setup.parameters,
-            lambda records: setup.source(records, training.taken),
+            lambda records: (setup if lead is None else lead).source(records, training.taken),
             len(setup.records),
             clipping=setup.clipping,
             noise=setup.noise(base),
@@ -163,7 +179,12 @@ def dp_step(
         saved = taken if snapshot is None else int(snapshot.metadata["step"])
         run = Run(setup, base, folder, ledger, training, lost=taken - saved)
         with clock("steps"):
-            run.take(asked, progress)
+            try:
+                run.take(asked, progress, processes.hurry)
+            finally:
+                record.add(ranks=facts_of(lead, hosts, processes))
+            if lead is not None:
+                lead.end()
         with clock("accounting"):
             return run.finish([note for note in notes if note is not None])
 
@@ -227,15 +248,18 @@ class Run:
         self._clipping = training.clipping  # and what it clipped to
         self._saved_at, self._saved_step = time.monotonic(), training.taken
 
-    def take(self, steps: int, progress: Say) -> None:
-        """Take so many steps, and save every now and then; also where Ctrl-C ends them early."""
+    def take(self, steps: int, progress: Say, heard: Callable[[], None] = lambda: None) -> None:
+        """Take so many steps, and save every now and then; also where Ctrl-C or another rank ends them early.
+
+        heard: called when Ctrl-C arrives in a step, which is finished first.
+        """
         first, delta = self.training.taken, self.setup.privacy.delta
         if not self.folder.checkpoint.exists():
             self.save()  # from here on there is one to go on from
         progress(Progress(first, first + steps, "steps", unit="step"))
         try:
             for left in reversed(range(steps)):
-                with held():
+                with held(heard):
                     noisy = self.training.step(self.pay, keep_sums=not left)
                     self._note(noisy)
                     self._latest, self._clipping = noisy.sums, noisy.clipping
@@ -252,7 +276,7 @@ class Run:
                         detail=live_words(spent, delta),
                     )
                 )
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, DistributedError):  # the steps that were paid for are whole
             self.save()
             self._write_private()
             self.folder.write_public_bytes(MODEL, self._model_bytes())

@@ -5,25 +5,26 @@ none, records that cancel, and a record that comes again after others.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.privacy.audit import Replayed, compare_neighbours
-from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams, batch_source
-from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.batches import GradientSource, RecordStreams
 from psgrad.engine.privacy.generators import make_generator
-from psgrad.engine.privacy.record_draws import RecordDraws, by_record, drawing_by_record, labels_of
-from psgrad.engine.privacy.records import Records, record_loss
+from psgrad.engine.privacy.records import Records
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.errors import DataError
 from psgrad.ragged import Block
 from psgrad.results import NeighbourPair
+from psgrad.workflows.cancelling_records import cancelling_records, compared_with_none
 from psgrad.workflows.private_setup import PrivateSetup
 from psgrad.workflows.private_statement import Statement, ledger_header
 
@@ -36,17 +37,6 @@ _MORE = 2
 _REPEATED, _AGAIN = 3, 1e-6
 # What the inputs of a record that should have no say are multiplied by.
 _MONSTERS = {"NaN": math.nan, "infinite": math.inf, "1e30 times as large": 1e30}
-# The weights of the three rows of a record that cancels, of which the first and the one named by `same` are
-# one row of the dataset. The larger the weights, the more digits are lost.
-_TAKEN_BACK = [
-    (same, weights)
-    for large in (2.0**16, 2.0**20, 2.0**24, 2.0**32)
-    for same, weights in (
-        (1, (large, -large, 1.0)),
-        (2, (large, 1.0, -large)),
-        (1, (large, -large * (1 + 2.0**-22), 0.0)),
-    )
-]
 
 
 @dataclass(frozen=True)
@@ -59,92 +49,76 @@ class _Neighbours:
     records: int  # of the second one's dataset
 
 
-def audited_pairs(setup: PrivateSetup, base: float) -> tuple[list[NeighbourPair], list[str]]:
+def audited_pairs(
+    setup: PrivateSetup, base: float, processes: Processes | None = None
+) -> tuple[list[NeighbourPair], list[str]]:
     """(what a step on a drawn batch and on each of its neighbours gave, with the same random numbers; what
-    was left out, and why).
+    was left out, and why). Several processes share the pairs; rank 0 has the results of all, and the others
+    none.
+    """
+    processes = OneProcess() if processes is None else processes
+    mixed = with_monsters(setup)
+    batch, longest = _drawn(setup, mixed, processes)
+    neighbours = list(_neighbours(setup, mixed, batch, longest))
+    cancelling = list(cancelling_records(setup, batch))
+    mine = range(processes.rank, len(neighbours) + len(cancelling), processes.size)
+    found: dict[int, Any] = {}
+    for place in mine:
+        if place < len(neighbours):
+            found[place] = _pair_or_note(setup, mixed, base, neighbours[place])
+        else:
+            alone = compared_with_none(setup, base, cancelling[place - len(neighbours)])
+            found[place] = alone.over, dataclasses.asdict(_as_pair(alone))
+    texts = processes.texts("audited pairs", json.dumps(list(found.items())))
+    if not processes.leads:
+        return [], []
+    every = dict(item for text in texts for item in json.loads(text))
+    return _told(setup, [every[place] for place in range(len(neighbours))], every, len(cancelling))
+
+
+def _told(
+    setup: PrivateSetup, compared: list[Any], every: dict[int, Any], cancelling: int
+) -> tuple[list[NeighbourPair], list[str]]:
+    """The pairs and the notes that the processes found: `compared`, and of the cancelling ones, which come
+    last in `every`, the worst.
     """
     notes = []
     if not has_floats(setup):
         notes.append(
             "no record that is not finite was among the neighbours: no input of the dataset is floating point"
         )
-    mixed = with_monsters(setup)
-    batch = setup.sampling.draw(len(setup.records), make_generator(setup.privacy.noise.generator))[
-        :_MOST_RECORDS
-    ]
-    pairs = []
-    for neighbours in _neighbours(setup, mixed, batch):
-        try:
-            pairs.append(_compared(setup, mixed, base, neighbours))
-        except DataError as error:
-            if neighbours.second.max(initial=-1) < len(setup.records):
-                raise
-            notes.append(
-                f"not compared: {neighbours.pair}, on which {error.arrived}"
-            )  # an augmentation that takes no such numbers
-    return pairs + cancelling_pairs(setup, base, batch), notes
-
-
-def cancelling_pairs(setup: PrivateSetup, base: float, batch: np.ndarray) -> list[NeighbourPair]:
-    """What records add whose positions cancel, each by itself; the worst of them.
-
-    Such a record is made of rows of the dataset: its loss is that of three rows, added up with weights that
-    take one row's gradient back, but for a small share, and leave a little of another. Whatever operators the
-    model has, the rows meet as positions in its gradients.
-    """
-    starts = [int(setup.records.rows_of(int(record))[0]) for record in batch[:_MORE]] or [0]
-    found = []
-    for start, (same, weights) in itertools.product(starts, _TAKEN_BACK):
-        rows = np.full(3, start)
-        rows[3 - same] = (start + 1) % len(setup.run.samples)
-        found.append(
-            compare_neighbours(
-                _of_weighted_rows(setup, rows, weights, 1),
-                _of_weighted_rows(setup, rows, weights, 0),
-                setup.clipping,
-                setup.noise(base)(0),
-                setup.privacy.relation,
-                make_generator(setup.privacy.noise.generator),
-                adaptive=setup.adaptive,
-                expected_batch_size=setup.privacy.expected_batch_size,
-            )
-        )
-    worst = max(found, key=lambda each: (not each.holds, each.over))
-    return [
-        _as_pair(
-            dataclasses.replace(
-                worst, pair=f"a record comes whose positions cancel, the worst of {len(found)}"
-            )
-        )
-    ]
-
-
-def _of_weighted_rows(
-    setup: PrivateSetup, rows: np.ndarray, weights: tuple[float, ...], count: int
-) -> GradientSource:
-    """The clipped sum of one record, or of none, whose loss is that of these rows, each times its weight. A
-    row that comes twice draws the same both times.
-    """
-    objective, block = setup.run.objective, setup.run.reader.take(rows)
-    device = next(iter(objective.params.values())).device
-    labels = torch.from_numpy(labels_of(rows, 1)[:, 0])
-    inputs = tuple(
-        x.to(device)[None][:count]
-        for x in (*block.inputs, labels, torch.tensor(weights, dtype=torch.float64))
+    notes += [each for each in compared if isinstance(each, str)]
+    pairs = [NeighbourPair(**each) for each in compared if not isinstance(each, str)]
+    _, worst = max(
+        (every[place] for place in range(len(compared), len(compared) + cancelling)),
+        key=lambda each: (not each[1]["holds"], each[0]),
     )
-    target = None if block.target is None else block.target.to(device)[None][:count]
-    draws: RecordDraws = setup.streams.options["draws"]
-    loss = record_loss(by_record(setup.loss, lambda: draws.at(0)), randomness=setup.run.randomness)
-    dims = (0, None if target is None else 0)
-    summed = batch_source(
-        loss, objective.params, inputs, target, in_dims=dims, has_aux=True, randomness=setup.run.randomness
-    )
+    name = f"a record comes whose positions cancel, the worst of {cancelling}"
+    return [*pairs, NeighbourPair(**{**worst, "pair": name})], notes
 
-    def source(clipping: Clipping) -> ClippedSum:
-        with drawing_by_record(draws):
-            return summed(clipping)
 
-    return source
+def _drawn(setup: PrivateSetup, mixed: PrivateSetup, processes: Processes) -> tuple[np.ndarray, int | None]:
+    """(the batch that rank 0 draws, its record with the longest gradient; None where it is empty)."""
+    message: dict[str, Tensor] = {}
+    if processes.leads:
+        generator = make_generator(setup.privacy.noise.generator)
+        batch = setup.sampling.draw(len(setup.records), generator)[:_MOST_RECORDS]
+        message = {"batch": torch.from_numpy(batch), "longest": torch.tensor(_longest(setup, mixed, batch))}
+    message = processes.broadcast("audited batch", message)
+    return message["batch"].numpy(), next(iter(message["longest"].tolist()), None)
+
+
+def _pair_or_note(
+    setup: PrivateSetup, mixed: PrivateSetup, base: float, neighbours: _Neighbours
+) -> dict[str, Any] | str:
+    """The fields of a NeighbourPair, or why there is none."""
+    try:
+        return dataclasses.asdict(_compared(setup, mixed, base, neighbours))
+    except DataError as error:
+        if neighbours.second.max(initial=-1) < len(setup.records):
+            raise
+        # an augmentation that takes no such numbers
+        return f"not compared: {neighbours.pair}, on which {error.arrived}"
 
 
 Contributions = dict[int, dict[str, Tensor]]
@@ -157,12 +131,22 @@ def contributions(setup: PrivateSetup) -> Contributions:
     return {int(record): dict(setup.source(record[None])(setup.clipping).sums) for record in chosen}
 
 
-def audited_state(setup: PrivateSetup, before: Contributions) -> list[NeighbourPair]:
+def audited_state(
+    setup: PrivateSetup, before: Contributions, processes: Processes | None = None
+) -> list[NeighbourPair]:
     """Whether records still add what they added before others passed, and whether what is published besides
-    the weights is what it was.
+    the weights is what it was. Of several processes rank 0 has the worst result, and the others none.
 
     before: `contributions` of before. A model or a loss that keeps what it saw shows here.
     """
+    processes = OneProcess() if processes is None else processes
+    own = dataclasses.asdict(_state_of_one(setup, before))
+    every = [NeighbourPair(**json.loads(text)) for text in processes.texts("audited state", json.dumps(own))]
+    return [max(every, key=lambda pair: (not pair.holds, pair.distance))] if every else []
+
+
+def _state_of_one(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
+    """The same of this process."""
     after = contributions(setup)
     steps = 1.0 if setup.clipping.grid is None else setup.clipping.grid
     squares = [
@@ -177,17 +161,15 @@ def audited_state(setup: PrivateSetup, before: Contributions) -> list[NeighbourP
     differing = [f"the published {name}" for name in setup.began.published.differing()]
     holds = distance <= _AGAIN * sensitivity and not differing  # not so for NaN
     finite = math.isfinite(distance)
-    return [
-        NeighbourPair(
-            "a record again, after the others",
-            distance,
-            sensitivity,
-            distance / sensitivity,
-            differing,
-            finite,
-            holds,
-        )
-    ]
+    return NeighbourPair(
+        "a record again, after the others",
+        distance,
+        sensitivity,
+        distance / sensitivity,
+        differing,
+        finite,
+        holds,
+    )
 
 
 def with_monsters(setup: PrivateSetup) -> PrivateSetup:
@@ -238,12 +220,14 @@ def _times(x: Tensor, factors: np.ndarray) -> Tensor:
     return torch.where(each.isfinite(), x * torch.where(each.isfinite(), each, 1), each)
 
 
-def _neighbours(setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray) -> Iterator[_Neighbours]:
-    """The neighbours of a batch, as the relation has them."""
+def _neighbours(
+    setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray, longest: int | None
+) -> Iterator[_Neighbours]:
+    """The neighbours of a batch, as the relation has them. longest: its record with the longest gradient."""
     count = len(setup.records)
     monsters = dict(zip(_MONSTERS, range(count, len(mixed.records)), strict=False))
     outside = np.setdiff1d(np.arange(count), batch)
-    chosen = _chosen(setup, mixed, batch)
+    chosen = _chosen(batch, longest)
     if setup.privacy.relation == "replace_one":
         others = dict(zip(("another", "one more of the others"), outside[:2], strict=False)) | monsters
         for name, other in others.items():
@@ -273,12 +257,18 @@ def _neighbours(setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray) -> 
         yield _Neighbours(f"{which} comes into an empty batch", batch[:0], np.array([place]), count + more)
 
 
-def _chosen(setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray) -> dict[int, str]:
-    """Records of a batch to take out: the one with the longest gradient, and a few more."""
+def _longest(setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray) -> list[int]:
+    """The record of a batch with the longest gradient; none of an empty one."""
     if not len(batch):
-        return {}
+        return []
     norms = mixed.source(batch)(setup.clipping).records.norms
-    longest = int(mixed.streams.drawn[int(norms.nan_to_num(nan=-1.0).argmax())])
+    return [int(mixed.streams.drawn[int(norms.nan_to_num(nan=-1.0).argmax())])]
+
+
+def _chosen(batch: np.ndarray, longest: int | None) -> dict[int, str]:
+    """Records of a batch to take out: the one with the longest gradient, and a few more."""
+    if longest is None:
+        return {}
     rest = [int(record) for record in batch if record != longest][:_MORE]
     return {longest: "the record with the longest gradient"} | {record: f"record {record}" for record in rest}
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -226,9 +226,9 @@ def recorded(folder: RunFolder, manifest: RunManifest, clock: Clock) -> Iterator
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def held(heard: Callable[[], None] = lambda: None) -> Iterator[None]:
     """SIGINT and SIGTERM wait until the block is done, and are then handled as they would have been. Of each
-    the second waits no longer.
+    the second waits no longer. heard: called when one arrives.
 
     Outside of the main thread, which alone hears signals, nothing changes.
     """
@@ -241,6 +241,7 @@ def held() -> Iterator[None]:
     def wait(signum: int, frame: FrameType | None) -> None:
         waiting.append((signum, frame))
         signal.signal(signum, before[signum])
+        heard()
 
     for signum in (int(signal.SIGINT), int(signal.SIGTERM)):
         before[signum] = signal.getsignal(signum)

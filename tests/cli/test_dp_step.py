@@ -179,10 +179,10 @@ def test_a_curve_has_points_from_the_first_steps_to_the_last(steps: int) -> None
     assert len(points) <= 50
 
 
-@pytest.mark.parametrize("option", ["--resume", "--show-private"])
+@pytest.mark.parametrize("option", ["--resume", "--show-private", "--processes"])
 def test_a_plan_goes_with_no_option_of_a_run(config: Path, install: Install, run: Run, option: str) -> None:
     install()
-    code, out, err = run(config, "--plan", option)
+    code, out, err = run(config, "--plan", option, *(["2"] if option == "--processes" else []))
     assert (code, out) == (2, "")
     assert err.splitlines() == [
         f"error: --plan was given together with {option}",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -24,9 +25,11 @@ from torch.distributed.rendezvous import rendezvous
 from psgrad.engine.execution.ranks import Arrays, Result, step_within
 from psgrad.errors import DistributedError, PsgradError, error_of
 
-_FIRST_POLL, _POLL = 0.0005, 0.05  # seconds between two looks at the store, at first and at last
+_SHORTEST_POLL, _POLL = 0.001, 0.05  # seconds between two looks into the store, at first and at last
 _BEAT = 2.0  # seconds between two signs of life
-_SILENCE = 60.0  # seconds without a sign of life, after which a rank is taken for dead
+_SILENCE = 25.0  # seconds without a sign of life, after which a rank is taken for dead
+_HURRIED = 5.0  # the same where this rank has been asked to end, or has lost a connection
+_LEAVING = 1.0  # seconds that rank 0 waits for others to leave before it
 _TIMEOUT = timedelta(minutes=10)  # of one collective
 _FAILED = "failed"
 
@@ -57,10 +60,12 @@ class RankGroup:
     """The ranks of one run. See `Processes`."""
 
     parts: int | None = None
+    backend: str | None = "gloo"
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.rank, self.size, self.leads, self._store = rank, size, rank == 0, _Reached(store)
         self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}
+        self._hurried, self._turns = False, Counter[str]()
         self._stopped = threading.Event()
         self._beating = threading.Thread(target=self._beat, daemon=True)
         self._beating.start()
@@ -71,7 +76,7 @@ class RankGroup:
         """Join the group that the environment describes. Raises DistributedError."""
         try:
             store, rank, size = next(iter(rendezvous("env://", timeout=_TIMEOUT)))
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+            dist.init_process_group(cls.backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
         except (RuntimeError, ValueError) as error:
             raise DistributedError(
                 f"the process group can't be made: {str(error).splitlines()[0]}",
@@ -81,9 +86,16 @@ class RankGroup:
         return cls(PrefixStore("psgrad", store), rank, size)
 
     def leave(self) -> None:
-        """End the signs of life, and leave the group."""
+        """End the signs of life, and leave the group; rank 0, which may hold the store, a moment after the
+        others.
+        """
         self._stopped.set()
         self._beating.join()
+        with suppress(DistributedError):
+            self._store.add("left", 1)
+            end = time.monotonic() + _LEAVING
+            while self.rank == 0 and self._store.add("left", 0) < self.size and time.monotonic() < end:
+                time.sleep(_SHORTEST_POLL)
         dist.destroy_process_group()
 
     def fail(self, message: str) -> bool:
@@ -130,19 +142,61 @@ class RankGroup:
     def reduce(self, name: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
         """In pairs of ranks, then pairs of pairs: the time grows with the logarithm of their number."""
         self.meet(f"{name}.reduce")
-        with _told():
+        with self._connected():
             return self._reduced(state, merge)
 
     def _reduced(self, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
-        step = 1
-        while step < self.size:
-            if self.rank % (2 * step) == step:
-                self._send(state(), self.rank - step)
-                break
-            if self.rank + step < self.size:
-                merge(self._receive(self.rank + step))
-            step *= 2
+        for source in self._sources():
+            merge(dict(self._received(source)))
+        if self.rank:
+            self._send(state(), self._receiver)
         return self._broadcast(state() if self.rank == 0 else {})
+
+    def _sources(self) -> Iterator[int]:
+        """The ranks that send to this one where all is gathered on rank 0, in pairs."""
+        step = 1
+        while step < self.size and self.rank % (2 * step) == 0:
+            if self.rank + step < self.size:
+                yield self.rank + step
+            step *= 2
+
+    @property
+    def _receiver(self) -> int:
+        """The rank that this one, which is not rank 0, sends to."""
+        return self.rank & (self.rank - 1)  # without its lowest bit
+
+    def broadcast(self, name: str, arrays: Arrays) -> Arrays:
+        self._turns[name] += 1
+        key = f"broadcast.{name}"
+        if self.rank == 0:
+            self._store.add(key, 1)
+        else:
+            self._wait_for(lambda: self._store.add(key, 0) >= self._turns[name])
+        with self._connected():
+            return self._broadcast(arrays if self.rank == 0 else {})
+
+    def collect(
+        self, name: str, state: Callable[[], Arrays], add: Callable[[str, torch.Tensor], None]
+    ) -> None:
+        """In pairs of ranks, as in `reduce`, one tensor after another."""
+        self._turns[name] += 1
+        key = f"collect.{name}"
+        self._store.add(key, 1)
+        self._wait_for(lambda: self._store.add(key, 0) >= self._turns[name] * self.size)
+        for source in self._sources():
+            with self._connected():
+                for each, value in self._received(source):
+                    add(each, value)
+        if self.rank:
+            with self._connected():
+                self._send(state(), self._receiver)
+
+    def texts(self, name: str, text: str) -> list[str]:
+        self._store.set(f"text.{name}.{self.rank}", text)
+        self.meet(f"text.{name}")
+        if self.rank:
+            return []
+        return [self._store.get(f"text.{name}.{rank}").decode() for rank in range(self.size)]
 
     # -- steps of one program --------------------------------------------------------------------------------
 
@@ -179,17 +233,40 @@ class RankGroup:
 
     def gathered(self, what: str, own: Arrays) -> list[Arrays]:
         self.meet(self.step(what))
-        with _told():
+        with self._connected():
             return self._gathered(own)
+
+    def hurry(self) -> None:
+        self._hurried = True
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Raises DistributedError where a connection is lost, with the rank that has failed or died."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.hurry()
+            end = time.monotonic() + 2 * _HURRIED
+            while time.monotonic() < end:
+                self._require_others()
+                time.sleep(_POLL)
+            raise DistributedError(
+                f"a connection to another rank is lost: {str(error).splitlines()[0]}",
+                cause="the network is down, or a rank was killed and started again",
+                next_step="run again with --resume",
+            ) from error
 
     def _wait(self, key: str) -> None:
         """Wait until the key is there. Raises DistributedError where a rank has failed or died."""
-        poll = _FIRST_POLL
-        while not self._store.check([key]):
-            if poll >= _POLL:
+        self._wait_for(lambda: self._store.check([key]))
+
+    def _wait_for(self, reached: Callable[[], bool]) -> None:
+        pause = _SHORTEST_POLL
+        while not reached():
+            if pause == _POLL:
                 self._require_others()
-            time.sleep(poll)
-            poll = min(2 * poll, _POLL)
+            time.sleep(pause)
+            pause = min(_POLL, 1.5 * pause)
 
     def _require_others(self) -> None:
         if self._store.check([_FAILED]):
@@ -197,14 +274,14 @@ class RankGroup:
             raise DistributedError(
                 f"rank {rank} failed: {message}", next_step="mend it there, and run again with --resume"
             )
-        now = time.monotonic()
+        now, silence = time.monotonic(), _HURRIED if self._hurried else _SILENCE
         for rank, (before, since) in self._heard.items():
             beat = self._store.get(f"alive.{rank}") if self._store.check([f"alive.{rank}"]) else b""
             if beat != before:
                 self._heard[rank] = beat, now
-            elif now - since > _SILENCE:
+            elif now - since > silence:
                 raise DistributedError(
-                    f"rank {rank} has given no sign of life for {_SILENCE:.0f} seconds",
+                    f"rank {rank} has given no sign of life for {now - since:.0f} seconds",
                     cause="its process was killed, or its machine is down",
                     next_step="run again with --resume: finished rows are kept",
                 )
@@ -223,23 +300,25 @@ class RankGroup:
         dist.send(torch.tensor([len(words)]), to)
         dist.send(words, to)
         for value in state.values():
-            dist.send(_on_cpu(value), to)
+            if value.numel():
+                dist.send(_as_bytes(_on_cpu(value)), to)
 
-    def _receive(self, source: int) -> Arrays:
+    def _received(self, source: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each name and tensor that another rank sends, one after another."""
         length = torch.zeros(1, dtype=torch.int64)
         dist.recv(length, source)
         words = torch.zeros(int(length), dtype=torch.uint8)
         dist.recv(words, source)
-        state = _empty(words)
-        for value in state.values():
-            dist.recv(value, source)
-        return state
+        for name, value in _empty(words):
+            if value.numel():
+                dist.recv(_as_bytes(value), source)
+            yield name, value
 
     def _gathered(self, own: Arrays) -> list[Arrays]:
         """All tensors of a rank go as one row of bytes, all rows as long as the longest."""
         own = {name: _on_cpu(value) for name, value in own.items()}
         words = _described(own)
-        numbers = torch.cat([words, *(_bytes_of(value) for value in own.values())])
+        numbers = torch.cat([words, *(_as_bytes(value) for value in own.values())])
         sizes = [torch.zeros(2, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(words), len(numbers)]))
         longest = max(int(total) for _, total in sizes)
@@ -254,25 +333,13 @@ class RankGroup:
         if self.rank:
             words = torch.zeros(int(length), dtype=torch.uint8)
         dist.broadcast(words, 0)
-        result = {key: _on_cpu(value) for key, value in state.items()} if self.rank == 0 else _empty(words)
-        for value in result.values():
-            dist.broadcast(value, 0)
+        own = ((key, _on_cpu(value)) for key, value in state.items())
+        result: Arrays = {}
+        for key, value in own if self.rank == 0 else _empty(words):
+            if value.numel():
+                dist.broadcast(_as_bytes(value), 0)
+            result[key] = value
         return result
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """Where tensors can't be sent, DistributedError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, PsgradError):
-            raise
-        raise DistributedError(
-            f"what the ranks gathered can't be sent: {str(error).splitlines()[0]}",
-            cause="a rank was killed while the others waited for it, or the network is down",
-            next_step="run again with --resume: finished rows are kept",
-        ) from error
 
 
 def _on_cpu(value: torch.Tensor) -> torch.Tensor:
@@ -287,22 +354,21 @@ def _described(state: Arrays) -> torch.Tensor:
     return torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
 
 
-def _empty(words: torch.Tensor) -> Arrays:
-    return {
-        name: torch.empty(shape, dtype=getattr(torch, dtype))
-        for name, shape, dtype in json.loads(words.numpy().tobytes())
-    }
-
-
-def _bytes_of(value: torch.Tensor) -> torch.Tensor:
+def _as_bytes(value: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes: gloo does not know all types."""
     return value.reshape(-1).view(torch.uint8)
+
+
+def _empty(words: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, shape, dtype in json.loads(words.numpy().tobytes()):
+        yield name, torch.empty(shape, dtype=getattr(torch, dtype))
 
 
 def _read(row: torch.Tensor, length: int) -> Arrays:
     """The tensors of a row of bytes, of which the first `length` describe them."""
-    result, start = _empty(row[:length]), length
+    result, start = dict(_empty(row[:length])), length
     for value in result.values():
         size = value.numel() * value.element_size()
-        _bytes_of(value).copy_(row[start : start + size])
+        _as_bytes(value).copy_(row[start : start + size])
         start += size
     return result

@@ -28,12 +28,14 @@ class Processes(Protocol):
     """What a workflow needs of the processes that run it.
 
     Attributes:
-        rank: 0, 1, ... size: how many there are. leads: whether this one writes tables and reports. parts:
+        rank: 0, 1, ... size: how many there are. backend: what carries tensors between them; None for one
+            alone. leads: whether this one writes tables and reports. parts:
             of how many parts the run is made, one after another or at the same time; None for a whole run.
     """
 
     rank: int
     size: int
+    backend: str | None
     leads: bool
     parts: int | None
 
@@ -64,6 +66,26 @@ class Processes(Protocol):
         state: returns what this process has gathered. merge: adds a state of another one to it.
         """
 
+    def broadcast(self, name: str, arrays: Arrays) -> Arrays:
+        """The tensors of rank 0, on the CPU of every rank; those of other ranks are ignored. For the same
+        name any number of times.
+        """
+
+    def collect(
+        self, name: str, state: Callable[[], Arrays], add: Callable[[str, torch.Tensor], None]
+    ) -> None:
+        """Add to what rank 0 has what all have: nothing of it is sent back. For the same name any number of
+        times.
+
+        state: what this process has by then. add: adds one tensor of another process, by its name.
+        """
+
+    def texts(self, name: str, text: str) -> list[str]:
+        """The texts of all processes, in their order, on rank 0; none on the others."""
+
+    def hurry(self) -> None:
+        """This process was asked to end: wait a few seconds only for another one that may be dead."""
+
     # For processes that all go through the same program, step by step.
 
     def step(self, what: str) -> str:
@@ -84,6 +106,7 @@ class OneProcess:
     """A process alone: it takes all rows."""
 
     rank, size, leads = 0, 1, True
+    backend: str | None = None
     parts: int | None = None
 
     def __init__(self) -> None:
@@ -110,6 +133,20 @@ class OneProcess:
 
     def reduce(self, name: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
         return state()
+
+    def broadcast(self, name: str, arrays: Arrays) -> Arrays:
+        return arrays
+
+    def collect(
+        self, name: str, state: Callable[[], Arrays], add: Callable[[str, torch.Tensor], None]
+    ) -> None:
+        pass
+
+    def texts(self, name: str, text: str) -> list[str]:
+        return [text]
+
+    def hurry(self) -> None:
+        pass
 
     def step(self, what: str) -> str:
         return what

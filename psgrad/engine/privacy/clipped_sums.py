@@ -14,7 +14,8 @@ For a record with the norms a (by parameter) and the factor w of a group with bo
    alone it does not depend on any.
 4. Sums are float64 from the first product to `ClippedSum.sums`, over chunks too. Two sums of N and N - 1
    records differ by the one record's part and the rounding of both, at most 2 * k * 2^-53 * N * R * C, with R
-   the mean of w * S / C (1 where nothing cancels).
+   the mean of w * S / C (1 where nothing cancels). Several ranks add their sums in pairs (rank_steps.py),
+   which adds at most log2(ranks) to k.
 
 Together the sum moves by at most (1 - MARGIN) * C + (MOST_ABSOLUTE + 2 * N * R) * (k + c) * 2^-53 * C, which
 is at most C as long as N * R * k <= 2^30: with k = ROWS = 2^11, half a million records. The factors (what the

@@ -53,6 +53,12 @@ class RecordDraws:
         self._key = hashlib.sha256(b"psgrad draws" + generator.uint64(4).tobytes()).digest()
         self.own = OwnGenerators() if own is None else own
 
+    def share(self, exchange: Callable[[bytes], bytes]) -> None:
+        """Take the key that `exchange` returns for the own one: a record draws the same in all processes of a
+        run then. It must stay in memory.
+        """
+        self._key = exchange(self._key)
+
     def at(self, step: int) -> StepDraws:
         """Those of step number 0, 1, ..."""
         return StepDraws(hashlib.sha256(self._key + step.to_bytes(8, "little")).digest(), self.own)

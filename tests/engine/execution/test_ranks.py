@@ -106,6 +106,42 @@ def test_rank_that_waits_names_one_without_sign_of_life(
         groups[0].meet("samples")
 
 
+def test_rank_that_was_asked_to_end_waits_a_shorter_time(
+    groups: list[RankGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "_HURRIED", 0.2)
+    groups[1]._stopped.set()
+    groups[0].hurry()
+    began = time.monotonic()
+    with pytest.raises(DistributedError, match="rank 1 has given no sign of life for 0 seconds"):
+        groups[0].meet("samples")
+    assert time.monotonic() - began < 5 < process_group._SILENCE
+
+
+@given(size=SIZES)
+def test_all_ranks_send_once_towards_rank_0(size: int) -> None:
+    ranks = [RankGroup.__new__(RankGroup) for _ in range(size)]
+    for rank, group in enumerate(ranks):
+        group.rank, group.size = rank, size
+    received = [(source, group.rank) for group in ranks for source in group._sources()]
+    assert sorted(received) == [(rank, ranks[rank]._receiver) for rank in range(1, size)]
+    assert all(source > rank for source, rank in received)
+
+
+def test_texts_of_ranks_are_in_their_order_on_rank_0(groups: list[RankGroup]) -> None:
+    found: dict[int, list[str]] = {}
+
+    def say(rank: int) -> None:
+        found[rank] = groups[rank].texts("hosts", f"host {rank}")
+
+    threads = [threading.Thread(target=say, args=(rank,)) for rank in (2, 0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: ["host 0", "host 1", "host 2"], 1: [], 2: []}
+
+
 def test_ranks_agree_on_the_numbers_of_the_first(groups: list[RankGroup]) -> None:
     waiting = [threading.Thread(target=lambda: found.append(groups[2].agreed("sizes", lambda: [1])))]
     found: list[list[int]] = []

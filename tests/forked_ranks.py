@@ -1,0 +1,130 @@
+"""A command in several ranks: children forked from this process, which has everything imported already, so
+that a run takes about a second.
+
+They meet in a store that rank 0 holds, as under srun: no agent ends the others when one has died.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from psgrad.cli import main
+from psgrad.engine.execution import process_group
+
+_SECONDS = 60  # a child that takes longer hangs
+Plant = Callable[[int], None]
+"""Called in each child with its rank, before the command: plants a mistake, or its death."""
+
+
+@dataclass(frozen=True)
+class EndedRank:
+    """How a rank ended: its exit code, minus the number of the signal that killed it; what it printed; after
+    how many seconds.
+    """
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def run_ranks(folder: Path, size: int, *arguments: str, plant: Plant = lambda rank: None) -> list[EndedRank]:
+    """`psgrad` with these arguments in so many ranks. folder: for what they print."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    port, began = _free_port(), time.monotonic()
+    children: dict[int, int] = {}
+    for rank in range(size):
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # of forks beside threads: the child uses none
+            child = os.fork()
+        if child == 0:
+            _be_the_rank(rank, size, port, arguments, folder, plant)
+        children[child] = rank
+    codes: dict[int, tuple[int, float]] = {}
+    for _ in range(size):
+        child, status = os.waitpid(-1, 0) if size == 1 else _next_of(set(children) - set(codes))
+        codes[child] = os.waitstatus_to_exitcode(status), time.monotonic() - began
+    return [
+        EndedRank(
+            codes[child][0],
+            (folder / f"stdout-{rank}").read_text(),
+            (folder / f"stderr-{rank}").read_text(),
+            codes[child][1],
+        )
+        for child, rank in children.items()
+    ]
+
+
+def hasty(monkeypatch: object) -> None:
+    """Let ranks take another one for dead after a second, for tests that wait for it."""
+    monkeypatch.setattr(process_group, "_BEAT", 0.05)  # type: ignore[attr-defined]
+    monkeypatch.setattr(process_group, "_SILENCE", 1.5)  # type: ignore[attr-defined]
+    monkeypatch.setattr(process_group, "_HURRIED", 1.0)  # type: ignore[attr-defined]
+
+
+def die() -> None:
+    """The death of this process, at once."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _next_of(children: set[int]) -> tuple[int, int]:
+    while True:
+        for child in children:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                return ended, status
+        time.sleep(0.01)
+
+
+def _be_the_rank(
+    rank: int, size: int, port: int, arguments: tuple[str, ...], folder: Path, plant: Plant
+) -> None:
+    """Never returns: the child must not go on with the tests of its parent."""
+    code = 99
+    try:
+        signal.alarm(_SECONDS)
+        torch.set_num_threads(1)  # the parent's other threads were not forked
+        for name, descriptor in (("stdout", 1), ("stderr", 2)):
+            file = os.open(folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, descriptor)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        sys.argv = ["psgrad", *arguments]
+        plant(rank)
+        try:
+            main()
+        except SystemExit as leave:
+            code = leave.code if isinstance(leave.code, int) else 98
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException as error:
+        os.write(2, repr(error).encode())
+    finally:
+        os._exit(code)
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
