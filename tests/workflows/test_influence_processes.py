@@ -16,6 +16,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from tests.forked_ranks import run_ranks
 from tests.influence_workplace import InfluenceWorkplace
 
 PARTS = 3
@@ -54,14 +55,14 @@ def assert_same_scores(one: Path, other: Path) -> None:
         pd.testing.assert_frame_equal(found, wanted, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.timeout(120)
 def test_two_processes_rank_as_one(place: InfluenceWorkplace) -> None:
     place.config["influence"] |= {"method": {"name": "ekfac", "damping": 0.1}, "queries": {"worst": 3}}
     write(place)
     options = ["influence", "config.yaml", "--no-report", "--matrix", "--output"]
-    ended = run(*options, "two", "--processes", "2")
-    assert ended.stdout.count("two\n") == 1  # one process alone prints
-    run(*options, "one")
+    ended = run_ranks(place.folder, 2, *options, "two")
+    assert [rank.code for rank in ended] == [0, 0], ended
+    assert [rank.out.count("two\n") for rank in ended] == [1, 0]  # one process alone prints
+    assert place.command(*options, "one").code == 0
     assert_same_scores(place.folder / "one", place.folder / "two")
     one, two = (load_file(place.folder / name / "matrix.safetensors")["scores"] for name in ("one", "two"))
     np.testing.assert_allclose(two, one, rtol=1e-5, atol=1e-7)

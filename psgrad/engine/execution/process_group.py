@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from psgrad.engine.execution.ranks import Arrays, Result, step_within
 from psgrad.errors import DistributedError, PsgradError, error_of
 
-_SHORTEST_POLL, _POLL = 0.001, 0.05  # seconds between two looks into the store, at first and at last
+_SHORTEST_POLL, _POLL = 0.0005, 0.05  # seconds between two looks into the store, at first and at last
 _BEAT = 2.0  # seconds between two signs of life
 _SILENCE = 25.0  # seconds without a sign of life, after which a rank is taken for dead
 _HURRIED = 5.0  # the same where this rank has been asked to end, or has lost a connection
@@ -50,7 +50,7 @@ class _Reached:
                 raise DistributedError(
                     "the process that holds the key-value store of the group can't be reached",
                     cause="rank 0, or the agent of torchrun on the first machine, was killed",
-                    next_step="run again with --resume: finished rows are kept",
+                    next_step="run again with --resume: what is finished is kept",
                 ) from error
 
         return call
@@ -261,12 +261,16 @@ class RankGroup:
         self._wait_for(lambda: self._store.check([key]))
 
     def _wait_for(self, reached: Callable[[], bool]) -> None:
-        pause = _SHORTEST_POLL
+        """Look often at first, then in pauses of a tenth of the time waited, and for dead ranks now and
+        then.
+        """
+        began = looked = time.monotonic()
         while not reached():
-            if pause == _POLL:
+            now = time.monotonic()
+            if now - looked > _POLL:
                 self._require_others()
-            time.sleep(pause)
-            pause = min(_POLL, 1.5 * pause)
+                looked = now
+            time.sleep(min(_POLL, max(_SHORTEST_POLL, (now - began) / 10)))
 
     def _require_others(self) -> None:
         if self._store.check([_FAILED]):
@@ -283,7 +287,7 @@ class RankGroup:
                 raise DistributedError(
                     f"rank {rank} has given no sign of life for {now - since:.0f} seconds",
                     cause="its process was killed, or its machine is down",
-                    next_step="run again with --resume: finished rows are kept",
+                    next_step="run again with --resume: what is finished is kept",
                 )
 
     def _beat(self) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import gauss_newton_rows
+from psgrad.engine.influence.curvature.products import PassProducts, curvature_products
 from psgrad.engine.influence.index.build import build_index, from_index
 from psgrad.engine.influence.index.stored import IndexSpec, describe
 from psgrad.engine.influence.method import Checkpoint, Method, screened
@@ -88,7 +89,12 @@ def test_every_method_is_tried() -> None:
     assert {method.name for method in FITS.values()} == set(own_classes(METHODS))
 
 
-@pytest.mark.parametrize("name", FITS)
+LONG = ("hessian", "lissa")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in LONG)) for name in FITS]
+)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_scores_over_ranks_are_those_of_one_process(name: str, size: int) -> None:
     alone = found_by(FITS[name])
@@ -97,6 +103,33 @@ def test_scores_over_ranks_are_those_of_one_process(name: str, size: int) -> Non
         np.testing.assert_allclose(each[0][what], wanted, rtol=1e-7, atol=1e-10 * np.abs(wanted).max())
         for other in each[1:]:
             np.testing.assert_array_equal(other[what], each[0][what])
+
+
+@pytest.mark.parametrize(
+    ("curvature", "by"),
+    [
+        ("gauss_newton", "rows kept"),
+        ("fisher", "rows kept"),
+        ("gauss_newton", "passes over the data"),
+        ("fisher", "passes over the data"),
+        ("hessian", "passes over the data"),
+    ],
+)
+def test_products_over_ranks_are_those_of_one_process(curvature: Any, by: str) -> None:
+    block = torch.randn(3, problem()[0].flat.size, dtype=torch.float64)
+
+    def found(rank: ThreadRank | None) -> torch.Tensor:
+        training = problem(rank)[0]
+        products = (
+            curvature_products(training, curvature, weight_decay=0.1)
+            if by == "rows kept"
+            else PassProducts(training, curvature, 0.1)
+        )
+        assert products.how == by
+        return products.apply(block)
+
+    for each in by_ranks(2, found):
+        torch.testing.assert_close(each, found(None), rtol=1e-10, atol=1e-12)
 
 
 def test_more_ranks_than_rows() -> None:
