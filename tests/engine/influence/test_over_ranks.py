@@ -15,6 +15,8 @@ from torch import nn
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import gauss_newton_rows
+from psgrad.engine.gradients.layout import Layout, Run
+from psgrad.engine.influence.curvature.kronecker_factors import FactorSums, Form, Tie
 from psgrad.engine.influence.curvature.products import PassProducts, curvature_products
 from psgrad.engine.influence.index.build import build_index, from_index
 from psgrad.engine.influence.index.stored import IndexSpec, describe
@@ -158,11 +160,31 @@ def test_rows_of_an_output_keep_their_places_over_ranks() -> None:
 
 def test_ranks_take_as_many_rows_at_once_as_the_first() -> None:
     def found(rank: ThreadRank) -> int:
-        training = problem(rank, chunk_size="auto", memory=1 << (30 - rank.rank))[0]
+        training = problem(rank, chunk_size=CHUNK + rank.rank)[0]
         screened(training)
         return training.stream.chunk_size
 
-    assert len(set(by_ranks(3, found))) == 1
+    assert by_ranks(3, found) == [CHUNK] * 3
+
+
+def test_sums_of_factors_are_sent_as_tensors() -> None:
+    """A tie holds where it holds on both; a use that one rank alone has seen is kept."""
+    layout = Layout((2, 3), (1, 0), (3, 2), (Run(0, 1, 3), Run(1, 2, 6)))
+    use, other = ("w", Form(layout, (1, 3, 2))), ("v", Form(None, (1, 1, 4)))
+    ties = [Tie("b", use, "left"), Tie("c", use, "right")]
+    one = FactorSums({use: {"left": torch.ones(1, 3, 3)}}, {"s": torch.eye(2)}, dict.fromkeys(ties, True))
+    two = FactorSums(
+        {use: {"left": torch.ones(1, 3, 3)}, other: {"right": torch.ones(1, 4, 4)}},
+        {"s": torch.eye(2)},
+        {ties[0]: True, ties[1]: False},
+    )
+    for first, second in ((one, two), (two, one)):
+        whole = FactorSums.of_state(first.state(), torch.device("cpu"))
+        whole.add(FactorSums.of_state(second.state(), torch.device("cpu")))
+        assert whole.ties == {ties[0]: True, ties[1]: False}
+        assert set(whole.moments) == {use, other}
+        torch.testing.assert_close(whole.moments[use]["left"], torch.full((1, 3, 3), 2.0))
+        torch.testing.assert_close(whole.vectors["s"], 2 * torch.eye(2))
 
 
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
