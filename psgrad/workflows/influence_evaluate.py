@@ -242,6 +242,12 @@ def evaluate_influence(
 
     with clock("load"):
         setup = set_up_influence(config, say, progress, processes)
+        if config.data.weight is not None:
+            raise ConfigError(
+                "data.weight: models are trained again without weights",
+                expected="losses that count the same for psgrad influence --evaluate",
+                next_step="leave data.weight out here",
+            )
         if config.data.group is not None:
             raise ConfigError(
                 "data.group: scores of groups are not compared with training again",

@@ -191,7 +191,11 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
     }
     fingerprint: dict[str, Any] = {
         "data": run.samples.content(),
-        "columns": {"inputs": config.data.inputs, "target": config.data.target},
+        "columns": {
+            "inputs": config.data.inputs,
+            "target": config.data.target,
+            **({} if config.data.weight is None else {"weight": config.data.weight}),
+        },
         # Of the first one what was loaded; of the others the files, which the same code loads in the same
         # manner.
         "checkpoints": [hashes["weights"], *(sha256_at(config, number) for number in range(1, count))],

@@ -34,7 +34,9 @@ def queries_of(
     """
     wanted = config.influence.queries
     dataset = None if wanted is None else wanted.own_data
-    samples: Samples = run.samples if dataset is None else run.more_samples(dataset)
+    samples: Samples = run.samples
+    if dataset is not None:  # a measurement has no weight, whatever weights the training losses have
+        samples = run.more_samples(dataset.model_copy(update={"weight": None}), weighted=False)
     with told_of_queries():
         reader = CheckedReader(samples, measurement.criterion, run.class_count(measurement.criterion))
     rows = np.arange(len(samples)) if wanted is None else _listed(wanted, samples)
@@ -89,7 +91,7 @@ def _table(
         reader = CheckedReader(samples, run.criterion, run.class_count(run.criterion))
         options = run.stream_options(lambda _: None)
         read = chosen_rows(reader, rows)
-        examples = Examples(run.objective, read, len(rows), options, processes=processes)
+        examples = Examples(run.objective_of(samples), read, len(rows), options, processes=processes)
         chunks = [found for _, found in examples.losses()]
         columns |= {name: torch.cat([chunk[name] for chunk in chunks]).numpy() for name in chunks[0]}
         targets = reader.targets_at(rows)

@@ -157,12 +157,7 @@ def first_run(config: Config) -> Setup:
     run = setup_of(
         load(_at(config, 0), trainable=config.influence.parameters, trainable_key="influence.parameters")
     )
-    if run.samples.weighted:
-        raise ConfigError(
-            "data.weight: influence is not computed for losses with weights",
-            expected="training by a mean over examples, each of which counts the same",
-            next_step="leave data.weight out; psgrad analyze and psgrad dp-step take it",
-        )
+    require_of_weights(config, run)
     require_of_groups(config, run)
     if draws_at_random(run.first_output, run.model):
         raise ConfigError(
@@ -176,8 +171,32 @@ def first_run(config: Config) -> Setup:
     return run
 
 
+def require_of_weights(config: Config, run: Setup) -> None:
+    """Raises ConfigError for a curvature that weights of losses would enter squared: that of gradients times
+    themselves.
+    """
+    if not run.samples.weighted:
+        return
+    method, index = config.influence.method, config.influence.index
+    options = {"curvature": "gauss_newton", "fisher": "sampled", **method.options}
+    by_output = {"influence": options["curvature"] != "fisher", "ekfac": options["fisher"] != "empirical"}
+    if not (method.name in _FIRST_ORDER or by_output.get(method.name, is_callable_spec(method.name))):
+        problem = f"the method {method.name} with the options {dict(method.options)}"
+    elif index is not None and index.features != "loss":
+        problem = f"an index of the {index.features}"
+    else:
+        return
+    raise ConfigError(
+        f"data.weight: {problem} is not computed for losses with weights",
+        expected=f"{', '.join(_FIRST_ORDER)}, influence by the gauss_newton or hessian curvature, or ekfac"
+        " with fisher: sampled or exact",
+        cause="its curvature is of products of gradients, which have the square of a weight",
+        next_step="choose one of these, or leave data.weight out",
+    )
+
+
 # Methods that read gradients alone, whatever rows a gradient is the sum of.
-_OF_GROUPS = ("gradient_dot", "gradient_cosine", "tracin")
+_FIRST_ORDER = ("gradient_dot", "gradient_cosine", "tracin")
 
 
 def require_of_groups(config: Config, run: Setup) -> None:
@@ -187,7 +206,7 @@ def require_of_groups(config: Config, run: Setup) -> None:
     wanted, method = config.influence, config.influence.method
     first_order = {"leverage": False, "change": "gradient"}.items() <= method.options.items()
     problem = None
-    if method.name not in (*_OF_GROUPS, "influence") and not is_callable_spec(method.name):
+    if method.name not in (*_FIRST_ORDER, "influence") and not is_callable_spec(method.name):
         problem = f"the method {method.name}"
     elif method.name == "influence" and not first_order:
         problem = "the method influence with a correction by the output"
@@ -199,7 +218,7 @@ def require_of_groups(config: Config, run: Setup) -> None:
         raise ConfigError(
             f"{problem} is not computed for groups of rows",
             expected=(
-                f"where data.group is set: {', '.join(_OF_GROUPS)}, or influence with leverage: false and"
+                f"where data.group is set: {', '.join(_FIRST_ORDER)}, or influence with leverage: false and"
                 " change: gradient; and the measurement loss"
             ),
             next_step="choose one of these, or leave data.group out",
@@ -269,7 +288,7 @@ def _view(
         if measurement.criterion.kind != "custom"
         else None
     )
-    measured = run.objective.with_scalar(measurement.criterion.function, summary)
+    measured = run.objective_of(reader.samples).with_scalar(measurement.criterion.function, summary)
     queries = Examples(measured, chosen_rows(reader, rows), len(rows), options, processes=processes)
     checkpoint, path = checkpoints_of(run.config)[number], run.config.model.checkpoint
     learning_rate = None if checkpoint is None else checkpoint.learning_rate

@@ -47,10 +47,14 @@ class OutputDerivatives:
 
     @classmethod
     def of(
-        cls, criterion: Callable[[Any, Any], torch.Tensor], outputs: torch.Tensor, target: torch.Tensor | None
+        cls,
+        criterion: Callable[[Any, Any], torch.Tensor],
+        outputs: torch.Tensor,
+        target: torch.Tensor | None,
+        weights: torch.Tensor | None = None,
     ) -> OutputDerivatives:
-        """outputs: [k, *shape], target: [k, ...]. In float64 whatever the model's type, for a loss that takes
-        float64.
+        """outputs: [k, *shape], target: [k, ...]. weights: [k], of the losses; None for ones. In float64
+        whatever the model's type, for a loss that takes float64.
         """
 
         def derivatives(outputs: torch.Tensor, target: torch.Tensor | None) -> OutputDerivatives:
@@ -62,7 +66,11 @@ class OutputDerivatives:
                 vmap(grad(loss), in_dims=dims)(flat, target),
                 vmap(hessian(loss), in_dims=dims)(flat, target),
             )
-            return cls(gradient.double(), 0.5 * (second + second.transpose(1, 2)).double())
+            gradient, second = gradient.double(), 0.5 * (second + second.transpose(1, 2)).double()
+            if weights is None:
+                return cls(gradient, second)
+            each = weights.double().reshape(-1, 1)
+            return cls(each * gradient, each.unsqueeze(2) * second)
 
         wide = target.double() if target is not None and target.is_floating_point() else target
         try:
@@ -151,10 +159,14 @@ class OutputRows(Examples):
 
     @abstractmethod
     def cotangents(
-        self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor
+        self,
+        outputs: torch.Tensor,
+        target: torch.Tensor | None,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
     ) -> torch.Tensor:
         """[k, R, C]: what the output [k, *shape] is multiplied with, for the samples of numbers
-        `rows` [k].
+        `rows` [k]. weights: [k], of their losses; None for ones.
         """
 
     @cached_property
@@ -199,7 +211,7 @@ class OutputRows(Examples):
         randomness = options["randomness"]
         outputs = vmap(self.objective.predict, in_dims=(None, 0), randomness=randomness)(params, tuple(given))
         _assert_one_tensor(outputs)
-        cotangents = self.cotangents(outputs, target, numbers)
+        cotangents = self.cotangents(outputs, target, numbers, self.objective.weights(given))
         if tuple(cotangents.shape[1:]) != (self.per_sample, outputs[0].numel()):
             raise _differing()
         cotangents = cotangents.reshape(-1, *outputs.shape[1:]).to(outputs.dtype)
@@ -222,13 +234,14 @@ class GaussNewtonRows(OutputRows):
     """All rows of S_i' J_i: their sum of j_r j_r' is the Gauss-Newton matrix of the sum of the losses."""
 
     def cotangents(
-        self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor
+        self,
+        outputs: torch.Tensor,
+        target: torch.Tensor | None,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        return (
-            OutputDerivatives.of(self.objective.criterion, outputs, target)
-            .root(self.numbers_of(rows))[0]
-            .transpose(1, 2)
-        )
+        derivatives = OutputDerivatives.of(self.objective.criterion, outputs, target, weights)
+        return derivatives.root(self.numbers_of(rows))[0].transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -236,7 +249,11 @@ class JacobianRows(OutputRows):
     """The rows of J_i: the gradients of the output's numbers, one by one."""
 
     def cotangents(
-        self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor
+        self,
+        outputs: torch.Tensor,
+        target: torch.Tensor | None,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
     ) -> torch.Tensor:
         return torch.eye(self.per_sample, dtype=outputs.dtype, device=outputs.device).expand(
             len(outputs), -1, -1
@@ -285,9 +302,12 @@ def output_factors(training: Examples) -> tuple[torch.Tensor, torch.Tensor, torc
     """
     parts = []
     for rows, found in training.outputs():
-        _, target = training.stream.load(rows.start, rows.stop)
+        inputs, target = training.stream.load(rows.start, rows.stop)
         derivatives = OutputDerivatives.of(
-            training.objective.criterion, found["output"].to(training.device), target
+            training.objective.criterion,
+            found["output"].to(training.device),
+            target,
+            training.objective.weights(inputs),
         )
         root, coefficients = derivatives.root(
             training.numbers_of(torch.arange(rows.start, rows.stop, device=training.device))

@@ -165,9 +165,14 @@ class SampledRows(OutputRows):
     seed: int = 0
 
     def cotangents(
-        self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor
+        self,
+        outputs: torch.Tensor,
+        target: torch.Tensor | None,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        roots = OutputDerivatives.of(self.objective.criterion, outputs, target).root(self.numbers_of(rows))[0]
+        derivatives = OutputDerivatives.of(self.objective.criterion, outputs, target, weights)
+        roots = derivatives.root(self.numbers_of(rows))[0]
         size = self.per_sample * roots.shape[2]
         stream = streams(key_of(self.seed, "rows"), rows.to(outputs.device)).unsqueeze(1)
         words = words_at(stream, torch.arange(math.ceil(size / 64), device=outputs.device))

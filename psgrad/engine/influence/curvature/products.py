@@ -26,6 +26,7 @@ from psgrad.engine.gradients.terms import block_bytes
 from psgrad.engine.influence.curvature.row_blocks import Part, part_of
 from psgrad.engine.influence.solvers.spectrum import Apply, hutchinson_trace
 from psgrad.engine.transforms import grad, jvp, vjp, vmap
+from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import InfluenceError
 
 Curvature = Literal["gauss_newton", "hessian", "fisher"]
@@ -301,15 +302,22 @@ class PassProducts(CurvatureProducts):
         def slopes(output: Any) -> Any:
             return vmap(grad(objective.criterion), over)(output, target)
 
+        def weighted(slopes: Any) -> Any:
+            weights = objective.weights(inputs)
+            if weights is None:
+                return slopes
+            return tree_map(lambda x: x * weights.reshape(-1, *[1] * (x.dim() - 1)).to(x.dtype), slopes)
+
         if self.curvature == "hessian":
             total = grad(lambda params: losses(params).sum())
             return Added(vmap(lambda vector: jvp(total, (params,), (vector,))[1])(vectors))
-        function = outputs if self.curvature == "gauss_newton" else losses
+        gauss_newton = self.curvature == "gauss_newton"
+        function = outputs if gauss_newton else losses
         value, pull = vjp(function, params)
 
         def product(vector: Vectors) -> Vectors:
             along = jvp(function, (params,), (vector,))[1]
-            curved = jvp(slopes, (value,), (along,))[1] if self.curvature == "gauss_newton" else along
+            curved = weighted(jvp(slopes, (value,), (along,))[1]) if gauss_newton else along
             return pull(curved)[0]  # type: ignore[no-any-return]
 
         return Added(vmap(product)(vectors))
