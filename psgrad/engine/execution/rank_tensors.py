@@ -121,4 +121,6 @@ def _send_bytes(content: torch.Tensor, to: Sequence[int]) -> None:
 
 def _as_bytes(value: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes [k] on the CPU; its own memory where it is there. gloo does not know all types."""
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    plain = value.detach().cpu().contiguous()
+    flat = plain.as_strided((plain.numel(),), (1,))  # of one number or none the stride may be any
+    return flat.view(torch.uint8)
