@@ -193,7 +193,9 @@ def influence(
     from psgrad.workflows.influence import influence as run_influence
 
     with config_of(config, objects) as found:
-        return run_influence(found, overwrite=overwrite, matrix=matrix, report=report, progress=progress)
+        result = run_influence(found, overwrite=overwrite, matrix=matrix, report=report, progress=progress)
+        assert result is not None, "one process has the whole result"
+        return result
 
 
 def influence_index(
@@ -208,7 +210,9 @@ def influence_index(
     from psgrad.workflows.influence_index import influence_index as run_influence_index
 
     with config_of(config, objects, resume=resume) as found:
-        return run_influence_index(found, resume=resume, overwrite=overwrite, progress=progress)
+        result = run_influence_index(found, resume=resume, overwrite=overwrite, progress=progress)
+        assert result is not None, "one process has the whole result"
+        return result
 
 
 def evaluate_influence(
@@ -227,7 +231,9 @@ def evaluate_influence(
 
     folder = None if output is None else Path(output)
     with config_of(config, objects) as found:
-        return run_evaluate_influence(found, kind, output=folder, overwrite=overwrite, progress=progress)
+        result = run_evaluate_influence(found, kind, output=folder, overwrite=overwrite, progress=progress)
+        assert result is not None, "one process has the whole result"
+        return result
 
 
 def dp_step(

@@ -4,6 +4,8 @@ code.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 EXIT_OK = 0
 EXIT_GATE_FAILED = 1
 EXIT_USAGE = 2
@@ -41,6 +43,11 @@ class PsgradError(Exception):
             if text
         ]
         super().__init__("\n".join(parts))
+
+    def parts(self) -> dict[str, str | None]:
+        """Its kind and its sentences, by name: all that `error_of` needs to make it again."""
+        sentences = {name: getattr(self, name) for name in ("arrived", "expected", "cause", "next_step")}
+        return {"kind": type(self).__name__, **sentences}
 
 
 class ConfigError(PsgradError):
@@ -120,3 +127,12 @@ class UnsupportedOperatorError(TransformError, NotImplementedError):
 
 class SelfCheckError(PsgradError):
     """Our gradients disagree with a plain one-sample gradient: no number of this run may be trusted."""
+
+
+def error_of(parts: Mapping[str, str | None]) -> PsgradError:
+    """The error of `PsgradError.parts`, of another process; PsgradError for a kind that is not known here."""
+    kind, *sentences = (parts[name] for name in ("kind", "arrived", "expected", "cause", "next_step"))
+    arrived, expected, cause, next_step = sentences
+    known = globals().get(str(kind), PsgradError)
+    made: PsgradError = known(arrived, expected=expected, cause=cause, next_step=next_step)
+    return made

@@ -12,10 +12,21 @@ from psgrad.cli import processes as several
 from psgrad.cli.boundary import boundary
 from psgrad.cli.check import show_check
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import AsJson, ConfigPath, Debug, Output, Overwrite, Settings, read_config
+from psgrad.cli.options import (
+    AsJson,
+    ConfigPath,
+    Debug,
+    Output,
+    Overwrite,
+    Part,
+    Settings,
+    part_of,
+    read_config,
+    require_one_of,
+)
 from psgrad.cli.processes import ProcessesOption
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
-from psgrad.errors import EXIT_OK, ConfigError
+from psgrad.errors import EXIT_OK
 
 if TYPE_CHECKING:
     from psgrad.config import Config
@@ -67,16 +78,6 @@ Verbose = Annotated[
 ]
 
 
-Part = Annotated[
-    str | None,
-    typer.Option(
-        "--part",
-        metavar="K/N",
-        help="Measure only part K of N of the samples, for job arrays; psgrad merge joins the parts.",
-    ),
-]
-
-
 @command(Panel.QUALITY, 1)
 def analyze(
     config: ConfigPath,
@@ -103,14 +104,14 @@ def analyze(
     plots and report.html. psgrad validate lists the mistakes of a config faster.
     """
     with boundary(debug):
-        _require_one_of(quiet and verbose, "--quiet", "--verbose")
-        _require_one_of(resume and overwrite, "--resume", "--overwrite")
+        require_one_of(quiet and verbose, "--quiet", "--verbose")
+        require_one_of(resume and overwrite, "--resume", "--overwrite")
         resolved = read_config(config, settings, output)
         from psgrad.workflows.analyze import analyze as run_analyze
 
         if part is not None:
-            _require_one_of(processes > 1, "--part", "--processes")
-            _require_one_of(overwrite, "--part", "--overwrite")
+            require_one_of(processes > 1, "--part", "--processes")
+            require_one_of(overwrite, "--part", "--overwrite")
             _measure_part(resolved, part, limit, sample, ProgressStyle.none if quiet else shown)
             return
         several.start(processes)
@@ -133,13 +134,11 @@ def analyze(
 
 def _measure_part(config: Config, part: str, limit: float | None, sample: bool, style: ProgressStyle) -> None:
     """Measure one part of a run, K/N, and print its folder."""
-    number, _, count = part.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise ConfigError(f"--part {part}", expected="K/N: which part, and how many there are, such as 3/64")
+    number, count = part_of(part)
     from psgrad.workflows.parts import measure_part
 
     with progress_display(style) as progress:
-        folder = measure_part(config, int(number), int(count), limit=limit, sample=sample, progress=progress)
+        folder = measure_part(config, number, count, limit=limit, sample=sample, progress=progress)
     typer.echo(str(folder))
 
 
@@ -159,13 +158,6 @@ def show_result(
             _say_verdict(result)
         if result.check.exit_code != EXIT_OK:
             raise typer.Exit(result.check.exit_code)
-
-
-def _require_one_of(both: bool, first: str, second: str) -> None:
-    if both:
-        raise ConfigError(
-            f"{first} was given together with {second}", expected="one of them", next_step="leave one out"
-        )
 
 
 def _say(result: AnalyzeResult, quiet: bool, verbose: bool) -> None:

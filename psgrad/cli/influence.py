@@ -13,11 +13,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from psgrad.cli import processes as several
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, complete_method, read_config
-from psgrad.cli.processes import require_one
-from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
+from psgrad.cli.options import (
+    ConfigPath,
+    Debug,
+    Output,
+    Overwrite,
+    Part,
+    Settings,
+    complete_method,
+    part_of,
+    read_config,
+    require_one_of,
+)
+from psgrad.cli.processes import ProcessesOption
+from psgrad.cli.progress import ProgressOption, ProgressStyle
 
 if TYPE_CHECKING:
     from psgrad.config import Config
@@ -102,6 +114,7 @@ def influence(
     settings: Settings = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
+    processes: ProcessesOption = 1,
     shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
@@ -117,20 +130,28 @@ def influence(
     chosen = {"ids": ids, "where": where, "wrong": wrong or None, "worst": worst}
     settings = [*(settings or ()), *_settings("influence.queries", chosen)]
     with boundary(debug):
-        require_one("influence")
         if evaluate is not None:
             _require_an_evaluation_alone(matrix, top)
             # The folder of an evaluation is its own: the config's is that of the scores.
-            _evaluate(_read(config, settings, None, method, top), evaluate, output, overwrite, style, shown)
+            resolved = _read(config, settings, None, method, top)
+            several.start(processes)
+            _evaluate(resolved, evaluate, output, overwrite, style, shown)
             return
         resolved = _read(config, settings, output, method, top)
         from psgrad.workflows.influence import influence as run_influence
 
-        with progress_display(shown) as progress:
+        several.start(processes)
+        with several.joined() as group, several.display(shown, group, resolved.output) as progress:
             result = run_influence(
-                resolved, overwrite=overwrite, matrix=matrix, report=report, progress=progress
+                resolved,
+                overwrite=overwrite,
+                matrix=matrix,
+                report=report,
+                progress=progress,
+                processes=group,
             )
-        _show(result, resolved.influence.top, style)
+        if result is not None:  # on the first rank
+            _show(result, resolved.influence.top, style)
 
 
 @command(Panel.INFLUENCE, 2, "influence index")
@@ -139,6 +160,8 @@ def influence_index(
     resume: Resume = False,
     settings: Settings = None,
     overwrite: OverwriteIndex = False,
+    processes: ProcessesOption = 1,
+    part: Part = None,
     shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
@@ -147,15 +170,24 @@ def influence_index(
     `influence.index` of the config says where it is and what it stores. Prints its path.
     """
     with boundary(debug):
-        require_one("influence index")
         resolved = read_config(config, settings, None)
         from psgrad.reports.influence_terminal import index_summary
         from psgrad.workflows.influence_index import influence_index as run_influence_index
 
-        with progress_display(shown) as progress:
-            result = run_influence_index(resolved, resume=resume, overwrite=overwrite, progress=progress)
-        typer.echo(index_summary(result), err=True)
-        typer.echo(str(result.folder))
+        if part is not None:
+            require_one_of(processes > 1, "--part", "--processes")
+            require_one_of(overwrite, "--part", "--overwrite")
+        which = None if part is None else part_of(part)
+        several.start(processes)
+        with several.joined() as group, several.display(shown, group, resolved.output) as progress:
+            result = run_influence_index(
+                resolved, resume=resume, overwrite=overwrite, progress=progress, processes=group, part=which
+            )
+        if result is not None:  # on the first rank
+            typer.echo(index_summary(result), err=True)
+            typer.echo(str(result.folder))
+        elif resolved.influence.index is not None and which is not None:
+            typer.echo(str(resolved.influence.index.path))
 
 
 def _read(
@@ -181,11 +213,12 @@ def _evaluate(
     from psgrad.reports.evaluation import write_evaluation
     from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
 
-    with progress_display(shown) as progress:
+    with several.joined() as group, several.display(shown, group, config.output) as progress:
         result = run_evaluate_influence(
-            config, kind.value, output=output, overwrite=overwrite, progress=progress
+            config, kind.value, output=output, overwrite=overwrite, progress=progress, processes=group
         )
-    write_evaluation(result, style, sys.stdout)
+    if result is not None:  # on the first rank
+        write_evaluation(result, style, sys.stdout)
 
 
 def _show(result: InfluenceResult, top: int, style: str) -> None:

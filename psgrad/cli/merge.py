@@ -1,4 +1,4 @@
-"""`psgrad merge`: the parts of a run, judged and reported as one."""
+"""`psgrad merge`: the parts of a run, judged and reported as one; the parts of an index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 
 Run = Annotated[
     Path,
-    typer.Argument(metavar="OUTPUT", help="The folder of psgrad analyze --part K/N.", show_default=False),
+    typer.Argument(
+        metavar="OUTPUT",
+        help="The folder of psgrad analyze --part K/N, or of psgrad influence index --part K/N.",
+        show_default=False,
+    ),
 ]
 
 
@@ -31,12 +35,23 @@ def merge(
     shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
-    """Check that all parts of a run are there, judge its samples, and write its tables and report.
+    """Check that all parts of a run are there, judge its samples, and write its tables and report; or check
+    that all parts of an index are there, and finish it.
 
-    Prints what psgrad analyze prints.
+    Prints what psgrad analyze, or psgrad influence index, prints.
     """
     with boundary(debug):
         require_one("merge")
+        from psgrad.storage.gradient_index import GradientIndex
+
+        if GradientIndex.begun(output) is not None:
+            from psgrad.reports.influence_terminal import index_summary
+            from psgrad.workflows.influence_index import finish_index
+
+            finished = finish_index(output)
+            typer.echo(index_summary(finished), err=True)
+            typer.echo(str(finished.folder))
+            return
         from psgrad.workflows.parts import merge as run_merge
 
         with progress_display(ProgressStyle.none if quiet else shown) as progress:

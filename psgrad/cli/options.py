@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from psgrad.errors import ConfigError
+
 if TYPE_CHECKING:
     from psgrad.config import Config
     from psgrad.config.values import Section
@@ -73,8 +75,32 @@ Settings = Annotated[
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the run folder.")]
+Part = Annotated[
+    str | None,
+    typer.Option(
+        "--part",
+        metavar="K/N",
+        help="Compute only part K of N of the rows, for job arrays; psgrad merge joins the parts.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def part_of(given: str) -> tuple[int, int]:
+    """Which part, and how many there are. Raises ConfigError."""
+    number, _, count = given.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise ConfigError(f"--part {given}", expected="K/N: which part, and how many there are, such as 3/64")
+    return int(number), int(count)
+
+
+def require_one_of(both: bool, first: str, second: str) -> None:
+    """Raises ConfigError where two options were given that exclude each other."""
+    if both:
+        raise ConfigError(
+            f"{first} was given together with {second}", expected="one of them", next_step="leave one out"
+        )
 
 
 def read_config(path: Path, settings: list[str] | None, output: Path | None) -> Config:

@@ -82,6 +82,16 @@ def _data_paths(value: object) -> object:
     return [Path(path) for path in paths] if isinstance(value, list) else Path(paths[0])
 
 
+# Keys that mean nothing without one of others.
+_READ_WITH = {
+    ("tokenizer", "max_length", "truncation", "masked", "seed"): ("text", "prompt", "messages"),
+    ("size", "crop", "mean", "std"): ("image", "images"),
+    ("stack",): ("inputs",),
+    ("workers",): ("factory",),
+    ("stream_rows",): ("streaming", "factory"),
+}
+
+
 class DataConfig(Section):
     """The dataset: a file, or a factory of a torch Dataset, and which columns are which."""
 
@@ -206,7 +216,7 @@ class DataConfig(Section):
         return [name for name in SOURCE_KEYS if getattr(self, name) is not None]
 
     def _check_columns(self) -> None:
-        """Raises ValueError where no column is named for the inputs, or for keys of another source."""
+        """Raises ValueError where no column is named for the inputs, or for keys that nothing reads."""
         if self.factory is None and self.kwargs:
             raise ValueError("kwargs are the arguments of a factory; a path takes none")
         if self.dataset is None and (self.config is not None or self.split is not None or self.streaming):
@@ -224,6 +234,15 @@ class DataConfig(Section):
                 f"{texts[0]} and {unread[0]} are both given, and a tokenizer makes all inputs of {texts[0]};"
                 " expected one of them"
             )
+        for keys, users in _READ_WITH.items():
+            if any(getattr(self, user) for user in users):
+                continue
+            for key in keys:
+                if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+                    raise ValueError(
+                        f"{key} is given, and nothing reads it; expected {' or '.join(users)} beside it, or"
+                        f" no {key}"
+                    )
         if (self.prompt is None) != (self.completion is None):
             raise ValueError(
                 "prompt and completion go together: the loss is of the completion after the prompt"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from psgrad.config.values import CallableSpec, FilePath, Finite, Section, described
 
@@ -46,6 +46,10 @@ class NewAdapterConfig(Section):
     """Seed of the random weights."""
 
 
+# The two forms of `model.adapter`, as pydantic names them in the places of its errors.
+FOLDERS, MADE = "<folders>", "<made>"
+
+
 def _adapters(value: object) -> object:
     paths = [value] if isinstance(value, str) else value
     if value is None or isinstance(value, dict):
@@ -56,6 +60,12 @@ def _adapters(value: object) -> object:
             " {create: lora, rank: 8}"
         )
     return paths
+
+
+_Adapters = Annotated[
+    Annotated[list[str], Tag(FOLDERS)] | Annotated[NewAdapterConfig, Tag(MADE)],
+    Discriminator(lambda value: FOLDERS if isinstance(value, list) else MADE),
+]
 
 
 class ModelConfig(Section):
@@ -88,7 +98,7 @@ class ModelConfig(Section):
     """In place of a factory: the name of one of timm's models."""
     task: Task | None = None
     """What a pretrained model does; it implies the loss and how rows become inputs."""
-    adapter: Annotated[list[str] | NewAdapterConfig | None, BeforeValidator(_adapters)] = None
+    adapter: Annotated[_Adapters | None, BeforeValidator(_adapters)] = None
     """The folder of a PEFT adapter, a list of them, or {create: lora}; only adapters are differentiated."""
     dtype: Literal["as-saved", "float32", "bfloat16"] = "as-saved"
     """Precision in which parameters that are not differentiated are stored; operators see engine.dtype."""

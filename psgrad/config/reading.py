@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from psgrad.config.analysis import GateConfig
+from psgrad.config.model import FOLDERS, MADE
 from psgrad.config.values import Section, described, nearest
 from psgrad.config.whole import Config
 from psgrad.errors import ConfigError
@@ -204,7 +205,8 @@ class _Document:
 
     def problem(self, details: ErrorDetails) -> str:
         """One of pydantic's errors in our words."""
-        path = details["loc"]
+        path = tuple(part for part in details["loc"] if part not in (FOLDERS, MADE))
+        details = {**details, "loc": path}
         where = ".".join(str(part) for part in path)
         return f"{self._place(path)}: {where + ': ' if where else ''}{explain(details)}"
 
@@ -285,11 +287,9 @@ def _sections(section: type[Section]) -> dict[str, type[Section]]:
     """The groups of keys inside one, those that may be absent included."""
     found = {}
     for name, info in section.model_fields.items():
-        kinds = [info.annotation, *get_args(info.annotation)]
-        for kind in [
-            *kinds,
-            *(inside for each in kinds for inside in get_args(each)),
-        ]:  # of lists of groups, too
+        kinds = [info.annotation]
+        for kind in kinds:  # of lists and unions of groups, too
+            kinds += get_args(kind)
             if isinstance(kind, type) and issubclass(kind, Section):
                 found[name] = kind
     return found

@@ -5,6 +5,7 @@ absent.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -24,6 +25,7 @@ FORMAT = 2
 _MARK = "psgrad influence index"
 _RESUME = "psgrad influence index CONFIG --resume"
 _SHOWN = 6
+_SECONDS_TO_MAKE_FOLDER = 60.0  # a part that begins does so within this time, and others wait for it
 _SEAL = "psgrad"  # of a file's metadata: which index it is of, and the hash of its numbers
 
 Arrays = dict[str, np.ndarray]
@@ -64,7 +66,7 @@ class GradientIndex:
             OutputError: the folder can't be written.
         """
         try:
-            if path.is_dir() and not set(path.iterdir()) <= set(files.leftovers_of(path / DESCRIPTION)):
+            if path.is_dir() and not _only_leftovers(path):
                 if not _is_index(path):
                     raise OutputExistsError(
                         f"the index folder {path} is not empty and does not hold an index",
@@ -93,11 +95,7 @@ class GradientIndex:
                 json.dumps(head | index.description, indent=2, ensure_ascii=False).encode(),
             )
         except OSError as error:
-            raise OutputError(
-                f"the index {path} can't be written: {error.strerror or error}",
-                expected="a place where folders and files can be written",
-                next_step="choose another influence.index.path",
-            ) from error
+            raise _not_writable(path, error) from error
         return index
 
     @classmethod
@@ -111,6 +109,30 @@ class GradientIndex:
         index = cls._read(path)
         index.require(description)
         return index
+
+    @classmethod
+    def join(cls, path: Path, description: Mapping[str, Any]) -> Self:
+        """The index that several parts of a job array build, of which none knows when the others run: the
+        first one makes the folder. Raises as `create` and `require` do.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(0o700)
+        except FileExistsError:
+            end = time.monotonic() + _SECONDS_TO_MAKE_FOLDER
+            while not (path / DESCRIPTION).exists():
+                if time.monotonic() > end or not path.is_dir() or not _only_leftovers(path):
+                    return cls.create(path, description)
+                time.sleep(0.1)
+            return cls.resume(path, description)
+        except OSError as error:
+            raise _not_writable(path, error) from error
+        return cls.create(path, description)
+
+    @classmethod
+    def begun(cls, path: Path) -> Self | None:
+        """The index in a folder, finished or not; None where there is none."""
+        return cls._read(path) if _is_index(path) else None
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -234,16 +256,27 @@ class GradientIndex:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a handle, no dict)
 
     def blocks(
-        self, checkpoint: int, most: int, names: Sequence[str] | None = None
+        self,
+        checkpoint: int,
+        most: int,
+        names: Sequence[str] | None = None,
+        first: int = 0,
+        step: int = 1,
     ) -> Iterator[tuple[int, Arrays]]:
-        """All shards of a checkpoint, `most` rows at a time: (first row, arrays), read through a memory map;
-        of some names only.
+        """The shards of a checkpoint, `most` rows at a time: (first row, arrays), read through a memory map;
+        of some names only. first, step: which of these blocks are read.
         """
+        place = 0
         for shard, rows in enumerate(self.shards):
+            starts = range(0, len(rows), most)
+            own = [start for number, start in enumerate(starts, place) if number % step == first]
+            place += len(starts)
+            if not own:
+                continue
             with self._opened(self.file(checkpoint, shard)) as file:
                 stored = file.keys()  # a file can't be iterated over itself
                 slices = {name: file.get_slice(name) for name in stored if names is None or name in names}
-                for start in range(0, len(rows), most):
+                for start in own:
                     yield (
                         rows.start + start,
                         {name: some[start : min(start + most, len(rows))] for name, some in slices.items()},
@@ -300,6 +333,19 @@ def _digest(arrays: Arrays) -> str:
         digest.update(name.encode())
         digest.update(arrays[name].data if arrays[name].size else b"")
     return digest.hexdigest()
+
+
+def _only_leftovers(path: Path) -> bool:
+    """Whether a folder holds nothing but files of a process that was killed, or is making the index."""
+    return set(path.iterdir()) <= set(files.leftovers_of(path / DESCRIPTION))
+
+
+def _not_writable(path: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"the index {path} can't be written: {error.strerror or error}",
+        expected="a place where folders and files can be written",
+        next_step="choose another influence.index.path",
+    )
 
 
 def _is_index(path: Path) -> bool:

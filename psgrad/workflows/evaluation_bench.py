@@ -120,6 +120,7 @@ class Bench:
             f"{self.fingerprint} {what}",
             self.wanted.train.together,
             tell=lambda done: self.progress(Progress(done, len(jobs), "retraining", unit="model")),
+            processes=self.setup.processes,
         )
 
 

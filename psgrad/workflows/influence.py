@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 
 from psgrad.config import Config
+from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.influence.index.build import from_index
 from psgrad.engine.influence.method import Fitted, Screened, screened
 from psgrad.engine.influence.ranking import divisor
@@ -31,6 +32,7 @@ from psgrad.results.influence import (
 )
 from psgrad.results.manifest import Counts, InfluenceFacts
 from psgrad.storage import RunFolder
+from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.influence_index import open_index, screened_rows
 from psgrad.workflows.influence_queries import chosen_rows, told_of_queries
@@ -60,64 +62,57 @@ def influence(
     matrix: bool = False,
     report: bool = True,
     progress: Say = lambda _: None,
-) -> InfluenceResult:
+    processes: Processes | None = None,
+) -> InfluenceResult | None:
     """Rank the training examples for each query: the whole of `psgrad influence`.
 
     `matrix` has all scores written, too, as matrix.safetensors; without `report` plots and page are left out.
+    processes: those that share the rows of each pass; None for this one alone. Returns None on all ranks but
+    the first, which alone writes.
+
     Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk.
     """
-    RunFolder.require_free(config.output, overwrite)
+    processes = OneProcess() if processes is None else processes
+    if processes.leads:
+        RunFolder.require_free(config.output, overwrite)
     clock, warnings = Clock(), _Warnings(progress)
     progress(LOADING)
     with clock("load"):
-        setup = set_up_influence(config, warnings, progress)
+        setup = set_up_influence(config, warnings, progress, processes)
         stamps = [Stamp.of(file) for file in files_read_again(config.data, config.base)]
     run = setup.run
     store = None if config.influence.index is None else open_index(config, run)
     if store is not None:
         setup = replace(setup, method=from_index(setup.method, store))
+    asked = described(setup)
+    if not processes.leads:
+        scored_by_all(setup, store, matrix, clock, warnings, progress)
+        return None
     with clock("self-check"):
         check = run.self_check(setup.views[0].training.stream)
     folder = RunFolder.create(config.output, overwrite)
     specs = [config.influence.method.name, config.influence.measurement.name]
-    asked = described(setup)
     manifest = replace(describe_run("influence", run, check, specs), influence=asked)
     with recorded(folder, manifest, clock) as record:
-        with clock("screening"):
-            known = None if store is None else screened_rows(store)
-            setup, looks = without_nonfinite(setup, known, warnings)
-        with clock("fit"), told_as_own(config.influence.method.name):
-            fitted = [setup.method.fit(view.training, view.checkpoint) for view in setup.views]
-        with clock("normalize"), told_as_own(config.influence.method.name):
-            divisors = divisors_of(setup, fitted)
-        with clock("scores"), told_as_own(config.influence.method.name):
-            queries = query_table(setup, looks)
-            shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
-            rankings = rank(setup, fitted, divisors, shown, matrix, progress)
-            tell_of_unranked(setup, rankings, warnings)
-        with clock("self-influence"), told_as_own(config.influence.method.name):
-            own = self_influence(setup, fitted, clock.seconds["scores"], warnings)
-        removals: RemovalCheck | None = None
-        if asked.predicts_removal:
-            losses = queries[queries["status"] == "ok"].set_index("index")["measurement"]
-            rankings = replace(rankings, scores=marked_beyond_loss(setup, rankings.scores, losses, warnings))
-            with clock("check"), told_as_own(config.influence.method.name):
-                seconds = max(_CHECK_SECONDS, _CHECK_SHARE * (clock.seconds["fit"] + clock.seconds["scores"]))
-                removals = check_removals(setup, fitted, rankings.scores, own, seconds, warnings)
+        scored = scored_by_all(setup, store, matrix, clock, warnings, progress)
         require_unchanged(stamps)
+        removals = scored.removals
         found = replace(
             asked,
-            unit=unit_of(setup, fitted),
+            unit=unit_of(setup, scored.fitted),
             check=None if removals is None else {**asdict(removals), "words": removals.words},
-            fit=[each.facts for each in fitted],
+            fit=[each.facts for each in scored.fitted],
             warnings=warnings.said,
         )
-        facts = record.add(influence=found, counts=looks.counts(), timings=clock.seconds)
+        facts = record.add(
+            influence=found,
+            counts=scored.looks.counts(),
+            engine=replace(record.manifest.engine, processes=processes.size if processes.size > 1 else None),
+            timings=clock.seconds,
+        )
         with clock("tables"):
-            result = _result(
-                setup, looks, queries, shown, rankings, own, fitted, facts, folder, warnings.said, removals
-            )
-            write_tables(result, rankings, folder)
+            result = _result(scored, facts, folder, warnings.said)
+            write_tables(result, scored.rankings, folder)
         if report:
             from psgrad.reports.influence_page import (
                 write_influence_report,
@@ -126,6 +121,59 @@ def influence(
             with clock("report"):
                 write_influence_report(result, folder.write_bytes)
     return result
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a run has found.
+
+    setup: without the rows that have no score. shown: queries of the report. own: [n] self-influences.
+    """
+
+    setup: InfluenceSetup
+    looks: Looks
+    queries: pd.DataFrame
+    shown: list[int]
+    fitted: list[Fitted]
+    rankings: Rankings
+    own: np.ndarray | None
+    removals: RemovalCheck | None
+
+
+def scored_by_all(
+    setup: InfluenceSetup,
+    store: GradientIndex | None,
+    matrix: bool,
+    clock: Clock,
+    warnings: _Warnings,
+    progress: Say,
+) -> Scored:
+    """What all processes compute together. store: the index that answers; None without."""
+    wanted = setup.run.config.influence
+    with clock("screening"):
+        known = None if store is None else screened_rows(store)
+        setup, looks = without_nonfinite(setup, known, warnings)
+    with clock("fit"), told_as_own(wanted.method.name):
+        fitted = [setup.method.fit(view.training, view.checkpoint) for view in setup.views]
+    with clock("normalize"), told_as_own(wanted.method.name):
+        divisors = divisors_of(setup, fitted)
+    with clock("scores"), told_as_own(wanted.method.name):
+        queries = query_table(setup, looks)
+        shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
+        rankings = rank(setup, fitted, divisors, shown, matrix, progress)
+        tell_of_unranked(setup, rankings, warnings)
+    spent = setup.agreed_seconds(clock.seconds["scores"])
+    with clock("self-influence"), told_as_own(wanted.method.name):
+        own = self_influence(setup, fitted, spent, warnings)
+    removals: RemovalCheck | None = None
+    if described(setup).predicts_removal:
+        losses = queries[queries["status"] == "ok"].set_index("index")["measurement"]
+        rankings = replace(rankings, scores=marked_beyond_loss(setup, rankings.scores, losses, warnings))
+        with clock("check"), told_as_own(wanted.method.name):
+            before = setup.agreed_seconds(clock.seconds["fit"]) + spent
+            seconds = max(_CHECK_SECONDS, _CHECK_SHARE * before)
+            removals = check_removals(setup, fitted, rankings.scores, own, seconds, warnings)
+    return Scored(setup, looks, queries, shown, fitted, rankings, own, removals)
 
 
 class _Warnings:
@@ -285,21 +333,10 @@ def divisors_of(setup: InfluenceSetup, fitted: Sequence[Fitted]) -> list[torch.T
     return None if normalize == "none" else [divisor(each.self_influence(), normalize) for each in fitted]
 
 
-def _result(
-    setup: InfluenceSetup,
-    looks: Looks,
-    queries: pd.DataFrame,
-    shown: list[int],
-    rankings: Rankings,
-    own: np.ndarray | None,
-    fitted: Sequence[Fitted],
-    facts: dict[str, Any],
-    folder: RunFolder,
-    warnings: list[str],
-    check: RemovalCheck | None,
-) -> InfluenceResult:
+def _result(scored: Scored, facts: dict[str, Any], folder: RunFolder, warnings: list[str]) -> InfluenceResult:
+    setup, rankings, queries = scored.setup, scored.rankings, scored.queries
     config, samples = setup.run.config, setup.run.samples
-    training = training_table(setup, looks, own, rankings.overall)
+    training = training_table(setup, scored.looks, scored.own, rankings.overall)
     _, examples = shown_rows(
         rankings.scores, queries, _SHOWN_QUERIES, _SHOWN_EXAMPLES, setup.measurement.sign > 0
     )
@@ -315,12 +352,12 @@ def _result(
         predicts_removal=facts["influence"]["predicts_removal"],
         measurement=setup.measurement.name,
         shown=rankings.shown,
-        query_inputs={row: input_of(setup.query_reader.samples, row) for row in shown} if seen else {},
+        query_inputs={row: input_of(setup.query_reader.samples, row) for row in scored.shown} if seen else {},
         training_inputs={row: input_of(samples, row) for row in examples} if seen else {},
-        facts=[each.facts for each in fitted],
+        facts=[each.facts for each in scored.fitted],
         warnings=warnings,
         class_names=setup.run.config.data.class_names,
-        check=check,
+        check=scored.removals,
         larger_is_worse=setup.measurement.sign > 0,
     )
 

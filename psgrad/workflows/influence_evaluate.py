@@ -16,6 +16,7 @@ import torch
 
 from psgrad.config import Config, EvaluationKind
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.influence.evaluation.jobs import Job, Members
 from psgrad.engine.influence.evaluation.mislabel import (
     FOLDS,
@@ -211,7 +212,8 @@ def evaluate_influence(
     output: Path | None = None,
     overwrite: bool = False,
     progress: Say = lambda _: None,
-) -> EvaluationResult:
+    processes: Processes | None = None,
+) -> EvaluationResult | None:
     """Retrain models, and hold the config's scores and those of controls against them: the whole of `psgrad
     influence --evaluate`.
 
@@ -221,12 +223,17 @@ def evaluate_influence(
             config's folder stay as they are.
         overwrite: replace an earlier evaluation there. What it has of retrained models is used again where it
             is still true, so that a run that was stopped goes on where it was.
+        processes: those that share the trainings and the passes; None for this one alone.
+
+    Returns None on all ranks but the first.
 
     Raises PsgradError for everything that can be wrong with the config, the model, the data, the training or
     the disk.
     """
     path = output if output is not None else config.output.with_name(f"{config.output.name}-{kind}")
-    RunFolder.require_free(path, overwrite)
+    processes = OneProcess() if processes is None else processes
+    if processes.leads:
+        RunFolder.require_free(path, overwrite)
     clock, said = Clock(), list[str]()
 
     def say(message: str) -> None:
@@ -234,13 +241,24 @@ def evaluate_influence(
         progress(Progress(0, 0, "evaluation", message))
 
     with clock("load"):
-        setup = set_up_influence(config, say, progress)
+        setup = set_up_influence(config, say, progress, processes)
+        if config.data.weight is not None:
+            raise ConfigError(
+                "data.weight: models are trained again without weights",
+                expected="losses that count the same for psgrad influence --evaluate",
+                next_step="leave data.weight out here",
+            )
         if config.data.group is not None:
             raise ConfigError(
                 "data.group: scores of groups are not compared with training again",
                 expected="a sample a row for psgrad influence evaluate",
                 next_step="leave data.group out here",
             )
+    if not processes.leads:
+        setup, _ = without_nonfinite(setup, known=None, say=say)
+        processes.agreed(processes.step("the folder"), list)
+        _WAYS[kind](bench_of(setup, RunFolder(path), progress))
+        return None
     with clock("self-check"):
         check = setup.run.self_check(setup.views[0].training.stream)
     with clock("screening"):
@@ -248,6 +266,7 @@ def evaluate_influence(
     folder = RunFolder.create(path, overwrite)
     manifest = replace(describe_run("influence-evaluation", setup.run, check), influence=described(setup))
     with recorded(folder, manifest, clock) as record:
+        processes.agreed(processes.step("the folder"), list)
         with clock("evaluation"):
             bench = bench_of(setup, folder, progress)
             found = _WAYS[kind](bench)

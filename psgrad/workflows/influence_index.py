@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from psgrad.config import Config, IndexConfig
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.index.build import build_index
+from psgrad.engine.execution.ranks import OneProcess, Processes, RowPart
+from psgrad.engine.influence.index.build import build_index, write_sums
 from psgrad.engine.influence.index.stored import IndexSpec, StoredRows, describe
 from psgrad.engine.influence.method import Screened
-from psgrad.errors import ConfigError, OutputError
+from psgrad.errors import ConfigError, DistributedError, OutputError
 from psgrad.results import IndexResult, Progress, Say
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
@@ -26,15 +28,26 @@ _COMPARED = 8
 
 @with_code_beside
 def influence_index(
-    config: Config, *, resume: bool = False, overwrite: bool = False, progress: Say = lambda _: None
-) -> IndexResult:
+    config: Config,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Say = lambda _: None,
+    processes: Processes | None = None,
+    part: tuple[int, int] | None = None,
+) -> IndexResult | None:
     """Build the index that a config describes, or go on with one that was interrupted: the whole of `psgrad
     influence index`.
+
+    processes: those that share the shards; None for this one alone. part: (which, how many) part of a job
+    array this is; `finish_index` ends the index of all parts. Returns None for a part, and on all ranks but
+    the first.
 
     Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk.
     Shards that are finished by then stay, and `resume` goes on behind them.
     """
     wanted = require_index(config)
+    processes = OneProcess() if processes is None else processes
     clock = Clock()
     progress(LOADING)
 
@@ -45,11 +58,19 @@ def influence_index(
         run = first_run(config)
         read_ahead(run.samples, len(run.samples), progress)
         description = described_index(config, run)
-    store = (
-        GradientIndex.resume(wanted.path, description)
-        if resume
-        else GradientIndex.create(wanted.path, description, overwrite)
-    )
+    if part is not None:
+        store = GradientIndex.join(wanted.path, description)
+        processes = RowPart.of(*part, len(store.shards), 1)
+    elif not processes.leads:
+        processes.agreed("index.begun", list)  # the first rank has made the folder by then
+        store = _made_by_first(wanted.path, description, processes)
+    else:
+        store = (
+            GradientIndex.resume(wanted.path, description)
+            if resume
+            else GradientIndex.create(wanted.path, description, overwrite)
+        )
+        processes.agreed("index.begun", list)
 
     def load(number: int) -> Examples:
         there = run if number == 0 else later_run(run, config, number)
@@ -61,13 +82,53 @@ def influence_index(
             load,
             say=say,
             progress=lambda done, of: progress(Progress(done, of, "index", unit="training example")),
+            processes=processes,
         )
+    return result_of(store, clock) if processes.leads else None
+
+
+def _made_by_first(path: Path, description: dict[str, Any], processes: Processes) -> GradientIndex:
+    """The index that the first rank has made. Raises DistributedError where this one does not see it."""
+    store = GradientIndex.begun(path)
+    if store is None:
+        raise DistributedError(
+            f"rank {processes.rank} does not see the index {path} that rank 0 has made",
+            expected="an index folder on storage that all machines share",
+            next_step="choose such an influence.index.path; or run --part K/N on each machine",
+        )
+    store.require(description)
+    return store
+
+
+def finish_index(path: Path) -> IndexResult:
+    """End the index whose parts have all been built. Raises OutputError where one is missing."""
+    store, clock = GradientIndex.begun(path), Clock()
+    assert store is not None, "an index"
+    todo = store.unwritten()
+    missing = [(number, shard) for number, shard in todo if shard is not None]
+    if missing:
+        number, shard = missing[0]
+        rows = store.shards[shard]
+        raise OutputError(
+            f"the index {path} lacks {len(missing):,} shards, the first one that of the rows {rows.start:,}"
+            f" to {rows.stop - 1:,} at checkpoint {number}",
+            expected="all shards, each built by one part",
+            cause="a part has not run, or has not come to its end",
+            next_step="run that part again: finished shards are kept",
+        )
+    with clock("gradients"):
+        write_sums(store, [number for number, _ in todo])
+    return result_of(store, clock)
+
+
+def result_of(store: GradientIndex, clock: Clock) -> IndexResult:
     size = sum(file.stat().st_size for file in store.path.rglob("*.safetensors"))
+    facts = store.description
     return IndexResult(
         store.path,
-        len(run.samples),
-        int(description["columns"]),
-        int(description["checkpoints"]),
+        int(facts["rows"]),
+        int(facts["columns"]),
+        int(facts["checkpoints"]),
         size,
         clock.seconds,
     )
@@ -130,7 +191,11 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
     }
     fingerprint: dict[str, Any] = {
         "data": run.samples.content(),
-        "columns": {"inputs": config.data.inputs, "target": config.data.target},
+        "columns": {
+            "inputs": config.data.inputs,
+            "target": config.data.target,
+            **({} if config.data.weight is None else {"weight": config.data.weight}),
+        },
         # Of the first one what was loaded; of the others the files, which the same code loads in the same
         # manner.
         "checkpoints": [hashes["weights"], *(sha256_at(config, number) for number in range(1, count))],

@@ -13,6 +13,7 @@ from psgrad.config import Config, QueriesConfig, nearest
 from psgrad.config.conditions import names_in_condition
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
+from psgrad.engine.execution.ranks import Processes
 from psgrad.errors import ConfigError, DataError, LossError, ModelError
 from psgrad.inputs.measurements import Measurement
 from psgrad.inputs.reader import CheckedReader
@@ -22,21 +23,27 @@ from psgrad.workflows.setup import Setup
 
 
 def queries_of(
-    config: Config, run: Setup, measurement: Measurement, at_last: Callable[[], Setup]
+    config: Config,
+    run: Setup,
+    measurement: Measurement,
+    at_last: Callable[[], Setup],
+    processes: Processes,
 ) -> tuple[CheckedReader, np.ndarray]:
     """Who reads the queries, and which rows they are. at_last: the run at its last checkpoint, whose losses
-    and predictions queries are chosen by.
+    and predictions queries are chosen by; a pass that the processes share.
     """
     wanted = config.influence.queries
     dataset = None if wanted is None else wanted.own_data
-    samples: Samples = run.samples if dataset is None else run.more_samples(dataset)
+    samples: Samples = run.samples
+    if dataset is not None:  # a measurement has no weight, whatever weights the training losses have
+        samples = run.more_samples(dataset.model_copy(update={"weight": None}), weighted=False)
     with told_of_queries():
         reader = CheckedReader(samples, measurement.criterion, run.class_count(measurement.criterion))
     rows = np.arange(len(samples)) if wanted is None else _listed(wanted, samples)
     if wanted is None or not wanted.choice_given - {"rows", "ids"}:
         return reader, rows
     with told_of_queries():
-        table = _table(wanted, rows, samples, at_last)
+        table = _table(wanted, rows, samples, at_last, processes)
     return reader, _chosen(wanted, table)
 
 
@@ -66,7 +73,11 @@ def _listed(wanted: QueriesConfig, samples: Samples) -> np.ndarray:
 
 
 def _table(
-    wanted: QueriesConfig, rows: np.ndarray, samples: Samples, at_last: Callable[[], Setup]
+    wanted: QueriesConfig,
+    rows: np.ndarray,
+    samples: Samples,
+    at_last: Callable[[], Setup],
+    processes: Processes,
 ) -> pd.DataFrame:
     """A row a query that may be chosen, with the columns of QUERY_NAMES that there are. A forward pass, where
     what the config asks takes one.
@@ -78,9 +89,9 @@ def _table(
     if wanted.wrong or wanted.worst is not None or names - known:
         run = at_last()
         reader = CheckedReader(samples, run.criterion, run.class_count(run.criterion))
-        examples = Examples(
-            run.objective, chosen_rows(reader, rows), len(rows), run.stream_options(lambda _: None)
-        )
+        options = run.stream_options(lambda _: None)
+        read = chosen_rows(reader, rows)
+        examples = Examples(run.objective_of(samples), read, len(rows), options, processes=processes)
         chunks = [found for _, found in examples.losses()]
         columns |= {name: torch.cat([chunk[name] for chunk in chunks]).numpy() for name in chunks[0]}
         targets = reader.targets_at(rows)

@@ -15,7 +15,6 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
-from psgrad.engine.free_memory import free_memory
 from psgrad.engine.influence.amounts import continued
 from psgrad.engine.influence.method import Fitted, with_total
 from psgrad.engine.influence.ranking import JoinedBlock, Strongest, joined_scores
@@ -82,7 +81,7 @@ def queries_at_once(setup: InfluenceSetup) -> int:
     made.
     """
     training, budget = setup.views[0].training, setup.run.config.engine.memory
-    room = free_memory(training.device) * _SHARE if budget == "auto" else budget
+    room = training.room() * _SHARE if budget == "auto" else budget
     return max(1, int(room / (2 * 8 * training.flat.size * len(setup.views))))
 
 

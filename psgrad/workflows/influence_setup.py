@@ -17,6 +17,7 @@ import torch
 from psgrad.config import CheckpointConfig, Config, MethodConfig, is_callable_spec
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.placement import place
+from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.influence.method import REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.errors import ConfigError, InfluenceError, PsgradError
@@ -94,6 +95,15 @@ class InfluenceSetup:
     query_rows: np.ndarray
     training_rows: np.ndarray
 
+    @property
+    def processes(self) -> Processes:
+        return self.views[0].training.processes
+
+    def agreed_seconds(self, own: float) -> float:
+        """The time that the first process took for something, for choices that all make alike."""
+        name = self.processes.step("time")
+        return self.processes.agreed(name, lambda: [round(own * 1e6)])[0] / 1e6
+
 
 def unit_of(setup: InfluenceSetup, fitted: Sequence[Fitted] = ()) -> str:
     """What a score is, for headers. fitted: the method at each checkpoint, once there is one."""
@@ -111,9 +121,11 @@ _DIVIDED: dict[str, str] = {
 }
 
 
-def set_up_influence(config: Config, say: Callable[[str], None], progress: Say) -> InfluenceSetup:
+def set_up_influence(
+    config: Config, say: Callable[[str], None], progress: Say, processes: Processes
+) -> InfluenceSetup:
     """Load all that a config names: model, data, queries, method, and each checkpoint. progress: of rows that
-    code makes, which are read now.
+    code makes, which are read now. processes: those that share the passes.
 
     Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
     """
@@ -122,12 +134,14 @@ def set_up_influence(config: Config, say: Callable[[str], None], progress: Say) 
     read_ahead(run.samples, len(run.samples), progress)  # before queries are chosen by their ids or losses
     measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
     last = len(checkpoints_of(config)) - 1
-    reader, rows = queries_of(config, run, measurement, lambda: later_run(run, config, last) if last else run)
+    reader, rows = queries_of(
+        config, run, measurement, lambda: later_run(run, config, last) if last else run, processes
+    )
     views: list[CheckpointView] = []
     for number in range(len(checkpoints_of(config))):
         there = run if number == 0 else later_run(run, config, number)
         _require_another(views, there)
-        views.append(_view(there, number, measurement, reader, rows, say))
+        views.append(_view(there, number, measurement, reader, rows, say, processes))
     return InfluenceSetup(run, method, measurement, views, reader, rows, rows, np.arange(len(run.samples)))
 
 
@@ -143,12 +157,7 @@ def first_run(config: Config) -> Setup:
     run = setup_of(
         load(_at(config, 0), trainable=config.influence.parameters, trainable_key="influence.parameters")
     )
-    if run.samples.weighted:
-        raise ConfigError(
-            "data.weight: influence is not computed for losses with weights",
-            expected="training by a mean over examples, each of which counts the same",
-            next_step="leave data.weight out; psgrad analyze and psgrad dp-step take it",
-        )
+    require_of_weights(config, run)
     require_of_groups(config, run)
     if draws_at_random(run.first_output, run.model):
         raise ConfigError(
@@ -162,8 +171,32 @@ def first_run(config: Config) -> Setup:
     return run
 
 
+def require_of_weights(config: Config, run: Setup) -> None:
+    """Raises ConfigError for a curvature that weights of losses would enter squared: that of gradients times
+    themselves.
+    """
+    if not run.samples.weighted:
+        return
+    method, index = config.influence.method, config.influence.index
+    options = {"curvature": "gauss_newton", "fisher": "sampled", **method.options}
+    by_output = {"influence": options["curvature"] != "fisher", "ekfac": options["fisher"] != "empirical"}
+    if not (method.name in _FIRST_ORDER or by_output.get(method.name, is_callable_spec(method.name))):
+        problem = f"the method {method.name} with the options {dict(method.options)}"
+    elif index is not None and index.features != "loss":
+        problem = f"an index of the {index.features}"
+    else:
+        return
+    raise ConfigError(
+        f"data.weight: {problem} is not computed for losses with weights",
+        expected=f"{', '.join(_FIRST_ORDER)}, influence by the gauss_newton or hessian curvature, or ekfac"
+        " with fisher: sampled or exact",
+        cause="its curvature is of products of gradients, which have the square of a weight",
+        next_step="choose one of these, or leave data.weight out",
+    )
+
+
 # Methods that read gradients alone, whatever rows a gradient is the sum of.
-_OF_GROUPS = ("gradient_dot", "gradient_cosine", "tracin")
+_FIRST_ORDER = ("gradient_dot", "gradient_cosine", "tracin")
 
 
 def require_of_groups(config: Config, run: Setup) -> None:
@@ -173,7 +206,7 @@ def require_of_groups(config: Config, run: Setup) -> None:
     wanted, method = config.influence, config.influence.method
     first_order = {"leverage": False, "change": "gradient"}.items() <= method.options.items()
     problem = None
-    if method.name not in (*_OF_GROUPS, "influence") and not is_callable_spec(method.name):
+    if method.name not in (*_FIRST_ORDER, "influence") and not is_callable_spec(method.name):
         problem = f"the method {method.name}"
     elif method.name == "influence" and not first_order:
         problem = "the method influence with a correction by the output"
@@ -185,7 +218,7 @@ def require_of_groups(config: Config, run: Setup) -> None:
         raise ConfigError(
             f"{problem} is not computed for groups of rows",
             expected=(
-                f"where data.group is set: {', '.join(_OF_GROUPS)}, or influence with leverage: false and"
+                f"where data.group is set: {', '.join(_FIRST_ORDER)}, or influence with leverage: false and"
                 " change: gradient; and the measurement loss"
             ),
             next_step="choose one of these, or leave data.group out",
@@ -246,16 +279,17 @@ def _view(
     reader: CheckedReader,
     rows: np.ndarray,
     say: Callable[[str], None],
+    processes: Processes,
 ) -> CheckpointView:
     options = run.stream_options(say)
-    training = Examples(run.objective, run.reader, len(run.samples), options)
+    training = Examples(run.objective, run.reader, len(run.samples), options, processes=processes)
     summary = (
         summary_for(run.criterion.kind, run.criterion.ignore_index)
         if measurement.criterion.kind != "custom"
         else None
     )
-    measured = run.objective.with_scalar(measurement.criterion.function, summary)
-    queries = Examples(measured, chosen_rows(reader, rows), len(rows), options)
+    measured = run.objective_of(reader.samples).with_scalar(measurement.criterion.function, summary)
+    queries = Examples(measured, chosen_rows(reader, rows), len(rows), options, processes=processes)
     checkpoint, path = checkpoints_of(run.config)[number], run.config.model.checkpoint
     learning_rate = None if checkpoint is None else checkpoint.learning_rate
     return CheckpointView(

@@ -185,7 +185,7 @@ class Passes:
         if kept.shards:
             self._restore(measures, kept.state)
         if name == _FIRST:
-            self._agree_on_chunk_size(pass_name)
+            self._agree_on_chunk_size(pass_name, measures)
         every = self._ranges(name, as_in)
         self._say_progress(name, 0)
         for rows in self.processes.ranges(pass_name, every, stored):
@@ -251,19 +251,17 @@ class Passes:
         ends = self.processes.agreed(f"{self.prefix}{name}.ranges", cut)
         return [range(*pair) for pair in zip(ends[::2], ends[1::2], strict=True)]
 
-    def _agree_on_chunk_size(self, pass_name: str) -> None:
+    def _agree_on_chunk_size(self, pass_name: str, measures: Sequence[Measure]) -> None:
         """Let all ranks take as many rows at a time as the first one does."""
         if self.processes.size == 1:
             return
 
         def size() -> list[int]:
-            self.stream.settle_chunk_size(len(self.setting))
-            return [self.stream.chunk_size, *(self.stream.positions or ())]
+            factors = any(measure.needs_factors for measure in measures)
+            self.stream.settle_chunk_size(len(self.setting), factors)
+            return self.stream.chunk_facts()
 
-        chunk_size, *positions = self.processes.agreed(f"{pass_name}.chunk", size)
-        self.stream.fix_chunk_size(
-            chunk_size, (positions[0], positions[1], positions[2]) if positions else None
-        )
+        self.stream.take_chunk_facts(self.processes.agreed(f"{pass_name}.chunk", size))
 
     def _merge(self, measures: Sequence[Measure]) -> None:
         """Give each process what all have gathered, those of an earlier run among them."""

@@ -68,8 +68,13 @@ class Loaded:
         """
         return None if self.samples.labels_are_positions else class_count(self.first_output, criterion)
 
-    def more_samples(self, data: DataConfig, unit: str | None = None) -> Samples:
-        """Another dataset for the same model and loss: labels by name mean the same as in the run's own."""
+    def more_samples(
+        self, data: DataConfig, unit: str | None = None, weighted: bool | None = None
+    ) -> Samples:
+        """Another dataset for the same model and loss: labels by name mean the same as in the run's own.
+
+        weighted: whether its losses are to have weights; None for as the run's own have.
+        """
         names = self.config.data.class_names
         if data.class_names is None and names is not None:
             data = data.model_copy(update={"class_names": names})
@@ -84,7 +89,7 @@ class Loaded:
         )
         if found.ragged is not None and self.samples.ragged is not None:
             found.ragged = replace(found.ragged, masked=self.samples.ragged.masked)
-        if found.weighted != self.samples.weighted:
+        if found.weighted != (self.samples.weighted if weighted is None else weighted):
             raise ConfigError(
                 f"only one of {self.config.data.source} and {data.source} has weights",
                 expected="a column data.weight in both, or in neither",
@@ -156,6 +161,10 @@ class Setup(Loaded):
             self.reader if read is None else read,
             **self.stream_options(say),
         )
+
+    def objective_of(self, samples: Samples) -> Objective:
+        """The objective for another dataset: without weights where that has none."""
+        return self.objective if samples.weighted else self.objective.unweighted()
 
     def stream_options(self, say: Callable[[str], None]) -> dict[str, Any]:
         """How the config's engine section wants chunks to be taken, as arguments of Stream."""

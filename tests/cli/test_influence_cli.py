@@ -96,7 +96,7 @@ def test_the_tables_and_the_path_go_to_stdout_and_words_to_stderr(
     assert "300 training examples scored for 20 queries" in err
     ((name, (resolved,), options),) = stage.calls
     assert name == "influence"
-    assert options == {"overwrite": False, "matrix": False, "report": True}
+    assert options == {"overwrite": False, "matrix": False, "report": True, "processes": None}
     assert resolved.output == Path("runs/out")
 
 
@@ -126,7 +126,7 @@ def test_options_reach_the_workflow_and_the_config(config: Path, stage: Stage, r
         2,
         "elsewhere",
     )
-    assert options == {"overwrite": True, "matrix": True, "report": False}
+    assert options == {"overwrite": True, "matrix": True, "report": False, "processes": None}
     assert [line.split()[0] for line in out.splitlines()[4:8] if line] == ["rank", "1", "2"]
 
 
@@ -145,7 +145,7 @@ def test_the_index_is_a_command_of_two_words(config: Path, stage: Stage, run: An
     assert "1,437 training examples, 512 numbers each at 2 checkpoints: 5.89 MB" in err
     ((name, (resolved,), options),) = stage.calls
     assert name == "influence_index"
-    assert options == {"resume": True, "overwrite": False}
+    assert options == {"resume": True, "overwrite": False, "processes": None, "part": None}
     assert resolved.influence.top == 3
 
 
@@ -166,7 +166,7 @@ def test_an_evaluation_has_a_folder_of_its_own(kind: str, config: Path, stage: S
     ((name, (resolved, wanted), options),) = stage.calls
     assert (name, wanted) == ("evaluate_influence", kind)
     assert resolved.output == Path("runs/out")
-    assert options == {"output": Path("truth"), "overwrite": False}
+    assert options == {"output": Path("truth"), "overwrite": False, "processes": None}
     assert json.loads(out)["mislabel"]["auc"] == 0.5
 
 

@@ -13,7 +13,7 @@ from psgrad.errors import EXIT_USAGE
 
 @pytest.mark.parametrize(
     "command",
-    [["influence"], ["influence", "index"], ["influence", "--evaluate", "loo"], ["dp-step", "--plan"]],
+    [["dp-step", "--plan"], ["merge"]],
     ids=" ".join,
 )
 def test_one_of_several_processes_is_refused_before_any_work(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,31 @@ def test_all_problems_at_once_with_their_lines(tmp_path: Path) -> None:
             "data.inputs: got a list, expected one column name or a list of them",
         ),
         ("inputs: pixels", "inputs: pixels, kwargs: {a: 1}", "kwargs are the arguments of a factory"),
+        *(
+            (
+                "inputs: pixels",
+                f"inputs: pixels, {key}",
+                f"{key.partition(':')[0]} is given, and nothing reads",
+            )
+            for key in (
+                "tokenizer: t",
+                "max_length: 3",
+                "truncation: left",
+                "masked: 0.2",
+                "seed: 1",
+                "size: 8",
+                "crop: 8",
+                "mean: [1, 2, 3]",
+                "std: [1, 2, 3]",
+                "workers: 2",
+                "stream_rows: 9",
+            )
+        ),
+        (
+            "inputs: pixels",
+            "text: pixels, stack: true",
+            "stack is given, and nothing reads it; expected inputs",
+        ),
         (", target: label", "", "data.target is missing: the loss 'cross_entropy' compares"),
         ("output: runs/digits", "output: 3", "output: got 3, expected a path"),
         (
@@ -450,3 +476,23 @@ def test_base_of_plain_values_and_of_a_copy(tmp_path: Path) -> None:
     assert config_from(content).base == Path()
     config = config_from(content, base=tmp_path)
     assert config.base == config.model_copy(update={"output": Path("there")}).base == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("adapter", "expected"),
+    [
+        ("{create: lora, rnak: 8}", "model.adapter.rnak: unknown key; did you mean rank?"),
+        ("{create: lorra}", "model.adapter.create: got 'lorra', expected one of lora"),
+        ("{rank: 8}", "model.adapter.create: missing; it is required"),
+        ("{create: lora, rank: x}", "model.adapter.rank: got 'x', expected a whole number"),
+        ("[]", "model.adapter: got an empty list, expected the folder of an adapter"),
+    ],
+)
+def test_mistakes_in_a_new_adapter_are_told(tmp_path: Path, adapter: str, expected: str) -> None:
+    content = f"""
+        version: 1
+        model: {{pretrained: folder, task: causal-lm, adapter: {adapter}}}
+        data: {{path: a.jsonl, text: t}}
+        output: out
+    """
+    assert expected in error_of(tmp_path, textwrap.dedent(content))

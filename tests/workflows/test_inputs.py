@@ -112,11 +112,6 @@ def test_weights_multiply_losses_and_gradients(workplace: Workplace, tmp_path: P
     after = workplace.samples()
     np.testing.assert_allclose(after["loss"], weights * before["loss"], rtol=1e-5)
     np.testing.assert_allclose(after["grad_norm"], weights * before["grad_norm"], rtol=1e-5, atol=1e-7)
-    workplace.config["influence"] = {"queries": {"rows": [0]}}
-    workplace.analyze("--overwrite")
-    workplace.command("influence", "config.yaml", "--overwrite").refused(
-        2, "influence is not computed for losses with weights"
-    )
 
 
 def test_names_of_classes_are_in_the_manifest_and_the_report(workplace: Workplace) -> None:

@@ -1,22 +1,33 @@
-"""The rows of a dataset with a model and the scalar that is differentiated: training examples, or queries."""
+"""The rows of a dataset with a model and the scalar that is differentiated: training examples, or queries.
+
+Where several processes share the rows, all of them make the same passes in the same order. Each computes its
+share of the rows of a pass, and has the results of all rows afterwards.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.ranks import Arrays, OneProcess, Processes, RowPart
 from psgrad.engine.execution.streaming import Measure, Stream
+from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.flat import Flat, Vectors
 from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.transforms import vmap
-from psgrad.engine.transforms.private_torch import tree_map
+from psgrad.engine.transforms.private_torch import tree_flatten, tree_map, tree_unflatten
+
+# What a process computes before it sends its columns to the others: so many bytes, and so many chunks, at
+# most; one chunk at least.
+_ROUND_BYTES, _ROUND_CHUNKS = 1 << 25, 16
 
 Query = Callable[[PerSampleGradients], dict[str, torch.Tensor]]
 Tree = TypeVar("Tree")
@@ -34,9 +45,10 @@ class Examples:
         options: of the Stream that takes them chunk by chunk (chunk_size, memory, randomness, capture,
             compile, say).
         numbers: [n], which rows of their dataset they are, for messages; None where they are rows 0 to n - 1.
+        processes: those that share the rows of each pass.
 
-    Numbers do not depend on the chunks, but for rounding. Passes over the same examples may not be
-    interleaved.
+    Numbers depend on neither chunks nor processes, but for rounding. Passes over the same examples may not be
+    interleaved, and a query makes no pass itself.
     """
 
     objective: Objective
@@ -44,6 +56,7 @@ class Examples:
     count: int
     options: Mapping[str, Any] = field(default_factory=dict)
     numbers: torch.Tensor | None = None
+    processes: Processes = field(default_factory=OneProcess)
 
     def __len__(self) -> int:
         return self.count
@@ -108,10 +121,29 @@ class Examples:
         way: what is computed of a chunk and shown to `query`, as in Stream.run; None for the gradients.
         """
         summing: _Summing[Tree] = _Summing(query)
-        for _ in self.run(summing, way):
-            pass
-        assert summing.total is not None, "no rows"
-        return summing.total
+
+        def own_sum() -> Tree:
+            for _ in self._of_own_rows(summing, way):
+                pass
+            if summing.total is not None:
+                return summing.total
+            for _ in self._computed(summing, way, 0, self._pass(way)[2]):  # no row is this process's: zeros
+                pass
+            assert summing.total is not None, "no rows"
+            zeros: Tree = tree_map(torch.zeros_like, summing.total)
+            return zeros
+
+        total = self.processes.together("a sum over rows", own_sum)
+        return total if self.processes.size == 1 else self._over_processes(total)
+
+    def gather(self, measure: Measure, way: Callable[..., Any] | None = None) -> None:
+        """Let a measure keep what it gathers of this process's share of the rows."""
+
+        def own_rows() -> None:
+            for _ in self._of_own_rows(measure, way):
+                pass
+
+        self.processes.together("a pass", own_rows)
 
     def outputs(self) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """For each chunk its rows and the model's `output` [k, ...]: a forward pass. The output must be one
@@ -156,8 +188,119 @@ class Examples:
         start: int = 0,
         stop: int | None = None,
     ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        for columns in self.stream.run(self.count if stop is None else stop, [measure], way, start):
-            yield slice(columns.start, columns.stop), columns.values
+        """The columns of all rows, in order, on each process; a measure gathers of its process's share."""
+        stop = self._count(way) if stop is None else stop
+        if self.processes.size == 1:
+            yield from self._computed(measure, way, start, stop)
+            return
+        step = chunk = self._agreed_chunk(way)
+        while start < stop:
+            ends = self._round(way, start, stop, step)
+            own = slice(*ends[self.processes.rank : self.processes.rank + 2])
+            columns = self.processes.together("rows", partial(self._joined, measure, way, own))
+            taken = 0
+            for first, last, part in zip(
+                ends, ends[1:], self.processes.gathered("columns", columns), strict=False
+            ):
+                if last > first:
+                    taken += sum(value.numel() * value.element_size() for value in part.values())
+                    yield slice(first, last), part
+            at_once = _ROUND_BYTES * (ends[-1] - start) // max(taken, 1)
+            step = max(chunk, min(at_once, _ROUND_CHUNKS * chunk) // chunk * chunk)
+            start = ends[-1]
+
+    # -- the share of a process ------------------------------------------------------------------------------
+
+    def room(self) -> int:
+        """Bytes that are free on the device: on all processes as many as on the first one."""
+        name = self.processes.step("free memory")
+        return self.processes.agreed(name, lambda: [free_memory(self.device)])[0]
+
+    def seconds(self) -> float:
+        """A clock that shows the same on all processes."""
+        name = self.processes.step("time")
+        return self.processes.agreed(name, lambda: [time.perf_counter_ns()])[0] / 1e9
+
+    def everywhere(self, own: bool) -> bool:
+        """Whether something is so on each process."""
+        found = self.processes.gathered("a condition", {"own": torch.tensor(own)})
+        return all(bool(each["own"]) for each in found)
+
+    def summed(self, own: torch.Tensor) -> torch.Tensor:
+        """The sum of the processes' tensors, on each of them."""
+        return own if self.processes.size == 1 else self._over_processes(own)
+
+    def own_rows(self, way: Callable[..., Any] | None = None) -> range:
+        """This process's share of the rows of a pass that sums."""
+        each = self._pass(way)[2]
+        own = RowPart.of(self.processes.rank + 1, self.processes.size, self.count, 1).rows
+        return range(own.start * each, own.stop * each)
+
+    def of_own_rows(self, query: Query) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
+        """As `each`, of these rows; to be called in `processes.together`."""
+        return self._of_own_rows(_Asking(query), None)
+
+    def _pass(self, way: Callable[..., Any] | None) -> tuple[Stream, Callable[..., Any] | None, int]:
+        """The stream of a pass, what it computes of a chunk, and how many rows a sample has in it."""
+        return self.stream, way, 1
+
+    def _count(self, way: Callable[..., Any] | None) -> int:
+        """How many rows a pass has."""
+        return self.count * self._pass(way)[2]
+
+    def _computed(
+        self, measure: Measure, way: Callable[..., Any] | None, start: int, stop: int
+    ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
+        """The columns of these rows, computed by this process."""
+        stream, how, each = self._pass(way)
+        for columns in stream.run(stop // each, [measure], how, start // each):
+            yield slice(columns.start * each, columns.stop * each), columns.values
+
+    def _of_own_rows(
+        self, measure: Measure, way: Callable[..., Any] | None
+    ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
+        own = self.own_rows(way)
+        return self._computed(measure, way, own.start, own.stop)
+
+    def _joined(self, measure: Measure, way: Callable[..., Any] | None, rows: slice) -> Arrays:
+        """The columns of some rows in one piece; none of no rows."""
+        parts = [columns for _, columns in self._computed(measure, way, rows.start, rows.stop)]
+        return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+
+    def _round(self, way: Callable[..., Any] | None, start: int, stop: int, step: int) -> list[int]:
+        """Where the next rows of each process begin, and where the last one's end: `step` rows for each, and
+        fewer where few are left.
+        """
+        size, each = self.processes.size, self._pass(way)[2]
+        rows = min(step, -(-(stop - start) // (size * each)) * each)
+        return [min(start + rows * rank, stop) for rank in range(size + 1)]
+
+    def _agreed_chunk(self, way: Callable[..., Any] | None) -> int:
+        """How many rows are computed at once: on all processes as many as on the first one."""
+        stream, _, each = self._pass(way)
+        if stream not in self._sized:
+            self._sized.append(stream)
+            self.processes.together("a first chunk", lambda: stream.settle_chunk_size(self.count))
+            name = self.processes.step("chunk size")
+            stream.take_chunk_facts(self.processes.agreed(name, stream.chunk_facts))
+        return stream.chunk_size * each
+
+    @cached_property
+    def _sized(self) -> list[Stream]:
+        return []
+
+    def _over_processes(self, own: Tree) -> Tree:
+        """The sum of the processes' pytrees of tensors."""
+        leaves, tree = tree_flatten(own)
+        sums = {str(place): leaf for place, leaf in enumerate(leaves)}
+
+        def add(other: Arrays) -> None:
+            for name, value in other.items():
+                sums[name] = sums[name] + value.to(sums[name].device)
+
+        found = self.processes.reduce(self.processes.step("a sum"), lambda: sums, add)
+        whole = [found[str(place)].to(leaf.device) for place, leaf in enumerate(leaves)]
+        return tree_unflatten(whole, tree)  # type: ignore[no-any-return]
 
 
 class _Asking:

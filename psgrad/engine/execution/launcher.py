@@ -52,7 +52,7 @@ def launch(count: int, arguments: Sequence[str]) -> int:
         raise DistributedError(
             f"rank {rank} was ended by {signal.Signals(-failure.exitcode).name}",
             cause="too little memory for so many processes, or somebody ended it",
-            next_step="run the same command with --resume: what is finished is kept; try fewer --processes",
+            next_step="run it again, with --resume where the command takes that; try fewer --processes",
         ) from None
     except SignalException as ended:
         raise Signalled(ended.sigval) from None

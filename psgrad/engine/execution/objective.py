@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,6 +103,14 @@ class Objective:
         other.columns = self.columns if criterion is self.criterion else 0
         return other
 
+    def unweighted(self) -> Objective:
+        """The same for samples whose losses have no weights."""
+        if not self.forward.weighted:
+            return self
+        other = copy(self)
+        other.weighted, other.forward = False, replace(self.forward, weighted=False)
+        return other
+
     def with_model(self, model: nn.Module) -> Objective:
         """The same loss of another model, such as the one of another checkpoint."""
         return Objective(model, self.criterion, self.summary, forward=self.forward, autocast=self.autocast)
@@ -143,6 +151,10 @@ class Objective:
         """The model's output for one sample with these parameters: inputs and output without a batch axis."""
         with swapped(self._slots, params), self.precision():
             return self.output(*[x.unsqueeze(0) for x in inputs])
+
+    def weights(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The weights of the losses of some samples; None where they have none."""
+        return inputs[-1] if self.weighted else None
 
     def loss_of(self, output: Any, inputs: Sequence[torch.Tensor], target: torch.Tensor | None) -> Any:
         """The loss of one sample, without its weight, from its output; inputs have no batch axis."""

@@ -10,16 +10,16 @@ The loss's derivatives in the model's output, sample by sample, and a square roo
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import chunk_budget
-from psgrad.engine.execution.streaming import Measure, Stream
+from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.transforms import grad, hessian, vmap
@@ -47,10 +47,14 @@ class OutputDerivatives:
 
     @classmethod
     def of(
-        cls, criterion: Callable[[Any, Any], torch.Tensor], outputs: torch.Tensor, target: torch.Tensor | None
+        cls,
+        criterion: Callable[[Any, Any], torch.Tensor],
+        outputs: torch.Tensor,
+        target: torch.Tensor | None,
+        weights: torch.Tensor | None = None,
     ) -> OutputDerivatives:
-        """outputs: [k, *shape], target: [k, ...]. In float64 whatever the model's type, for a loss that takes
-        float64.
+        """outputs: [k, *shape], target: [k, ...]. weights: [k], of the losses; None for ones. In float64
+        whatever the model's type, for a loss that takes float64.
         """
 
         def derivatives(outputs: torch.Tensor, target: torch.Tensor | None) -> OutputDerivatives:
@@ -62,7 +66,11 @@ class OutputDerivatives:
                 vmap(grad(loss), in_dims=dims)(flat, target),
                 vmap(hessian(loss), in_dims=dims)(flat, target),
             )
-            return cls(gradient.double(), 0.5 * (second + second.transpose(1, 2)).double())
+            gradient, second = gradient.double(), 0.5 * (second + second.transpose(1, 2)).double()
+            if weights is None:
+                return cls(gradient, second)
+            each = weights.double().reshape(-1, 1)
+            return cls(each * gradient, each.unsqueeze(2) * second)
 
         wide = target.double() if target is not None and target.is_floating_point() else target
         try:
@@ -128,6 +136,7 @@ def _triangular(
     return (upper * sign.unsqueeze(2)).transpose(1, 2), turned * sign
 
 
+Rows = TypeVar("Rows", bound="OutputRows")
 # Numbers in an output of which the exact rows are had: so many passes back a sample.
 LARGEST_OUTPUT = 128
 _LOOKED_AT = 64  # rows, to see whether outputs differ in size
@@ -150,10 +159,14 @@ class OutputRows(Examples):
 
     @abstractmethod
     def cotangents(
-        self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor
+        self,
+        outputs: torch.Tensor,
+        target: torch.Tensor | None,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
     ) -> torch.Tensor:
         """[k, R, C]: what the output [k, *shape] is multiplied with, for the samples of numbers
-        `rows` [k].
+        `rows` [k]. weights: [k], of their losses; None for ones.
         """
 
     @cached_property
@@ -183,19 +196,8 @@ class OutputRows(Examples):
         found: PerSampleGradients = stream.computed(self._rows_of, stream.load_block(start, stop))
         return found
 
-    def run(
-        self,
-        measure: Measure,
-        way: Callable[..., Any] | None = None,
-        start: int = 0,
-        stop: int | None = None,
-    ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        if way is not None:
-            yield from super().run(measure, way, start, stop)
-            return
-        last = self.count if stop is None else stop // self.per_sample
-        for columns in self.row_stream.run(last, [measure], self._rows_of, start // self.per_sample):
-            yield slice(columns.start * self.per_sample, columns.stop * self.per_sample), columns.values
+    def _pass(self, way: Callable[..., Any] | None) -> tuple[Stream, Callable[..., Any] | None, int]:
+        return super()._pass(way) if way is not None else (self.row_stream, self._rows_of, self.per_sample)
 
     def _rows_of(
         self,
@@ -209,7 +211,7 @@ class OutputRows(Examples):
         randomness = options["randomness"]
         outputs = vmap(self.objective.predict, in_dims=(None, 0), randomness=randomness)(params, tuple(given))
         _assert_one_tensor(outputs)
-        cotangents = self.cotangents(outputs, target, numbers)
+        cotangents = self.cotangents(outputs, target, numbers, self.objective.weights(given))
         if tuple(cotangents.shape[1:]) != (self.per_sample, outputs[0].numel()):
             raise _differing()
         cotangents = cotangents.reshape(-1, *outputs.shape[1:]).to(outputs.dtype)
@@ -232,13 +234,14 @@ class GaussNewtonRows(OutputRows):
     """All rows of S_i' J_i: their sum of j_r j_r' is the Gauss-Newton matrix of the sum of the losses."""
 
     def cotangents(
-        self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor
+        self,
+        outputs: torch.Tensor,
+        target: torch.Tensor | None,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        return (
-            OutputDerivatives.of(self.objective.criterion, outputs, target)
-            .root(self.numbers_of(rows))[0]
-            .transpose(1, 2)
-        )
+        derivatives = OutputDerivatives.of(self.objective.criterion, outputs, target, weights)
+        return derivatives.root(self.numbers_of(rows))[0].transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,11 @@ class JacobianRows(OutputRows):
     """The rows of J_i: the gradients of the output's numbers, one by one."""
 
     def cotangents(
-        self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor
+        self,
+        outputs: torch.Tensor,
+        target: torch.Tensor | None,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
     ) -> torch.Tensor:
         return torch.eye(self.per_sample, dtype=outputs.dtype, device=outputs.device).expand(
             len(outputs), -1, -1
@@ -295,9 +302,12 @@ def output_factors(training: Examples) -> tuple[torch.Tensor, torch.Tensor, torc
     """
     parts = []
     for rows, found in training.outputs():
-        _, target = training.stream.load(rows.start, rows.stop)
+        inputs, target = training.stream.load(rows.start, rows.stop)
         derivatives = OutputDerivatives.of(
-            training.objective.criterion, found["output"].to(training.device), target
+            training.objective.criterion,
+            found["output"].to(training.device),
+            target,
+            training.objective.weights(inputs),
         )
         root, coefficients = derivatives.root(
             training.numbers_of(torch.arange(rows.start, rows.stop, device=training.device))
@@ -319,9 +329,12 @@ def _of(kind: Any, training: Examples, size: int) -> Any:
         )
     if not outputs_alike(training):
         raise _differing()
-    return kind(
-        training.objective, training.read, training.count, training.options, training.numbers, per_sample=size
-    )
+    return rows_like(kind, training, per_sample=size)
+
+
+def rows_like(kind: type[Rows], examples: Examples, **own: Any) -> Rows:
+    """Rows of these examples. own: what the kind has of its own."""
+    return kind(**{each.name: getattr(examples, each.name) for each in fields(Examples)}, **own)
 
 
 def _differing() -> InfluenceError:

@@ -23,8 +23,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from psgrad.engine.execution import rank_tensors
-from psgrad.engine.execution.ranks import Arrays
-from psgrad.errors import DistributedError
+from psgrad.engine.execution.ranks import Arrays, Result, step_within
+from psgrad.errors import DistributedError, PsgradError, error_of
 
 _SHORTEST_POLL, _POLL = 0.0005, 0.05  # seconds between two looks into the store, at first and at last
 _BEAT = 2.0  # seconds between two signs of life
@@ -71,6 +71,7 @@ class RankGroup:
         self._stopped = threading.Event()
         self._beating = threading.Thread(target=self._beat, daemon=True)
         self._beating.start()
+        self._steps, self._computing = 0, False
 
     @classmethod
     def join(cls) -> RankGroup:
@@ -193,6 +194,45 @@ class RankGroup:
         if self.rank:
             return []
         return [self._store.get(f"text.{name}.{rank}").decode() for rank in range(self.size)]
+
+    # -- steps of one program --------------------------------------------------------------------------------
+
+    def step(self, what: str) -> str:
+        if self._computing:
+            raise step_within(what)
+        self._steps += 1
+        name = f"step.{self._steps}"
+        found = self._store.compare_set(f"{name}.what", "", what).decode()
+        if found != what:
+            raise DistributedError(
+                f"rank {self.rank} is about to share {what}, and another rank {found}",
+                expected="processes that all take the same steps",
+                cause="machines whose arithmetic differs, or code of yours that depends on the process",
+                next_step="run it in one process, or on machines of one kind",
+            )
+        return name
+
+    def together(self, what: str, compute: Callable[[], Result]) -> Result:
+        name, raised = self.step(what), None
+        self._computing = True
+        try:
+            result = compute()
+        except PsgradError as error:
+            raised = error
+            self._store.compare_set(f"{name}.error", "", json.dumps(error.parts()))
+        finally:
+            self._computing = False
+        self.meet(name)
+        if self._store.check([f"{name}.error"]):
+            first = error_of(json.loads(self._store.get(f"{name}.error")))
+            raise raised if raised is not None and raised.parts() == first.parts() else first
+        return result
+
+    def gathered(self, what: str, own: Arrays) -> list[Arrays]:
+        self.meet(self.step(what))
+        found: list[Arrays] = []
+        self._exchange(lambda: found.extend(rank_tensors.gathered(own, self.rank, self.size)))
+        return found
 
     def hurry(self) -> None:
         self._hurried = True

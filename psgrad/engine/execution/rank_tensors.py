@@ -38,7 +38,7 @@ class _Facts:
 
 def send(arrays: Arrays, to: Sequence[int]) -> None:
     """Send these tensors to these ranks, which call `received`."""
-    facts = [_Facts(name, tuple(value.shape), value.dtype) for name, value in arrays.items()]
+    facts = _facts_of(arrays)
     words = _words(facts)
     for rank in to:
         _send_words(words, rank)
@@ -55,19 +55,39 @@ def received(source: int, onwards: Sequence[int] = ()) -> Iterator[tuple[str, to
     dist.recv(words, source)
     for rank in onwards:
         _send_words(words, rank)
-    found = json.loads(bytes(words.tolist()))
-    facts = [_Facts(name, tuple(shape), getattr(torch, kind)) for name, shape, kind in found]
-    for piece in _pieces(facts):
+    for piece in _pieces(_facts_in(words)):
         content = torch.empty(sum(each.bytes for each in piece), dtype=torch.uint8)
         if len(content):
             dist.recv(content, source)
         _send_bytes(content, onwards)
-        start = 0
-        for each in piece:
-            own = content[start : start + each.bytes]
-            start += each.bytes
-            aligned = own if len(piece) == 1 else own.clone()
-            yield each.name, aligned.view(each.dtype).reshape(each.shape)
+        yield from _cut(content, piece)
+
+
+def gathered(own: Arrays, rank: int, size: int) -> list[Arrays]:
+    """The tensors of all ranks, in their order, on the CPU; each rank calls it with its own.
+
+    In a ring: a rank receives from the one before it what it has not got yet, and passes it on.
+    """
+    facts = _facts_of(own)
+    words = _words(facts)
+    row = torch.cat([words, *(_as_bytes(value) for value in own.values())])
+    lengths = torch.tensor([len(words), len(row)])
+    found: dict[int, Arrays] = {rank: {name: value.detach().cpu() for name, value in own.items()}}
+    for step in range(1, size):
+        after, before = (rank + 1) % size, (rank - 1) % size
+        sent = [dist.isend(lengths, after)]
+        arrived = torch.zeros(2, dtype=torch.int64)
+        dist.recv(arrived, before)
+        sent.append(dist.isend(row, after))
+        next_row = torch.empty(int(arrived[1]), dtype=torch.uint8)
+        dist.recv(next_row, before)
+        for request in sent:
+            assert request is not None, "this process is in the group"
+            request.wait()
+        lengths, row = arrived, next_row
+        described = int(lengths[0])
+        found[(rank - step) % size] = dict(_cut(row[described:], _facts_in(row[:described])))
+    return [found[each] for each in range(size)]
 
 
 def watched(exchange: Callable[[], None], look: Callable[[], None], seconds: float) -> None:
@@ -102,6 +122,26 @@ def _pieces(facts: Sequence[_Facts]) -> Iterator[list[_Facts]]:
         piece.append(each)
     if piece:
         yield piece
+
+
+def _cut(content: torch.Tensor, facts: Sequence[_Facts]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each name and tensor of these bytes."""
+    start = 0
+    for each in facts:
+        own = content[start : start + each.bytes]
+        start += each.bytes
+        aligned = own if len(facts) == 1 and own.storage_offset() == 0 else own.clone()
+        yield each.name, aligned.view(each.dtype).reshape(each.shape)
+
+
+def _facts_of(arrays: Arrays) -> list[_Facts]:
+    return [_Facts(name, tuple(value.shape), value.dtype) for name, value in arrays.items()]
+
+
+def _facts_in(words: torch.Tensor) -> list[_Facts]:
+    """What `_words` says."""
+    found = json.loads(words.numpy().tobytes())
+    return [_Facts(name, tuple(shape), getattr(torch, kind)) for name, shape, kind in found]
 
 
 def _words(facts: Sequence[_Facts]) -> torch.Tensor:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
-from psgrad.errors import DataError
+from psgrad.errors import DataError, DistributedError
 
 _SHOWN = 5
 Arrays = dict[str, torch.Tensor]
+Result = TypeVar("Result")
 
 # The rows that are left are divided by so many times the number of ranks: ranges become smaller towards the
 # end, so that ranks end at about the same time.
@@ -85,6 +86,21 @@ class Processes(Protocol):
     def hurry(self) -> None:
         """This process was asked to end: wait a few seconds only for another one that may be dead."""
 
+    # For processes that all go through the same program, step by step.
+
+    def step(self, what: str) -> str:
+        """A name for the next thing that all processes do together. Raises DistributedError where another
+        process is about to do something else.
+        """
+
+    def together(self, what: str, compute: Callable[[], Result]) -> Result:
+        """What `compute` finds of this process's share, when all processes have theirs. Where it raises
+        PsgradError on one of them, each raises the same error. `compute` takes no step.
+        """
+
+    def gathered(self, what: str, own: Arrays) -> list[Arrays]:
+        """The tensors of each process, on the CPU, in the order of their ranks."""
+
 
 class OneProcess:
     """A process alone: it takes all rows."""
@@ -131,6 +147,15 @@ class OneProcess:
 
     def hurry(self) -> None:
         pass
+
+    def step(self, what: str) -> str:
+        return what
+
+    def together(self, what: str, compute: Callable[[], Result]) -> Result:
+        return compute()
+
+    def gathered(self, what: str, own: Arrays) -> list[Arrays]:
+        return [own]
 
 
 class RowPart(OneProcess):
@@ -180,6 +205,27 @@ class MergingParts(OneProcess):
                 next_step="run that part again; its finished rows are kept",
             )
         yield from ()
+
+
+def step_within(what: str) -> DistributedError:
+    """The error of a step that is taken within another one, where the ranks have different rows."""
+    return DistributedError(
+        f"a rank is about to share {what} while it computes its share of a pass",
+        expected="passes one after another, as all ranks make each of them together",
+        cause="a method or measure that goes over the rows in a query of a pass",
+        next_step="keep what the first pass gives, and go over the rows when it is done; or run one process",
+    )
+
+
+def in_turn(processes: Processes, what: str, own: Iterator[Arrays]) -> Iterator[Arrays]:
+    """What the processes make one after another, on each of them: the first of rank 0, of rank 1, ..., the
+    second of rank 0, and so on. No process makes more than one more than another.
+    """
+    while True:
+        found = processes.gathered(what, processes.together(what, lambda: next(own, {})))
+        if not any(found):
+            return
+        yield from (each for each in found if each)
 
 
 def guided_ranges(todo: Sequence[range], chunk: int, size: int) -> list[range]:

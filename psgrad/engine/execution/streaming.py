@@ -64,6 +64,19 @@ class Measure(Protocol):
         """The chunk that `columns` was last asked about is done."""
 
 
+@dataclass
+class _Unasked:
+    """A measure without columns."""
+
+    needs_factors: bool
+
+    def columns(self, gradients: Any) -> dict[str, torch.Tensor]:
+        return {}
+
+    def keep(self) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Columns:
     """What the measures said of the rows start, ..., stop - 1."""
@@ -246,12 +259,24 @@ class Stream:
             self.ragged.tokens, self.ragged.longest = positions[:2]
             self.ragged.by_factors = bool(positions[2])
 
-    def settle_chunk_size(self, count: int) -> None:
-        """Find an automatic chunk size for so many rows by the first few, whose gradients are not used."""
+    def settle_chunk_size(self, count: int, needs_factors: bool = True) -> None:
+        """Find an automatic chunk size for so many rows by the first few, whose gradients are not used.
+
+        needs_factors: as of the measures of the pass to come.
+        """
         self._passed += count
         if self.automatic:
-            for _ in self.run(min(count, _PROBE), []):
+            for _ in self.run(min(count, _PROBE), [_Unasked(needs_factors)]):
                 pass
+
+    def chunk_facts(self) -> list[int]:
+        """The chunk size and, where there are some, the positions: for `take_chunk_facts` elsewhere."""
+        return [self.chunk_size, *(self.positions or ())]
+
+    def take_chunk_facts(self, facts: Sequence[int]) -> None:
+        """Compute as many rows at once as the stream of another process does."""
+        size, *positions = facts
+        self.fix_chunk_size(size, (positions[0], positions[1], positions[2]) if positions else None)
 
     @property
     def positions(self) -> Positions | None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -64,6 +65,13 @@ class Layout:
     @classmethod
     def identity(cls, shape: Sequence[int]) -> Layout:
         return cls(tuple(shape), tuple(range(len(shape))), tuple(shape))
+
+    @classmethod
+    def of_plain(cls, values: Mapping[str, Any]) -> Layout:
+        """The layout of what `dataclasses.asdict` gives, lists in place of tuples."""
+        window = values["window"] and tuple(Run(**run) for run in values["window"])
+        atoms, order, inner = (tuple(values[name]) for name in ("atoms", "order", "inner"))
+        return cls(atoms, order, inner, window)
 
     @property
     def shape(self) -> tuple[int, ...]:

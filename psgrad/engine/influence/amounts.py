@@ -9,7 +9,6 @@ weights without an example.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +89,7 @@ def continued(
     values, gradients = search.at(here, same=True)
     size, lengths, first, taken, converged = 1.0, 0.0, 0.0, 0, False
     while taken < steps:
-        begun = time.perf_counter()
+        begun = training.seconds()
         step = training.flat.join(fitted.precondition(training.flat.split(gradients))).double().to(here)
         decrement = float((step * gradients).sum(1).abs().max())
         first = first or decrement
@@ -108,7 +107,7 @@ def continued(
         here, values, gradients, taken, lengths = there, after, slopes, taken + 1, lengths + size
         size = min(1.0, 2 * size)
         if taken == 1 and seconds is not None:
-            steps = min(steps, 1 + int(seconds / max(time.perf_counter() - begun, 1e-9)))
+            steps = min(steps, 1 + int(seconds / max(training.seconds() - begun, 1e-9)))
     return Continued(training.flat.split(here), taken, converged, lengths / max(taken, 1))
 
 

@@ -111,6 +111,8 @@ class ByKernel(Invertible):
     decay are too small.
     """
 
+    makes_passes = True
+
     def __init__(
         self, problem: InverseProblem, rows: Examples, matrix: torch.Tensor, coefficients: torch.Tensor | None
     ) -> None:
@@ -207,7 +209,7 @@ class ByProducts(Invertible):
         does.
     """
 
-    has_self_influence = False
+    has_self_influence, makes_passes = False, True
 
     def __init__(
         self, problem: InverseProblem, products: CurvatureProducts, solve: Solve, rough: Solve, seed: int

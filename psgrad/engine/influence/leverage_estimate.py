@@ -15,7 +15,6 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import JacobianRows, gauss_newton_rows, jacobian_rows
-from psgrad.engine.free_memory import free_memory
 from psgrad.engine.influence.leverage import Leverage, output_products
 from psgrad.engine.influence.solvers.direct import combinations
 
@@ -30,7 +29,7 @@ _ALIVE, _SHARE = 4, 4
 
 def vectors_that_fit(training: Examples) -> int:
     """How many random vectors are taken: as many as fit into memory, and none where these are too few."""
-    room = free_memory(training.device) // (_SHARE * _ALIVE * 8 * training.flat.size)
+    room = training.room() // (_SHARE * _ALIVE * 8 * training.flat.size)
     return min(_VECTORS, room) if room >= _FEWEST else 0
 
 

@@ -142,7 +142,11 @@ class Fitted(ABC):
 class Preconditioned(Fitted):
     """score = <A g_q, g_i>: the queries' gradients g_q are multiplied by a matrix A once, and the training
     gradients g_i stream past.
+
+    makes_passes: whether `precondition` goes over the training examples.
     """
+
+    makes_passes: ClassVar[bool] = False
 
     def __init__(self, training: Examples) -> None:
         self.training = training
@@ -162,8 +166,7 @@ class Preconditioned(Fitted):
             yield ScoreBlock(rows.start, rows.stop, part)
 
     def self_influence(self) -> Iterator[SelfBlock]:
-        def both(gradients: Any) -> dict[str, torch.Tensor]:
-            vectors = gradients.materialise()
+        def both(vectors: Vectors) -> dict[str, torch.Tensor]:
             prepared = self.precondition(vectors)
             product = torch.stack(
                 [(flat_rows(prepared[name]) * flat_rows(vectors[name])).sum(1) for name in vectors]
@@ -173,8 +176,17 @@ class Preconditioned(Fitted):
             )
             return {"self_influence": product, "norm": norm}
 
-        for rows, part in self.training.each(both):
-            yield SelfBlock(rows.start, rows.stop, part["self_influence"], part["norm"])
+        blocks: Iterator[tuple[slice, dict[str, torch.Tensor]]]
+        if self.makes_passes:  # which all processes make together, with the same vectors
+            device = self.training.device
+            blocks = (
+                (rows, both({name: value.to(device) for name, value in vectors.items()}))
+                for rows, vectors in self.training.each(lambda gradients: gradients.materialise())
+            )
+        else:
+            blocks = self.training.each(lambda gradients: both(gradients.materialise()))
+        for rows, part in blocks:
+            yield SelfBlock(rows.start, rows.stop, part["self_influence"].cpu(), part["norm"].cpu())
 
 
 def labelled(products: torch.Tensor | Scores) -> Scores:

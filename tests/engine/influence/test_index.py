@@ -358,8 +358,8 @@ def test_index_memory_independent_of_rows(tmp_path: Path) -> None:
     most: list[int] = []
     honest = store.blocks
 
-    def counted(checkpoint: int, many: int, names: Any = None) -> Any:
-        for start, arrays in honest(checkpoint, many, names):
+    def counted(checkpoint: int, many: int, names: Any = None, *places: int) -> Any:
+        for start, arrays in honest(checkpoint, many, names, *places):
             most.extend([len(arrays["rows"])] if names is None else [])
             yield start, arrays
 

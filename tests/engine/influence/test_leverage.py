@@ -239,7 +239,7 @@ def test_leverage_estimate_error() -> None:
 
 
 def test_leverage_omitted_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psgrad.engine.influence.leverage_estimate.free_memory", lambda device: 1 << 12)
+    monkeypatch.setattr("psgrad.engine.execution.examples.free_memory", lambda device: 1 << 12)
     inputs, labels = classified(30)
     training = examples(nn.Linear(6, 3).double(), cross_entropy, inputs, labels)
     fitted = fit(Influence(solver="conjugate_gradient", weight_decay=0.1), training)

@@ -213,7 +213,7 @@ def test_curvature_products_by_passes(
     assert isinstance(curvature_products(training), RowProducts)
     assert isinstance(curvature_products(training, "hessian"), PassProducts)
     monkeypatch.setattr(
-        products, "free_memory", lambda device: 3 * CLASSES * training.flat.size * 8
+        "psgrad.engine.execution.examples.free_memory", lambda _: 3 * CLASSES * training.flat.size * 8
     )  # of one sample, materialised
     result = curvature_products(problem("images")[1], weight_decay=DECAY)
     assert isinstance(result, PassProducts)

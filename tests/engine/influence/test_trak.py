@@ -17,7 +17,7 @@ from torch import nn
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.projections.projector import Projector, seed_of
-from psgrad.engine.influence.index.rows import margin, projected_rows, with_margin
+from psgrad.engine.influence.index.rows import RowPass, margin, with_margin
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
 from psgrad.errors import ConfigError, InfluenceError
@@ -231,7 +231,7 @@ def test_trak_scores_by_layer_of_shared_projection_refused(data: Any) -> None:
 
 def weights_of(criterion: Any, model: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> np.ndarray:
     p = Projector("none", 1, 0, 0, dict(model.named_parameters()))
-    blocks = projected_rows(examples(model, criterion, inputs, target), p, "margin")
+    blocks = RowPass(examples(model, criterion, inputs, target), p, "margin").blocks()
     return torch.cat([block.weight for block in blocks if block.weight is not None]).numpy()
 
 
@@ -268,7 +268,7 @@ def test_trak_loss_gradient_from_margin(data: Any) -> None:
     )
     training = examples(model, weighted, x, y, chunk_size=N)
     p = Projector("none", 1, 0, 0, training.params)
-    (block,) = projected_rows(training, p, "margin")
+    (block,) = RowPass(training, p, "margin").blocks()
     torch.testing.assert_close(
         block.rows * block.to_loss.unsqueeze(1), training.materialise(), rtol=1e-10, atol=1e-12
     )
@@ -285,7 +285,7 @@ def test_trak_ignored_label_has_no_gradient_and_no_weight(data: Any) -> None:
         return F.cross_entropy(output[None], label[None], reduction="sum")
 
     training = examples(network(), ignoring, x, labels, chunk_size=N)
-    (block,) = projected_rows(training, Projector("none", 1, 0, 0, training.params), "margin")
+    (block,) = RowPass(training, Projector("none", 1, 0, 0, training.params), "margin").blocks()
     assert block.weight is not None
     assert block.weight[0] == 0
     assert not block.rows[0].any()

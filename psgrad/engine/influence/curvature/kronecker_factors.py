@@ -10,13 +10,15 @@ weight are more positions of it.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import torch
 
+from psgrad.engine.execution.ranks import Arrays, Processes
 from psgrad.engine.gradients.deferred import DeferredGradient, oriented_if_free
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.queries import PerSampleGradients
@@ -142,6 +144,48 @@ class FactorSums:
         _add(self.vectors, other.vectors)
         for tie, held in other.ties.items():
             self.ties[tie] = self.ties.get(tie, True) and held
+
+    def over(self, processes: Processes, device: torch.device) -> FactorSums:
+        """The sums of all processes, on each of them."""
+        if processes.size == 1:
+            return self
+
+        def add(other: Arrays) -> None:
+            self.add(FactorSums.of_state(other, device))
+
+        return FactorSums.of_state(processes.reduce(processes.step("factors"), self.state, add), device)
+
+    def state(self) -> Arrays:
+        """The same as tensors alone, for another process; see `of_state`."""
+        result = {json.dumps(["vector", name]): value for name, value in self.vectors.items()}
+        for use, moment in self.moments.items():
+            result |= {json.dumps(["moment", *_plain(use), part]): value for part, value in moment.items()}
+        for tie, held in self.ties.items():
+            result[json.dumps(["tie", *_plain(tie.use), tie.bias, tie.side])] = torch.tensor(held)
+        return result
+
+    @classmethod
+    def of_state(cls, state: Arrays, device: torch.device) -> FactorSums:
+        result = cls()
+        for key, value in state.items():
+            kind, name, *rest = json.loads(key)
+            value = value.to(device)
+            if kind == "vector":
+                result.vectors[name] = value
+                continue
+            layout, shape, *which = rest
+            use = name, Form(None if layout is None else Layout.of_plain(layout), tuple(shape))
+            if kind == "moment":
+                result.moments.setdefault(use, {})[which[0]] = value
+            else:
+                result.ties[Tie(which[0], use, which[1])] = bool(value)
+        return result
+
+
+def _plain(use: Use) -> tuple[Any, ...]:
+    """The name, layout and shape of a use, as JSON has them."""
+    name, form = use
+    return name, None if form.layout is None else asdict(form.layout), form.shape
 
 
 def _add(totals: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None:

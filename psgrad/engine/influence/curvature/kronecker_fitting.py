@@ -6,6 +6,7 @@ sample.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,7 +19,9 @@ from psgrad.engine.execution.output_rows import (
     OutputRows,
     gauss_newton_rows,
     output_size,
+    rows_like,
 )
+from psgrad.engine.execution.ranks import Arrays, Processes, in_turn
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.gradients.per_sample import per_sample_gradients
 from psgrad.engine.gradients.projections.base import key_of, signs, streams, words_at
@@ -43,7 +46,7 @@ def fit_blocks(rows: Examples, count: int) -> list[KroneckerBlock]:
 
     Raises InfluenceError where a gradient is not finite.
     """
-    bases = bases_of(rows.params, gather(rows))
+    bases = diagonalised(moments_of(rows.params, gather(rows)), rows.processes, rows.device)
 
     def squares(gradients: PerSampleGradients) -> list[torch.Tensor]:
         return [sum_of_squares(basis, gradients) for basis in bases]
@@ -59,17 +62,32 @@ def gather(rows: Examples) -> FactorSums:
     """
     gathering = Covariances()
     if isinstance(rows, OutputRows):
-        passing = replace(rows, settle=False).run(gathering)
+        replace(rows, settle=False).gather(gathering)
     else:
-        passing = rows.run(gathering, partial(per_sample_gradients, settle=False))
-    for _ in passing:
-        pass
-    return gathering.sums
+        rows.gather(gathering, partial(per_sample_gradients, settle=False))
+    return gathering.sums.over(rows.processes, rows.device)
 
 
-def bases_of(params: Vectors, sums: FactorSums) -> list[Basis]:
-    """A basis for each part of the parameters, name -> [*shape], in their order; biases go with their
-    weights.
+def diagonalised(moments: list[Basis], processes: Processes, device: torch.device) -> list[Basis]:
+    """Bases of the eigenvectors of the moments that they hold. Each process computes some of them."""
+    sides = [(place, side) for place in range(len(moments)) for side in ("left", "right")]
+    todo = [(place, side) for place, side in sides if getattr(moments[place], side) is not None]
+
+    def own() -> Iterator[Arrays]:
+        for place, side in todo[processes.rank :: processes.size]:
+            yield {"vectors": _eigenvectors(getattr(moments[place], side), moments[place].name)}
+
+    found = in_turn(processes, "eigenvectors", own())
+    vectors = {key: each["vectors"].to(device) for key, each in zip(todo, found, strict=True)}
+    return [
+        replace(each, left=vectors.get((place, "left")), right=vectors.get((place, "right")))
+        for place, each in enumerate(moments)
+    ]
+
+
+def moments_of(params: Vectors, sums: FactorSums) -> list[Basis]:
+    """For each part of the parameters, name -> [*shape], in their order, the moments that its basis is of, in
+    the basis's place; biases go with their weights.
     """
     shapes = {name: parameter.shape for name, parameter in params.items()}
     forms: dict[str, list[Form]] = {name: [] for name in shapes}
@@ -87,7 +105,7 @@ def bases_of(params: Vectors, sums: FactorSums) -> list[Basis]:
             ]
         else:
             moment = sums.vectors.get(name) if not forms[name] else None
-            right = None if moment is None else _eigenvectors(moment.unsqueeze(0), name)
+            right = None if moment is None else moment.unsqueeze(0)
             bases.append(Basis(name, shape, Form(None, (1, 1, shape.numel())), None, None, right))
     return bases
 
@@ -121,7 +139,7 @@ def _of_factors(use: Use, shape: torch.Size, sums: FactorSums, bias: Bias | None
             moment = torch.cat(
                 [torch.cat([moment, along], 2), torch.cat([along.transpose(1, 2), corner], 2)], 1
             )
-        sides[side] = None if moment is None else _eigenvectors(moment, name)
+        sides[side] = moment
     return Basis(name, shape, form, bias, sides["left"], sides["right"])
 
 
@@ -147,9 +165,14 @@ class SampledRows(OutputRows):
     seed: int = 0
 
     def cotangents(
-        self, outputs: torch.Tensor, target: torch.Tensor | None, rows: torch.Tensor
+        self,
+        outputs: torch.Tensor,
+        target: torch.Tensor | None,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
     ) -> torch.Tensor:
-        roots = OutputDerivatives.of(self.objective.criterion, outputs, target).root(self.numbers_of(rows))[0]
+        derivatives = OutputDerivatives.of(self.objective.criterion, outputs, target, weights)
+        roots = derivatives.root(self.numbers_of(rows))[0]
         size = self.per_sample * roots.shape[2]
         stream = streams(key_of(self.seed, "rows"), rows.to(outputs.device)).unsqueeze(1)
         words = words_at(stream, torch.arange(math.ceil(size / 64), device=outputs.device))
@@ -173,12 +196,4 @@ def fisher_rows(training: Examples, draws: int | None, seed: int) -> OutputRows:
         )
     if draws is None:
         return gauss_newton_rows(training)
-    return SampledRows(
-        training.objective,
-        training.read,
-        training.count,
-        training.options,
-        training.numbers,
-        per_sample=draws,
-        seed=seed,
-    )
+    return rows_like(SampledRows, training, per_sample=draws, seed=seed)

@@ -20,13 +20,13 @@ from psgrad.engine.execution.buckets import Added
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.output_rows import gauss_newton_rows
-from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Flat, Vectors
 from psgrad.engine.gradients.terms import block_bytes
 from psgrad.engine.influence.curvature.row_blocks import Part, part_of
 from psgrad.engine.influence.solvers.spectrum import Apply, hutchinson_trace
 from psgrad.engine.transforms import grad, jvp, vjp, vmap
+from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import InfluenceError
 
 Curvature = Literal["gauss_newton", "hessian", "fisher"]
@@ -102,13 +102,21 @@ class RowProducts(CurvatureProducts):
         chunks: of each chunk of samples the rows in each parameter; one in which all rows are zero is left
             out.
         weight_decay: what is added to the diagonal.
+        summed: the sum over the processes of a tensor of each, where each has the rows of some samples.
     """
 
     how = "rows kept"
 
-    def __init__(self, flat: Flat, count: int, chunks: list[PartsByName], weight_decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        flat: Flat,
+        count: int,
+        chunks: list[PartsByName],
+        weight_decay: float = 0.0,
+        summed: Callable[[torch.Tensor], torch.Tensor] = lambda own: own,
+    ) -> None:
         super().__init__(flat, count, weight_decay)
-        self.chunks = chunks
+        self.chunks, self._summed = chunks, summed
 
     @classmethod
     def of(cls, training: Examples, curvature: str, weight_decay: float = 0.0) -> RowProducts | None:
@@ -117,7 +125,7 @@ class RowProducts(CurvatureProducts):
         Raises InfluenceError where the loss is not convex in the output.
         """
         source: Examples
-        budget = free_memory(training.device) // _SHARE
+        budget = training.room() // _SHARE
         if curvature == "gauss_newton":
             try:
                 exact = gauss_newton_rows(training)
@@ -139,15 +147,21 @@ class RowProducts(CurvatureProducts):
             return {name: part_of(gradient, rows) for name, gradient in each if not gradient.is_zero}
 
         chunks: list[PartsByName] = []
-        stored_bytes = 0
-        for done, _ in source.each(keep):
-            more = stored.pop()
-            stored.clear()  # of attempts that ran out of memory
-            chunks += more
-            stored_bytes += sum(part.bytes for each in more for part in each.values())
-            if stored_bytes * len(source) > budget * done.stop:
-                return None
-        return cls(training.flat, len(training), chunks, weight_decay)
+
+        def fit() -> bool:
+            own, stored_bytes = source.own_rows(), 0
+            for done, _ in source.of_own_rows(keep):
+                more = stored.pop()
+                stored.clear()  # of attempts that ran out of memory
+                chunks.extend(more)
+                stored_bytes += sum(part.bytes for each in more for part in each.values())
+                if stored_bytes * len(own) > budget * (done.stop - own.start):
+                    return False
+            return True
+
+        if not training.everywhere(training.processes.together("rows that are kept", fit)):
+            return None
+        return cls(training.flat, len(training), chunks, weight_decay, training.summed)
 
     def apply(self, block: torch.Tensor) -> torch.Tensor:
         vectors = block.double().t()
@@ -166,20 +180,20 @@ class RowProducts(CurvatureProducts):
                 ).sum(0)
                 for name, part in rows.items():
                     part.add_back(totals[name, part.form], along, samples)
-        result = self.weight_decay * vectors
+        result = torch.zeros_like(vectors)
         for (name, form), total in totals.items():
             result[self.flat.columns[name]] += parts[name, form].restore(total) / self.count
-        return result.t()
+        return (self.weight_decay * vectors + self._summed(result)).t()
 
     def mean_eigenvalue(self) -> tuple[float, float]:
         return float(self.diagonal().mean()) - self.weight_decay, 0.0
 
     def diagonal(self) -> torch.Tensor:
-        total = torch.full((self.flat.size,), self.weight_decay, dtype=torch.float64)
+        total = torch.zeros(self.flat.size, dtype=torch.float64)
         for rows in self.chunks:
             for name, part in rows.items():
                 total[self.flat.columns[name]] += part.diagonal().reshape(-1).cpu() / self.count
-        return total
+        return self.weight_decay + self._summed(total)
 
 
 def _without_zeros(rows: PartsByName) -> PartsByName:
@@ -261,11 +275,9 @@ class PassProducts(CurvatureProducts):
 
     def _apply(self, vectors: torch.Tensor) -> torch.Tensor:
         kind = next(iter(self.training.params.values())).dtype
-        summing = _Summing(self.flat.join)
         of_chunk = partial(self._products, self.flat.split(vectors.to(kind)))
-        for _ in self._examples.stream.run(self.count, [summing], of_chunk):
-            pass
-        return summing.total / self.count + self.weight_decay * vectors.double()
+        total = self._examples.fold(lambda products: self.flat.join(products.value).double(), of_chunk)
+        return total / self.count + self.weight_decay * vectors.double()
 
     def _products(
         self,
@@ -290,34 +302,22 @@ class PassProducts(CurvatureProducts):
         def slopes(output: Any) -> Any:
             return vmap(grad(objective.criterion), over)(output, target)
 
+        def weighted(slopes: Any) -> Any:
+            weights = objective.weights(inputs)
+            if weights is None:
+                return slopes
+            return tree_map(lambda x: x * weights.reshape(-1, *[1] * (x.dim() - 1)).to(x.dtype), slopes)
+
         if self.curvature == "hessian":
             total = grad(lambda params: losses(params).sum())
             return Added(vmap(lambda vector: jvp(total, (params,), (vector,))[1])(vectors))
-        function = outputs if self.curvature == "gauss_newton" else losses
+        gauss_newton = self.curvature == "gauss_newton"
+        function = outputs if gauss_newton else losses
         value, pull = vjp(function, params)
 
         def product(vector: Vectors) -> Vectors:
             along = jvp(function, (params,), (vector,))[1]
-            curved = jvp(slopes, (value,), (along,))[1] if self.curvature == "gauss_newton" else along
+            curved = weighted(jvp(slopes, (value,), (along,))[1]) if gauss_newton else along
             return pull(curved)[0]  # type: ignore[no-any-return]
 
         return Added(vmap(product)(vectors))
-
-
-class _Summing:
-    """A measure that adds up, in float64, the products of chunks."""
-
-    needs_factors = True
-
-    def __init__(self, join: Callable[[Vectors], torch.Tensor]) -> None:
-        self.join = join
-        self.total: Any = 0.0
-        self._chunk: Any = 0.0
-
-    def columns(self, products: Added) -> dict[str, torch.Tensor]:
-        self._chunk = self.join(products.value).double()
-        return {}
-
-    def keep(self) -> None:
-        self.total = self.total + self._chunk
-        self._chunk = 0.0

@@ -9,7 +9,7 @@ not depend on the others. Dropout alone draws for all at once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution.objective import Criterion
+from psgrad.engine.execution.ranks import Arrays, OneProcess, Processes, in_turn
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe, stacked_target
 from psgrad.engine.influence.evaluation.newton import minimise
 from psgrad.engine.transforms import capture, functional_call, grad_and_value, stack_module_state, vmap
@@ -226,6 +227,7 @@ def measured(
     fingerprint: str,
     together: int,
     tell: Callable[[int], None] = lambda _: None,
+    processes: Processes | None = None,
 ) -> Array:
     """[jobs, m]: the result of `measure` for each trained model, [K, m] of K.
 
@@ -234,19 +236,28 @@ def measured(
             were stored under another are not used.
         together: models to a batch, which is what an interruption can cost.
         tell: called with the number of models that are done, after each batch.
+        processes: those that share the batches, which are smaller then where there would be too few; None for
+            this one alone.
     """
-    parts = []
+    processes = OneProcess() if processes is None else processes
+    parts = list[Array]()
     # Models of one size come together, whatever their order: a batch is trained at once.
     order = sorted(range(len(jobs)), key=lambda number: len(jobs[number].rows))
-    for start in range(0, len(jobs), together):
-        batch = [jobs[number] for number in order[start : start + together]]
-        name = _name(batch, fingerprint)
-        stored = store.load(name)
-        if stored is None or len(stored) != len(batch):
-            stored = measure(train(batch))
-            store.save(name, stored)
-        parts.append(stored)
-        tell(start + len(batch))
+    together = max(1, min(together, -(-len(jobs) // processes.size)))
+
+    def own() -> Iterator[Arrays]:
+        for start in range(processes.rank * together, len(jobs), processes.size * together):
+            batch = [jobs[number] for number in order[start : start + together]]
+            name = _name(batch, fingerprint)
+            stored = store.load(name)
+            if stored is None or len(stored) != len(batch):
+                stored = measure(train(batch))
+                store.save(name, stored)
+            yield {"measured": torch.from_numpy(stored)}
+
+    for found in in_turn(processes, "retrained models", own()):
+        parts.append(found["measured"].numpy())
+        tell(sum(map(len, parts)))
     result: Array = np.concatenate(parts)[np.argsort(order)]
     return result
 

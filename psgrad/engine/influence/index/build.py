@@ -4,12 +4,12 @@ answers a method from the rows of an index, without the training data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.gradients.projections.projector import Projector
+from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.influence.index.estimators import ProjectedCosines, ProjectedProducts, require_parameters
-from psgrad.engine.influence.index.rows import Differentiated, RowBlock, RowSource, projected_rows
+from psgrad.engine.influence.index.rows import RowPass, RowSource
 from psgrad.engine.influence.index.stored import IndexStore, StoredRows, encoded, projector_of, spec_of
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, ScoreBlock, Scores
 from psgrad.engine.influence.methods.gradient_products import (
@@ -28,65 +28,89 @@ def build_index(
     *,
     say: Callable[[str], None] = lambda _: None,
     progress: Callable[[int, int], None] = lambda done, of: None,
+    processes: Processes | None = None,
 ) -> None:
     """Compute and write what the store does not hold yet.
 
     Args:
-        load: checkpoint number to the training examples as that checkpoint sees them. Called once for each
-            checkpoint with shards to write, in order, so that one model is in memory at a time.
+        load: checkpoint number to the training examples as that checkpoint sees them, for this process alone.
+            Called once for each checkpoint with shards to write, in order, so that one model is in memory at
+            a time.
         say: called with the rows whose gradients are not finite.
         progress: called after each shard with (rows done, rows in all), over all checkpoints.
+        processes: those that share the shards: a process takes the next one that no other has taken. None for
+            this one alone. Where they are a part of a job array, no sums are written; see `write_sums`.
 
-    Raises InfluenceError where a checkpoint has other parameters than the description says, and what
-    `projected_rows` raises.
+    A shard is computed by itself, from its first row on: its numbers do not depend on who computes it, nor on
+    what was there before. Raises InfluenceError where a checkpoint has other parameters than the description
+    says, and what `projected_rows` raises.
     """
+    processes = OneProcess() if processes is None else processes
     spec, shards = spec_of(store.description), store.shards
-    missing = store.unwritten()
-    total = int(store.description["checkpoints"]) * int(store.description["rows"])
-    done = total - sum(len(shards[shard]) for _, shard in missing if shard is not None)
-    progress(done, total)
-    for number in sorted({number for number, _ in missing}):
-        wanted = [shard for checkpoint, shard in missing if checkpoint == number and shard is not None]
-        if wanted:
-            examples = load(number)
-            projector = projector_of(store.description, number)
-            require_parameters(projector.flat, examples)
-            for shard, blocks in _by_shard(examples, projector, spec.features, shards, wanted):
-                bad = [str(block.start + int(row)) for block in blocks for row in (~block.finite).nonzero()]
-                if bad:
-                    say(
-                        f"{len(bad)} rows have a gradient that is not finite, and no score:"
-                        f" {', '.join(bad[:8])}{' ...' * (len(bad) > 8)}"
-                    )
-                store.write(number, shard, encoded(blocks, spec.dtype))
-                done += len(shards[shard])
-                progress(done, total)
-        store.write(number, None, StoredRows(store, number).sums())
+    missing = processes.agreed("index.missing", lambda: _flat(store.unwritten()))
+    todo = list(zip(missing[::2], missing[1::2], strict=True))
+    own = {place for each in processes.own([range(len(shards))]) for place in each}
+    wanted = {
+        number: [range(shard, shard + 1) for each, shard in todo if each == number and shard in own]
+        for number in range(int(store.description["checkpoints"]))
+    }
+    total = len(wanted) * sum(len(shards[shard]) for shard in own)
+    if processes.rank == 0:
+        left = sum(len(shards[each.start]) for every in wanted.values() for each in every)
+        progress(processes.progress("index", total - left), total)
+    for number, every in wanted.items():
+        if not every:
+            continue
+        examples, projector = load(number), projector_of(store.description, number)
+        require_parameters(projector.flat, examples)
+        going = RowPass(examples, projector, spec.features)
+        _agree_on_chunk_size(going.source, processes, number)
+        for each in processes.ranges(f"index.{number}", every):
+            shard = each.start
+            rows = shards[shard]
+            blocks = list(going.blocks(rows.start, rows.stop))
+            bad = [str(block.start + int(row)) for block in blocks for row in (~block.finite).nonzero()]
+            if bad:
+                say(
+                    f"{len(bad)} rows have a gradient that is not finite, and no score:"
+                    f" {', '.join(bad[:8])}{' ...' * (len(bad) > 8)}"
+                )
+            store.write(number, shard, encoded(blocks, spec.dtype))
+            progress(processes.progress("index", len(rows)), total)
+    if processes.parts is None:
+        processes.meet("index")
+        write_sums(store, [number for number, shard in todo if shard < 0], processes)
 
 
-def _by_shard(
-    examples: Examples,
-    projector: Projector,
-    of: Differentiated,
-    shards: Sequence[range],
-    wanted: Sequence[int],
-) -> Iterator[tuple[int, list[RowBlock]]]:
-    """Each missing shard's rows, in one pass from the first to the last of them: after a kill they are
-    neighbours.
+def _agree_on_chunk_size(examples: Examples, processes: Processes, number: int) -> None:
+    """Let all processes take as many rows at a time as the first one does, so that numbers do not depend on
+    who computes them.
     """
-    held: list[RowBlock] = []
-    shard = wanted[0]
-    for rows in projected_rows(examples, projector, of, shards[shard].start):
-        block: RowBlock | None = rows
-        while block is not None:
-            here, block = block.cut(shards[shard].stop)
-            held.append(here)
-            if here.stop == shards[shard].stop:
-                if shard in wanted:
-                    yield shard, held
-                if shard == wanted[-1]:
-                    return
-                held, shard = [], shard + 1
+    if processes.size == 1:
+        return
+
+    def found() -> list[int]:
+        examples.stream.settle_chunk_size(len(examples))
+        return examples.stream.chunk_facts()
+
+    examples.stream.take_chunk_facts(processes.agreed(f"index.{number}.chunk", found))
+
+
+def write_sums(store: IndexStore, checkpoints: Iterable[int], processes: Processes | None = None) -> None:
+    """Write the sums over all rows of these checkpoints, which ends the index. Each process reads its share
+    of the rows.
+    """
+    processes = OneProcess() if processes is None else processes
+    for number in checkpoints:
+        sums = StoredRows(store, number).sums(processes)
+        if processes.leads:
+            store.write(number, None, sums)
+    processes.meet("index.sums")
+
+
+def _flat(unwritten: Sequence[tuple[int, int | None]]) -> list[int]:
+    """The same as whole numbers, -1 for sums."""
+    return [place for number, shard in unwritten for place in (number, -1 if shard is None else shard)]
 
 
 def from_index(method: Method, store: IndexStore) -> Method:

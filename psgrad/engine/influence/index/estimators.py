@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.ranks import Arrays, in_turn
 from psgrad.engine.gradients.flat import Flat
 from psgrad.engine.influence.index.rows import Differentiated, RowBlock, RowSource
 from psgrad.engine.influence.index.stored import StoredRows
@@ -37,17 +38,27 @@ class FittedRows(Fitted):
 
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
         require_parameters(self.source.projector.flat, queries)
-        columns = self.columns(per)
+        columns, processes = self.columns(per), queries.processes
         prepared = self.prepared(self.projected(queries))
-        for block in self.source.blocks():
-            rows = block.rows.double()
-            result = {
-                label: self.contracted(block, rows[:, some], prepared[:, some])
-                for label, some in columns.items()
-            }
-            for scores in result.values():
-                scores[~block.finite] = torch.nan
-            yield ScoreBlock(block.start, block.stop, result, self.weights(block))
+
+        def own() -> Iterator[Arrays]:
+            for block in self.source.blocks(processes.rank, processes.size):
+                rows = block.rows.double()
+                result = {
+                    f"of {label}": self.contracted(block, rows[:, some], prepared[:, some])
+                    for label, some in columns.items()
+                }
+                for scores in result.values():
+                    scores[~block.finite] = torch.nan
+                weights = self.weights(block)
+                result["rows"] = torch.tensor([block.start, block.stop])
+                yield result if weights is None else {**result, "weights": weights}
+
+        for found in in_turn(processes, "scores", own()):
+            start, stop = found.pop("rows").tolist()
+            weights = found.pop("weights", None)
+            scores = {label.removeprefix("of "): value for label, value in found.items()}
+            yield ScoreBlock(start, stop, scores, weights)
 
     def columns(self, per: Per) -> dict[str, Columns]:
         """Label -> its columns."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.ranks import Arrays, Processes
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.projections.projector import Projector
 from psgrad.engine.transforms import grad_and_value
@@ -182,50 +182,58 @@ class RowSource(Protocol):
     def finite(self) -> int:
         """How many rows have a finite gradient; second moments are sums over these."""
 
-    def blocks(self) -> Iterator[RowBlock]:
-        """All rows, in order, some at a time."""
+    def blocks(self, first: int = 0, step: int = 1) -> Iterator[RowBlock]:
+        """The rows in order, some at a time: of all blocks number `first`, `first + step`, ..."""
 
     def moment(self, of: Differentiated) -> torch.Tensor:
         """[k, k] float64: the sum over the rows of P g g' P', g the gradient of the loss or of the margin."""
 
 
-def projected_rows(
-    examples: Examples, projector: Projector, of: Differentiated, start: int = 0
-) -> Iterator[RowBlock]:
-    """The rows of examples start, ..., n - 1, chunk by chunk, in one pass.
+class RowPass:
+    """The rows of examples, chunk by chunk.
 
-    Raises InfluenceError where `of` is 'margin' and the loss is no function of one.
+    of: what is differentiated. source: the examples as they are differentiated.
     """
 
-    def both(gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
-        result = {"rows": projector(gradients), "square_norm": gradients.square_norms()}
-        return {**result, **(gradients.aux if of == "margin" else {"loss": gradients.losses.double()})}
+    def __init__(self, examples: Examples, projector: Projector, of: Differentiated) -> None:
+        self.projector, self.of = projector, of
+        self.source = with_margin(examples) if of == "margin" else examples
 
-    source = with_margin(examples) if of == "margin" else examples
-    for place, columns in source.each(both, start):
-        weight = columns.get("weight")
-        if weight is not None:
-            require_explained(columns, examples.numbers_of(torch.arange(place.start, place.stop)))
-            columns["square_norm"] = columns["square_norm"] * weight.square()
-        finite = (
-            columns["rows"].isfinite().all(1) & columns["square_norm"].isfinite() & columns["loss"].isfinite()
-        )
-        values: dict[str, Any] = {
-            name: columns[name].where(finite, torch.nan) for name in ("loss", "square_norm")
-        }
-        if weight is not None:
-            values["weight"] = weight.where(finite, 0.0)
-        rows = columns["rows"].where(finite.unsqueeze(1), torch.zeros((), dtype=columns["rows"].dtype))
-        yield RowBlock(place.start, place.stop, rows, **values)
+    def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[RowBlock]:
+        """Of the examples start, ..., stop - 1 (to the last one if None), in one pass.
+
+        Raises InfluenceError where `of` is 'margin' and the loss is no function of one.
+        """
+        for place, columns in self.source.each(self._projected, start, stop):
+            weight = columns.get("weight")
+            if weight is not None:
+                numbers = self.source.numbers_of(torch.arange(place.start, place.stop))
+                require_explained(columns, numbers)
+                columns["square_norm"] = columns["square_norm"] * weight.square()
+            rows = columns["rows"]
+            finite = rows.isfinite().all(1) & columns["square_norm"].isfinite() & columns["loss"].isfinite()
+            values: dict[str, Any] = {
+                name: columns[name].where(finite, torch.nan) for name in ("loss", "square_norm")
+            }
+            if weight is not None:
+                values["weight"] = weight.where(finite, 0.0)
+            rows = rows.where(finite.unsqueeze(1), torch.zeros((), dtype=rows.dtype))
+            yield RowBlock(place.start, place.stop, rows, **values)
+
+    def _projected(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
+        result = {"rows": self.projector(gradients), "square_norm": gradients.square_norms()}
+        more = gradients.aux if self.of == "margin" else {"loss": gradients.losses.double()}
+        return {**result, **more}
 
 
 class RowsInMemory:
     """The rows of a training set, kept as they were made: n * k numbers."""
 
     def __init__(self, examples: Examples, projector: Projector, of: Differentiated) -> None:
-        self.projector, self.of = projector, of
-        self._blocks = list(projected_rows(examples, projector, of))
+        self.projector, self.of, self._processes = projector, of, examples.processes
+        self._blocks = list(RowPass(examples, projector, of).blocks())
         self._count = len(examples)
+        self._moments: dict[Differentiated, torch.Tensor] = {}
 
     def __len__(self) -> int:
         return self._count
@@ -234,37 +242,43 @@ class RowsInMemory:
     def finite(self) -> int:
         return sum(int(block.finite.sum()) for block in self._blocks)
 
-    def blocks(self) -> Iterator[RowBlock]:
-        return iter(self._blocks)
+    def blocks(self, first: int = 0, step: int = 1) -> Iterator[RowBlock]:
+        return iter(self._blocks[first::step])
 
     def moment(self, of: Differentiated) -> torch.Tensor:
+        if not self._moments:
+            self._moments = moments(self, self._processes)
         return self._moments[of]
 
-    @cached_property
-    def _moments(self) -> dict[Differentiated, torch.Tensor]:
-        return moments(self)
 
-
-def moments(source: RowSource) -> dict[Differentiated, torch.Tensor]:
+def moments(source: RowSource, processes: Processes) -> dict[Differentiated, torch.Tensor]:
     """The sum over the rows of P g g' P' [k, k] float64, for the gradients of the loss, and of the margin
-    where the rows are of that.
+    where the rows are of that. Each process sums over its share of the blocks.
 
     Raises InfluenceError where no row is finite.
     """
     k = source.projector.width
-    result: dict[Differentiated, torch.Tensor] = {"loss": torch.zeros(k, k, dtype=torch.float64)}
-    if source.of == "margin":
-        result["margin"] = torch.zeros(k, k, dtype=torch.float64)
-    some = False
-    for block in source.blocks():
-        rows = block.rows.double()
-        some |= bool(block.finite.any())
-        if source.of == "margin":
-            result["margin"].addmm_(rows.t(), rows)
-            rows = rows * block.to_loss.unsqueeze(1)
-        result["loss"].addmm_(rows.t(), rows)
-    if not some:
+    kinds: tuple[Differentiated, ...] = ("loss", "margin") if source.of == "margin" else ("loss",)
+    result: Arrays = {kind: torch.zeros(k, k, dtype=torch.float64) for kind in kinds}
+    result["finite"] = torch.tensor(0)
+
+    def own() -> None:
+        for block in source.blocks(processes.rank, processes.size):
+            rows = block.rows.double()
+            result["finite"] += block.finite.sum()
+            if source.of == "margin":
+                result["margin"].addmm_(rows.t(), rows)
+                rows = rows * block.to_loss.unsqueeze(1)
+            result["loss"].addmm_(rows.t(), rows)
+
+    def add(other: Arrays) -> None:
+        for kind, value in other.items():
+            result[kind] += value
+
+    processes.together("second moments", own)
+    whole = processes.reduce(processes.step("second moments"), lambda: result, add)
+    if not int(whole["finite"]):
         raise InfluenceError(
             "no training example has a finite gradient", next_step="look at the data and the checkpoint"
         )
-    return result
+    return {kind: whole[kind] for kind in kinds}

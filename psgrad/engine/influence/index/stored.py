@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.gradients.projections.projector import Kind, Projector
 from psgrad.engine.influence.index.rows import BLOCK, Differentiated, RowBlock, moments
 from psgrad.errors import ConfigError, InfluenceError
@@ -73,7 +74,12 @@ class IndexStore(Protocol):
     def read(self, checkpoint: int, shard: int | None) -> dict[str, np.ndarray]: ...
 
     def blocks(
-        self, checkpoint: int, most: int, names: Sequence[str] | None = None
+        self,
+        checkpoint: int,
+        most: int,
+        names: Sequence[str] | None = None,
+        first: int = 0,
+        step: int = 1,
     ) -> Iterator[tuple[int, dict[str, np.ndarray]]]: ...
 
 
@@ -133,8 +139,9 @@ class StoredRows:
     def finite(self) -> int:
         return int(self.losses_and_square_norms()[1].isfinite().sum())
 
-    def blocks(self) -> Iterator[RowBlock]:
-        for start, arrays in self.store.blocks(self.number, max(1, BLOCK // self.projector.width)):
+    def blocks(self, first: int = 0, step: int = 1) -> Iterator[RowBlock]:
+        most = max(1, BLOCK // self.projector.width)
+        for start, arrays in self.store.blocks(self.number, most, None, first, step):
             yield decoded(arrays, start, self.dtype)
 
     def losses_and_square_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,13 +169,13 @@ class StoredRows:
             )
         return torch.from_numpy(stored)
 
-    def sums(self) -> dict[str, np.ndarray]:
+    def sums(self, processes: Processes) -> dict[str, np.ndarray]:
         """What is stored of all rows together, after they are written: `rows` [1], their number, and their
-        second moments `loss` and `margin` [k, k] float64, if not too large.
+        second moments `loss` and `margin` [k, k] float64, if not too large. Each process reads its share.
         """
         result = {"rows": np.array([len(self)])}
         if self.projector.width <= WIDEST:
-            result.update((str(of), moment.numpy()) for of, moment in moments(self).items())
+            result.update((str(of), moment.numpy()) for of, moment in moments(self, processes).items())
         return result
 
 

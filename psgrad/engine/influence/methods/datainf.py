@@ -78,6 +78,8 @@ class MeanOfInverses(Preconditioned):
     Raises InfluenceError where a parameter has neither damping nor weight decay.
     """
 
+    makes_passes = True
+
     def __init__(
         self, training: Examples, mean_squares: dict[str, float], weight_decay: float, damping: Damping
     ) -> None:

@@ -12,7 +12,6 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, output_size, outputs_alike
-from psgrad.engine.free_memory import free_memory
 from psgrad.engine.influence.amounts import calibrated, is_affine
 from psgrad.engine.influence.curvature.products import CurvatureProducts
 from psgrad.engine.influence.inverses import AtOutput, ByKernel, ByMatrix, ByProducts, Solve
@@ -194,8 +193,8 @@ class Influence(Method):
             rough = replace(self, tolerance=max(self.tolerance, ROUGH))
             fitted = ByProducts.fit(
                 problem,
-                self._solve(solver, checkpoint),
-                rough._solve(solver, checkpoint),
+                self._solve(solver, training, checkpoint),
+                rough._solve(solver, training, checkpoint),
                 self.seed,
             )
         undamped = amounts and fitted.facts["damping"] == 0
@@ -261,14 +260,12 @@ class Influence(Method):
         if size <= LARGEST_MATRIX:
             return "exact", f"{size:,} parameters are at most {LARGEST_MATRIX:,}"
         ratio = damping.relative if damping.absolute is None and damping.relative > 0 else _UNKNOWN_RATIO
-        work = Work(
-            size, count, rows, _QUERIES if queries is None else queries, ratio, free_memory(training.device)
-        )
+        work = Work(size, count, rows, _QUERIES if queries is None else queries, ratio, training.room())
         return work.least(correct)
 
     # -- solvers that take products --------------------------------------------------------------------------
 
-    def _solve(self, solver: str, checkpoint: Checkpoint) -> Solve:
+    def _solve(self, solver: str, training: Examples, checkpoint: Checkpoint) -> Solve:
         """One of the solvers that take products: conjugate_gradient, lissa, arnoldi."""
 
         def solve(
@@ -292,6 +289,7 @@ class Influence(Method):
                     tolerance=self.tolerance,
                     iterations=iterations,
                     seconds=_LISSA_SECONDS if self.iterations is None else None,
+                    clock=training.seconds,
                     say=checkpoint.say,
                 )
             return conjugate_gradient(
@@ -300,6 +298,7 @@ class Influence(Method):
                 tolerance=self.tolerance,
                 iterations=iterations,
                 preconditioner=self._preconditioner(products, damping, rhs),
+                room=training.room,
                 spectrum=spectrum,
                 say=checkpoint.say,
             )

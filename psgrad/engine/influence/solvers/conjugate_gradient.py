@@ -114,6 +114,7 @@ def conjugate_gradient(
     iterations: int = 200,
     preconditioner: Preconditioner | None = None,
     block: int | None = None,
+    room: Callable[[], int] | None = None,
     spectrum: bool = True,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -125,7 +126,8 @@ def conjugate_gradient(
         tolerance: of |b - A x| / |b|, for every right-hand side, computed anew from x at the end.
         iterations: at most, for each block of right-hand sides.
         preconditioner: P, near A; None for none.
-        block: so many right-hand sides at a time; None for as many as fit in memory.
+        block: so many right-hand sides at a time; None for as many as fit in memory. room: the bytes that are
+            free, the same on all processes that solve together; None for those of this one.
         spectrum: whether A's extreme eigenvalues are looked for first, for some tens of products with one
             vector.
         say: called with a message if the tolerance is not reached.
@@ -147,7 +149,8 @@ def conjugate_gradient(
         raise negative_curvature(ritz)
     if ritz is not None:
         assert_invertible(float(ritz.values[0]), float(ritz.values[-1]), rhs.shape[1])
-    size = block or max(1, min(len(rhs), free_memory(rhs.device) // (_SHARE * _ALIVE * 8 * rhs.shape[1])))
+    free = 0 if block else room() if room is not None else free_memory(rhs.device)
+    size = block or max(1, min(len(rhs), free // (_SHARE * _ALIVE * 8 * rhs.shape[1])))
     x = torch.cat([run.solve(part) for part in rhs.split(size)]) if len(rhs) else rhs.clone()
     residuals = torch.cat(run.residuals) if run.residuals else rhs.new_zeros(1)
     unconverged = int((residuals > tolerance).sum())

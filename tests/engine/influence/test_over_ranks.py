@@ -1,0 +1,260 @@
+"""Influence methods whose passes several ranks share: the scores of one process, and the same bits on each
+rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.output_rows import gauss_newton_rows
+from psgrad.engine.gradients.layout import Layout, Run
+from psgrad.engine.influence.curvature.kronecker_factors import FactorSums, Form, Tie
+from psgrad.engine.influence.curvature.products import PassProducts, curvature_products
+from psgrad.engine.influence.index.build import build_index, from_index
+from psgrad.engine.influence.index.stored import IndexSpec, describe
+from psgrad.engine.influence.method import Checkpoint, Method, screened
+from psgrad.engine.influence.methods.datainf import DataInf
+from psgrad.engine.influence.methods.ekfac import EKFAC
+from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, TracIn
+from psgrad.engine.influence.methods.influence import Influence
+from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
+from psgrad.errors import DistributedError, InfluenceError
+from psgrad.plugins import METHODS, own_classes
+from psgrad.storage.gradient_index import GradientIndex
+from tests.engine.execution.thread_ranks import ThreadRank, by_ranks
+from tests.engine.influence.problems import cross_entropy, examples
+
+ROWS, QUERIES, CHUNK = 23, 5, 4
+FITS: dict[str, Method] = {
+    "exact": Influence(solver="exact", damping=0.1),
+    "dual": Influence(solver="dual", damping=0.1),
+    "conjugate_gradient": Influence(solver="conjugate_gradient", damping=0.1, tolerance=1e-12),
+    "lissa": Influence(solver="lissa", damping=1.0, tolerance=1e-9),
+    "arnoldi": Influence(solver="arnoldi", damping=0.1),
+    "hessian": Influence(solver="conjugate_gradient", curvature="hessian", damping=3.0, tolerance=1e-10),
+    "fisher": Influence(curvature="fisher", damping=0.1),
+    "leverage": Influence(solver="exact", damping=0.1, leverage=True),
+    "at the output": Influence(solver="conjugate_gradient", damping=0.1, change="output", tolerance=1e-12),
+    "ekfac": EKFAC(damping=0.1),
+    "ekfac of the empirical Fisher": EKFAC(damping=0.1, fisher="empirical"),
+    "datainf": DataInf(damping=0.1),
+    "gradient_dot": GradientDot(),
+    "gradient_cosine": GradientCosine(),
+    "tracin": TracIn(),
+    "projected_influence": ProjectedInfluence(dimension=8),
+    "trak": TRAK(dimension=8, projection="gaussian"),
+}
+
+
+def problem(processes: Any = None, **options: Any) -> tuple[Examples, Examples]:
+    """Training examples and queries of a small network, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)]
+    model = nn.Sequential(*layers).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
+    inputs = torch.randn(ROWS + QUERIES, 4, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 3, (ROWS + QUERIES,), generator=generator)
+    options = {"chunk_size": CHUNK, **options}
+    both = [
+        examples(model, cross_entropy, inputs[rows], labels[rows], **options)
+        for rows in (slice(0, ROWS), slice(ROWS, None))
+    ]
+    if processes is not None:
+        both = [replace(each, processes=processes) for each in both]
+    return both[0], both[1]
+
+
+def found_by(method: Method, processes: Any = None) -> dict[str, np.ndarray]:
+    training, queries = problem(processes)
+    fitted = method.fit(training, Checkpoint(learning_rate=0.1))
+    blocks = list(fitted.scores(queries))
+    assert [block.start for block in blocks] == [0, *(block.stop for block in blocks[:-1])]
+    found = {"scores": torch.cat([block.scores[""] for block in blocks]).numpy()}
+    if fitted.has_self_influence or fitted.solver() is not None:
+        own = list(fitted.self_influence())
+        found["own"] = torch.cat([block.self_influence for block in own]).numpy()
+        found["norms"] = torch.cat([block.preconditioned_norm for block in own]).numpy()
+    return found
+
+
+def test_every_method_is_tried() -> None:
+    assert {method.name for method in FITS.values()} == set(own_classes(METHODS))
+
+
+LONG = ("hessian", "lissa")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in LONG)) for name in FITS]
+)
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.sweep)])
+def test_scores_over_ranks_are_those_of_one_process(name: str, size: int) -> None:
+    alone = found_by(FITS[name])
+    each = by_ranks(size, lambda rank: found_by(FITS[name], rank))
+    for what, wanted in alone.items():
+        np.testing.assert_allclose(each[0][what], wanted, rtol=1e-7, atol=1e-10 * np.abs(wanted).max())
+        for other in each[1:]:
+            np.testing.assert_array_equal(other[what], each[0][what])
+
+
+@pytest.mark.parametrize(
+    ("curvature", "by"),
+    [
+        ("gauss_newton", "rows kept"),
+        ("fisher", "rows kept"),
+        ("gauss_newton", "passes over the data"),
+        ("fisher", "passes over the data"),
+        ("hessian", "passes over the data"),
+    ],
+)
+def test_products_over_ranks_are_those_of_one_process(curvature: Any, by: str) -> None:
+    block = torch.randn(3, problem()[0].flat.size, dtype=torch.float64)
+
+    def found(rank: ThreadRank | None) -> torch.Tensor:
+        training = problem(rank)[0]
+        products = (
+            curvature_products(training, curvature, weight_decay=0.1)
+            if by == "rows kept"
+            else PassProducts(training, curvature, 0.1)
+        )
+        assert products.how == by
+        return products.apply(block)
+
+    for each in by_ranks(2, found):
+        torch.testing.assert_close(each, found(None), rtol=1e-10, atol=1e-12)
+
+
+def test_more_ranks_than_rows() -> None:
+    """A rank without a row adds nothing to a sum."""
+    method = EKFAC(damping=0.1)
+
+    def found(rank: ThreadRank | None) -> np.ndarray:
+        training, queries = (replace(part, count=2) for part in problem(rank))
+        blocks = method.fit(training, Checkpoint()).scores(queries)
+        return torch.cat([block.scores[""] for block in blocks]).numpy()
+
+    for each in by_ranks(5, found):
+        np.testing.assert_allclose(each, found(None), rtol=1e-9)
+
+
+def test_rows_of_an_output_keep_their_places_over_ranks() -> None:
+    def found(rank: ThreadRank | None) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = gauss_newton_rows(problem(rank)[0])
+        return rows.materialise(), rows.fold(lambda gradients: gradients.square_norms().sum())
+
+    wanted, total = found(None)
+    for each, sums in by_ranks(3, found):
+        torch.testing.assert_close(each, wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(sums, total, rtol=1e-12, atol=0)
+
+
+def test_ranks_take_as_many_rows_at_once_as_the_first() -> None:
+    def found(rank: ThreadRank) -> int:
+        training = problem(rank, chunk_size=CHUNK + rank.rank)[0]
+        screened(training)
+        return training.stream.chunk_size
+
+    assert by_ranks(3, found) == [CHUNK] * 3
+
+
+def test_sums_of_factors_are_sent_as_tensors() -> None:
+    """A tie holds where it holds on both; a use that one rank alone has seen is kept."""
+    layout = Layout((2, 3), (1, 0), (3, 2), (Run(0, 1, 3), Run(1, 2, 6)))
+    use, other = ("w", Form(layout, (1, 3, 2))), ("v", Form(None, (1, 1, 4)))
+    ties = [Tie("b", use, "left"), Tie("c", use, "right")]
+    one = FactorSums({use: {"left": torch.ones(1, 3, 3)}}, {"s": torch.eye(2)}, dict.fromkeys(ties, True))
+    two = FactorSums(
+        {use: {"left": torch.ones(1, 3, 3)}, other: {"right": torch.ones(1, 4, 4)}},
+        {"s": torch.eye(2)},
+        {ties[0]: True, ties[1]: False},
+    )
+    for first, second in ((one, two), (two, one)):
+        whole = FactorSums.of_state(first.state(), torch.device("cpu"))
+        whole.add(FactorSums.of_state(second.state(), torch.device("cpu")))
+        assert whole.ties == {ties[0]: True, ties[1]: False}
+        assert set(whole.moments) == {use, other}
+        torch.testing.assert_close(whole.moments[use]["left"], torch.full((1, 3, 3), 2.0))
+        torch.testing.assert_close(whole.vectors["s"], 2 * torch.eye(2))
+
+
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    """The row that fails is in the share of one rank; all of them are told, and can go on together."""
+
+    def found(rank: ThreadRank) -> str:
+        training = problem(rank)[0]
+
+        def read(start: int, stop: int) -> Any:
+            if start <= ROWS - 1 < stop:
+                raise InfluenceError("the last row is bad")
+            return training.read(start, stop)
+
+        with pytest.raises(InfluenceError, match="the last row is bad"):
+            screened(replace(training, read=read))
+        return str(len(screened(training).losses))
+
+    assert by_ranks(3, found) == [str(ROWS)] * 3
+
+
+def test_a_pass_in_a_query_is_refused() -> None:
+    """Ranks have different chunks: a pass for one of them would take rows of another chunk's ranks."""
+
+    def found(rank: ThreadRank) -> None:
+        training, queries = problem(rank)
+        list(training.each(lambda gradients: {"norms": screened(queries).norms}))
+
+    with pytest.raises(DistributedError, match="while it computes its share of a pass"):
+        by_ranks(2, found)
+
+
+def test_ranks_that_take_different_steps_end_with_an_error() -> None:
+    def found(rank: ThreadRank) -> None:
+        training = problem(rank)[0]
+        if rank.rank == 1:
+            training.room()
+        screened(training)
+
+    with pytest.raises(DistributedError, match="different steps"):
+        by_ranks(2, found)
+
+
+@pytest.mark.parametrize("features", ["loss", "margin"])
+def test_index_by_ranks_is_that_of_one_process(tmp_path: Path, features: Any) -> None:
+    spec = IndexSpec(dimension=8, features=features, rows_per_shard=5, dtype="float64")
+    description = describe(spec, problem()[0], {})
+
+    def built(name: str, rank: ThreadRank | None) -> None:
+        path = tmp_path / name
+        if rank is None or rank.leads:
+            GradientIndex.create(path, description)
+        if rank is not None:
+            rank.meet("folder")
+        store = GradientIndex.begun(path)
+        assert store is not None
+        build_index(store, lambda number: problem()[0], processes=rank)
+
+    built("one", None)
+    by_ranks(3, lambda rank: built("three", rank))
+    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors"))
+    assert len(files) == 6
+    for file in files[:-1]:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "three" / file).read_bytes()
+
+    def answered(name: str, rank: ThreadRank | None) -> np.ndarray:
+        store = GradientIndex.open(tmp_path / name)
+        training, queries = problem(rank)
+        fitted = from_index(ProjectedInfluence(), store).fit(training, Checkpoint())
+        return torch.cat([block.scores[""] for block in fitted.scores(queries)]).numpy()
+
+    wanted = answered("one", None)
+    for each in by_ranks(3, lambda rank: answered("three", rank)):
+        np.testing.assert_allclose(each, wanted, rtol=1e-9)
