@@ -14,12 +14,18 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
+import torch.nn.functional as F
 
 from psgrad.cli import main
 from psgrad.engine.execution import process_group
+from psgrad.engine.gradients import per_sample_gradients
+from psgrad.engine.privacy.accounting import StepEvent, epsilon_rdp
+from psgrad.engine.privacy.sampling import Sampling
 
 _SECONDS = 60  # a child that takes longer hangs
 Plant = Callable[[int], None]
@@ -40,6 +46,7 @@ class EndedRank:
 
 def run_ranks(folder: Path, size: int, *arguments: str, plant: Plant = lambda rank: None) -> list[EndedRank]:
     """`psgrad` with these arguments in so many ranks. folder: for what they print."""
+    _import_everything()
     sys.stdout.flush()
     sys.stderr.flush()
     port, began = _free_port(), time.monotonic()
@@ -55,7 +62,7 @@ def run_ranks(folder: Path, size: int, *arguments: str, plant: Plant = lambda ra
         children[child] = rank
     codes: dict[int, tuple[int, float]] = {}
     for _ in range(size):
-        child, status = os.waitpid(-1, 0) if size == 1 else _next_of(set(children) - set(codes))
+        child, status = _next_of(set(children) - set(codes))
         codes[child] = os.waitstatus_to_exitcode(status), time.monotonic() - began
     return [
         EndedRank(
@@ -68,16 +75,30 @@ def run_ranks(folder: Path, size: int, *arguments: str, plant: Plant = lambda ra
     ]
 
 
-def hasty(monkeypatch: object) -> None:
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ranks take another one for dead after a second, for tests that wait for it."""
-    monkeypatch.setattr(process_group, "_BEAT", 0.05)  # type: ignore[attr-defined]
-    monkeypatch.setattr(process_group, "_SILENCE", 1.5)  # type: ignore[attr-defined]
-    monkeypatch.setattr(process_group, "_HURRIED", 1.0)  # type: ignore[attr-defined]
+    monkeypatch.setattr(process_group, "_BEAT", 0.05)
+    monkeypatch.setattr(process_group, "_SILENCE", 1.5)
+    monkeypatch.setattr(process_group, "_HURRIED", 1.0)
 
 
 def die() -> None:
     """The death of this process, at once."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@cache
+def _import_everything() -> None:
+    """Else each child would take seconds for it: rules, kernels and accountants are imported at their first
+    use.
+    """
+    params = {"weight": torch.ones(3, 4), "bias": torch.ones(3)}
+
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(F.linear(x, params["weight"], params["bias"]).tanh(), y)
+
+    per_sample_gradients(loss, params, torch.ones(2, 4), torch.tensor([0, 1])).square_norms()
+    epsilon_rdp([(StepEvent(2.0, Sampling("poisson", sample_rate=0.5), "add_or_remove_one"), 1)], 0.01)
 
 
 def _next_of(children: set[int]) -> tuple[int, int]:

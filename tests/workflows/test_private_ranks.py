@@ -23,7 +23,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from psgrad.engine.execution import process_group
+from psgrad.engine.execution import rank_tensors
 from psgrad.engine.execution.process_group import RankGroup
 from psgrad.engine.privacy import rank_steps
 from psgrad.engine.privacy.accounting import Epsilon
@@ -32,7 +32,8 @@ from psgrad.engine.privacy.record_draws import RecordDraws
 from psgrad.engine.privacy.snapshot import Snapshot
 from psgrad.engine.privacy.step import PrivateTraining
 from psgrad.errors import EXIT_RUNTIME, EXIT_TERMINATED, DataError
-from psgrad.storage import Ledger
+from psgrad.storage import Ledger, PrivateRunFolder
+from psgrad.storage.private_runs import WARNING
 from psgrad.workflows import dp_step, private_ranks, private_setup
 from tests.forked_ranks import EndedRank, Plant, die, hasty, run_ranks
 from tests.private_workplace import EXACT, PrivateWorkplace
@@ -204,6 +205,38 @@ def test_records_draw_by_the_key_of_rank_0(
         assert keys[0].hex().encode() not in content
 
 
+@pytest.mark.sweep
+def test_config_of_digits_by_two_ranks_equals_one_process(
+    private: PrivateWorkplace,
+) -> None:
+    """Its factory draws the weights, in float32: sums differ by rounding, and after noise by a step of the
+    grid.
+    """
+    config = str(Path(__file__).parents[2] / "configs" / "digits-dp.yaml")
+    for size in (1, 2):
+        output = private.folder / f"by-{size}"
+        ended = run_ranks(private.folder, size, "dp-step", config, "--output", str(output), *SEEDED)
+        assert ended[0].code == 0, ended[0].err
+    (line,) = private_ledger(private.folder / "by-1")
+    one, two = (released(private.folder / f"by-{size}") for size in (1, 2))
+    for name, value in one.items():
+        bound = line["noise_grid"] if name.startswith("sum ") else 1e-6
+        assert (two[name] - value).abs().max() <= bound, name
+
+
+def test_messages_of_a_rank_are_private_and_wait_for_the_folder(tmp_path: Path) -> None:
+    """They may say how many records a rank has."""
+    folder = PrivateRunFolder(tmp_path / "out")
+    messages = private_ranks._Messages(folder, 3)
+    messages("memory ran out with 17 records")
+    assert not folder.path.exists()
+    PrivateRunFolder.create(folder.path)
+    messages.begin()
+    messages("8 records at a time")
+    lines = (folder.path / "private/NOT_PRIVATE_rank-3.log").read_text().splitlines()
+    assert lines == [WARNING, "memory ran out with 17 records", "8 records at a time"]
+
+
 # -- mistakes ------------------------------------------------------------------------------------------------
 
 
@@ -346,11 +379,11 @@ MOMENTS = {
     "rank 0 after the ledger": (0, dp_step.Run, "pay", 2, True, 2),
     "rank 0 before the update": (0, PrivateTraining, "update", 2, False, 2),
     "rank 0 before it sends weights": (0, LeadingRank, "_send", 2, False, 1),
-    "rank 0 while it sends weights": (0, process_group.dist, "broadcast", 20, True, 1),
-    "rank 0 while it receives": (0, process_group.dist, "recv", 20, True, 1),
+    "rank 0 while it sends weights": (0, rank_tensors.dist, "send", 8, True, 1),
+    "rank 0 while it receives": (0, rank_tensors.dist, "recv", 5, True, 1),
     "rank 1 before its share": (1, rank_steps, "_computed", 2, False, 1),
     "rank 1 after its share": (1, rank_steps, "_computed", 2, True, 1),
-    "rank 1 while it sends its share": (1, process_group.dist, "send", 20, True, 1),
+    "rank 1 while it sends its share": (1, rank_tensors.dist, "send", 5, True, 1),
     "rank 1 while it loads": (1, private_ranks, "private_hashes", 1, False, 0),
 }
 BY_DEFAULT = {"rank 0 before the ledger", "rank 0 after the ledger", "rank 1 while it sends its share"}
@@ -362,7 +395,6 @@ BY_DEFAULT = {"rank 0 before the ledger", "rank 0 after the ledger", "rank 1 whi
 )
 def test_rank_dies_and_the_ledger_has_what_was_learned(private: PrivateWorkplace, moment: str) -> None:
     rank, owner, name, at, after, paid = MOMENTS[moment]
-    private.privacy["checkpoint_every"] = 1
     plant = noting_what_is_learned(private.folder, dying(rank, owner, name, at, after))
     ended = ranks(private, 2, "--steps", "4", plant=plant)
     assert ended[rank].code == -signal.SIGKILL

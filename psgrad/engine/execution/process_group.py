@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from psgrad.engine.execution import rank_tensors
 from psgrad.engine.execution.ranks import Arrays, Result, step_within
 from psgrad.errors import DistributedError, PsgradError, error_of
 
@@ -66,6 +67,7 @@ class RankGroup:
         self.rank, self.size, self.leads, self._store = rank, size, rank == 0, _Reached(store)
         self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}
         self._hurried, self._turns = False, Counter[str]()
+        self._whole = True  # whether no message was broken off
         self._stopped = threading.Event()
         self._beating = threading.Thread(target=self._beat, daemon=True)
         self._beating.start()
@@ -96,7 +98,8 @@ class RankGroup:
             end = time.monotonic() + _LEAVING
             while self.rank == 0 and self._store.add("left", 0) < self.size and time.monotonic() < end:
                 time.sleep(_SHORTEST_POLL)
-        dist.destroy_process_group()
+        if self._whole:  # else it may wait for minutes for a message that does not come
+            dist.destroy_process_group()
 
     def fail(self, message: str) -> bool:
         """Let the others know that this rank has failed, and why; returns whether it was the first."""
@@ -142,18 +145,16 @@ class RankGroup:
     def reduce(self, name: str, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
         """In pairs of ranks, then pairs of pairs: the time grows with the logarithm of their number."""
         self.meet(f"{name}.reduce")
-        with self._connected():
-            return self._reduced(state, merge)
-
-    def _reduced(self, state: Callable[[], Arrays], merge: Callable[[Arrays], None]) -> Arrays:
         for source in self._sources():
-            merge(dict(self._received(source)))
+            merge(self._received(source))
         if self.rank:
-            self._send(state(), self._receiver)
+            self._send(state(), [self._receiver])
         return self._broadcast(state() if self.rank == 0 else {})
 
     def _sources(self) -> Iterator[int]:
-        """The ranks that send to this one where all is gathered on rank 0, in pairs."""
+        """The ranks that send to this one where all is gathered on rank 0, in pairs. What rank 0 sends to all
+        goes the other way, the last of them first.
+        """
         step = 1
         while step < self.size and self.rank % (2 * step) == 0:
             if self.rank + step < self.size:
@@ -172,8 +173,7 @@ class RankGroup:
             self._store.add(key, 1)
         else:
             self._wait_for(lambda: self._store.add(key, 0) >= self._turns[name])
-        with self._connected():
-            return self._broadcast(arrays if self.rank == 0 else {})
+        return self._broadcast(arrays)
 
     def collect(
         self, name: str, state: Callable[[], Arrays], add: Callable[[str, torch.Tensor], None]
@@ -184,12 +184,9 @@ class RankGroup:
         self._store.add(key, 1)
         self._wait_for(lambda: self._store.add(key, 0) >= self._turns[name] * self.size)
         for source in self._sources():
-            with self._connected():
-                for each, value in self._received(source):
-                    add(each, value)
+            self._received(source, add)
         if self.rank:
-            with self._connected():
-                self._send(state(), self._receiver)
+            self._send(state(), [self._receiver])
 
     def texts(self, name: str, text: str) -> list[str]:
         self._store.set(f"text.{name}.{self.rank}", text)
@@ -233,17 +230,45 @@ class RankGroup:
 
     def gathered(self, what: str, own: Arrays) -> list[Arrays]:
         self.meet(self.step(what))
-        with self._connected():
-            return self._gathered(own)
+        found: list[Arrays] = []
+        self._exchange(lambda: found.extend(rank_tensors.gathered(own, self.rank, self.size)))
+        return found
 
     def hurry(self) -> None:
         self._hurried = True
 
-    @contextmanager
-    def _connected(self) -> Iterator[None]:
-        """Raises DistributedError where a connection is lost, with the rank that has failed or died."""
+    # -- tensors ---------------------------------------------------------------------------------------------
+
+    def _send(self, state: Arrays, to: Sequence[int]) -> None:
+        self._exchange(lambda: rank_tensors.send(state, to))
+
+    def _received(self, source: int, add: Callable[[str, torch.Tensor], None] | None = None) -> Arrays:
+        """What another rank sends; nothing where `add` takes each tensor."""
+        found: Arrays = {}
+
+        def take() -> None:
+            for name, value in rank_tensors.received(source):
+                (found.__setitem__ if add is None else add)(name, value)
+
+        self._exchange(take)
+        return found
+
+    def _broadcast(self, arrays: Arrays) -> Arrays:
+        """The tensors of rank 0, on each rank's CPU."""
+        onwards = list(self._sources())[::-1]
+        if self.rank == 0:
+            self._send(arrays, onwards)
+            return {name: value.detach().cpu() for name, value in arrays.items()}
+        found: Arrays = {}
+        self._exchange(lambda: found.update(rank_tensors.received(self._receiver, onwards)))
+        return found
+
+    def _exchange(self, exchange: Callable[[], None]) -> None:
+        """Send or receive. Raises DistributedError with the rank that has failed or died."""
+        self._whole = False
         try:
-            yield
+            rank_tensors.watched(exchange, self._require_others, _POLL)
+            self._whole = True
         except RuntimeError as error:
             self.hurry()
             end = time.monotonic() + 2 * _HURRIED
@@ -255,6 +280,8 @@ class RankGroup:
                 cause="the network is down, or a rank was killed and started again",
                 next_step="run again with --resume",
             ) from error
+
+    # -- waiting ---------------------------------------------------------------------------------------------
 
     def _wait(self, key: str) -> None:
         """Wait until the key is there. Raises DistributedError where a rank has failed or died."""
@@ -296,83 +323,3 @@ class RankGroup:
                 self._store.set(f"alive.{self.rank}", str(time.monotonic()))
                 if self._stopped.wait(_BEAT):
                     return
-
-    # -- tensors ---------------------------------------------------------------------------------------------
-
-    def _send(self, state: Arrays, to: int) -> None:
-        words = _described(state)
-        dist.send(torch.tensor([len(words)]), to)
-        dist.send(words, to)
-        for value in state.values():
-            if value.numel():
-                dist.send(_as_bytes(_on_cpu(value)), to)
-
-    def _received(self, source: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each name and tensor that another rank sends, one after another."""
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, source)
-        words = torch.zeros(int(length), dtype=torch.uint8)
-        dist.recv(words, source)
-        for name, value in _empty(words):
-            if value.numel():
-                dist.recv(_as_bytes(value), source)
-            yield name, value
-
-    def _gathered(self, own: Arrays) -> list[Arrays]:
-        """All tensors of a rank go as one row of bytes, all rows as long as the longest."""
-        own = {name: _on_cpu(value) for name, value in own.items()}
-        words = _described(own)
-        numbers = torch.cat([words, *(_as_bytes(value) for value in own.values())])
-        sizes = [torch.zeros(2, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(words), len(numbers)]))
-        longest = max(int(total) for _, total in sizes)
-        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(rows, torch.cat([numbers, numbers.new_zeros(longest - len(numbers))]))
-        return [_read(row, int(length)) for row, (length, _) in zip(rows, sizes, strict=True)]
-
-    def _broadcast(self, state: Arrays) -> Arrays:
-        words = _described(state)
-        length = torch.tensor([len(words)])
-        dist.broadcast(length, 0)
-        if self.rank:
-            words = torch.zeros(int(length), dtype=torch.uint8)
-        dist.broadcast(words, 0)
-        own = ((key, _on_cpu(value)) for key, value in state.items())
-        result: Arrays = {}
-        for key, value in own if self.rank == 0 else _empty(words):
-            if value.numel():
-                dist.broadcast(_as_bytes(value), 0)
-            result[key] = value
-        return result
-
-
-def _on_cpu(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().cpu().contiguous()
-
-
-def _described(state: Arrays) -> torch.Tensor:
-    """Names, shapes and types of the tensors, as bytes."""
-    facts = [
-        [name, list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in state.items()
-    ]
-    return torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
-
-
-def _as_bytes(value: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes: gloo does not know all types."""
-    return value.reshape(-1).view(torch.uint8)
-
-
-def _empty(words: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, shape, dtype in json.loads(words.numpy().tobytes()):
-        yield name, torch.empty(shape, dtype=getattr(torch, dtype))
-
-
-def _read(row: torch.Tensor, length: int) -> Arrays:
-    """The tensors of a row of bytes, of which the first `length` describe them."""
-    result, start = dict(_empty(row[:length])), length
-    for value in result.values():
-        size = value.numel() * value.element_size()
-        _as_bytes(value).copy_(row[start : start + size])
-        start += size
-    return result
