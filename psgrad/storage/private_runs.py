@@ -3,6 +3,7 @@
 manifest.json               public: the command, its state, the config, versions
 checkpoint.safetensors      public: where the run can go on, made of noisy sums alone
 public/                     ledger.jsonl, the weights, the epsilon
+logs/rank-K.log             of several processes: the numbers of the steps, and nothing of the data
 private/NOT_PRIVATE_*       norms, losses, timings, the data's fingerprint: for the owner only
 """
 

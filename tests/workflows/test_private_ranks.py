@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -414,6 +416,38 @@ def test_rank_dies_and_the_ledger_has_what_was_learned(private: PrivateWorkplace
     assert len(private.ledger("step")) == paid + 2
     if rank:  # rank 0 saved what was paid for
         assert private.ledger("resume")[0]["checkpoint_step"] == paid
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("seed", range(10))
+def test_rank_dies_at_any_time(private: PrivateWorkplace, seed: int) -> None:
+    """Of three ranks one dies, and again one of those that go on."""
+    private.privacy |= {"steps": 1000, "noise": {"multiplier": 9.0}}
+    random_source = random.Random(seed)
+    for attempt in range(2):
+        size = random_source.choice([2, 3])
+        victim, delay = random_source.randrange(size), 0.6 + random_source.random()
+        (private.folder / "learned-1").unlink(missing_ok=True)
+        before = len(private.ledger("step")) if attempt else 0
+
+        def plant(rank: int, victim: int = victim, delay: float = delay) -> None:
+            if rank == victim:
+                threading.Timer(delay, die).start()
+
+        go_on = ["--resume"] if (private.run_folder / "public/ledger.jsonl").exists() else []
+        plant = noting_what_is_learned(private.folder, plant)
+        ended = ranks(private, size, "--steps", "all", *go_on, plant=plant)
+        assert ended[victim].code == -signal.SIGKILL, ended[victim].err
+        others = [rank for rank in range(size) if rank != victim]
+        assert [ended[rank].code for rank in others] == [EXIT_RUNTIME] * (size - 1), ended
+        assert max(ended[rank].seconds for rank in others) - ended[victim].seconds < 30
+        learned = private.folder / "learned-1"
+        assert int(learned.read_text() if learned.exists() else 0) <= len(private.ledger("step"))
+        assert len(private.ledger("step")) >= before
+    paid = len(private.ledger("step"))
+    succeeded(private, 2, "--resume", "--steps", "3")
+    assert len(private.ledger("step")) == paid + 3
 
 
 def test_error_of_a_rank_stops_the_step_unpaid(private: PrivateWorkplace) -> None:
