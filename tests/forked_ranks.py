@@ -116,6 +116,7 @@ def _be_the_rank(
     """Never returns: the child must not go on with the tests of its parent."""
     code = 99
     try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest has a handler of its own
         signal.alarm(_SECONDS)
         torch.set_num_threads(1)  # the parent's other threads were not forked
         for name, descriptor in (("stdout", 1), ("stderr", 2)):
