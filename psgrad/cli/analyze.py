@@ -177,11 +177,19 @@ def _say(result: AnalyzeResult, quiet: bool, verbose: bool) -> None:
         typer.echo(f"PARTIAL: {which}", err=True)
     typer.echo(summary(result), err=True)
     if verbose:
+        _say_ranks(result)
         for about in ("versions", "engine", "timings"):
             facts: dict[str, Any] = result.manifest.get(about) or {}
             typer.echo(
                 f"{about}: " + ", ".join(f"{key} {_brief(value)}" for key, value in facts.items()), err=True
             )
+
+
+def _say_ranks(result: AnalyzeResult) -> None:
+    from psgrad.workflows.rank_facts import words_for
+
+    for line in words_for(result.manifest["ranks"]) if result.manifest.get("ranks") else ():
+        typer.echo(line, err=True)
 
 
 def _brief(value: object) -> str:

@@ -244,7 +244,8 @@ class RunManifest:
     psgrad.workflows.identity. identity: all that the rows of `psgrad analyze` depend on. run: the hash of
     the identity that the run began with, which its shards have too. limit: of --limit, None for the whole
     dataset. sampled_by: the seed by which its rows were drawn; None for the first ones.
-    ranks: of a private run by several processes, the backend and each process's host, records and seconds.
+    ranks: of a run by several processes, the backend and each process's host, rows (of a private run
+    records) and seconds.
     timings: phase -> seconds. state: running, finished, failed or interrupted.
     """
 

@@ -228,6 +228,7 @@ def analyze(
             outliers=judged.facts,
             engine=engine_facts(record.manifest.engine, stream, norms, processes.parts or processes.size),
             counts=counts_of(frame, start.in_dataset),
+            ranks=measured.ranks,
             timings=clock.seconds,
         )
         verdict = check_samples(frame, facts, folder, gate)

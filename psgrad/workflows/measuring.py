@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -29,6 +29,7 @@ from psgrad.storage import RunFolder
 from psgrad.storage.folders import SHARDS
 from psgrad.storage.shards import Kept, Shard, Shards
 from psgrad.workflows.measures import joined_columns
+from psgrad.workflows.rank_facts import RankWork, rank_facts
 from psgrad.workflows.running import held
 from psgrad.workflows.setup import Setup
 
@@ -49,12 +50,14 @@ class Measured:
     """What all passes said.
 
     table: a row a sample, with all columns of one number a sample. gathered: measure -> what it gathered.
-    rows: every column of every measure, those of more than one number a sample among them.
+    rows: every column of every measure, those of more than one number a sample among them. ranks: what the
+    manifest says of several processes.
     """
 
     table: pd.DataFrame
     gathered: dict[str, Gathered]
     rows: Arrays
+    ranks: dict[str, Any] | None = None
 
 
 class Passes:
@@ -86,6 +89,7 @@ class Passes:
         self.setting, self.stream, self.measures = setting, stream, measures
         self.about, self.folder, self.say = about, folder, say
         self.processes, self.identity, self.prefix = processes, run, prefix
+        self._work = RankWork()
 
     def run(self) -> Measured | None:
         """All passes, and what the measures gathered; None for processes that do not lead. A part of a run
@@ -119,7 +123,8 @@ class Passes:
             for own in measure.passes():
                 self._take(own.name, [], partial(self._own, own))
                 names.append((own.name, f"the pass {own.name}"))
-        return self._gathered(names) if self.processes.leads else None
+        ranks = rank_facts(self.processes, self.prefix, self._work)
+        return replace(self._gathered(names), ranks=ranks) if self.processes.leads else None
 
     def _waits_for_parts(self, again: Sequence[Measure]) -> bool:
         """Whether the second pass has to wait for rows of other parts. Says so."""
@@ -188,9 +193,14 @@ class Passes:
             self._agree_on_chunk_size(pass_name, measures)
         every = self._ranges(name, as_in)
         self._say_progress(name, 0)
+        begun = time.monotonic()
         for rows in self.processes.ranges(pass_name, every, stored):
             self._compute(rows, shards, measures, run(rows), about, name)
+            self._work.rows += len(rows)
+        ended = time.monotonic()
         self.processes.meet(pass_name)
+        self._work.seconds += ended - begun
+        self._work.waited += time.monotonic() - ended
         self.say(Progress(self._total, self._total, pass_name))
 
     def _compute(

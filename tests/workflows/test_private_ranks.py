@@ -426,7 +426,7 @@ def test_rank_dies_at_any_time(private: PrivateWorkplace, seed: int) -> None:
     """A rank dies, and one of those that resume."""
     private.privacy.update({"steps": 1000, "noise": {"multiplier": 9.0}})
     random_source = random.Random(seed)
-    for attempt in range(2):
+    for _ in range(2):
         size = random_source.choice([2, 3])
         victim, delay = random_source.randrange(size), 0.6 + random_source.random()
         (private.folder / "learned-1").unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -14,7 +15,7 @@ import pytest
 import yaml
 
 from tests.workflows.same_runs import assert_same_runs
-from tests.workplace import Workplace
+from tests.workplace import ROWS, Workplace
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MEASURES = ["noise_scale", "signal_to_noise", "relative_norm", "cosine_to_class_mean", "loo_mean_change"]
@@ -59,10 +60,19 @@ def place(workplace: Workplace) -> Workplace:
 @pytest.mark.timeout(120)
 def test_two_processes_equal_one(place: Workplace) -> None:
     place.config["analyze"] = {"measures": [*MEASURES, {"name": "covariance_spectrum", "exact_up_to": 0}]}
-    outcome = run(place, "--processes", "2", "--output", "two")
+    outcome = run(place, "--processes", "2", "--output", "two", "-v")
     assert outcome.returncode == 0, outcome.stderr
     assert outcome.stdout.count("two\n") == 1  # one process alone prints
     assert (place.folder / "two/logs/rank-1.log").exists()
+    ranks = json.loads((place.folder / "two/manifest.json").read_text())["ranks"]
+    assert (ranks["processes"], ranks["backend"]) == (2, "gloo")
+    assert 0 < ranks["balance"] <= 1
+    assert [each["rank"] for each in ranks["each"]] == [0, 1]
+    assert sum(each["rows"] for each in ranks["each"]) == 2 * ROWS  # in two passes
+    assert [line.split()[:2] for line in outcome.stderr.splitlines() if line.startswith("rank ")] == [
+        ["rank", "0"],
+        ["rank", "1"],
+    ]
     place.succeeded("--no-report")
     assert_same_runs(place.folder / "out", place.folder / "two")
 
