@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,7 +36,44 @@ OPTION = "--processes"
 
 def in_a_group() -> bool:
     """Whether the environment says that this process is one of several."""
+    take_slurm(os.environ)
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE") or 1) > 1
+
+
+# Ports from here on are for users' programs, and as many are tried by a job's number.
+_FIRST_PORT, _PORTS = 20_000, 10_000
+
+
+def take_slurm(environment: MutableMapping[str, str]) -> None:
+    """Where srun started this process as one of several, say so as torchrun does.
+
+    Source: https://slurm.schedmd.com/srun.html, output environment variables.
+    """
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if "RANK" in environment or "SLURM_PROCID" not in environment or tasks == "1":
+        return
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "localhost")
+    here = environment.get("SLURM_STEP_TASKS_PER_NODE", tasks).partition(",")[0].partition("(")[0]
+    job = int(environment.get("SLURM_JOB_ID", 0)) + int(environment.get("SLURM_STEP_ID", 0))
+    found = {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": here,
+        "MASTER_ADDR": first_host(hosts),
+        "MASTER_PORT": str(_FIRST_PORT + job % _PORTS),
+    }
+    for name, value in found.items():
+        environment.setdefault(name, value)
+
+
+def first_host(hosts: str) -> str:
+    """The first of a list of hosts as SLURM writes it: node01 of node[01-04,07],other."""
+    name, bracket, rest = hosts.partition("[")
+    if not bracket or "," in name:
+        return hosts.partition(",")[0]
+    inside, _, after = rest.partition("]")
+    return name + inside.partition(",")[0].partition("-")[0] + after.partition(",")[0]
 
 
 def require_one(command: str) -> None:

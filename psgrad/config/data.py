@@ -88,7 +88,6 @@ _READ_WITH = {
     ("size", "crop", "mean", "std"): ("image", "images"),
     ("stack",): ("inputs",),
     ("workers",): ("factory",),
-    ("stream_rows",): ("streaming", "factory"),
 }
 
 

@@ -12,6 +12,7 @@ import torch
 from psgrad.errors import UnreadableRow
 from psgrad.inputs.loss import Criterion
 from psgrad.inputs.rows import Block, Samples
+from psgrad.inputs.sources.files import require_unchanged
 from psgrad.inputs.targets import check_targets
 from psgrad.ragged import joined
 
@@ -35,7 +36,8 @@ class CheckedReader:
         contents: [n], a digest of each row's values; empty text for rows that are not read yet.
         lengths: [n], how many positions of each row count; zero for rows that are not read yet.
 
-    Targets that are at hand are checked at once. Raises DataError and LossError for targets that do not fit.
+    Targets that are at hand are checked at once. Raises DataError and LossError for targets that do not fit,
+    and DataError for rows of a file that was changed since the dataset was loaded.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class CheckedReader:
                 if not self._goes_on:
                     raise
                 block = joined([self._one(row) for row in range(start, stop)])
+        require_unchanged(self.samples.stamps)
         if not self._known:
             check_targets(self.criterion, block.target, self.classes, first_row=start)
             self._note(slice(start, stop), block.target)
@@ -85,6 +88,7 @@ class CheckedReader:
                 if not self._goes_on:
                     raise
                 block = joined([self._one(int(row)) for row in rows])
+        require_unchanged(self.samples.stamps)
         if not self._known and block.target is not None:
             for place, row in enumerate(rows):  # one by one: a message names the row
                 check_targets(

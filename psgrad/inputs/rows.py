@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from psgrad.errors import DataError
-from psgrad.inputs.sources.files import not_numbers
+from psgrad.inputs.sources.files import Stamp, not_numbers
 from psgrad.inputs.sources.tables import runs
 from psgrad.ragged import Block as Block
 from psgrad.ragged import RaggedAxes, joined
@@ -42,9 +42,9 @@ class Samples(ABC):
     manifest. class_names: of the classes 0, 1, 2, ... where the data or the model's folder tells them.
     labels_are_positions: whether a label is a position of the input, so that their number differs from row to
     row. ungrouped: the dataset of rows, where samples are groups of its rows; group_sizes and agreed_targets
-    are those of GroupedSamples. reading: to be held by whoever reads, where several may; a dataset need not
-    be made for threads. Rows
-    are counted from 0, in messages too.
+    are those of GroupedSamples. stamps: of the files that each pass reads. reading: to be held by whoever
+    reads, where several may; a dataset need not be made for threads. Rows are counted from 0, in messages
+    too.
     """
 
     keywords: tuple[str, ...] = ()
@@ -59,6 +59,7 @@ class Samples(ABC):
     ungrouped: Samples | None = None
     group_sizes: Array | None = None
     agreed_targets: Array | None = None
+    stamps: tuple[Stamp, ...] = ()
 
     def __init__(
         self, ids: Array | None, targets: Array | None, fingerprint: str, units: Array | None = None

@@ -47,12 +47,14 @@ def rank_samples(
     score: str = "grad_norm",
     tail: str = "upper",
     labels: Array | None = None,
+    ignored: Array | None = None,
 ) -> pd.DataFrame:
     """Add what the scores say about each other: log_norm, rank, percentile, is_outlier_issue, reasons and
     status.
 
     `score` is a column, `tail` its suspect end. Rows whose loss or norm is not finite are 'nonfinite', those
-    without a score, or without a position that counts (a length of 0), 'skipped'. Both are unranked, and
+    without a score, without a position that counts (a length of 0), or `ignored` by the loss [n], 'skipped'.
+    Both are unranked, and
     nonfinite rows are always in the review list. The rest of the list are the ceil(review_fraction * ranked
     rows) most suspect, so it is never empty on a healthy model: a list to look at, not a verdict. Samples
     with a gradient of exactly zero are named, but never reviewed for a large norm. Ties are ranked in dataset
@@ -71,6 +73,8 @@ def rank_samples(
     with np.errstate(divide="ignore"):
         log_norm = norm.where(finite).map(np.log10)
     counts = finite & (frame["length"] > 0 if "length" in frame else True)
+    ignored = np.zeros(len(frame), bool) if ignored is None else ignored
+    counts &= ~ignored
     suspect = (log_norm if score == "log_norm" else frame[score].astype("float64")).where(counts) * (
         1 if tail == "upper" else -1
     )
@@ -84,9 +88,10 @@ def rank_samples(
         in_review &= norm > 0
     end, of = ("largest" if tail == "upper" else "smallest"), ("gradient norms" if score in NORMS else score)
     reasons = np.select(
-        [~finite, ~counts, ~ranked, in_review, norm == 0],
+        [~finite, ignored, ~counts, ~ranked, in_review, norm == 0],
         [
             "loss or gradient is not finite",
+            "not judged: the loss ignores its label",
             "not judged: no position of it counts in the loss",
             f"not judged: {score} is undefined",
             f"among the {end} {100 * review_fraction:.3g} % of {of}",
@@ -120,6 +125,7 @@ def judge(
     reference: Reference | None = None,
     rows: Array | None = None,
     base: Path = Path(),
+    ignored: Array | None = None,
 ) -> Judged:
     """Rank all samples, and decide which are outliers.
 
@@ -133,6 +139,7 @@ def judge(
         reference: of trusted samples, with the scores that `outliers.score` names.
         rows: [n, k] projected gradients, if there are detectors.
         base: the folder that the files of detectors are relative to.
+        ignored: [n] bool, the samples whose label the loss ignores; None for none.
 
     Raises ConfigError for a missing score or group, or a detector without its rows.
     """
@@ -149,7 +156,7 @@ def judge(
         labels, small = join_small(
             labels, labels if reference is None else reference.labels, outliers.min_group
         )
-    ranked = rank_samples(frame, config.review_fraction, outliers.score, outliers.tail, labels)
+    ranked = rank_samples(frame, config.review_fraction, outliers.score, outliers.tail, labels, ignored)
     z, without_z = robust_z(ranked["log_norm"].to_numpy("float64"), labels)
     ok = (ranked["status"] == "ok").to_numpy(bool)
     in_both = np.zeros(len(frame), bool)

@@ -20,8 +20,7 @@ from psgrad.engine.measures.norms import GradientNorms
 from psgrad.errors import ConfigError, DistributedError
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.shown import input_of, vocabulary_of
-from psgrad.inputs.sources.files import Stamp, require_unchanged
-from psgrad.inputs.sources.source import files_read_again
+from psgrad.inputs.sources.files import require_unchanged
 from psgrad.quality.gates import share_of
 from psgrad.reports.analyze_page import write_report
 from psgrad.results import (
@@ -64,8 +63,7 @@ _RUN = "run"  # what processes agree on: the hash by which the run's shards are 
 class Prepared:
     """A run whose model, data and measures are loaded.
 
-    setting, every: of the measures. in_dataset: rows of the whole dataset. stamps: of the files that are read
-    again.
+    setting, every: of the measures. in_dataset: rows of the whole dataset.
     """
 
     run: Setup
@@ -75,7 +73,6 @@ class Prepared:
     in_dataset: int
     limit: int | float | None
     sample: bool
-    stamps: list[Stamp]
 
     @property
     def stream(self) -> Stream:
@@ -118,7 +115,6 @@ def prepared(
         require_limit(limit)
         read_ahead(run.samples, 0, progress)  # ids, where rows hold them
         run = run.with_drawn_rows(count, config.analyze.seed)
-    stamps = [Stamp.of(file) for file in files_read_again(config.data, config.base)]
     if read_all:
         read_ahead(run.samples, count, progress)
     run = run.with_rows_described()
@@ -128,7 +124,7 @@ def prepared(
     judging = Judging(run, measures)
     if read_all:
         judging.read_ahead(progress)
-    return Prepared(run, setting, every, judging, in_dataset, limit, sample, stamps)
+    return Prepared(run, setting, every, judging, in_dataset, limit, sample)
 
 
 def new_folder(output: Path, run: Setup, overwrite: bool) -> RunFolder:
@@ -206,7 +202,7 @@ def analyze(
             assert measured is not None, "the process that leads has what all have measured"
             trusted_by = OneProcess() if processes.parts is not None else processes
             reference = start.judging.reference(folder, progress, trusted_by, begun_as)
-            require_unchanged(start.stamps)
+            require_unchanged(run.samples.stamps)
         with clock("tables"):
             judged = start.judging.judge(measured, reference)
             frame = judged.frame

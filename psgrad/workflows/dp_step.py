@@ -30,6 +30,7 @@ from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.snapshot import Snapshot, tensors_of
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining, make_optimizer
 from psgrad.errors import ConfigError, DistributedError
+from psgrad.inputs.models.adapters import adapter_files
 from psgrad.reports.privacy import live_words
 from psgrad.reports.privacy_plots import write_plots
 from psgrad.reports.words import count
@@ -66,6 +67,7 @@ from psgrad.workflows.private_statement import (
 from psgrad.workflows.running import Clock, describe_run, held, recorded
 
 MODEL, NOISY_SUM, STATEMENT = "model.safetensors", "noisy_sum.safetensors", "step.json"
+ADAPTER = "adapter"  # the folder of the adapters, where the model has some
 _STEPS = "steps.parquet"
 # Norms of so many of the latest records are kept for their histogram.
 _NORMS = 10_000
@@ -307,6 +309,9 @@ class Run:
         step = self.statement.step(self.ledger, final=True, model_sha256=hashlib.sha256(model).hexdigest())
         self.folder.write_public_json(STATEMENT, step)
         self.folder.write_public_bytes(MODEL, model)
+        if self.setup.run.config.model.adapter is not None:
+            for name, content in adapter_files(self.setup.run.model, self._state()).items():
+                self.folder.write_public_bytes(f"{ADAPTER}/{name}", content)
         if self._latest:
             said = {
                 "step": str(self.training.taken),
@@ -348,13 +353,14 @@ class Run:
 
     def _model_bytes(self) -> bytes:
         """The whole state dict as safetensors; tensors that share memory are written once for each name."""
+        return save(self._state())
+
+    def _state(self) -> dict[str, torch.Tensor]:
         _, state = self.setup.began.tensors()
-        return save(
-            {
-                name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
-                for name, value in state.items()
-            }
-        )
+        return {
+            name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, value in state.items()
+        }
 
     def _due(self) -> bool:
         privacy = self.setup.privacy

@@ -18,8 +18,7 @@ from psgrad.engine.influence.ranking import divisor
 from psgrad.engine.influence.solvers.costs import solved_products
 from psgrad.errors import InfluenceError
 from psgrad.inputs.shown import input_of
-from psgrad.inputs.sources.files import Stamp, require_unchanged
-from psgrad.inputs.sources.source import files_read_again
+from psgrad.inputs.sources.files import require_unchanged
 from psgrad.reports.words import duration
 from psgrad.results import InfluenceResult, Progress, Say
 from psgrad.results.influence import (
@@ -79,7 +78,6 @@ def influence(
     progress(LOADING)
     with clock("load"):
         setup = set_up_influence(config, warnings, progress, processes)
-        stamps = [Stamp.of(file) for file in files_read_again(config.data, config.base)]
     run = setup.run
     store = None if config.influence.index is None else open_index(config, run)
     if store is not None:
@@ -95,7 +93,7 @@ def influence(
     manifest = replace(describe_run("influence", run, check, specs), influence=asked)
     with recorded(folder, manifest, clock) as record:
         scored = scored_by_all(setup, store, matrix, clock, warnings, progress)
-        require_unchanged(stamps)
+        require_unchanged(run.samples.stamps)
         removals = scored.removals
         found = replace(
             asked,

@@ -107,7 +107,10 @@ class Judging:
             )
             reference = replace(reference, caveats=(*reference.caveats, said))
         config = self._run.config
-        return judge(frame, config.analyze, reference, _rows_of(measured), config.base)
+        ignored = None
+        if self._run.criterion.kind == "class" and "target" in frame:
+            ignored = frame["target"].to_numpy() == self._run.criterion.ignore_index
+        return judge(frame, config.analyze, reference, _rows_of(measured), config.base, ignored)
 
     def _require_known(self) -> None:
         """Raises ConfigError for a score or a group that no column will be; columns that a measure does not

@@ -275,7 +275,6 @@ def test_all_problems_at_once_with_their_lines(tmp_path: Path) -> None:
                 "mean: [1, 2, 3]",
                 "std: [1, 2, 3]",
                 "workers: 2",
-                "stream_rows: 9",
             )
         ),
         (

@@ -69,6 +69,7 @@ def test_a_folder_for_each_class(folder: Path) -> None:
     assert samples.targets is not None
     assert samples.targets.tolist() == [0, 1, 1]
     assert samples.class_names == ("cat", "dog")
+    assert samples.ids.tolist() == ["cat/c.png", "dog/a2.png", "dog/b1.png"]
     assert samples.notes[0] == "label: labels in sorted order: 0 cat, 1 dog"
     block = samples.read(0, 3)
     assert block.target is not None

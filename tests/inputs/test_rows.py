@@ -97,6 +97,15 @@ def test_jsonl_blank_lines_are_no_rows_and_places_name_the_line(tmp_path: Path) 
     ]
 
 
+def test_key_that_comes_twice_is_an_error_in_json(tmp_path: Path) -> None:
+    """json itself takes the last of them."""
+    (tmp_path / "data.jsonl").write_text('{"x": 1}\n{"x": 2, "y": {"a": 1, "a": 2}}\n')
+    message = error(tmp_path, "data.jsonl", inputs="x")
+    assert "data.jsonl, line 2 is no JSON: the key 'a' comes twice" in message
+    (tmp_path / "data.json").write_text('[{"x": 1, "x": 2}]')
+    assert "data.json is no JSON: the key 'x' comes twice" in error(tmp_path, "data.json", inputs="x")
+
+
 def test_jsonl_types_that_later_rows_widen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "_ROWS_PER_PART", 2)
     values = [{"x": None, "v": []}, {"x": 1}, {"x": 2, "v": [1]}, {"x": 2.5, "v": [0.5], "s": {"a": 1}}]

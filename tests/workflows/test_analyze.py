@@ -540,7 +540,11 @@ def test_labels_to_ignore_and_class_weights(quick: Workplace) -> None:
     quick.succeeded()
     frame = quick.samples()
     assert frame.loc[4, ["loss", "grad_norm"]].tolist() == [0, 0]
-    assert frame.loc[4, "reasons"] == "gradient is exactly zero"
+    assert frame.loc[4, ["status", "reasons"]].tolist() == [
+        "skipped",
+        "not judged: the loss ignores its label",
+    ]
+    assert frame["rank"].notna().sum() == len(frame) - 1
 
 
 def test_peak_memory_does_not_grow_with_the_dataset(workplace: Workplace) -> None:

@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from PIL import Image
 from safetensors.numpy import save_file
 
 from psgrad.engine.measures.passes import SecondPass
+from psgrad.engine.privacy.step import PrivateTraining
+from psgrad.inputs.sources.table_samples import TableSamples
 from tests.workplace import Workplace
 
 IMAGES = """
@@ -100,6 +103,49 @@ def test_a_file_that_is_changed_between_passes(
     monkeypatch.undo()
     monkeypatch.chdir(workplace.folder)
     assert workplace.analyze("--no-report", "--resume").code == 0  # it holds the same rows
+
+
+@pytest.mark.parametrize("command", ["index", "dp-step"])
+def test_a_file_that_is_changed_while_other_commands_read_it(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """The rows that were read since are in no result."""
+    path = workplace.folder / "data.parquet"
+    frame = pd.DataFrame({"a": workplace.arrays["x"][:, 0], "y": workplace.arrays["y"]})
+    frame.to_parquet(path)
+    workplace.use_model("def Model():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Linear(1, 3))\n")
+    workplace.config["data"] = {"path": path.name, "inputs": ["a"], "target": "y"}
+    workplace.config["engine"] = {"chunk_size": 4, "verify": 0}
+    workplace.config["influence"] = {"index": {"path": "index", "rows_per_shard": 8, "dimension": 4}}
+    workplace.config["privacy"] = {
+        "steps": 1,
+        "delta": 1e-5,
+        "expected_batch_size": 12,
+        "sampling": {"scheme": "poisson", "sample_rate": 0.5},
+        "clipping": {"norm": 1.0},
+        "noise": {"multiplier": 1.0},
+        "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1}},
+    }
+    (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
+    arguments = ["influence", "index"] if command == "index" else ["dp-step"]
+    kind: Any = TableSamples if command == "index" else PrivateTraining
+    name = "read" if command == "index" else "step"
+    original, calls = getattr(kind, name), 0
+
+    def changing(self: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == (6 if command == "index" else 1):
+            frame.assign(y=0).to_parquet(path)
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(kind, name, changing)
+    outcome = workplace.command(*arguments, "config.yaml")
+    outcome.refused(3, "data.parquet was changed while the run read it")
+    if command == "index":
+        assert len(list((workplace.folder / "index").rglob("gradients*"))) == 1
+    else:
+        assert len((workplace.folder / "out/public/ledger.jsonl").read_text().splitlines()) == 1  # its header
 
 
 def test_weights_multiply_losses_and_gradients(workplace: Workplace, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.text_tasks import CASES
 from tests.workplace import run_command
@@ -30,6 +31,20 @@ def write_adapter(model: Path, folder: Path) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), made).save_pretrained(folder)
+
+
+def assert_peft_opens(public: Path, model: Path) -> None:
+    """The adapter on the base model has the weights of the whole."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    opened = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model), str(public / "adapter")
+    ).state_dict()
+    whole = load_file(public / "model.safetensors")
+    assert sum("lora" in name for name in whole) >= 4
+    for name, value in whole.items():
+        assert torch.equal(opened[name], value), name
 
 
 @pytest.mark.parametrize(
@@ -62,6 +77,7 @@ def test_text_task_runs_analyze_influence_and_dp_step_from_one_yaml(
     manifest = json.loads((tmp_path / "analyze" / "manifest.json").read_text())
     if name == "completion":
         assert manifest["model"]["trainable"] < manifest["model"]["parameters"] / 10
+        assert_peft_opens(tmp_path / "dp-step/public", tmp_path / "model")
     if name in ("classification", "tokens"):
         assert manifest["config"]["data"]["class_names"] == ["dull", "fine", "odd"]
 

@@ -36,11 +36,14 @@ class FolderRows(TableRows):
 
 
 def with_names(config: DataConfig, base: Path) -> DataConfig:
-    """The config of a folder of images with the names of its columns: image, and label for its classes."""
+    """The config of a folder of images with the names of its columns: image, label for its classes, and for
+    the id, where none is named, the path of the image.
+    """
     assert config.images is not None
     classes = metadata_of(base / config.images) is None and bool(class_folders(base / config.images))
     target = config.target if config.target is not None or not classes else LABEL
-    return config.model_copy(update={"image": config.image or IMAGE, "target": target})
+    image = config.image or IMAGE
+    return config.model_copy(update={"image": image, "target": target, "id": config.id or image})
 
 
 def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> Rows:
@@ -105,7 +108,8 @@ def _of_metadata(metadata: Path, config: DataConfig, unit: str | None) -> Rows:
     assert isinstance(source, TableSource)
     there = source.header(metadata).names
     file_name = config.image if config.image in there else FILE_NAME
-    found = source.rows(metadata, Wanted.of(config.model_copy(update={"image": file_name}), unit))
+    own = {"image": file_name, "id": file_name if config.id == config.image else config.id}
+    found = source.rows(metadata, Wanted.of(config.model_copy(update=own), unit))
     table = found.read(0, found.count) if found.count else found.schema.empty_table()
     names = [config.image if name == file_name else name for name in table.column_names]
     return FolderRows(table.rename_columns(names), [metadata])

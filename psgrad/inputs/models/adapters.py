@@ -5,7 +5,8 @@ differentiated.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,18 @@ def _made(peft: Any, model: nn.Module, wanted: NewAdapterConfig) -> Adapted:
     count = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
     note = f"a {name} adapter, not merged: its {count:,} parameters require a gradient, and no others"
     return Adapted(adapted, notes=[note], names=[name])
+
+
+def adapter_files(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """The folder of a model's adapters with these weights, as peft writes it: path in it -> content.
+
+    state: the model's state dict.
+    """
+    adapted: Any = model
+    with tempfile.TemporaryDirectory() as place, quiet():
+        adapted.save_pretrained(place, state_dict=dict(state), save_embedding_layers=False)
+        kept = [path for path in sorted(Path(place).rglob("*")) if path.name in (SETTINGS, WEIGHTS[0])]
+        return {path.relative_to(place).as_posix(): path.read_bytes() for path in kept}
 
 
 def _is_linear(module: nn.Module) -> bool:

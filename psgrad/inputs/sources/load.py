@@ -15,9 +15,9 @@ from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.rows import Block, Samples
 from psgrad.inputs.sources.arrays import ArraySamples
 from psgrad.inputs.sources.datasets import DatasetSamples, made_by_factory
-from psgrad.inputs.sources.files import Wanted, require_rows
+from psgrad.inputs.sources.files import Stamp, Wanted, require_rows
 from psgrad.inputs.sources.library_datasets import LibraryRows, is_library_dataset, library_dataset
-from psgrad.inputs.sources.source import ArraySource, TableSource, source_of
+from psgrad.inputs.sources.source import ArraySource, TableSource, files_read_again, source_of
 from psgrad.inputs.sources.streams import StreamedRows, is_library_stream
 from psgrad.inputs.sources.table_samples import TableSamples
 from psgrad.inputs.sources.tables import Rows, joined
@@ -101,6 +101,21 @@ def load_data(
 
     Raises ConfigError where a file, column or factory is not there, DataError where the data can't be used.
     """
+    found = _loaded(config, base, unit, pretrained, kept, criterion, trained_on, allow_download)
+    found.stamps = tuple(Stamp.of(file) for file in files_read_again(config, base))
+    return found
+
+
+def _loaded(
+    config: DataConfig,
+    base: Path,
+    unit: str | None,
+    pretrained: Pretrained | None,
+    kept: Path | None,
+    criterion: Criterion | None,
+    trained_on: Mapping[str, Any] | None,
+    allow_download: bool,
+) -> Samples:
     if config.text is not None or config.prompt is not None or config.messages is not None:
         return _load_texts(config, base, unit, pretrained, kept)
     labels = labels_for(config, criterion)

@@ -220,6 +220,17 @@ def header_of(path: Path, objects: Sequence[Object], rows: int | None) -> DataHe
     return DataHeader(path, names, columns, rows, unusable=unusable)
 
 
+def distinct_keys(pairs: list[tuple[str, Any]]) -> Object:
+    """The object of these keys and values, for `object_pairs_hook`. Raises ValueError for a key that comes
+    twice, of which json would take the last.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} comes twice")
+    return found
+
+
 def word_for(value: object) -> str:
     """What a JSON value is, in words."""
     words = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}

@@ -195,16 +195,25 @@ def _read(folder: Path) -> Any:
                 str(folder), local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # missing libraries, damaged files, unknown classes: each has types of its own
-        if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        if not any((folder / name).exists() for name in ("tokenizer.json", *_SAVED)):
             raise missing from error
         raise DataError(
             f"the tokenizer in {folder} can't be read: {next(iter(str(error).splitlines()), '')}",
             cause="a damaged file, code of its own that psgrad does not run, or a library that is missing",
             next_step="load it with transformers.AutoTokenizer.from_pretrained to see more",
         ) from error
-    if not any((folder / name).exists() for name in ("tokenizer.json", *inner.vocab_files_names.values())):
+    # Of bytes or characters there is no vocabulary to be saved.
+    files = (
+        "tokenizer.json",
+        *inner.vocab_files_names.values(),
+        *(() if inner.vocab_files_names else _SAVED),
+    )
+    if not any((folder / name).exists() for name in files):
         raise missing
     return inner
+
+
+_SAVED = ("tokenizer_config.json",)
 
 
 def _pad_token(inner: Any, config: Any) -> tuple[int, list[str]]:

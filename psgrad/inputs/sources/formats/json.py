@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow import damage_told
 from psgrad.inputs.sources.files import Wanted, open_text
-from psgrad.inputs.sources.objects import header_of, object_rows, word_for
+from psgrad.inputs.sources.objects import distinct_keys, header_of, object_rows, word_for
 from psgrad.inputs.sources.source import DataHeader, TableSource
 from psgrad.inputs.sources.tables import Rows
 
@@ -33,13 +33,15 @@ class JSON(TableSource):
 def _objects(path: Path) -> list[dict[str, Any]]:
     try:
         with damage_told(path, "json"), open_text(path) as file:
-            found = json.load(file)
+            found = json.load(file, object_pairs_hook=distinct_keys)
     except ValueError as error:
         several = "Extra data" in str(error)
         raise DataError(
             f"{path} is no JSON: {error}",
             expected="a list of objects",
-            cause="an object in each line: name the file .jsonl" if several else "a file that was cut",
+            cause="an object in each line: name the file .jsonl"
+            if several
+            else "a file that was cut, or an object with a key twice",
         ) from error
     if isinstance(found, dict):
         found = found.get("data", found)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow import damage_told
 from psgrad.inputs.sources.files import Wanted, text_lines
-from psgrad.inputs.sources.objects import header_of, object_rows, word_for
+from psgrad.inputs.sources.objects import distinct_keys, header_of, object_rows, word_for
 from psgrad.inputs.sources.source import DataHeader, TableSource
 from psgrad.inputs.sources.tables import Rows
 
@@ -38,12 +38,13 @@ def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(the number of the line, counted from 1, its object) of each line that is not blank."""
     for number, line in text_lines(path):
         try:
-            found = json.loads(line)
+            found = json.loads(line, object_pairs_hook=distinct_keys)
         except ValueError as error:
             raise DataError(
                 f"{path}, line {number} is no JSON: {error}",
                 expected="an object in each line",
-                cause="a file of one JSON value (name it .json), or a line that was cut",
+                cause="a file of one JSON value (name it .json), a line that was cut, or an object with a key"
+                " twice",
             ) from error
         if not isinstance(found, dict):
             raise DataError(

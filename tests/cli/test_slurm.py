@@ -1,0 +1,114 @@
+"""Processes that srun starts: SLURM's variables, and the scripts of the guide with a stand-in for srun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from psgrad.cli.processes import first_host, take_slurm
+from tests.workflows.same_runs import assert_same_runs
+from tests.workplace import Workplace
+
+SCRIPTS = Path(__file__).parents[2] / "docs" / "guides" / "slurm"
+STEP = {
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "32",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x4)",
+    "SLURM_STEP_NODELIST": "gpu[07-10]",
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_STEP_ID": "2",
+}
+SRUN = """#!{python}
+import os, subprocess, sys
+count = int(os.environ["STAND_IN_TASKS"])
+known = {{"SLURM_STEP_NUM_TASKS": str(count), "SLURM_STEP_NODELIST": "localhost"}}
+known["SLURM_JOB_ID"] = str(os.getpid())
+ranks = [
+    subprocess.Popen(
+        sys.argv[1:], env={{**os.environ, **known, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}}
+    )
+    for rank in range(count)
+]
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("one", "one"),
+        ("one,two", "one"),
+        ("node[01-04,07],other", "node01"),
+        ("node[3,5-6]", "node3"),
+        ("rack[2-3]-a,b", "rack2-a"),
+        ("first,node[01-04]", "first"),
+        ("10.0.0.[1-9]", "10.0.0.1"),
+    ],
+)
+def test_first_host_of_a_list(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+def test_a_process_of_srun_is_a_rank() -> None:
+    environment = dict(STEP)
+    take_slurm(environment)
+    assert {name: environment[name] for name in environment.keys() - STEP.keys()} == {
+        "RANK": "9",
+        "WORLD_SIZE": "32",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "gpu07",
+        "MASTER_PORT": "24569",
+    }
+
+
+@pytest.mark.parametrize(
+    "change", [{"RANK": "3", "WORLD_SIZE": "4"}, {"SLURM_STEP_NUM_TASKS": "1"}], ids=["torchrun", "one task"]
+)
+def test_variables_that_are_set_stay(change: dict[str, str]) -> None:
+    environment = {**STEP, **change}
+    before = dict(environment)
+    take_slurm(environment)
+    assert environment == before
+
+
+def script(place: Workplace, name: str, **variables: str) -> None:
+    """Run a script of the guide, with `psgrad` and a stand-in for srun on the path."""
+    tools = place.folder / "bin"
+    tools.mkdir(exist_ok=True)
+    (tools / "srun").write_text(SRUN.format(python=sys.executable))
+    (tools / "psgrad").write_text(f'#!/bin/bash\nexec {sys.executable} -m psgrad "$@"\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", **variables}
+    ended = subprocess.run(
+        ["bash", str(SCRIPTS / name)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(200)
+def test_the_scripts_of_the_guide_run(workplace: Workplace) -> None:
+    workplace.config["engine"] = {"chunk_size": 4}
+    workplace.succeeded("--no-report")
+    workplace.config["output"] = "together"
+    workplace.refused(2, "", options=("--part", "0/1"))  # which writes the config
+    script(workplace, "analyze.sbatch", STAND_IN_TASKS="2")
+    assert_same_runs(workplace.folder / "out", workplace.folder / "together")
+    workplace.config["output"] = "parts"
+    workplace.refused(2, "", options=("--part", "0/1"))
+    for part in ("2", "1"):
+        script(workplace, "array.sbatch", SLURM_ARRAY_TASK_ID=part, SLURM_ARRAY_TASK_COUNT="2")
+    assert workplace.command("merge", "parts", "--no-report").code == 0
+    assert_same_runs(workplace.folder / "out", workplace.folder / "parts")
