@@ -78,14 +78,23 @@ class RankGroup:
         """Join the group that the environment describes. Raises DistributedError."""
         try:
             store, rank, size = next(iter(rendezvous("env://", timeout=_TIMEOUT)))
-            dist.init_process_group(cls.backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+            group = cls(PrefixStore("psgrad", store), rank, size)
+            # Watched: a rank that dies while the others connect to it would hold them up for minutes.
+            rank_tensors.watched(
+                lambda: dist.init_process_group(
+                    cls.backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT
+                ),
+                group._require_others,
+                _POLL,
+            )
         except (RuntimeError, ValueError) as error:
             raise DistributedError(
                 f"the process group can't be made: {str(error).splitlines()[0]}",
                 expected="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them",
+                cause="a rank has ended already, or the environment describes no group",
                 next_step="start with torchrun, or with --processes; or unset WORLD_SIZE for one process",
             ) from error
-        return cls(PrefixStore("psgrad", store), rank, size)
+        return group
 
     def leave(self) -> None:
         """End the signs of life, and leave the group; rank 0, which may hold the store, a moment after the
@@ -310,7 +319,7 @@ class RankGroup:
             beat = self._store.get(f"alive.{rank}") if self._store.check([f"alive.{rank}"]) else b""
             if beat != before:
                 self._heard[rank] = beat, now
-            elif now - since > silence:
+            elif now - since > (silence if before else _TIMEOUT.total_seconds()):  # it may begin late
                 raise DistributedError(
                     f"rank {rank} has given no sign of life for {now - since:.0f} seconds",
                     cause="its process was killed, or its machine is down",
