@@ -93,13 +93,13 @@ class LedgerError(OutputError):
 
 
 class InfluenceError(PsgradError):
-    """Scores can't be had: curvature that has no inverse, a solver that does not converge, gradients that are
-    not finite.
+    """Scores can't be computed: curvature without an inverse, a solver that does not converge, gradients that
+    are not finite.
     """
 
 
 class MeasureError(PsgradError):
-    """A measure does not go with this model, loss or data, or its numbers can't be had."""
+    """A measure does not go with this model, loss or data, or its numbers can't be computed."""
 
 
 class DistributedError(PsgradError):

@@ -1,4 +1,4 @@
-"""`psgrad init`: a folder to begin with, that runs as it is."""
+"""`psgrad init`: a folder to begin with, which runs without changes."""
 
 from __future__ import annotations
 

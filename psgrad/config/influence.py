@@ -57,7 +57,7 @@ _ALWAYS = frozenset({"optimizer", "weight_decay", "together"})
 
 class TrainConfig(Section):
     """How a model is trained again, from the fresh weights of the model's factory. A bare string is a
-    training function of one's own.
+    training function of your own.
 
     function: `module:callable`, called as train(model, inputs, target, seed), which returns the trained
     model. Without it the built-in trainer trains many models at once by `optimizer`; newton, for convex

@@ -37,7 +37,7 @@ from psgrad.engine.influence.evaluation.statistics import (
 )
 from psgrad.errors import ConfigError, InfluenceError
 from psgrad.workflows.evaluation_bench import Array, Bench, Fits, spec_of
-from psgrad.workflows.influence_setup import told_as_own
+from psgrad.workflows.influence_setup import errors_of_own_method
 
 Curves = dict[str, dict[float, float]]
 
@@ -303,7 +303,7 @@ def fitted_methods(bench: Bench) -> Fits:
 def _or_left_out(bench: Bench, name: str) -> Iterator[None]:
     """A compared method that fails inside is named in the notes; the config's own raises InfluenceError."""
     try:
-        with told_as_own(spec_of(name)):
+        with errors_of_own_method(spec_of(name)):
             yield
     except InfluenceError as error:
         if name == bench.main:

@@ -34,12 +34,12 @@ from psgrad.storage import RunFolder
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.influence_index import open_index, screened_rows
-from psgrad.workflows.influence_queries import chosen_rows, told_of_queries
+from psgrad.workflows.influence_queries import chosen_rows, errors_about_queries
 from psgrad.workflows.influence_ranking import Rankings, check_removals, marked_beyond_loss, rank
 from psgrad.workflows.influence_setup import (
     InfluenceSetup,
+    errors_of_own_method,
     set_up_influence,
-    told_as_own,
     unit_of,
 )
 from psgrad.workflows.running import LOADING, Clock, describe_run, recorded
@@ -100,7 +100,7 @@ def influence(
             unit=unit_of(setup, scored.fitted),
             check=None if removals is None else {**asdict(removals), "words": removals.words},
             fit=[each.facts for each in scored.fitted],
-            warnings=warnings.said,
+            warnings=warnings.messages,
         )
         facts = record.add(
             influence=found,
@@ -109,7 +109,7 @@ def influence(
             timings=clock.seconds,
         )
         with clock("tables"):
-            result = _result(scored, facts, folder, warnings.said)
+            result = _result(scored, facts, folder, warnings.messages)
             write_tables(result, scored.rankings, folder)
         if report:
             from psgrad.reports.influence_page import (
@@ -151,23 +151,23 @@ def scored_by_all(
     with clock("screening"):
         known = None if store is None else screened_rows(store)
         setup, looks = without_nonfinite(setup, known, warnings)
-    with clock("fit"), told_as_own(wanted.method.name):
+    with clock("fit"), errors_of_own_method(wanted.method.name):
         fitted = [setup.method.fit(view.training, view.checkpoint) for view in setup.views]
-    with clock("normalize"), told_as_own(wanted.method.name):
+    with clock("normalize"), errors_of_own_method(wanted.method.name):
         divisors = divisors_of(setup, fitted)
-    with clock("scores"), told_as_own(wanted.method.name):
+    with clock("scores"), errors_of_own_method(wanted.method.name):
         queries = query_table(setup, looks)
         shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
         rankings = rank(setup, fitted, divisors, shown, matrix, progress)
         tell_of_unranked(setup, rankings, warnings)
     spent = setup.agreed_seconds(clock.seconds["scores"])
-    with clock("self-influence"), told_as_own(wanted.method.name):
+    with clock("self-influence"), errors_of_own_method(wanted.method.name):
         own = self_influence(setup, fitted, spent, warnings)
     removals: RemovalCheck | None = None
     if described(setup).predicts_removal:
         losses = queries[queries["status"] == "ok"].set_index("index")["measurement"]
         rankings = replace(rankings, scores=marked_beyond_loss(setup, rankings.scores, losses, warnings))
-        with clock("check"), told_as_own(wanted.method.name):
+        with clock("check"), errors_of_own_method(wanted.method.name):
             before = setup.agreed_seconds(clock.seconds["fit"]) + spent
             seconds = max(_CHECK_SECONDS, _CHECK_SHARE * before)
             removals = check_removals(setup, fitted, rankings.scores, own, seconds, warnings)
@@ -178,12 +178,12 @@ class _Warnings:
     """What the run says to people: told at once, and kept for the report."""
 
     def __init__(self, progress: Say) -> None:
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self._progress = progress
 
     def __call__(self, message: str) -> None:
-        if message not in self.said:
-            self.said.append(message)
+        if message not in self.messages:
+            self.messages.append(message)
             self._progress(Progress(0, 0, "influence", message))
 
 
@@ -238,7 +238,7 @@ def without_nonfinite(
     again. Raises InfluenceError where nothing is left.
     """
     training = [screened(view.training) for view in setup.views] if known is None else known
-    with told_of_queries():
+    with errors_about_queries():
         queries = [screened(view.queries) for view in setup.views]
     looks = Looks(training, queries)
     samples = setup.run.samples

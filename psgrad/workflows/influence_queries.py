@@ -37,12 +37,12 @@ def queries_of(
     samples: Samples = run.samples
     if dataset is not None:  # a measurement has no weight, whatever weights the training losses have
         samples = run.more_samples(dataset.model_copy(update={"weight": None}), weighted=False)
-    with told_of_queries():
+    with errors_about_queries():
         reader = CheckedReader(samples, measurement.criterion, run.class_count(measurement.criterion))
     rows = np.arange(len(samples)) if wanted is None else _listed(wanted, samples)
     if wanted is None or not wanted.choice_given - {"rows", "ids"}:
         return reader, rows
-    with told_of_queries():
+    with errors_about_queries():
         table = _table(wanted, rows, samples, at_last, processes)
     return reader, _chosen(wanted, table)
 
@@ -130,8 +130,8 @@ def _chosen(wanted: QueriesConfig, table: pd.DataFrame) -> np.ndarray:
 
 
 @contextmanager
-def told_of_queries() -> Iterator[None]:
-    """What goes wrong inside is told as the queries' fault, not the training data's."""
+def errors_about_queries() -> Iterator[None]:
+    """Errors about data, losses and models say that they are about the queries, not the training data."""
     try:
         yield
     except (DataError, LossError, ModelError) as error:

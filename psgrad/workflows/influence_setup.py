@@ -42,9 +42,9 @@ def method_from(config: MethodConfig, base: Path) -> Method:
 
 
 @contextmanager
-def told_as_own(name: str) -> Iterator[None]:
-    """What fails under a method of the user's own is told as its mistake: InfluenceError. Of psgrad's methods
-    all passes.
+def errors_of_own_method(name: str) -> Iterator[None]:
+    """An exception of a user's own method becomes an InfluenceError that names the method. Exceptions of
+    psgrad's methods stay as they are.
     """
     try:
         yield

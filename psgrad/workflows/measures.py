@@ -58,42 +58,42 @@ class OwnMeasure(Measure):
 
     def prepare(self, setting: Setting) -> None:
         self._count = len(setting)
-        with self._told("prepare"):
+        with self._errors_in("prepare"):
             self.inner.prepare(setting)
         self._look()
 
     def summary(self, output: Any, target: Any) -> Arrays:
-        with self._told("summary"):
+        with self._errors_in("summary"):
             found = self.inner.summary(output, target)
         return self._named(found, "summary")
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:
-        with self._told("columns"):
+        with self._errors_in("columns"):
             found = self.inner.columns(gradients)
         return self._checked(found, len(gradients), "columns")
 
     def columns_again(self, gradients: PerSampleGradients) -> Arrays:
-        with self._told("columns_again"):
+        with self._errors_in("columns_again"):
             found = self.inner.columns_again(gradients)
         return self._checked(found, len(gradients), "columns_again")
 
     def keep(self) -> None:
-        with self._told("keep"):
+        with self._errors_in("keep"):
             self.inner.keep()
 
     def between(self) -> None:
-        with self._told("between"):
+        with self._errors_in("between"):
             self.inner.between()
 
     def passes(self) -> Sequence[OwnPass]:
-        with self._told("passes"):
+        with self._errors_in("passes"):
             found = list(self.inner.passes())
         for own in found:
             if not isinstance(own, OwnPass):
                 raise self._wrong("passes", f"returned a list with {type(own).__name__}", "a list of OwnPass")
 
         def run(own: OwnPass, rows: range, chunk_size: int) -> Iterator[Columns]:
-            with self._told(f"the pass {own.name}"):
+            with self._errors_in(f"the pass {own.name}"):
                 for each in own.run(rows, chunk_size):
                     values = self._checked(each.values, each.stop - each.start, f"the pass {own.name}")
                     yield Columns(each.start, each.stop, values)
@@ -101,20 +101,20 @@ class OwnMeasure(Measure):
         return [OwnPass(own.name, lambda rows, size, own=own: run(own, rows, size)) for own in found]  # type: ignore[misc]
 
     def state(self) -> Arrays:
-        with self._told("state"):
+        with self._errors_in("state"):
             found = self.inner.state()
         return self._named(found, "state")
 
     def restore(self, state: Arrays) -> None:
-        with self._told("restore"):
+        with self._errors_in("restore"):
             self.inner.restore(state)
 
     def merge(self, state: Arrays) -> None:
-        with self._told("merge"):
+        with self._errors_in("merge"):
             self.inner.merge(state)
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        with self._told("gather"):
+        with self._errors_in("gather"):
             found = self.inner.gather(rows)
         if not isinstance(found, Gathered):
             raise self._wrong("gather", f"returned {type(found).__name__}", "a Gathered")
@@ -124,7 +124,7 @@ class OwnMeasure(Measure):
     def _require_keepable(self, found: Gathered) -> None:
         """Raises MeasureError for what no file of the run takes, before it is lost on the way there."""
         self._named(found.arrays, "gather")
-        with self._told("the numbers of gather"):
+        with self._errors_in("the numbers of gather"):
             json.dumps(dict(found.numbers))
         for name, table in found.tables.items():
             if not isinstance(name, str) or not isinstance(table, Mapping):
@@ -133,11 +133,12 @@ class OwnMeasure(Measure):
                     f"returned {type(table).__name__} as the table {name}",
                     "a dict of columns by name",
                 )
-            with self._told(f"the table {name} of gather"):
+            with self._errors_in(f"the table {name} of gather"):
                 pa.Table.from_pandas(frame_of(table))
 
     @contextmanager
-    def _told(self, where: str) -> Iterator[None]:
+    def _errors_in(self, where: str) -> Iterator[None]:
+        """An exception of the measure becomes a MeasureError that names the measure and the method."""
         try:
             yield
         except (PsgradError, NotCapturable):

@@ -101,7 +101,7 @@ class Passes:
 
         def run(rows: range) -> Iterator[Columns]:
             second.begin(rows.start)
-            return self.stream.run(rows.stop, first, start=rows.start, often=True)
+            return self.stream.run(rows.stop, first, start=rows.start, materialise=True)
 
         names = [(_FIRST, "the first pass")]
         self._take(_FIRST, first, run, about=self.about)

@@ -73,10 +73,10 @@ def audited_pairs(
     if not processes.leads:
         return [], []
     every = dict(item for text in texts for item in json.loads(text))
-    return _told(setup, [every[place] for place in range(len(neighbours))], every, len(cancelling))
+    return _pairs_and_notes(setup, [every[place] for place in range(len(neighbours))], every, len(cancelling))
 
 
-def _told(
+def _pairs_and_notes(
     setup: PrivateSetup, compared: list[Any], every: dict[int, Any], cancelling: int
 ) -> tuple[list[NeighbourPair], list[str]]:
     """The pairs and the notes that the processes found: `compared`, and of the cancelling ones, which come

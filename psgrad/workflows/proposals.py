@@ -1,4 +1,4 @@
-"""A config for what lies in a folder: files of one's own, or a pretrained model and a data file. It looks at
+"""A config for what lies in a folder: your own files, or a pretrained model and a data file. It looks at
 names, headers and source text; nothing is imported, and there is no torch.
 """
 

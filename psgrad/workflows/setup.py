@@ -406,9 +406,9 @@ def draws_at_random(first_output: Callable[[], Any], model: nn.Module) -> bool:
     """Whether the model draws random numbers: then a plain gradient is no witness, as it draws anew."""
     if not model.training:
         return False  # psgrad's own pass refuses random operators there
-    before = random_draws.everywhere()
+    before = random_draws.all_states()
     try:
         first_output()
     except Exception:
         return False
-    return random_draws.everywhere() != before
+    return random_draws.all_states() != before

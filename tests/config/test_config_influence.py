@@ -15,7 +15,7 @@ from psgrad.config import IndexConfig, InfluenceConfig, MethodConfig, load_confi
 from psgrad.engine.influence.index.stored import IndexSpec
 from psgrad.errors import ConfigError, InfluenceError
 from psgrad.plugins import METHODS, own_classes
-from psgrad.workflows.influence_setup import method_from, told_as_own
+from psgrad.workflows.influence_setup import errors_of_own_method, method_from
 from tests.config.test_config import MINIMAL
 
 QUERIES = "{path: queries.npz, inputs: x, target: y}"
@@ -250,9 +250,9 @@ def test_a_method_of_ones_own_is_a_class(tmp_path: Path) -> None:
 
 def test_what_fails_under_a_method_of_ones_own_is_its_mistake_and_not_psgrads() -> None:
     words = "scoring by the method own.py:Mine raised ZeroDivisionError: division by zero"
-    with pytest.raises(InfluenceError, match=words), told_as_own("own.py:Mine"):
+    with pytest.raises(InfluenceError, match=words), errors_of_own_method("own.py:Mine"):
         1 / 0  # noqa: B018
-    with pytest.raises(ZeroDivisionError), told_as_own("ekfac"):
+    with pytest.raises(ZeroDivisionError), errors_of_own_method("ekfac"):
         1 / 0  # noqa: B018
-    with pytest.raises(ConfigError, match="known"), told_as_own("own.py:Mine"):
+    with pytest.raises(ConfigError, match="known"), errors_of_own_method("own.py:Mine"):
         raise ConfigError("known")

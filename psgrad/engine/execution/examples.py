@@ -114,20 +114,22 @@ class Examples:
 
         return self.run(_Asking(said, needs_factors=False))
 
-    def fold(self, query: Callable[[Any], Tree], way: Callable[..., Any] | None = None) -> Tree:
+    def fold(self, query: Callable[[Any], Tree], compute: Callable[..., Any] | None = None) -> Tree:
         """The sum over the chunks of what `query` says of each one's gradients: a pytree of tensors, which
         stay on the device.
 
-        way: what is computed of a chunk and shown to `query`, as in Stream.run; None for the gradients.
+        compute: what is computed of a chunk and shown to `query`, as in Stream.run; None for the gradients.
         """
         summing: _Summing[Tree] = _Summing(query)
 
         def own_sum() -> Tree:
-            for _ in self._of_own_rows(summing, way):
+            for _ in self._of_own_rows(summing, compute):
                 pass
             if summing.total is not None:
                 return summing.total
-            for _ in self._computed(summing, way, 0, self._pass(way)[2]):  # no row is this process's: zeros
+            for _ in self._computed(
+                summing, compute, 0, self._pass(compute)[2]
+            ):  # no row is this process's: zeros
                 pass
             assert summing.total is not None, "no rows"
             zeros: Tree = tree_map(torch.zeros_like, summing.total)
@@ -136,11 +138,11 @@ class Examples:
         total = self.processes.together("a sum over rows", own_sum)
         return total if self.processes.size == 1 else self._over_processes(total)
 
-    def gather(self, measure: Measure, way: Callable[..., Any] | None = None) -> None:
+    def gather(self, measure: Measure, compute: Callable[..., Any] | None = None) -> None:
         """Let a measure keep what it gathers of this process's share of the rows."""
 
         def own_rows() -> None:
-            for _ in self._of_own_rows(measure, way):
+            for _ in self._of_own_rows(measure, compute):
                 pass
 
         self.processes.together("a pass", own_rows)
@@ -184,20 +186,20 @@ class Examples:
     def run(
         self,
         measure: Measure,
-        way: Callable[..., Any] | None = None,
+        compute: Callable[..., Any] | None = None,
         start: int = 0,
         stop: int | None = None,
     ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """The columns of all rows, in order, on each process; a measure gathers of its process's share."""
-        stop = self._count(way) if stop is None else stop
+        stop = self._count(compute) if stop is None else stop
         if self.processes.size == 1:
-            yield from self._computed(measure, way, start, stop)
+            yield from self._computed(measure, compute, start, stop)
             return
-        step = chunk = self._agreed_chunk(way)
+        step = chunk = self._agreed_chunk(compute)
         while start < stop:
-            ends = self._round(way, start, stop, step)
+            ends = self._round(compute, start, stop, step)
             own = slice(*ends[self.processes.rank : self.processes.rank + 2])
-            columns = self.processes.together("rows", partial(self._joined, measure, way, own))
+            columns = self.processes.together("rows", partial(self._joined, measure, compute, own))
             taken = 0
             for first, last, part in zip(
                 ends, ends[1:], self.processes.gathered("columns", columns), strict=False
@@ -230,9 +232,9 @@ class Examples:
         """The sum of the processes' tensors, on each of them."""
         return own if self.processes.size == 1 else self._over_processes(own)
 
-    def own_rows(self, way: Callable[..., Any] | None = None) -> range:
+    def own_rows(self, compute: Callable[..., Any] | None = None) -> range:
         """This process's share of the rows of a pass that sums."""
-        each = self._pass(way)[2]
+        each = self._pass(compute)[2]
         own = RowPart.of(self.processes.rank + 1, self.processes.size, self.count, 1).rows
         return range(own.start * each, own.stop * each)
 
@@ -240,44 +242,44 @@ class Examples:
         """As `each`, of these rows; to be called in `processes.together`."""
         return self._of_own_rows(_Asking(query), None)
 
-    def _pass(self, way: Callable[..., Any] | None) -> tuple[Stream, Callable[..., Any] | None, int]:
+    def _pass(self, compute: Callable[..., Any] | None) -> tuple[Stream, Callable[..., Any] | None, int]:
         """The stream of a pass, what it computes of a chunk, and how many rows a sample has in it."""
-        return self.stream, way, 1
+        return self.stream, compute, 1
 
-    def _count(self, way: Callable[..., Any] | None) -> int:
+    def _count(self, compute: Callable[..., Any] | None) -> int:
         """How many rows a pass has."""
-        return self.count * self._pass(way)[2]
+        return self.count * self._pass(compute)[2]
 
     def _computed(
-        self, measure: Measure, way: Callable[..., Any] | None, start: int, stop: int
+        self, measure: Measure, compute: Callable[..., Any] | None, start: int, stop: int
     ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """The columns of these rows, computed by this process."""
-        stream, how, each = self._pass(way)
+        stream, how, each = self._pass(compute)
         for columns in stream.run(stop // each, [measure], how, start // each):
             yield slice(columns.start * each, columns.stop * each), columns.values
 
     def _of_own_rows(
-        self, measure: Measure, way: Callable[..., Any] | None
+        self, measure: Measure, compute: Callable[..., Any] | None
     ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
-        own = self.own_rows(way)
-        return self._computed(measure, way, own.start, own.stop)
+        own = self.own_rows(compute)
+        return self._computed(measure, compute, own.start, own.stop)
 
-    def _joined(self, measure: Measure, way: Callable[..., Any] | None, rows: slice) -> Arrays:
+    def _joined(self, measure: Measure, compute: Callable[..., Any] | None, rows: slice) -> Arrays:
         """The columns of some rows in one piece; none of no rows."""
-        parts = [columns for _, columns in self._computed(measure, way, rows.start, rows.stop)]
+        parts = [columns for _, columns in self._computed(measure, compute, rows.start, rows.stop)]
         return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
 
-    def _round(self, way: Callable[..., Any] | None, start: int, stop: int, step: int) -> list[int]:
+    def _round(self, compute: Callable[..., Any] | None, start: int, stop: int, step: int) -> list[int]:
         """Where the next rows of each process begin, and where the last one's end: `step` rows for each, and
         fewer where few are left.
         """
-        size, each = self.processes.size, self._pass(way)[2]
+        size, each = self.processes.size, self._pass(compute)[2]
         rows = min(step, -(-(stop - start) // (size * each)) * each)
         return [min(start + rows * rank, stop) for rank in range(size + 1)]
 
-    def _agreed_chunk(self, way: Callable[..., Any] | None) -> int:
+    def _agreed_chunk(self, compute: Callable[..., Any] | None) -> int:
         """How many rows are computed at once: on all processes as many as on the first one."""
-        stream, _, each = self._pass(way)
+        stream, _, each = self._pass(compute)
         if stream not in self._sized:
             self._sized.append(stream)
             self.processes.together("a first chunk", lambda: stream.settle_chunk_size(self.count))

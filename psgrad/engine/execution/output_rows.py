@@ -137,7 +137,7 @@ def _triangular(
 
 
 Rows = TypeVar("Rows", bound="OutputRows")
-# Numbers in an output of which the exact rows are had: so many passes back a sample.
+# The largest output whose exact rows are computed: they take a backward pass for each of its numbers.
 LARGEST_OUTPUT = 128
 _LOOKED_AT = 64  # rows, to see whether outputs differ in size
 
@@ -196,8 +196,12 @@ class OutputRows(Examples):
         found: PerSampleGradients = stream.computed(self._rows_of, stream.load_block(start, stop))
         return found
 
-    def _pass(self, way: Callable[..., Any] | None) -> tuple[Stream, Callable[..., Any] | None, int]:
-        return super()._pass(way) if way is not None else (self.row_stream, self._rows_of, self.per_sample)
+    def _pass(self, compute: Callable[..., Any] | None) -> tuple[Stream, Callable[..., Any] | None, int]:
+        return (
+            super()._pass(compute)
+            if compute is not None
+            else (self.row_stream, self._rows_of, self.per_sample)
+        )
 
     def _rows_of(
         self,

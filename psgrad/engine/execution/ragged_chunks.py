@@ -20,7 +20,7 @@ _SPARE = 1
 
 
 class RaggedChunks:
-    """The sizes of buckets as things stand.
+    """The sizes of buckets now.
 
     Args:
         tokens: positions of a bucket at most, padded ones included; a single row may have more. None for no

@@ -121,7 +121,7 @@ class Stream:
         reason why chunks are not replayed or read ahead.
 
     Attributes:
-        chunk_size: samples at a time, as things stand. Of rows that differ in length a chunk is computed in
+        chunk_size: samples at a time, now. Of rows that differ in length a chunk is computed in
             buckets of like length, one after another; tokens bounds each.
         retries: how often memory ran out.
         at_need: called when it does, to give back what others keep.
@@ -313,15 +313,15 @@ class Stream:
         self,
         count: int,
         measures: Sequence[Measure],
-        way: Callable[..., Any] | None = None,
+        compute: Callable[..., Any] | None = None,
         start: int = 0,
-        often: bool = False,
+        materialise: bool = False,
     ) -> Generator[Columns]:
         """The measures' columns for the rows start, ..., count - 1, in order.
 
-        way: what is computed of each chunk and handed to the measures, a function with the arguments of
+        compute: what is computed of each chunk and handed to the measures, a function with the arguments of
         `per_sample_gradients`; None for the gradients, or for the norms alone where no measure asks for more.
-        often: whether gradients are contracted so often that their values are worth writing out where that
+        materialise: whether gradients are contracted so often that they are materialised where that
         takes twice the room.
         """
         self._passed += count - start
@@ -329,8 +329,10 @@ class Stream:
             self._measured and self._passed >= PREDICTED_FROM
         ):  # one run after another: more rows than the first one knew of
             self.automatic, self._measured = True, False
-        foreseen, most = (
-            (self._way(measures), count) if way is None else (per_sample_gradients, LARGEST_AUTO_CHUNK)
+        planned, most = (
+            (self._by_default(measures), count)
+            if compute is None
+            else (per_sample_gradients, LARGEST_AUTO_CHUNK)
         )
         waiting: list[Chunk | range] = []  # rows to go on with, read or not, the next ones last
         reached = start
@@ -343,8 +345,8 @@ class Stream:
                 values = None
                 if isinstance(chunk, Chunk):
                     if self.automatic:
-                        self._predict(loader, chunk, foreseen, most)
-                    kept = keeps_factors(foreseen if way is None else way)
+                        self._predict(loader, chunk, planned, most)
+                    kept = keeps_factors(planned if compute is None else compute)
                     fitting = self.ragged.rows_that_fit(chunk.block) if kept else len(chunk)
                     if fitting < len(chunk):
                         waiting += [chunk.part(fitting, len(chunk)), chunk.part(0, fitting)]
@@ -353,7 +355,7 @@ class Stream:
                     if not self.automatic and not any(isinstance(later, range) for later in waiting):
                         loader.expect(reached, min(reached + self.chunk_size, count))
                     to_come = (count - chunk.start) // len(chunk) if len(chunk) == self.chunk_size else 1
-                    values = self._attempt(loader, chunk, measures, way, to_come, often)
+                    values = self._attempt(loader, chunk, measures, compute, to_come, materialise)
                 if values is None:
                     size = max(1, min(self.chunk_size, (len(chunk) + 1) // 2))
                     waiting += [
@@ -380,9 +382,9 @@ class Stream:
         loader: Loader,
         chunk: Chunk,
         measures: Sequence[Measure],
-        way: Callable[..., Any] | None,
+        compute: Callable[..., Any] | None,
         to_come: int,
-        often: bool,
+        materialise: bool,
     ) -> dict[str, torch.Tensor] | None:
         """The columns of one chunk, on the CPU; None where memory ran out. The failed attempt's memory is
         free again on return.
@@ -390,16 +392,16 @@ class Stream:
         to_come: chunks of this size, this one included.
         """
         try:
-            how = self._way(measures) if way is None else way
+            how = self._by_default(measures) if compute is None else compute
             inputs, target = loader.place(chunk)
             block = replace(chunk.block, inputs=inputs, target=target)
-            if way is None:
+            if compute is None:
                 self.ragged.tell_of_padding(block)
             gradients: Any = None
             if self.automatic:
                 gradients = self.computed(partial(per_sample_gradients, settle=False), block)
                 self._size_chunks(gradients, block)
-                if way is not None:  # which makes something else of the chunk
+                if compute is not None:  # which makes something else of the chunk
                     gradients = None
             if gradients is not None:
                 pass
@@ -407,7 +409,7 @@ class Stream:
                 gradients = self.replays[how](inputs, target, to_come)
             else:
                 gradients = self.computed(how, block)
-            if often and isinstance(gradients, PerSampleGradients):
+            if materialise and isinstance(gradients, PerSampleGradients):
                 gradients = materialised_for_many(gradients)
             values: dict[str, torch.Tensor] = {}
             for measure in measures:
@@ -436,7 +438,7 @@ class Stream:
         self._out_of_memory(chunk.rows, loader)
         return None
 
-    def _way(self, measures: Sequence[Measure]) -> Callable[..., Any]:
+    def _by_default(self, measures: Sequence[Measure]) -> Callable[..., Any]:
         """What is computed of a chunk: norms alone where no measure asks for more."""
         return (
             per_sample_gradients
@@ -447,7 +449,7 @@ class Stream:
     # -- memory ----------------------------------------------------------------------------------------------
 
     def _out_of_memory(self, rows: Sequence[int], loader: Loader) -> None:
-        """Take note that these rows were too many, and free what can be done without.
+        """Remember that these rows were too many, and free the memory that is not needed.
 
         Once may be these rows' fault, or another program's: the chunks to come stay as large as they are.
         When the next ones as large fail, too, half of that is what goes through from now on. A row that fails
@@ -470,7 +472,7 @@ class Stream:
         self._give_back()
 
     def _give_back(self) -> None:
-        """Free what can be done without."""
+        """Free the memory that is not needed."""
         for give_back in self.at_need:
             give_back()
         for replay in self.replays.values():
@@ -480,12 +482,12 @@ class Stream:
             torch.cuda.empty_cache()
 
     def _predict(self, loader: Loader, chunk: Chunk, how: Callable[..., Any], most: int) -> None:
-        """The chunk size, `most` at most, by prediction, where it is worth it or memory was given, and where
-        there is one to be had.
+        """Predict the chunk size, `most` at most, where a prediction is worth its time or memory was given.
+        Where none can be made, nothing changes.
         """
         if self.memory is None and self._passed < PREDICTED_FROM:
             return
-        way, block = self.pass_of(how), chunk.block
+        compute, block = self.pass_of(how), chunk.block
         try:
             if block.ragged is not None and block.lengths is not None:
                 positions = positions_of(block.lengths.numpy(), block.ragged)
@@ -495,7 +497,7 @@ class Stream:
                 inputs, target = loader.place(chunk)
             budget = chunk_budget(self.device, self.memory)
             rows = chunk_for(
-                lambda size: plan_chunk(way, self.params, inputs, target, size),
+                lambda size: plan_chunk(compute, self.params, inputs, target, size),
                 budget,
                 min(LARGEST_AUTO_CHUNK, most),
             )
@@ -547,7 +549,7 @@ class Stream:
 
 
 def keeps_factors(how: Callable[..., Any]) -> bool:
-    """Whether what is found of a chunk takes memory for each of its rows; where a way does not say, it
+    """Whether what is found of a chunk takes memory for each of its rows; where it does not say so, it
     does, but for norms.
     """
     return bool(getattr(how, "keeps_factors", how is not per_sample_square_norms))

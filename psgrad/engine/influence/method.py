@@ -113,7 +113,7 @@ class Fitted(ABC):
     """A method fitted to a training set at one checkpoint.
 
     facts: plain values for the manifest (damping, residuals, iterations, spectrum); `scores` may add to them.
-    has_self_influence: whether it can be had for about what scores cost; False where it takes a solve an
+    has_self_influence: whether it costs about what scores cost; False where it takes a solve an
     example. calibrated: whether scores are amounts: the curvature is that of a convex training objective at
     its minimum, and nothing but its weight decay is added.
     """

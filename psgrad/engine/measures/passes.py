@@ -110,7 +110,7 @@ class SecondPass(Measure):
                 yield Columns(first, last, values)
                 continue
             self.stream.fix_chunk_size(size)
-            yield from self.stream.run(last, measures, start=first, often=True)
+            yield from self.stream.run(last, measures, start=first, materialise=True)
 
     def _pieces(self, rows: range) -> Iterator[tuple[int, int, int]]:
         """(chunk size, first row, last row + 1): stored chunks one by one, those in between in runs of one
@@ -218,7 +218,7 @@ def refusing(measure: Measure, columns: Iterator[Columns], needs: str) -> Iterat
         yield from columns
     except TransformError as error:
         raise MeasureError(
-            f"the measure {measure.name} needs {needs}, which can't be had of this model: {error.arrived}",
+            f"the measure {measure.name} needs {needs}, which this model does not give: {error.arrived}",
             expected=error.expected,
             cause=error.cause,
             next_step=f"take {measure.name} out of analyze.measures"

@@ -1,4 +1,4 @@
-"""Differentially private training in a loop of one's own, with the arguments of Opacus's make_private.
+"""Differentially private training in your own loop, with the arguments of Opacus's make_private.
 
     model, optimizer, criterion, loader = make_private(
         model, optimizer, loader, criterion=nn.CrossEntropyLoss(), noise_multiplier=1.1, max_grad_norm=1.0

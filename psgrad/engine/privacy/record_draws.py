@@ -100,12 +100,12 @@ class StepDraws:
 
     def states(self) -> tuple[Any, ...]:
         """The states of all of these, to be compared."""
-        return (*random_draws.everywhere(), *self.own.states())
+        return (*random_draws.all_states(), *self.own.states())
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """All of these states are restored at the end."""
-        with random_draws.kept(), self.own.kept():
+        with random_draws.restored(), self.own.kept():
             yield
 
 
@@ -150,7 +150,7 @@ def drawing_by_record(draws: RecordDraws | StepDraws) -> Iterator[None]:
     Raises ModelError where an operator drew from PyTorch's: such draws go by the place in the batch.
     """
     before = _watch.watching, _watch.seeded
-    with random_draws.kept(), draws.own.kept():
+    with random_draws.restored(), draws.own.kept():
         random_draws.seed_all(
             (0, 0, 0)
         )  # a second pass restores this state, which must not look as if an operator had drawn from it

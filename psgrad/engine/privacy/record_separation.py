@@ -112,10 +112,10 @@ class _FewRows:
         """Runs the model and the loss as they are, with the same random numbers each time: the generators are
         set back afterwards.
         """
-        with torch.no_grad(), self.objective.precision(), random_draws.kept():
-            before = random_draws.everywhere()
+        with torch.no_grad(), self.objective.precision(), random_draws.restored():
+            before = random_draws.all_states()
             try:
-                yield lambda: random_draws.everywhere() != before
+                yield lambda: random_draws.all_states() != before
             except PsgradError:
                 raise
             except Exception as error:

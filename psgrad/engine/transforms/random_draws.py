@@ -268,7 +268,7 @@ def restore(saved: States) -> None:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def restored() -> Iterator[None]:
     """A context that restores PyTorch's, NumPy's and Python's generators at the end."""
     numpy = sys.modules.get("numpy")
     of_torch, of_python = states(), random.getstate()
@@ -301,7 +301,7 @@ def torch_has_drawn() -> bool:
     return False
 
 
-def on_the_cpu() -> tuple[Any, ...]:
+def cpu_states() -> tuple[Any, ...]:
     """The states of the generators that a dataset may share with a model, on the CPU: Python's, NumPy's and
     PyTorch's; for comparison.
     """
@@ -310,6 +310,6 @@ def on_the_cpu() -> tuple[Any, ...]:
     return random.getstate(), of_numpy, torch.get_rng_state().numpy().tobytes()
 
 
-def everywhere() -> tuple[Any, ...]:
+def all_states() -> tuple[Any, ...]:
     """The same, with those on GPUs."""
-    return (*on_the_cpu(), *(state.numpy().tobytes() for _, state in states()))
+    return (*cpu_states(), *(state.numpy().tobytes() for _, state in states()))

@@ -34,8 +34,8 @@ def require_numbers(name: str, kind: pa.DataType) -> pa.DataType:
 
 
 @contextmanager
-def damage_told(path: Path, kind: str) -> Iterator[None]:
-    """What Arrow says of a damaged file is told as DataError."""
+def errors_of_damage(path: Path, kind: str) -> Iterator[None]:
+    """Arrow's errors about a damaged file become DataError."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:

@@ -17,7 +17,7 @@ import pyarrow as pa
 from psgrad.config import DataConfig, nearest
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.models.hub import is_hub_id, library
-from psgrad.inputs.sources.arrow import damage_told
+from psgrad.inputs.sources.arrow import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, require_columns
 from psgrad.inputs.sources.tables import Array, Rows
 
@@ -132,7 +132,7 @@ def library_dataset(config: DataConfig, base: Path, allow_download: bool = False
     if folder.is_dir():
         if config.config is not None:
             raise ConfigError(f"data.config belongs to a hub id, and data.dataset is the folder {folder}")
-        with damage_told(folder, "a folder of save_to_disk"):
+        with errors_of_damage(folder, "a folder of save_to_disk"):
             return _of_folder(folder, config.split)
     if folder.exists() or not is_hub_id(config.dataset):
         raise ConfigError(

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from psgrad.config.data import data_format
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.sources.arrow import damage_told, is_list, kind_of
+from psgrad.inputs.sources.arrow import errors_of_damage, is_list, kind_of
 from psgrad.inputs.sources.files import open_text, text_lines
 from psgrad.inputs.sources.formats.tar import tar_files, tar_keys
 from psgrad.inputs.sources.tables import Rows
@@ -73,7 +73,7 @@ def write_selected(files: Sequence[Path], kept: Kept, output: Path, file: Binary
     target: Any = file
     if compression is not None:  # over a copy of the descriptor, as it closes what it writes to
         target = pa.CompressedOutputStream(os.fdopen(os.dup(file.fileno()), "wb"), compression)
-    with damage_told(files[0], data_format(files[0])):
+    with errors_of_damage(files[0], data_format(files[0])):
         _WRITERS[data_format(files[0] if compression else output)](files, rows, target)
     if compression is not None:
         target.close()

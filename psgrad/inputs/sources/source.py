@@ -175,10 +175,10 @@ def header_problems(
     """
     roles = Wanted.of(config, unit)
     wanted = roles.columns
-    yield from _told(require_rows, header.rows if header.rows is not None else 1, str(header.path))
+    yield from _error_of(require_rows, header.rows if header.rows is not None else 1, str(header.path))
     for name in wanted:
-        yield from _told(require_columns, [name], header.names, str(header.path))
-    yield from _told(require_single_names, header.names, wanted, header.path)
+        yield from _error_of(require_columns, [name], header.names, str(header.path))
+    yield from _error_of(require_single_names, header.names, wanted, header.path)
     for name in wanted:
         if name in header.unusable:
             yield header.unusable[name]
@@ -205,7 +205,7 @@ def header_problems(
                 f"the ids {identifier!r} in {header.path} have the shape {list(shape)}",
                 expected="one per row",
             )
-    yield from _told(_require_one_length, header, wanted)
+    yield from _error_of(_require_one_length, header, wanted)
 
 
 def with_rows(headers: list[DataHeader]) -> list[DataHeader]:
@@ -261,7 +261,7 @@ def common_length(shapes: Mapping[str, tuple[int, ...]], path: Path | str) -> in
     return next(iter(lengths.values()), None)
 
 
-def _told(check: Callable[..., object], *arguments: Any) -> Iterator[PsgradError]:
+def _error_of(check: Callable[..., object], *arguments: Any) -> Iterator[PsgradError]:
     try:
         check(*arguments)
     except PsgradError as error:

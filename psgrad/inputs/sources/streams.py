@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from psgrad.errors import DataError
-from psgrad.inputs.sources.arrow import damage_told
+from psgrad.inputs.sources.arrow import errors_of_damage
 from psgrad.inputs.sources.files import require_columns
 from psgrad.inputs.sources.library_datasets import class_names_of, content_sha256
 from psgrad.inputs.sources.objects import table_of
@@ -45,7 +45,7 @@ class StreamedRows(JoinedRows):
             require_columns(columns, stream.column_names, named)
         self._folder = tempfile.TemporaryDirectory(prefix="psgrad-")  # removed with this object
         parts, left = [], most
-        with damage_told(Path(named), "a stream of rows"):
+        with errors_of_damage(Path(named), "a stream of rows"):
             for number, table in enumerate(_tables(stream, min(most + 1, _ROWS_PER_PART), named)):
                 require_columns(columns, table.column_names, named)
                 file = Path(self._folder.name) / f"{number:06d}.arrow"
@@ -94,7 +94,7 @@ class StreamedItems:
         self._file = tempfile.TemporaryFile(prefix="psgrad-")  # noqa: SIM115 - closed with this object
         self._ends = [0]
         self._more = False
-        for row, item in enumerate(_told(islice(iter(stream), most + 1), named)):
+        for row, item in enumerate(_with_data_errors(islice(iter(stream), most + 1), named)):
             if row == most:
                 self._more = True
                 break
@@ -139,7 +139,7 @@ def stream_schema(stream: Any, named: str) -> pa.Schema:
     """The columns of a `datasets.IterableDataset`, by its first rows. Raises DataError."""
     if stream.features is not None:
         return stream.features.arrow_schema
-    with damage_told(Path(named), "a stream of rows"):
+    with errors_of_damage(Path(named), "a stream of rows"):
         return next((table.schema for table in _tables(stream, _ROWS_LOOKED_AT, named)), pa.schema([]))
 
 
@@ -156,16 +156,16 @@ def _tables(stream: Any, rows: int, named: str) -> Iterator[pa.Table]:
     has the types of its own rows.
     """
     if stream.features is not None or stream.column_names is not None:
-        yield from _told(stream.with_format("arrow").iter(batch_size=rows), named)
+        yield from _with_data_errors(stream.with_format("arrow").iter(batch_size=rows), named)
         return
-    left, first = iter(_told(stream, named)), 0
+    left, first = iter(_with_data_errors(stream, named)), 0
     while part := list(islice(left, rows)):
         yield table_of(part, first, named)
         first += len(part)
 
 
-def _told(items: Iterable[Any], named: str) -> Iterable[Any]:
-    """The same; what making one raises is told."""
+def _with_data_errors(items: Iterable[Any], named: str) -> Iterable[Any]:
+    """The same items; an exception from making one becomes a DataError."""
     left = iter(items)
     while True:
         try:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from psgrad.inputs.sources.arrow import common_schema, damage_told, plain
+from psgrad.inputs.sources.arrow import common_schema, errors_of_damage, plain
 from psgrad.inputs.sources.files import files_sha256, named_files
 
 Array = npt.NDArray[Any]
@@ -147,7 +147,7 @@ class GroupedRows(Rows):
         if len(self._starts) == 2:
             return self._group(0).take(pa.array(rows))
         if self._mapped is None:
-            with damage_told(self.files[0], "a table"):
+            with errors_of_damage(self.files[0], "a table"):
                 groups = (_without_categories(self._group(group)) for group in range(len(self._starts) - 1))
                 first = next(groups)
                 self._mapped = MappedRows(first.schema, chain([first], groups), self.files)

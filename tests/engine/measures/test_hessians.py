@@ -229,7 +229,7 @@ def test_hessian_without_second_derivative_refused() -> None:
     setting = setting_of(Model(), F.cross_entropy, (torch.randn(4, 3),), torch.zeros(4, dtype=torch.int64))
     with pytest.raises(
         MeasureError,
-        match="the measure hessian_trace needs second derivatives, which can't be had of this model",
+        match="the measure hessian_trace needs second derivatives, which this model does not give",
     ):
         columns_of(HessianTrace(), setting)
 

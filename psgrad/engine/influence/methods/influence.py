@@ -322,7 +322,7 @@ class Influence(Method):
             diagonal = products.diagonal()
             if diagonal is None:
                 raise InfluenceError(
-                    f"the diagonal of the {TITLES[self.curvature]} can't be had here: products come from"
+                    f"the diagonal of the {TITLES[self.curvature]} can't be computed here: products come from"
                     f" {products.how}",
                     next_step="set preconditioner: nystroem",
                 )

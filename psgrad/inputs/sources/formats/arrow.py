@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pyarrow as pa
 
-from psgrad.inputs.sources.arrow import damage_told
+from psgrad.inputs.sources.arrow import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, require_columns, require_single_names
 from psgrad.inputs.sources.source import DataHeader, TableSource, column_of
 from psgrad.inputs.sources.tables import GroupedRows, Rows, TableRows
@@ -23,7 +23,7 @@ class Arrow(TableSource):
     read_again: ClassVar[bool] = True
 
     def header(self, path: Path) -> DataHeader:
-        with damage_told(path, "arrow"):
+        with errors_of_damage(path, "arrow"):
             found = _opened(path)
             schema = found.schema
             small = path.stat().st_size < _SMALL  # what is compressed is decompressed to be counted
@@ -32,7 +32,7 @@ class Arrow(TableSource):
         return DataHeader(path, list(schema.names), columns, rows)
 
     def rows(self, path: Path, wanted: Wanted) -> Rows:
-        with damage_told(path, "arrow"):
+        with errors_of_damage(path, "arrow"):
             found = _opened(path)
             require_columns(wanted.columns, found.schema.names, str(path))
             require_single_names(found.schema.names, wanted.columns, path)
@@ -51,7 +51,7 @@ class _Batches(GroupedRows):
         self._file = file
 
     def read_group(self, group: int) -> pa.Table:
-        with damage_told(self.files[0], "arrow"):
+        with errors_of_damage(self.files[0], "arrow"):
             batch = self._file.get_batch(group)
             return pa.Table.from_batches([batch]).select(self.schema.names)
 

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from psgrad.errors import DataError
-from psgrad.inputs.sources.arrow import damage_told
+from psgrad.inputs.sources.arrow import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, not_numbers, open_text, require_columns, require_single_names
 from psgrad.inputs.sources.source import Column, DataHeader, TableSource
 from psgrad.inputs.sources.tables import MappedRows, Rows
@@ -54,7 +54,7 @@ class CSV(TableSource):
 
         The file is read twice, block by block: to find the type of every column, then to convert it.
         """
-        with damage_told(path, self.name):
+        with errors_of_damage(path, self.name):
             cells = _Cells(path, self.name, self.delimiter)
             require_columns(wanted.columns, cells.names, str(path))
             require_single_names(cells.names, wanted.columns, path)

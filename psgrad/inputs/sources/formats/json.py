@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from psgrad.errors import DataError
-from psgrad.inputs.sources.arrow import damage_told
+from psgrad.inputs.sources.arrow import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, open_text
 from psgrad.inputs.sources.objects import distinct_keys, header_of, object_rows, word_for
 from psgrad.inputs.sources.source import DataHeader, TableSource
@@ -26,13 +26,13 @@ class JSON(TableSource):
 
     def rows(self, path: Path, wanted: Wanted) -> Rows:
         found = _objects(path)
-        with damage_told(path, "json"):
+        with errors_of_damage(path, "json"):
             return object_rows(path, lambda: enumerate(found), wanted, "entry")
 
 
 def _objects(path: Path) -> list[dict[str, Any]]:
     try:
-        with damage_told(path, "json"), open_text(path) as file:
+        with errors_of_damage(path, "json"), open_text(path) as file:
             found = json.load(file, object_pairs_hook=distinct_keys)
     except ValueError as error:
         several = "Extra data" in str(error)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from psgrad.errors import DataError
-from psgrad.inputs.sources.arrow import damage_told
+from psgrad.inputs.sources.arrow import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, text_lines
 from psgrad.inputs.sources.objects import distinct_keys, header_of, object_rows, word_for
 from psgrad.inputs.sources.source import DataHeader, TableSource
@@ -25,12 +25,12 @@ class JSONL(TableSource):
     compressed: ClassVar[bool] = True
 
     def header(self, path: Path) -> DataHeader:
-        with damage_told(path, "jsonl"):
+        with errors_of_damage(path, "jsonl"):
             found = [each for _, each in islice(_objects(path), _ROWS + 1)]
         return header_of(path, found[:_ROWS], len(found) if len(found) <= _ROWS else None)
 
     def rows(self, path: Path, wanted: Wanted) -> Rows:
-        with damage_told(path, "jsonl"):
+        with errors_of_damage(path, "jsonl"):
             return object_rows(path, lambda: _objects(path), wanted, "line")
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from psgrad.inputs.sources.arrow import damage_told
+from psgrad.inputs.sources.arrow import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, require_columns, require_single_names
 from psgrad.inputs.sources.source import DataHeader, TableSource, column_of
 from psgrad.inputs.sources.tables import GroupedRows, Rows
@@ -21,14 +21,14 @@ class Parquet(TableSource):
     read_again: ClassVar[bool] = True
 
     def header(self, path: Path) -> DataHeader:
-        with damage_told(path, "parquet"):
+        with errors_of_damage(path, "parquet"):
             file = pq.ParquetFile(path)
             names, rows = file.schema_arrow.names, file.metadata.num_rows
         columns = {name: column_of(file.schema_arrow.types[place]) for place, name in enumerate(names)}
         return DataHeader(path, list(names), columns, rows)
 
     def rows(self, path: Path, wanted: Wanted) -> Rows:
-        with damage_told(path, "parquet"):
+        with errors_of_damage(path, "parquet"):
             file = pq.ParquetFile(path)
             require_columns(wanted.columns, file.schema_arrow.names, str(path))
             require_single_names(file.schema_arrow.names, wanted.columns, path)
@@ -43,9 +43,9 @@ class _ParquetRows(GroupedRows):
         self._file = file
 
     def read_group(self, group: int) -> pa.Table:
-        with damage_told(self.files[0], "parquet"):
+        with errors_of_damage(self.files[0], "parquet"):
             return self._file.read_row_group(group, columns=self.schema.names).select(self.schema.names)
 
     def column(self, name: str) -> pa.ChunkedArray:
-        with damage_told(self.files[0], "parquet"):
+        with errors_of_damage(self.files[0], "parquet"):
             return self._file.read(columns=[name]).column(name)

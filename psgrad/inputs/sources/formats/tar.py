@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from psgrad.config.data import COMPRESSIONS
 from psgrad.errors import DataError
-from psgrad.inputs.sources.arrow import damage_told, merged_type, mixed_types
+from psgrad.inputs.sources.arrow import errors_of_damage, merged_type, mixed_types
 from psgrad.inputs.sources.files import Wanted, require_columns
 from psgrad.inputs.sources.source import DataHeader, TableSource, column_of
 from psgrad.inputs.sources.tables import Rows
@@ -155,7 +155,7 @@ def _opened(path: Path, columns: Sequence[str] | None = None, rows: int | None =
     Raises DataError.
     """
     try:
-        with damage_told(path, "tar"):
+        with errors_of_damage(path, "tar"):
             if path.suffix.lower() not in COMPRESSIONS:
                 with tarfile.open(path, "r:") as archive:
                     return _Archive(path, _members(path, _places(archive), rows))

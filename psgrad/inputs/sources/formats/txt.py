@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from psgrad.inputs.sources.arrow import damage_told
+from psgrad.inputs.sources.arrow import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, text_lines
 from psgrad.inputs.sources.objects import object_rows
 from psgrad.inputs.sources.source import Column, DataHeader, TableSource
@@ -24,7 +24,7 @@ class TXT(TableSource):
         return DataHeader(path, [COLUMN], {COLUMN: Column("text", "text")}, None)
 
     def rows(self, path: Path, wanted: Wanted) -> Rows:
-        with damage_told(path, "text"):
+        with errors_of_damage(path, "text"):
             return object_rows(
                 path, lambda: ((number, {COLUMN: line}) for number, line in text_lines(path)), wanted, "line"
             )
