@@ -30,7 +30,7 @@ def unit_of_loss(name: object, reduction: object = "mean") -> str | None:
     return _OVER_TOKENS.get(str(reduction), "nats") if name == "token_cross_entropy" else "nats"
 
 
-def told(value: object, limit: int = 80) -> str:
+def short_repr(value: object, limit: int = 80) -> str:
     """A value as Python writes it; a long one is cut in its middle, so that quotes and brackets are closed
     and both ends are seen.
     """
@@ -158,12 +158,12 @@ def _brief(value: Any) -> str:
         rows = " x ".join(f"{size:,}" for size in shape)
         return f"<{type(value).__name__} {rows}>"
     if isinstance(value, Path):
-        return told(str(value), _VALUE)
+        return short_repr(str(value), _VALUE)
     if isinstance(value, Mapping) and value:
         names = ", ".join(str(key)[:_VALUE] for key in list(value)[:_ITEMS])
         return "{" + names + (f", and {len(value) - _ITEMS:,} more" if len(value) > _ITEMS else "") + "}"
     if isinstance(value, list | tuple) and value:
         return f"<{type(value).__name__} of {len(value):,}>"
     if isinstance(value, str | bytes):
-        return told(value[: 4 * _VALUE], _VALUE)
-    return told(value, 4 * _VALUE)
+        return short_repr(value[: 4 * _VALUE], _VALUE)
+    return short_repr(value, 4 * _VALUE)

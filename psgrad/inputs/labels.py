@@ -53,15 +53,15 @@ class Labels:
         return self.ignore_index if self.kind == "token" else 0
 
     def encoded(
-        self, values: Array, column: str, told: Callable[[int], str] = lambda row: f"row {row}"
+        self, values: Array, column: str, row_name: Callable[[int], str] = lambda row: f"row {row}"
     ) -> Encoded:
         """The targets [n] of a column: numbers, truth values, or names of classes.
 
         Names are numbered as in `names`, or in sorted order; truth values are 0 and 1; fractions that are
-        whole are labels for a loss of classes. `told` names a row in messages. Raises DataError.
+        whole are labels for a loss of classes. `row_name` names a row in messages. Raises DataError.
         """
         if values.dtype.kind in "OUST":
-            return self._of_names(values, column, told)
+            return self._of_names(values, column, row_name)
         if values.dtype.kind == "b" and self.kind in (*_CLASSES, "binary"):
             kind = np.float32 if self.kind == "binary" else np.int64
             return Encoded(values.astype(kind), note=f"{column}: false is 0, true is 1")
@@ -70,24 +70,24 @@ class Labels:
             if (beyond := np.abs(values) >= 2**63).any():
                 row = int(beyond.argmax())
                 raise DataError(
-                    f"the label {column!r} is {values[row]:g} in {told(row)}",
+                    f"the label {column!r} is {values[row]:g} in {row_name(row)}",
                     expected="whole numbers from 0, one for each class",
                 )
             return Encoded(values.astype(np.int64), note=f"{column}: fractions that are whole are labels")
         return Encoded(values)
 
-    def _of_names(self, values: Array, column: str, told: Callable[[int], str]) -> Encoded:
+    def _of_names(self, values: Array, column: str, row_name: Callable[[int], str]) -> Encoded:
         texts = [isinstance(value, str) for value in values.tolist()]
         if not all(texts):
             row = texts.index(False)
             value = values[row]
             raise DataError(
                 f"the label {column!r} is {'missing' if value is None or value != value else repr(value)} in"
-                f" {told(row)}",
+                f" {row_name(row)}",
                 expected="the name of a class in each row",
             )
         if self.kind == "value":
-            raise not_numbers(column, "text", f"{told(0)} holds {values[0]!r}")
+            raise not_numbers(column, "text", f"{row_name(0)} holds {values[0]!r}")
         names = sorted(set(values.tolist())) if self.names is None else list(self.names)
         if self.kind == "binary" and len(names) != 2:
             raise DataError(
@@ -97,17 +97,17 @@ class Labels:
         numbers = {name: number for number, name in enumerate(names)}
         found = np.array([numbers.get(value, -1) for value in values.tolist()])
         if (found < 0).any():
-            raise self._unknown(values, column, int(np.argmax(found < 0)), told)
+            raise self._unknown(values, column, int(np.argmax(found < 0)), row_name)
         order = "in sorted order" if self.names is None else f"as in {self.known_by}"
         listed = shortened([f"{number} {name}" for number, name in enumerate(names)])
         kind = np.float32 if self.kind == "binary" else np.int64
         return Encoded(found.astype(kind), tuple(names), f"{column}: labels {order}: {listed}")
 
-    def _unknown(self, values: Array, column: str, row: int, told: Callable[[int], str]) -> DataError:
+    def _unknown(self, values: Array, column: str, row: int, row_name: Callable[[int], str]) -> DataError:
         assert self.names is not None
         close = nearest(str(values[row]), self.names)
         return DataError(
-            f"the label {column!r} is {str(values[row])!r} in {told(row)}, which is no class of"
+            f"the label {column!r} is {str(values[row])!r} in {row_name(row)}, which is no class of"
             f" {self.known_by}" + (f"; did you mean {close}?" if close else ""),
             expected=f"one of {shortened(self.names)}",
         )

@@ -186,8 +186,8 @@ def stacked(tensors: Sequence[Tensor], names: Sequence[str], key: str) -> Tensor
     return torch.stack([x.to(kind) for x in tensors], dim=-1)
 
 
-def checked_weights(weights: Tensor, name: str, told: Callable[[int], str]) -> Tensor:
-    """Weights [n] of rows, as float32. Raises DataError, with the row in the words of `told`."""
+def checked_weights(weights: Tensor, name: str, row_name: Callable[[int], str]) -> Tensor:
+    """Weights [n] of rows, as float32. Raises DataError, with the row in the words of `row_name`."""
     if weights.dim() != 1:
         raise DataError(f"the weights {name!r} hold lists", expected="one number a row")
     stored = weights.float()
@@ -195,7 +195,7 @@ def checked_weights(weights: Tensor, name: str, told: Callable[[int], str]) -> T
     if wrong.any():
         place = int(wrong.nonzero()[0])
         raise DataError(
-            f"the weight {name!r} is {weights[place].item():g} in {told(place)}",
+            f"the weight {name!r} is {weights[place].item():g} in {row_name(place)}",
             expected="a finite number from 0, at most 3.4e+38",
         )
     return stored

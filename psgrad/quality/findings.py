@@ -30,7 +30,7 @@ from psgrad.config.values import Section, described, nearest
 from psgrad.errors import ConfigError
 from psgrad.results import RULES, Finding, Location
 from psgrad.results.findings import FINDINGS_OF_A_RULE, Level
-from psgrad.wording import told
+from psgrad.wording import short_repr
 from psgrad.yaml12 import parse
 
 
@@ -237,7 +237,7 @@ class IgnoreEntry(Section):
         """The sample or finding that it names, and its line."""
         return (
             f"{self._place}:"
-            f" {f'id {told(self.id)}' if self.id is not None else f'fingerprint {self.fingerprint}'}"
+            f" {f'id {short_repr(self.id)}' if self.id is not None else f'fingerprint {self.fingerprint}'}"
         )
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality.groups import labels_of
-from psgrad.wording import told
+from psgrad.wording import short_repr
 
 Array = npt.NDArray[Any]
 
@@ -137,7 +137,10 @@ def require_comparable(
         for key in changed_keys(theirs, ours)
         if key not in _OF_CODE and (key not in _OF_MEASURES or score not in _OF_MODEL)
     ]
-    changed = [f"  {key}: {told(theirs.get(key))} in the reference, {told(ours[key])} here" for key in keys]
+    changed = [
+        f"  {key}: {short_repr(theirs.get(key))} in the reference, {short_repr(ours[key])} here"
+        for key in keys
+    ]
     if changed:
         raise ConfigError(
             "\n".join(

@@ -12,7 +12,7 @@ from psgrad.quality.references import UNIDENTIFIED, changed_keys, code_changes, 
 from psgrad.results.findings import Comparison
 from psgrad.results.manifest import RunManifest, read_manifest
 from psgrad.storage.finished import finished_manifest, read_columns
-from psgrad.wording import told
+from psgrad.wording import short_repr
 
 # Of a hash, for people.
 _DIGITS = 12
@@ -77,7 +77,7 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """What of the two runs is not the same, so that scores may differ for another reason than the data."""
     before, after = measured_as(a), measured_as(b)
     shown = [key for key in changed_keys(before, after) if key not in ("weights", "modules", "code")]
-    changed = [f"{key}: {told(before[key], 70)} and {told(after[key], 70)}" for key in shown]
+    changed = [f"{key}: {short_repr(before[key], 70)} and {short_repr(after[key], 70)}" for key in shown]
     changed += [f"code: {words}" for words in code_changes(before, after)]
     words = [f"the runs were measured with something else each: {'; '.join(changed)}"] if changed else []
     for what, there, here in (

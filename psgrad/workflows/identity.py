@@ -21,7 +21,7 @@ from psgrad.config.values import Section
 from psgrad.errors import ConfigError
 from psgrad.inputs.code_identity import CodeIdentity, code_identity
 from psgrad.storage.folders import RunFolder, manifest_of
-from psgrad.wording import told
+from psgrad.wording import short_repr
 from psgrad.workflows.checkpoints import checkpoints_sha256
 from psgrad.workflows.setup import Setup
 
@@ -220,7 +220,7 @@ def _changes(
 ) -> dict[str, str]:
     """key -> what of it changed, in words; `more` is added to those of some keys."""
     return {
-        key: f"was {told(then.get(key))}, is {told(now.get(key))}{(more or {}).get(key, '')}"
+        key: f"was {short_repr(then.get(key))}, is {short_repr(now.get(key))}{(more or {}).get(key, '')}"
         for key in {**then, **now}
         if then.get(key) != now.get(key)
     }

@@ -84,7 +84,7 @@ class Validation:
     notes: list[str] = field(default_factory=list)
 
     @contextmanager
-    def told(self, where: str) -> Iterator[None]:
+    def problems_at(self, where: str) -> Iterator[None]:
         """What is raised inside is a problem of the config's key `where`."""
         try:
             yield
@@ -180,16 +180,16 @@ class _Checks:
         self.found.facts["model"] = str(model.pretrained)
         allowed = self.sections.get("allow_download") is True
         problems = len(self.found.problems)
-        with self.found.told("model.pretrained"):
+        with self.found.problems_at("model.pretrained"):
             self.found.facts["model"] = pretrained_facts(model, self.base, allow_download=allowed)
         if problems == len(self.found.problems):
-            with self.found.told("model.adapter"):
+            with self.found.problems_at("model.adapter"):
                 for words, notes in adapter_facts(model, self.base, allow_download=allowed):
                     self.found.facts["model.adapter"] = words
                     self.found.notes += notes
 
     def _weights(self, where: str, path: Path, key: str | None) -> dict[str, TensorHeader] | None:
-        with self.found.told(where):
+        with self.found.problems_at(where):
             header = checkpoint_tensors(
                 self.base / path,
                 key if path.suffix != ".safetensors" or where == "model.checkpoint" else None,
@@ -220,7 +220,7 @@ class _Checks:
         if data.streaming and not (self.base / str(data.dataset)).is_dir():
             self.found.facts[where] = f"{data.dataset}, streamed when it is read"
             return None
-        with self.found.told(f"{where}.{data.sources_given[0]}"):
+        with self.found.problems_at(f"{where}.{data.sources_given[0]}"):
             data, headers = headers_of(data, self.base)
             headers = with_rows(headers)
             loss = self.sections.get("loss")
@@ -279,7 +279,7 @@ class _Checks:
             from psgrad.quality.detector import detector_from
 
             for detector in analyze.outliers.detectors:
-                with self.found.told("analyze.outliers.detectors"):
+                with self.found.problems_at("analyze.outliers.detectors"):
                     detector_from(detector.name, detector.options, self.base)
         if analyze.measures:
             self.found.facts["analyze.measures"] = ", ".join(measure.name for measure in analyze.measures)
@@ -297,20 +297,20 @@ class _Checks:
                 if data is None
                 else data.model_dump(exclude_unset=True, exclude={"path", "factory", "kwargs"})
             )
-            with self.found.told(f"{where}.data"):
+            with self.found.problems_at(f"{where}.data"):
                 self._dataset(f"{where}.data", DataConfig.model_validate({**kept, **given}))
         if reference.baseline is not None:
             self._baseline(f"{where}.baseline", reference.baseline)
         if reference.run is not None:
             from psgrad.storage.finished import finished_manifest
 
-            with self.found.told(f"{where}.run"):
+            with self.found.problems_at(f"{where}.run"):
                 finished_manifest(self.base / reference.run)
 
     def _baseline(self, where: str, path: Path) -> None:
         from psgrad.quality.baselines import read_baseline
 
-        with self.found.told(where):
+        with self.found.problems_at(where):
             found = read_baseline(self.base / path)
             self.found.facts[where] = f"{path}: {len(found.findings):,} findings"
 
@@ -365,7 +365,7 @@ class _Checks:
         if gate.ignore is not None:
             from psgrad.quality.findings import read_ignore_list
 
-            with self.found.told("gate.ignore"):
+            with self.found.problems_at("gate.ignore"):
                 self.found.facts["gate.ignore"] = (
                     f"{gate.ignore}: {len(read_ignore_list(self.base / gate.ignore)):,} entries"
                 )
@@ -374,7 +374,7 @@ class _Checks:
         engine = self.sections.get("engine")
         if engine is None or engine.machine is None:
             return
-        with self.found.told("engine.machine"):
+        with self.found.problems_at("engine.machine"):
             path = require_file(self.base / engine.machine, "machine file", ConfigError)
             try:
                 json.loads(path.read_bytes())
@@ -387,7 +387,7 @@ class _Checks:
             return
         self.found.facts["output"] = str(output)
         earlier = manifest_of(output)
-        with self.found.told("output"):
+        with self.found.problems_at("output"):
             RunFolder.require_free(output, overwrite=earlier is not None)
         if earlier is not None:
             state = earlier.get("state")
@@ -402,7 +402,7 @@ class _Checks:
                 )
             )
         needed = _BYTES_A_RUN + _BYTES_A_ROW * (self.rows or 0)
-        with self.found.told("output"):
+        with self.found.problems_at("output"):
             free = _free_bytes(output)
             if free is not None and free < needed:
                 raise OutputError(
@@ -495,18 +495,18 @@ def look_inside(config: Config, found: Validation, say: Callable[[str], None]) -
     from psgrad.workflows.plan import plan_of
     from psgrad.workflows.setup import set_up
 
-    with found.told("analyze.measures"):
+    with found.problems_at("analyze.measures"):
         measures_of(config)
-    with found.told("influence.method"):
+    with found.problems_at("influence.method"):
         method_from(config.influence.method, config.base)
-    with found.told(""):
+    with found.problems_at(""):
         run = set_up(config)
         trainable = sum(parameter.numel() for parameter in run.objective.params.values())
         found.facts["trained"] = (
             f"{trainable:,} numbers in {len(run.objective.params):,} parameters, on {run.device}"
         )
         found.facts["rows"] = f"{len(run.samples.ids):,}"  # ids are read, too
-        with found.told("data.class_names"):
+        with found.problems_at("data.class_names"):
             _require_a_name_each(config.data.class_names, run.reader.classes)
         stream, count = run.stream(say), min(_ROWS, len(run.samples))
         rows = [place * len(run.samples) // count for place in range(count)]

@@ -24,7 +24,7 @@ from psgrad.inputs.images.reading import (
 )
 from psgrad.inputs.labels import Labels
 from psgrad.inputs.sources.arrow import plain
-from psgrad.inputs.sources.columns import Told
+from psgrad.inputs.sources.columns import RowName
 from psgrad.inputs.sources.table_samples import TableSamples
 from psgrad.inputs.sources.tables import Rows
 
@@ -64,19 +64,19 @@ class ImageSamples(TableSamples):
 
     def picture(self, row: int) -> Any:
         """The image of a row as it is in the data, for people: of Pillow, as colours or grey."""
-        content, named = self._content(self._rows.read(row, row + 1), 0, self._rows.told(row))
+        content, named = self._content(self._rows.read(row, row + 1), 0, self._rows.row_name(row))
         return decoded(content, named, self._channels)
 
     def _is_number(self, name: str) -> bool:
         return name != self._image
 
-    def _input(self, table: pa.Table, name: str, told: Told) -> Tensor:
+    def _input(self, table: pa.Table, name: str, row_name: RowName) -> Tensor:
         if name != self._image:
-            return super()._input(table, name, told)
-        return torch.stack([self._tensor(table, place, told) for place in range(table.num_rows)])
+            return super()._input(table, name, row_name)
+        return torch.stack([self._tensor(table, place, row_name) for place in range(table.num_rows)])
 
-    def _tensor(self, table: pa.Table, place: int, told: Told) -> Tensor:
-        content, named = self._content(table, place, told(place))
+    def _tensor(self, table: pa.Table, place: int, row_name: RowName) -> Tensor:
+        content, named = self._content(table, place, row_name(place))
         found = self._prepared.tensor(decoded(content, named, self._channels), named)
         shape = tuple(found.shape)
         self._shape = shape if self._shape is None else self._shape
@@ -101,7 +101,7 @@ class ImageSamples(TableSamples):
             table = rows.read(start, min(start + _ROWS_PER_PART, rows.count)).select([self._image])
             for place in range(table.num_rows):
                 try:
-                    content, named = self._content(table, place, rows.told(start + place))
+                    content, named = self._content(table, place, rows.row_name(start + place))
                     digest.update(hashlib.sha256(content).digest())
                     modes[opened(content, named).mode] += 1
                 except BrokenImage as error:

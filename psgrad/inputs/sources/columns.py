@@ -13,23 +13,23 @@ from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow import is_list, plain
 from psgrad.inputs.sources.tables import Array, Rows
 
-Told = Callable[[int], str]
+RowName = Callable[[int], str]
 _ROWS_PER_PART = 8192
 
 
-def numbers(column: pa.ChunkedArray | pa.Array, name: str, told: Told, fill: float = 0) -> Array:
+def numbers(column: pa.ChunkedArray | pa.Array, name: str, row_name: RowName, fill: float = 0) -> Array:
     """[n, ...] of a column of numbers or of (lists of) lists of them, padded with `fill` to the longest.
 
     An empty cell is NaN among fractions, so that its row is reported as nonfinite, and an error among whole
-    numbers and lists, which have no NaN. `told` names the row of a place in messages.
+    numbers and lists, which have no NaN. `row_name` names the row of a place in messages.
     """
     array = plain(column)
-    _require_cells(array, name, told)
+    _require_cells(array, name, row_name)
     if not is_list(array.type):
         return np.asarray(array.to_numpy(zero_copy_only=False))
     lengths = _lengths(array)
     values = array.flatten()
-    inner = numbers(values, name, _told_by_value(lengths, told), fill)
+    inner = numbers(values, name, _name_by_value(lengths, row_name), fill)
     width = int(lengths.max(initial=0))
     if width == 0:
         return np.empty((len(array), 0), dtype=np.float32)
@@ -54,26 +54,26 @@ def axis_lengths(rows: Rows, names: Sequence[str]) -> dict[str, Array]:
         table = rows.read(start, 1 if known else min(start + _ROWS_PER_PART, rows.count))
         for name in names:
             array = plain(table.column(name))
-            found[name].append(_shapes(array, name, partial(_told_from, rows, start)))
+            found[name].append(_shapes(array, name, partial(_name_from, rows, start)))
     lengths = {name: np.concatenate(parts) for name, parts in found.items()}
     for name, each in lengths.items():
         if (empty := (each == 0).any(axis=1)).any() and not (each == 0).any(axis=1).all():
             raise DataError(
-                f"{rows.told(int(np.argmax(empty)))} of the column {name!r} is an empty list",
+                f"{rows.row_name(int(np.argmax(empty)))} of the column {name!r} is an empty list",
                 expected="at least one value in each row",
             )
     return {name: np.broadcast_to(each, (rows.count, each.shape[1])) for name, each in lengths.items()}
 
 
-def _shapes(array: pa.Array, name: str, told: Told) -> Array:
+def _shapes(array: pa.Array, name: str, row_name: RowName) -> Array:
     """[n, depth]: the lengths of each row's lists, and of the lists in them."""
-    _require_cells(array, name, told)
+    _require_cells(array, name, row_name)
     lengths = _lengths(array)
-    values, told_of_value = array.flatten(), _told_by_value(lengths, told)
+    values, name_of_value = array.flatten(), _name_by_value(lengths, row_name)
     if not is_list(array.type.value_type):
-        _require_cells(values, name, told_of_value)
+        _require_cells(values, name, name_of_value)
         return lengths[:, None]
-    inner = _shapes(values, name, told_of_value)
+    inner = _shapes(values, name, name_of_value)
     filled = lengths > 0
     starts = (np.cumsum(lengths) - lengths)[filled]
     found = np.zeros((len(array), 1 + inner.shape[1]), np.int64)
@@ -83,7 +83,7 @@ def _shapes(array: pa.Array, name: str, told: Told) -> Array:
         if (uneven := (shortest != longest).any(axis=1)).any():
             row = int(np.flatnonzero(filled)[np.argmax(uneven)])
             raise DataError(
-                f"{told(row)} of the column {name!r} has lists of {shortest[uneven][0].max()} and"
+                f"{row_name(row)} of the column {name!r} has lists of {shortest[uneven][0].max()} and"
                 f" {longest[uneven][0].max()} values",
                 expected="lists of one length inside a row",
             )
@@ -91,11 +91,11 @@ def _shapes(array: pa.Array, name: str, told: Told) -> Array:
     return found
 
 
-def _require_cells(array: pa.Array, name: str, told: Told) -> None:
+def _require_cells(array: pa.Array, name: str, row_name: RowName) -> None:
     if array.null_count and not pa.types.is_floating(array.type):
         row = int(np.argmax(array.is_null().to_numpy(zero_copy_only=False)))
         raise DataError(
-            f"{told(row)} of the column {name!r} is empty", expected=f"a value of type {array.type}"
+            f"{row_name(row)} of the column {name!r} is empty", expected=f"a value of type {array.type}"
         )
 
 
@@ -103,13 +103,13 @@ def _lengths(array: pa.Array) -> Array:
     return np.asarray(pc.list_value_length(array).to_numpy(zero_copy_only=False), np.int64)
 
 
-def _told_by_value(lengths: Array, told: Told) -> Told:
+def _name_by_value(lengths: Array, row_name: RowName) -> RowName:
     """Names the row that a value belongs to, of lists of these lengths."""
-    return lambda place: told(int(np.searchsorted(np.cumsum(lengths), place, side="right")))
+    return lambda place: row_name(int(np.searchsorted(np.cumsum(lengths), place, side="right")))
 
 
-def _told_from(rows: Rows, first: int, place: int) -> str:
-    return rows.told(first + place)
+def _name_from(rows: Rows, first: int, place: int) -> str:
+    return rows.row_name(first + place)
 
 
 def _is_fixed(kind: pa.DataType) -> bool:

@@ -24,7 +24,7 @@ from psgrad.inputs.rows import (
     unit_ids,
 )
 from psgrad.inputs.sources.arrow import is_list, is_text, plain, require_numbers
-from psgrad.inputs.sources.columns import Told, axis_lengths, numbers
+from psgrad.inputs.sources.columns import RowName, axis_lengths, numbers
 from psgrad.inputs.sources.files import input_names, length_inputs, require_rows, target_names
 from psgrad.inputs.sources.tables import Array, Rows
 from psgrad.ragged import RaggedAxes
@@ -84,9 +84,9 @@ class TableSamples(Samples):
         """Whether an input is a column of numbers, or of lists of them."""
         return True
 
-    def _input(self, table: pa.Table, name: str, told: Told) -> Tensor:
+    def _input(self, table: pa.Table, name: str, row_name: RowName) -> Tensor:
         """[n, ...]: a column of inputs."""
-        return _tensors(table, [name], told)[0]
+        return _tensors(table, [name], row_name)[0]
 
     def _laid_out(self, config: DataConfig) -> _Layout:
         """The layout of a config. Raises DataError where columns can't be numbers, or can't be stacked."""
@@ -132,9 +132,9 @@ class TableSamples(Samples):
         values = (
             np.array(plain(column).to_pylist(), dtype=object)
             if is_text(kind) or words
-            else numbers(column, name, self._rows.told)
+            else numbers(column, name, self._rows.row_name)
         )
-        encoded = self._labels.encoded(values, name, self._rows.told)
+        encoded = self._labels.encoded(values, name, self._rows.row_name)
         self.class_names = encoded.class_names or self._rows.class_names.get(name)
         self.notes = (encoded.note,) if encoded.note else ()
         return to_tensor(encoded.values, name).numpy()
@@ -167,24 +167,24 @@ class TableSamples(Samples):
         return RaggedAxes(axes, padding, masked=False), torch.from_numpy(np.stack(columns, axis=1))
 
     def _block(self, table: pa.Table, rows: Array) -> Block:
-        def told(place: int) -> str:
-            return self._rows.told(int(rows[place]))
+        def row_name(place: int) -> str:
+            return self._rows.row_name(int(rows[place]))
 
         inputs = []
         for place, names in enumerate(self._layout.inputs):
             if place in self._layout.lengths:
                 inputs.append(torch.from_numpy(self._lengths[names[0]][rows, 0]))
                 continue
-            found = [self._input(table, name, told) for name in names]
+            found = [self._input(table, name, row_name) for name in names]
             inputs.append(stacked(found, names, "data.stack") if self._layout.stacked else found[0])
         if self._weight is not None:
-            weights = _tensors(table, [self._weight], told)[0]
-            inputs.append(checked_weights(weights, self._weight, told))
+            weights = _tensors(table, [self._weight], row_name)[0]
+            inputs.append(checked_weights(weights, self._weight, row_name))
         target = None
         if self.targets is not None:
             target = torch.from_numpy(self.targets[rows])
         elif self._layout.target:
-            found = _tensors(table, self._layout.target, told, self._labels.padding)
+            found = _tensors(table, self._layout.target, row_name, self._labels.padding)
             target = stacked(found, self._layout.target, "data.target") if len(found) > 1 else found[0]
         lengths = None if self._row_lengths is None else self._row_lengths[torch.from_numpy(rows)]
         return Block(tuple(inputs), target, lengths, self.ragged)
@@ -194,5 +194,5 @@ def _value_type(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
-def _tensors(table: pa.Table, names: Sequence[str], told: Told, fill: float = 0) -> list[Tensor]:
-    return [to_tensor(numbers(table.column(name), name, told, fill), name) for name in names]
+def _tensors(table: pa.Table, names: Sequence[str], row_name: RowName, fill: float = 0) -> list[Tensor]:
+    return [to_tensor(numbers(table.column(name), name, row_name, fill), name) for name in names]

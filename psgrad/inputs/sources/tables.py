@@ -68,7 +68,7 @@ class Rows(ABC):
         """Where a row is, for messages: its file and its number there."""
         return f"{self.source}, row {row}"
 
-    def told(self, row: int) -> str:
+    def row_name(self, row: int) -> str:
         """A row in messages: its number, and its place where that says more."""
         place = self.place(row)
         return f"row {row}" if place == Rows.place(self, row) else f"row {row} ({place})"
