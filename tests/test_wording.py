@@ -19,8 +19,8 @@ from psgrad.wording import (
     listed_names,
     parameter_names,
     prefix_note,
+    short_repr,
     shorten_middle,
-    told,
 )
 
 LORA = [
@@ -118,14 +118,14 @@ def test_no_number_below_one_is_written_as_one(value: float) -> None:
 
 def test_values_are_cut_inside_their_quotes() -> None:
     digest = "sha256:" + "0123456789abcdef" * 8
-    words = told(digest)
+    words = short_repr(digest)
     assert len(words) == 80
     assert words[0] == words[-1] == "'"
-    assert told({"a": list(range(100))})[-2:] == "]}"
+    assert short_repr({"a": list(range(100))})[-2:] == "]}"
 
 
 def test_no_message_cuts_a_value_in_mid_quote() -> None:
-    """`{value!r:.80}` loses the closing quote: `told` does not."""
+    """`{value!r:.80}` loses the closing quote: `short_repr` does not."""
     sources = Path(psgrad.__file__).parent.rglob("*.py")
     cut = [
         f"{path.name}: {line.strip()}"

@@ -13,7 +13,8 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -285,14 +286,18 @@ def _as_item(lines: list[str], indent: str) -> Iterator[str]:
 
 def _inside(annotation: Any) -> tuple[type[Section] | None, bool]:
     """(the section that a key holds or lists, whether it lists them); not one among a mapping's values."""
-    direct = [
-        kind
-        for kind in (annotation, *(() if get_origin(annotation) is list else get_args(annotation)))
-        if isinstance(kind, type)
-    ]
-    kinds = [annotation] if get_origin(annotation) is list else get_args(annotation) or [annotation]
+    kinds = _alternatives(annotation)
     found = next((each for kind in kinds if get_origin(kind) is not dict for each in sections_in(kind)), None)
-    return found, found is not None and found not in direct
+    return found, found is not None and found not in kinds
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    """The types of a union, and of unions in it, without what else is said of them."""
+    if get_origin(annotation) is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [kind for part in get_args(annotation) for kind in _alternatives(part)]
+    return [annotation]
 
 
 def _meaning(meaning: str, info: FieldInfo, filled: bool) -> str:

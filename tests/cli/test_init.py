@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import jsonschema
 import pytest
@@ -42,13 +42,11 @@ def keys_of(section: type[Section], above: str = "") -> Iterator[str]:
     """Every key of a section and of those inside it, dotted; a list stands for its items."""
     for key, info in section.model_fields.items():
         yield f"{above}{key}"
-        for inside in set(sections_in(info.annotation)):
-            if inside in (
-                info.annotation,
-                *get_args(info.annotation),
-                *(part for a in get_args(info.annotation) for part in get_args(a)),
-            ):
-                yield from keys_of(inside, f"{above}{key}.")
+        parts = [info.annotation]
+        for part in parts:  # not the values of a mapping
+            parts += () if get_origin(part) is dict else get_args(part)
+        for inside in set(sections_in(info.annotation)) & {part for part in parts if isinstance(part, type)}:
+            yield from keys_of(inside, f"{above}{key}.")
 
 
 def keys_in(content: Any, above: str = "") -> Iterator[str]:
