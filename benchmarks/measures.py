@@ -92,7 +92,7 @@ class Digits:
         stream, count = setting.examples.stream, len(setting)
         again = [measure for measure in every if measure.looks_twice]
         second = SecondPass(again, stream)
-        rows = _joined(stream.run(count, [*every, second] if again else every, often=True))
+        rows = _joined(stream.run(count, [*every, second] if again else every, materialise=True))
         chunk_size = stream.chunk_size
         if again:
             for measure in again:

@@ -91,7 +91,7 @@ def measured(
     """
     run = _Run(rows, make, chunk_size, keeps, seed)
     first = run.take(
-        lambda run, start: run.stream.run(len(run.rows.inputs), run.first, start=start, often=True),
+        lambda run, start: run.stream.run(len(run.rows.inputs), run.first, start=start, materialise=True),
         interrupted_at,
         "first",
     )
