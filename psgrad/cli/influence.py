@@ -77,6 +77,14 @@ Evaluate = Annotated[
         ),
     ),
 ]
+QueriesPart = Annotated[
+    str | None,
+    typer.Option(
+        "--part",
+        metavar="K/N",
+        help="Score only part K of N of the queries, for job arrays; psgrad merge joins the parts.",
+    ),
+]
 Ids = Annotated[
     list[str] | None,
     typer.Option("--id", metavar="ID", help="Ask about the row of this id. May be repeated."),
@@ -115,6 +123,7 @@ def influence(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
     processes: ProcessesOption = 1,
+    part: QueriesPart = None,
     shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
@@ -130,6 +139,12 @@ def influence(
     chosen = {"ids": ids, "where": where, "wrong": wrong or None, "worst": worst}
     settings = [*(settings or ()), *_settings("influence.queries", chosen)]
     with boundary(debug):
+        for given, option in (
+            (processes > 1, "--processes"),
+            (overwrite, "--overwrite"),
+            (evaluate is not None, "--evaluate"),
+        ):
+            require_one_of(part is not None and given, "--part", option)
         if evaluate is not None:
             _require_an_evaluation_alone(matrix, top)
             # The folder of an evaluation is its own: the config's is that of the scores.
@@ -138,6 +153,13 @@ def influence(
             _evaluate(resolved, evaluate, output, overwrite, style, shown)
             return
         resolved = _read(config, settings, output, method, top)
+        if part is not None:
+            from psgrad.workflows.influence_parts import influence_part
+
+            with several.display(shown, None, resolved.output) as progress:
+                folder = influence_part(resolved, *part_of(part), matrix=matrix, progress=progress)
+            typer.echo(str(folder))
+            return
         from psgrad.workflows.influence import influence as run_influence
 
         several.start(processes)
@@ -151,7 +173,7 @@ def influence(
                 processes=group,
             )
         if result is not None:  # on the first rank
-            _show(result, resolved.influence.top, style)
+            show_scores(result, resolved.influence.top, style)
 
 
 @command(Panel.INFLUENCE, 2, "influence index")
@@ -221,7 +243,7 @@ def _evaluate(
         write_evaluation(result, style, sys.stdout)
 
 
-def _show(result: InfluenceResult, top: int, style: str) -> None:
+def show_scores(result: InfluenceResult, top: int, style: str) -> None:
     from psgrad.reports.influence_terminal import summary, write_influence
 
     typer.echo(summary(result), err=True)

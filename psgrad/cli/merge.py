@@ -10,6 +10,7 @@ import typer
 from psgrad.cli.analyze import Check, Quiet, Report, Verbose, show_result
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
+from psgrad.cli.influence import show_scores
 from psgrad.cli.options import AsJson, Debug
 from psgrad.cli.processes import require_one
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
@@ -18,7 +19,7 @@ Run = Annotated[
     Path,
     typer.Argument(
         metavar="OUTPUT",
-        help="The folder of psgrad analyze --part K/N, or of psgrad influence index --part K/N.",
+        help="The folder of psgrad analyze, influence or influence index with --part K/N.",
         show_default=False,
     ),
 ]
@@ -35,10 +36,10 @@ def merge(
     shown: ProgressOption = ProgressStyle.auto,
     debug: Debug = False,
 ) -> None:
-    """Check that all parts of a run are there, judge its samples, and write its tables and report; or check
-    that all parts of an index are there, and finish it.
+    """Check that all parts of a run are there, judge its samples, and write its tables and report; join the
+    scores of all parts; or finish an index.
 
-    Prints what psgrad analyze, or psgrad influence index, prints.
+    Prints what psgrad analyze, psgrad influence, or psgrad influence index prints.
     """
     with boundary(debug):
         require_one("merge")
@@ -52,8 +53,20 @@ def merge(
             typer.echo(index_summary(finished), err=True)
             typer.echo(str(finished.folder))
             return
+        from psgrad.storage.folders import manifest_of
+
+        style = ProgressStyle.none if quiet else shown
+        if (manifest_of(output) or {}).get("command") == "influence":
+            from psgrad.workflows.influence_parts import merge_influence
+
+            with progress_display(style) as progress:
+                scores = merge_influence(output, report=report, progress=progress)
+            show_scores(
+                scores, scores.manifest["config"]["influence"]["top"], "json" if as_json else "terminal"
+            )
+            return
         from psgrad.workflows.parts import merge as run_merge
 
-        with progress_display(ProgressStyle.none if quiet else shown) as progress:
+        with progress_display(style) as progress:
             result = run_merge(output, report=report, progress=progress)
         show_result(result, result.manifest["config"]["analyze"]["top"], check, as_json, quiet, verbose)

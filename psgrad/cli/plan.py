@@ -16,6 +16,16 @@ from psgrad.cli.options import ConfigPath, Debug, Settings, read_config
 def plan(
     config: ConfigPath,
     settings: Settings = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "--processes",
+            metavar="N",
+            min=1,
+            help="Predict also the run of N processes: time, memory, and bytes over network and storage.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object in place of the table.")
     ] = False,
@@ -32,5 +42,5 @@ def plan(
         from psgrad.reports.plan import write_plan
         from psgrad.workflows.plan import plan as run_plan
 
-        result = run_plan(resolved, say=lambda message: typer.echo(message, err=True))
+        result = run_plan(resolved, processes=processes, say=lambda message: typer.echo(message, err=True))
         write_plan(result, "json" if as_json else "terminal", sys.stdout)

@@ -8,7 +8,7 @@ from typing import TextIO
 from psgrad.reports.tables import Column, Table, table
 from psgrad.reports.terminal import print_table, write_json
 from psgrad.reports.words import amount, count, duration, number, printable
-from psgrad.results import PlanResult
+from psgrad.results import PlanResult, ProcessesPlan
 from psgrad.wording import common_prefix, listed_names, parameter_names, prefix_note
 
 
@@ -54,4 +54,20 @@ def totals(result: PlanResult) -> list[str]:
     if result.obstacle is not None:
         why = printable(result.obstacle)
         lines.append(f"note         the pass was followed while the first rows ran: {why}")
+    if result.processes is not None:
+        lines += processes_lines(result.processes, result.total_bytes)
     return lines
+
+
+def processes_lines(plan: ProcessesPlan, bytes_each: int) -> list[str]:
+    """The run on several processes. bytes_each: memory of each."""
+    held_up = duration(plan.spent[plan.bottleneck])
+    on = plan.assumed
+    return [
+        f"processes    {plan.processes:,}: {duration(plan.seconds)} in all, efficiency {plan.efficiency:.2f};"
+        f" the most that is not computing: {plan.bottleneck}, {held_up}",
+        f"             {amount(bytes_each)} in each; {amount(plan.network_bytes)} over the network,"
+        f" {amount(plan.storage_bytes)} from and to the storage",
+        f"assumed      machines like this one, {amount(int(on['network']))}/s between two processes,"
+        f" {amount(int(on['storage']))}/s of storage for all, {on['ranks_per_host']:.0f} processes a host",
+    ]

@@ -31,6 +31,9 @@ from psgrad.results.influence import pairs_of as pairs_of
 from psgrad.results.influence import ranked_pairs as ranked_pairs
 from psgrad.results.influence import shown_queries as shown_queries
 from psgrad.results.influence import shown_rows as shown_rows
+from psgrad.results.plan import ParameterPlan as ParameterPlan
+from psgrad.results.plan import PlanResult as PlanResult
+from psgrad.results.plan import ProcessesPlan as ProcessesPlan
 from psgrad.results.privacy import STEP_COLUMNS as STEP_COLUMNS
 from psgrad.results.privacy import STEP_KEYS as STEP_KEYS
 from psgrad.results.privacy import AuditBound as AuditBound
@@ -40,5 +43,3 @@ from psgrad.results.privacy import DPStepResult as DPStepResult
 from psgrad.results.privacy import NeighbourPair as NeighbourPair
 from psgrad.results.privacy import NoiseAudit as NoiseAudit
 from psgrad.results.privacy import NoisePlan as NoisePlan
-from psgrad.results.privacy import ParameterPlan as ParameterPlan
-from psgrad.results.privacy import PlanResult as PlanResult

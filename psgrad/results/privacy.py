@@ -1,5 +1,5 @@
-"""The results of `psgrad dp-step` and its `--plan`, public and private values apart; of `psgrad dp-audit`, a
-lower bound on epsilon beside the accounted one and the checks of noise and bound; and of `psgrad plan`.
+"""The results of `psgrad dp-step` and its `--plan`, public and private values apart; and of
+`psgrad dp-audit`, a lower bound on epsilon beside the accounted one and the checks of noise and bound.
 """
 
 from __future__ import annotations
@@ -276,52 +276,3 @@ def _broken(pair: NeighbourPair) -> str:
     if pair.ratio <= 1:
         return f"its contribution moves by {pair.ratio:.4g} of the declared sensitivity"
     return f"the sums are {pair.ratio:.4g} times the declared sensitivity apart"
-
-
-@dataclass(frozen=True)
-class ParameterPlan:
-    """How the norms of one parameter's gradients will be computed.
-
-    `terms` are the kinds of terms that the gradient is a sum of, `way` the order in which they are
-    contracted. `microseconds` and `bytes` are a sample's, the factors that are kept and the largest
-    intermediate. `factored` is False where an operator needs the value, which is then materialised for each
-    sample.
-    """
-
-    parameter: str
-    shape: str
-    terms: str
-    way: str
-    microseconds: float
-    bytes: int
-    factored: bool
-
-
-@dataclass(frozen=True, repr=False)
-class PlanResult(ShortRepr):
-    """The predictions of `psgrad plan` for a run.
-
-    `seconds` is for the gradients of all rows, `chunk_seconds` for those of one chunk of `chunk_size` rows.
-    Bytes: `peak_bytes` is the highest memory of the pass over a chunk beyond the parameters
-    (`parameter_bytes`) and the chunk's inputs (`input_bytes`). `replayed` is whether chunks will be replayed
-    by a program, `replay_reason` why. `obstacle` is why the pass had to run for the prediction, None if it
-    did not. `machine` is the source of prices: the device, and who measured it.
-    """
-
-    parameters: list[ParameterPlan]
-    rows: int
-    chunk_size: int
-    seconds: float
-    chunk_seconds: float
-    peak_bytes: int
-    input_bytes: int
-    parameter_bytes: int
-    replayed: bool
-    replay_reason: str
-    obstacle: str | None
-    machine: str
-
-    @property
-    def total_bytes(self) -> int:
-        """All that the run has on its device at its highest."""
-        return self.peak_bytes + self.input_bytes + self.parameter_bytes

@@ -41,6 +41,7 @@ from psgrad.wording import listed_names
 from psgrad.workflows.check import GateFiles, check_samples, gate_files
 from psgrad.workflows.identity import (
     NAMES,
+    NUMBER_OF_PARTS,
     digest,
     identity,
     measure_specs,
@@ -81,7 +82,7 @@ class Prepared:
     def identity(self, parts: int | None = None) -> dict[str, Any]:
         """All that the numbers of the run depend on. parts: of how many the run is made."""
         drawn = {"rows are drawn at random": True} if self.sample else {}
-        in_parts = {"number of parts": parts} if parts is not None else {}
+        in_parts = {NUMBER_OF_PARTS: parts} if parts is not None else {}
         return identity(self.run, len(self.setting)) | self.judging.identity() | drawn | in_parts
 
     def manifest(self, now: dict[str, Any]) -> RunManifest:

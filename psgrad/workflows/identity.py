@@ -115,9 +115,13 @@ _WEIGHTS, _MODULES = "model (its weights)", "model (its modules)"
 _CHECKPOINT = "model.checkpoint (its content)"
 
 
+NUMBER_OF_PARTS = "number of parts"
+"""A line of the identity of a run in parts."""
+
+
 def identity(run: Setup, count: int) -> dict[str, Any]:
-    """All that the numbers of a run depend on, as plain values: dotted name -> value. Another one is another
-    run.
+    """All that the columns of a run's rows depend on, as plain values: dotted name -> value. Another one is
+    another run.
     """
     config = run.config
     dumped = config.model_dump(mode="json")
@@ -125,7 +129,7 @@ def identity(run: Setup, count: int) -> dict[str, Any]:
         f"analyze.{key}": dumped["analyze"][key] for key in _OF_ANALYZE
     }
     return {
-        **_flat(found),
+        **flattened(found),
         "rows": count,
         _CHECKPOINT: run.loaded.sha256,
         "analyze.checkpoints (their content)": checkpoints_sha256(run),
@@ -146,7 +150,9 @@ def measure_specs(config: Config) -> list[str]:
     return [measure.name for measure in config.analyze.measures]
 
 
-def reopen(path: Path, now: dict[str, Any], run: Setup, *, alone: bool = True) -> RunFolder | None:
+def reopen(
+    path: Path, now: dict[str, Any], run: Setup, *, alone: bool = True, command: str = "analyze"
+) -> RunFolder | None:
     """The folder of an interrupted run with this identity, to go on with; None where there is none.
 
     alone: whether no other process writes in it now, so that files that a killed one left can be removed.
@@ -158,10 +164,10 @@ def reopen(path: Path, now: dict[str, Any], run: Setup, *, alone: bool = True) -
     if manifest is None or manifest.get("command") is None:  # killed at birth
         return None
     then = manifest.get("identity")
-    if manifest["command"] != "analyze" or not isinstance(then, dict):
+    if manifest["command"] != command or not isinstance(then, dict):
         raise ConfigError(
             f"the run in {path} can't be gone on with: it is one of psgrad {manifest['command']}",
-            expected="the folder of an interrupted psgrad analyze",
+            expected=f"the folder of an interrupted psgrad {command}",
             next_step="choose another --output",
         )
     if _WEIGHTS not in then:
@@ -206,7 +212,7 @@ def require_judged_alike(path: Path, manifest: dict[str, Any], config: Config) -
         {key: each.get(key) for key in _OF_VERDICT}
         for each in (manifest.get("config", {}).get("analyze", {}), dumped)
     )
-    changed = _changes(_flat(then, "analyze"), _flat(now, "analyze"))
+    changed = _changes(flattened(then, "analyze"), flattened(now, "analyze"))
     if changed:
         raise ConfigError(
             f"the run in {path} is finished, and its samples were judged by other rules:{_listed(changed)}",
@@ -249,11 +255,12 @@ def _with_later_keys(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
     return {**{key: value for key, value in defaults.items() if key in now}, **then}
 
 
-def _flat(content: Any, above: str = "") -> dict[str, Any]:
+def flattened(content: Any, above: str = "") -> dict[str, Any]:
+    """Dotted name -> value, of nested dictionaries, without what is no part of a number."""
     if not isinstance(content, dict):
         return {above: content}
     inside = [
-        _flat(value, f"{above}.{key}" if above else str(key))
+        flattened(value, f"{above}.{key}" if above else str(key))
         for key, value in content.items()
         if key not in _FREE
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from psgrad.results.influence import (
     shown_queries,
     shown_rows,
 )
-from psgrad.results.manifest import Counts, InfluenceFacts
+from psgrad.results.manifest import Counts, InfluenceFacts, RunManifest
 from psgrad.storage import RunFolder
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
@@ -42,7 +42,8 @@ from psgrad.workflows.influence_setup import (
     set_up_influence,
     unit_of,
 )
-from psgrad.workflows.running import LOADING, Clock, describe_run, recorded
+from psgrad.workflows.rank_facts import RankWork, rank_facts
+from psgrad.workflows.running import LOADING, Clock, Record, describe_run, recorded
 
 # What the report shows in pictures: so many queries, and of each so many examples of either sign.
 _SHOWN_QUERIES = 6
@@ -74,50 +75,75 @@ def influence(
     processes = OneProcess() if processes is None else processes
     if processes.leads:
         RunFolder.require_free(config.output, overwrite)
-    clock, warnings = Clock(), _Warnings(progress)
+    clock, warnings = Clock(), Warnings(progress)
     progress(LOADING)
     with clock("load"):
-        setup = set_up_influence(config, warnings, progress, processes)
-    run = setup.run
-    store = None if config.influence.index is None else open_index(config, run)
-    if store is not None:
-        setup = replace(setup, method=from_index(setup.method, store))
-    asked = described(setup)
+        setup, store = loaded(config, warnings, progress, processes)
     if not processes.leads:
-        scored_by_all(setup, store, matrix, clock, warnings, progress)
+        scored_by_all(*without_nonfinite(setup, store, warnings, clock), matrix, clock, warnings, progress)
         return None
     with clock("self-check"):
-        check = run.self_check(setup.views[0].training.stream)
+        manifest = manifest_for(setup)
     folder = RunFolder.create(config.output, overwrite)
-    specs = [config.influence.method.name, config.influence.measurement.name]
-    manifest = replace(describe_run("influence", run, check, specs), influence=asked)
     with recorded(folder, manifest, clock) as record:
-        scored = scored_by_all(setup, store, matrix, clock, warnings, progress)
-        require_unchanged(run.samples.stamps)
-        removals = scored.removals
-        found = replace(
-            asked,
-            unit=unit_of(setup, scored.fitted),
-            check=None if removals is None else {**asdict(removals), "words": removals.words},
-            fit=[each.facts for each in scored.fitted],
-            warnings=warnings.messages,
-        )
-        facts = record.add(
-            influence=found,
-            counts=scored.looks.counts(),
-            engine=replace(record.manifest.engine, processes=processes.size if processes.size > 1 else None),
-            timings=clock.seconds,
-        )
-        with clock("tables"):
-            result = _result(scored, facts, folder, warnings.messages)
-            write_tables(result, scored.rankings, folder)
-        if report:
-            from psgrad.reports.influence_page import (
-                write_influence_report,
-            )  # which is all that needs matplotlib
+        finite = without_nonfinite(setup, store, warnings, clock)
+        scored = scored_by_all(*finite, matrix, clock, warnings, progress)
+        require_unchanged(setup.run.samples.stamps)
+        return written(scored, record, folder, clock, warnings, report)
 
-            with clock("report"):
-                write_influence_report(result, folder.write_bytes)
+
+def loaded(
+    config: Config, warnings: Warnings, progress: Say, processes: Processes
+) -> tuple[InfluenceSetup, GradientIndex | None]:
+    """(what the run is made of, the index that answers; None without one)."""
+    setup = set_up_influence(config, warnings, progress, processes)
+    if config.influence.index is None:
+        return setup, None
+    store = open_index(config, setup.run)
+    return replace(setup, method=from_index(setup.method, store)), store
+
+
+def manifest_for(setup: InfluenceSetup) -> RunManifest:
+    """manifest.json at the beginning, with the self-check, which runs now. Raises SelfCheckError."""
+    run, wanted = setup.run, setup.run.config.influence
+    check = run.self_check(setup.views[0].training.stream)
+    specs = [wanted.method.name, wanted.measurement.name]
+    return replace(describe_run("influence", run, check, specs), influence=described(setup))
+
+
+def written(
+    scored: Scored, record: Record, folder: RunFolder, clock: Clock, warnings: Warnings, report: bool
+) -> InfluenceResult:
+    """The result of a run, with its files written; plots and page, too, where a report is asked for."""
+    if described(scored.setup).predicts_removal:
+        known = scored.queries[scored.queries["status"] == "ok"].set_index("index")["measurement"]
+        marked = marked_beyond_loss(scored.setup, scored.rankings.scores, known, warnings)
+        scored = replace(scored, rankings=replace(scored.rankings, scores=marked))
+    setup, removals = scored.setup, scored.removals
+    size = setup.processes.size
+    found = replace(
+        described(setup),
+        queries=record.manifest.influence.queries,
+        unit=scored.unit,
+        check=None if removals is None else {**asdict(removals), "words": removals.words},
+        fit=scored.fit,
+        warnings=warnings.messages,
+    )
+    facts = record.add(
+        influence=found,
+        counts=scored.counts(),
+        engine=replace(record.manifest.engine, processes=size if size > 1 else None),
+        ranks=scored.ranks,
+        timings=clock.seconds,
+    )
+    with clock("tables"):
+        result = _result(scored, facts, folder, warnings.messages)
+        write_tables(result, scored.rankings, folder)
+    if report:
+        from psgrad.reports.influence_page import write_influence_report  # which is all that needs matplotlib
+
+        with clock("report"):
+            write_influence_report(result, folder.write_bytes)
     return result
 
 
@@ -125,32 +151,34 @@ def influence(
 class Scored:
     """What a run has found.
 
-    setup: without the rows that have no score. shown: queries of the report. own: [n] self-influences.
+    setup: without the rows that have no score. queries, training: the tables of the result. fit: the facts of
+    the method at each checkpoint. unit: of a score.
     """
 
     setup: InfluenceSetup
-    looks: Looks
     queries: pd.DataFrame
-    shown: list[int]
-    fitted: list[Fitted]
+    training: pd.DataFrame
     rankings: Rankings
-    own: np.ndarray | None
-    removals: RemovalCheck | None
+    fit: list[dict[str, Any]]
+    unit: str
+    removals: RemovalCheck | None = None
+    ranks: dict[str, Any] | None = None
+
+    def counts(self) -> Counts:
+        excluded = [int((table["status"] != "ok").sum()) for table in (self.training, self.queries)]
+        return Counts(
+            training_examples=len(self.training),
+            training_nonfinite=excluded[0],
+            queries=len(self.queries),
+            queries_nonfinite=excluded[1],
+        )
 
 
 def scored_by_all(
-    setup: InfluenceSetup,
-    store: GradientIndex | None,
-    matrix: bool,
-    clock: Clock,
-    warnings: _Warnings,
-    progress: Say,
+    setup: InfluenceSetup, looks: Looks, matrix: bool, clock: Clock, warnings: Warnings, progress: Say
 ) -> Scored:
-    """What all processes compute together. store: the index that answers; None without."""
+    """What all processes compute together, of rows that are finite."""
     wanted = setup.run.config.influence
-    with clock("screening"):
-        known = None if store is None else screened_rows(store)
-        setup, looks = without_nonfinite(setup, known, warnings)
     with clock("fit"), errors_of_own_method(wanted.method.name):
         fitted = [setup.method.fit(view.training, view.checkpoint) for view in setup.views]
     with clock("normalize"), errors_of_own_method(wanted.method.name):
@@ -165,16 +193,18 @@ def scored_by_all(
         own = self_influence(setup, fitted, spent, warnings)
     removals: RemovalCheck | None = None
     if described(setup).predicts_removal:
-        losses = queries[queries["status"] == "ok"].set_index("index")["measurement"]
-        rankings = replace(rankings, scores=marked_beyond_loss(setup, rankings.scores, losses, warnings))
         with clock("check"), errors_of_own_method(wanted.method.name):
             before = setup.agreed_seconds(clock.seconds["fit"]) + spent
             seconds = max(_CHECK_SECONDS, _CHECK_SHARE * before)
             removals = check_removals(setup, fitted, rankings.scores, own, seconds, warnings)
-    return Scored(setup, looks, queries, shown, fitted, rankings, own, removals)
+    training = with_overall(training_table(setup, looks, own), setup.training_rows, rankings.overall)
+    facts, unit = [each.facts for each in fitted], unit_of(setup, fitted)
+    seconds, waited = setup.processes.spent()
+    ranks = rank_facts(setup.processes, "influence.", RankWork(None, seconds, waited))
+    return Scored(setup, queries, training, rankings, facts, unit, removals, ranks)
 
 
-class _Warnings:
+class Warnings:
     """What the run says to people: told at once, and kept for the report."""
 
     def __init__(self, progress: Say) -> None:
@@ -220,26 +250,20 @@ class Looks:
         self.kept = torch.stack([each.finite for each in training]).all(0).numpy()
         self.asked = torch.stack([each.finite for each in queries]).all(0).numpy()
 
-    def counts(self) -> Counts:
-        return Counts(
-            training_examples=len(self.kept),
-            training_nonfinite=int((~self.kept).sum()),
-            queries=len(self.asked),
-            queries_nonfinite=int((~self.asked).sum()),
-        )
-
 
 def without_nonfinite(
-    setup: InfluenceSetup, known: list[Screened] | None, say: Callable[[str], None]
+    setup: InfluenceSetup, store: GradientIndex | None, say: Callable[[str], None], clock: Clock
 ) -> tuple[InfluenceSetup, Looks]:
     """The setup without the rows whose loss or gradient is not finite at some checkpoint, which are named.
 
-    known: what an index knows of the training examples; it has no score for such rows, and they are not read
-    again. Raises InfluenceError where nothing is left.
+    store: the index that answers. It has no score for such training examples, and they are not read again.
+    Raises InfluenceError where nothing is left.
     """
-    training = [screened(view.training) for view in setup.views] if known is None else known
-    with errors_about_queries():
-        queries = [screened(view.queries) for view in setup.views]
+    with clock("screening"):
+        known = None if store is None else screened_rows(store)
+        training = [screened(view.training) for view in setup.views] if known is None else known
+        with errors_about_queries():
+            queries = [screened(view.queries) for view in setup.views]
     looks = Looks(training, queries)
     samples = setup.run.samples
     for what, kept, ids in (
@@ -334,15 +358,14 @@ def divisors_of(setup: InfluenceSetup, fitted: Sequence[Fitted]) -> list[torch.T
 def _result(scored: Scored, facts: dict[str, Any], folder: RunFolder, warnings: list[str]) -> InfluenceResult:
     setup, rankings, queries = scored.setup, scored.rankings, scored.queries
     config, samples = setup.run.config, setup.run.samples
-    training = training_table(setup, scored.looks, scored.own, rankings.overall)
-    _, examples = shown_rows(
+    first, examples = shown_rows(
         rankings.scores, queries, _SHOWN_QUERIES, _SHOWN_EXAMPLES, setup.measurement.sign > 0
     )
     seen = config.report.include_inputs
     return InfluenceResult(
         scores=rankings.scores,
         queries=queries,
-        training=training,
+        training=scored.training,
         manifest=facts,
         folder=folder.path,
         method=setup.method.name,
@@ -350,9 +373,9 @@ def _result(scored: Scored, facts: dict[str, Any], folder: RunFolder, warnings: 
         predicts_removal=facts["influence"]["predicts_removal"],
         measurement=setup.measurement.name,
         shown=rankings.shown,
-        query_inputs={row: input_of(setup.query_reader.samples, row) for row in scored.shown} if seen else {},
+        query_inputs={row: input_of(setup.query_reader.samples, row) for row in first} if seen else {},
         training_inputs={row: input_of(samples, row) for row in examples} if seen else {},
-        facts=[each.facts for each in scored.fitted],
+        facts=scored.fit,
         warnings=warnings,
         class_names=setup.run.config.data.class_names,
         check=scored.removals,
@@ -375,17 +398,9 @@ def query_table(setup: InfluenceSetup, looks: Looks) -> pd.DataFrame:
     return pd.DataFrame({name: columns[name] for name in QUERY_COLUMNS if name in columns})
 
 
-def training_table(
-    setup: InfluenceSetup, looks: Looks, own: np.ndarray | None, overall: np.ndarray
-) -> pd.DataFrame:
-    """One row a training example; see TRAINING_COLUMNS. Excluded ones, too."""
+def training_table(setup: InfluenceSetup, looks: Looks, own: np.ndarray | None) -> pd.DataFrame:
+    """One row a training example; see TRAINING_COLUMNS, but `overall`. Excluded ones, too."""
     samples, reader, kept = setup.run.samples, setup.run.reader, looks.kept
-
-    def spread(values: np.ndarray) -> np.ndarray:
-        column = np.full(len(kept), np.nan)
-        column[setup.training_rows] = values
-        return column
-
     everything = np.arange(len(samples))
     targets = reader.targets_at(everything)
     columns = {
@@ -395,11 +410,28 @@ def training_table(
         **looks.training.columns,
         "loss": looks.training.losses,
         "grad_norm": looks.training.norms,
-        **({} if own is None else {"self_influence": spread(own)}),
-        "overall": spread(overall),
+        **({} if own is None else {"self_influence": _of_all(own, setup.training_rows, len(kept))}),
         "status": np.where(kept, "ok", "nonfinite"),
     }
+    return _in_order(columns)
+
+
+def with_overall(training: pd.DataFrame, rows: np.ndarray, overall: np.ndarray) -> pd.DataFrame:
+    """The table of training examples with the mean of their scores over the queries: `overall` [n], of these
+    rows [n].
+    """
+    return _in_order({**training, "overall": _of_all(overall, rows, len(training))})
+
+
+def _in_order(columns: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame({name: columns[name] for name in TRAINING_COLUMNS if name in columns})
+
+
+def _of_all(values: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
+    """[count]: the values of these rows, and NaN of the others."""
+    column = np.full(count, np.nan)
+    column[rows] = values
+    return column
 
 
 def write_tables(result: InfluenceResult, rankings: Rankings, folder: RunFolder) -> None:

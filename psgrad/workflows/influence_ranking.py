@@ -6,7 +6,7 @@ row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,11 +31,15 @@ _SHARE = 0.25
 class Rankings:
     """What is kept of the scores.
 
-    scores: ranked pairs, with SCORE_COLUMNS. overall: [n], the mean over the queries that have a score.
-    shown: query row -> all scores, [rows of the training data], NaN where a row was excluded. matrix: where
-    it was wanted, scores [n, m], train_index [n] and query_index [m].
+    pairs: the ranked pairs of each query, with SCORE_COLUMNS; scores: the same with those of all queries
+    together. overall: [n], the mean over the queries that have a score. sums: label of a layer -> [2, n, 1 +
+    checkpoints], of all checkpoints together and of each: the sum over the queries of the scores that are not
+    NaN, and how many are not. shown: query row -> all scores, [rows of the training data], NaN where a row
+    was excluded. matrix: where it was wanted, scores [n, m], train_index [n] and query_index [m].
     """
 
+    pairs: pd.DataFrame
+    sums: dict[str, torch.Tensor]
     scores: pd.DataFrame
     overall: np.ndarray
     shown: dict[int, np.ndarray]
@@ -121,34 +125,19 @@ class _Block:
 def _assembled(setup: InfluenceSetup, blocks: list[_Block], shown: Sequence[int], matrix: bool) -> Rankings:
     ids, rows = setup.run.samples.ids, setup.training_rows
     query_ids = setup.query_reader.samples.ids[setup.query_rows]
-    labels, named = list(blocks[0].strongest), setup.run.config.influence.layers != "none"
-    parts, overall = [], np.zeros(len(rows))
-    for label in labels:
+    layers = setup.run.config.influence.layers != "none"
+    parts, sums = [], dict[str, torch.Tensor]()
+    for label in blocks[0].strongest:
         place = 0
         for block in blocks:
             here = slice(place, place + block.m)
-            parts.append(
-                _pairs(
-                    block.strongest[label],
-                    query_ids[here],
-                    setup.query_rows[here],
-                    ids,
-                    rows,
-                    label if named else None,
-                )
-            )
+            kept = block.strongest[label]
+            layer = label if layers else None
+            parts.append(_pairs(kept, query_ids[here], setup.query_rows[here], ids, rows, layer))
             place += block.m
-        sums, counts = torch.stack([torch.cat(block.sums[label], 1) for block in blocks]).sum(0)
-        means = sums / counts  # NaN for an example without a score
-        whole = [Strongest(blocks[0].top, 1) for _ in range(means.shape[1])]
-        whole[0].add(
-            0, means[:, :1], **({"score_std": means[:, 1:].std(1, keepdim=True)} if len(whole) > 1 else {})
-        )
-        for number, each in enumerate(whole[1:], 1):
-            each.add(0, means[:, number : number + 1])
-        parts.append(_pairs(whole, [ALL_QUERIES], [ALL_INDEX], ids, rows, label if named else None))
-        if label == labels[0]:
-            overall = means[:, 0].numpy()
+        sums[label] = torch.stack([torch.cat(block.sums[label], 1) for block in blocks]).sum(0)
+    pairs = pd.concat(parts, ignore_index=True)
+    scores, overall = with_all_queries(setup, pairs, sums)
     columns = torch.cat([torch.cat(block.columns) for block in blocks], 1).numpy()
     of = setup.query_rows if matrix else setup.query_rows[np.isin(setup.query_rows, shown)]
     first = {
@@ -157,7 +146,29 @@ def _assembled(setup: InfluenceSetup, blocks: list[_Block], shown: Sequence[int]
         if row in shown
     }
     everything = {"scores": columns, "train_index": rows, "query_index": setup.query_rows} if matrix else None
-    return Rankings(pd.concat(parts, ignore_index=True), overall, first, everything)
+    return Rankings(pairs, sums, scores, overall, first, everything)
+
+
+def with_all_queries(
+    setup: InfluenceSetup, pairs: pd.DataFrame, sums: Mapping[str, torch.Tensor]
+) -> tuple[pd.DataFrame, np.ndarray]:
+    """(the pairs with those of all queries together, by the mean of their scores; the mean [n]). See
+    `Rankings`.
+    """
+    ids, rows, wanted = setup.run.samples.ids, setup.training_rows, setup.run.config.influence
+    parts, found = [], list[np.ndarray]()
+    for label, (total, count) in sums.items():
+        means = total / count  # NaN for an example without a score
+        whole = [Strongest(wanted.top, 1) for _ in range(means.shape[1])]
+        spread = {"score_std": means[:, 1:].std(1, keepdim=True)} if len(whole) > 1 else {}
+        whole[0].add(0, means[:, :1], **spread)
+        for number, each in enumerate(whole[1:], 1):
+            each.add(0, means[:, number : number + 1])
+        layer = None if wanted.layers == "none" else label
+        parts.append(pairs if layer is None else pairs[pairs["layer"] == layer])
+        parts.append(_pairs(whole, [ALL_QUERIES], [ALL_INDEX], ids, rows, layer))
+        found.append(means[:, 0].numpy())
+    return pd.concat(parts, ignore_index=True), found[0]
 
 
 def _spread(setup: InfluenceSetup, values: np.ndarray) -> np.ndarray:

@@ -3,30 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, replace
 
 from psgrad.config import Config
 from psgrad.engine.execution.calibration import measure
+from psgrad.engine.execution.cluster import Cluster, Workload, efficiencies
 from psgrad.engine.execution.run_plan import RunPlan, plan_run
 from psgrad.engine.gradients import machine
 from psgrad.engine.gradients.costs import Machine
-from psgrad.results import ParameterPlan, PlanResult
+from psgrad.errors import ConfigError
+from psgrad.results import ParameterPlan, PlanResult, ProcessesPlan
 from psgrad.user_code import with_code_beside
-from psgrad.workflows.setup import set_up
+from psgrad.workflows.measures import measures_of, prepare
+from psgrad.workflows.setup import Setup, set_up
+
+# Bytes of a row on the disk, and seconds of verdicts, tables and report for a row: as benchmarks/scale_out.py
+# has measured them.
+_BYTES_A_ROW, _TABLE_SECONDS = 200, 30e-6
+_FEW = 8
 
 
 @with_code_beside
-def plan(config: Config, *, say: Callable[[str], None] = lambda _: None) -> PlanResult:
+def plan(
+    config: Config, *, processes: int | None = None, say: Callable[[str], None] = lambda _: None
+) -> PlanResult:
     """What `analyze` would do with the config, and what it would take: the whole of `psgrad plan`.
+
+    processes: of how many the run is also predicted, on machines like this one; None for none.
 
     Runs the first few rows, and no more. On a machine that was never measured, it is measured first, which
     takes seconds, and kept. Raises PsgradError as `analyze` does.
     """
+    if processes is not None and processes < 1:
+        raise ConfigError(f"--processes {processes}", expected="a whole number, at least 1")
     run = set_up(config)
     if not machine.is_known(run.device):
         say(f"measuring {machine.device_name(run.device)}, once")
         if machine.keep(measure(run.device), run.device) is None:
             say("what was measured could not be kept, and will be measured again next time")
-    return plan_of(plan_run(run.stream(say), len(run.samples)), machine.machine(run.device))
+    found = plan_of(plan_run(run.stream(say), len(run.samples)), machine.machine(run.device))
+    return found if processes is None else replace(found, processes=_of_processes(processes, found, run, say))
+
+
+def _of_processes(processes: int, one: PlanResult, run: Setup, say: Callable[[str], None]) -> ProcessesPlan:
+    """The prediction for so many processes. one: that for a process alone."""
+    cluster, gathered = Cluster(), _gathered_bytes(run, say)
+    work = Workload(
+        one.rows,
+        one.chunk_size,
+        one.seconds * one.chunk_size / one.rows,
+        read=one.input_bytes / one.chunk_size,
+        written=_BYTES_A_ROW,
+        loaded=one.parameter_bytes,
+        gathered=gathered,
+        table_seconds=_TABLE_SECONDS,
+    )
+    ((times, efficiency),) = efficiencies(work, cluster, (processes,))
+    return ProcessesPlan(
+        processes,
+        times.seconds,
+        efficiency,
+        times.parts,
+        times.bottleneck,
+        gathered,
+        round(times.sent),
+        round(times.stored),
+        asdict(cluster),
+    )
+
+
+def _gathered_bytes(run: Setup, say: Callable[[str], None]) -> int:
+    """Bytes of what the measures have gathered, of the first few rows: what a process sends to another."""
+    setting, every = prepare(run, measures_of(run.config), len(run.samples), say)
+    for _ in setting.examples.stream.run(min(_FEW, len(run.samples)), every):
+        pass
+    return sum(value.nbytes for measure in every for value in measure.state().values())
 
 
 def plan_of(found: RunPlan, on: Machine) -> PlanResult:

@@ -14,11 +14,11 @@ from psgrad.engine.execution.ranks import Processes
 class RankWork:
     """What one process did.
 
-    rows: that it computed, in all passes. seconds: computing them. waited: seconds at the end of passes, for
-    the others.
+    rows: that it computed, in all passes; None where they are not counted. seconds: computing. waited:
+    seconds at the end of passes, for the others.
     """
 
-    rows: int = 0
+    rows: int | None = 0
     seconds: float = 0.0
     waited: float = 0.0
 

@@ -156,3 +156,34 @@ def test_bytes_have_units(size: float, text: str) -> None:
 )
 def test_seconds_have_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_plan_of_processes_follows_the_simulation(reluctant: Workplace) -> None:
+    """Two processes take the rows in half of the time, beside their startup."""
+    reluctant.config["analyze"] = {"measures": ["cosine_to_mean"]}
+    found = json.loads(planned(reluctant, "--json", "--processes", "2").out)
+    assert found["processes"]["processes"] == 2
+    spent, work = found["processes"]["spent"], found["seconds"]
+    assert spent["computing"] == pytest.approx(work / 2, rel=0.2)
+    assert found["processes"]["seconds"] == pytest.approx(sum(spent.values()))
+    assert spent[found["processes"]["bottleneck"]] == max(
+        spent[name] for name in spent if name != "computing"
+    )
+    # cosine_to_mean gathers the sum of the gradients, in float64
+    parameters = found["parameter_bytes"] / 4
+    assert found["processes"]["gathered_bytes"] >= 8 * parameters
+    assert found["processes"]["network_bytes"] == 2 * found["processes"]["gathered_bytes"]
+
+
+def test_plan_of_processes_is_three_lines(reluctant: Workplace) -> None:
+    lines = planned(reluctant, "--processes", "64").out.splitlines()[-3:]
+    assert lines[0].startswith("processes    64: ")
+    assert "efficiency" in lines[0]
+    assert "over the network" in lines[1]
+    assert lines[2].startswith("assumed      machines like this one, 1.25 GB/s between two processes")
+
+
+def test_plan_of_no_process_is_refused(reluctant: Workplace) -> None:
+    outcome = planned(reluctant, "--processes", "0")
+    assert outcome.code == 2
+    assert "--processes" in outcome.err

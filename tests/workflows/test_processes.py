@@ -9,11 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from psgrad.config import load_config
+from psgrad.engine.execution.ranks import OneProcess
+from psgrad.workflows.analyze import analyze
 from tests.workflows.same_runs import assert_same_runs
 from tests.workplace import ROWS, Workplace
 
@@ -75,6 +80,36 @@ def test_two_processes_equal_one(place: Workplace) -> None:
     ]
     place.succeeded("--no-report")
     assert_same_runs(place.folder / "out", place.folder / "two")
+
+
+class CountedProcess(OneProcess):
+    """A process that counts what it does together with others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if callable(found) and not name.startswith("_"):
+            self.calls[name] += 1
+        return found
+
+
+def test_nothing_is_sent_for_a_chunk_but_the_progress(place: Workplace) -> None:
+    """Ten chunks in two passes, and two: the same calls, beside those of the progress."""
+    place.config["analyze"] = {"measures": MEASURES}
+    found = []
+    for chunk in (2, 10):
+        place.config["engine"] = {"chunk_size": chunk}
+        place.config["output"] = f"chunk-{chunk}"
+        (place.folder / "config.yaml").write_text(yaml.safe_dump(place.config))
+        process = CountedProcess()
+        analyze(load_config(place.folder / "config.yaml"), report=False, processes=process)
+        found.append(process.calls)
+    assert found[0].pop("progress") - found[1].pop("progress") == 2 * (ROWS // 2 - ROWS // 10)
+    assert found[0] == found[1]
+    assert {"meet", "ranges", "agreed"} <= set(found[0])
 
 
 @pytest.mark.sweep

@@ -57,7 +57,7 @@ def plan_chunk(
             bound.
         inputs, target: rows on the device to compute on, [n, ...]; their values don't matter.
         chunk: how many rows to predict for, n where it is not said.
-        replayed: for a chunk that is replayed from a record.
+        replayed: for a chunk that is replayed by a program.
 
     Raises NotCapturable, or what the function raises on tensors without values, where its kernels depend on
     data.

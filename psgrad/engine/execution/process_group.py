@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from psgrad.engine.execution.ranks import Arrays, Result, step_within
 from psgrad.errors import DistributedError, PsgradError, error_of
 
 _SHORTEST_POLL, _POLL = 0.0005, 0.05  # seconds between two looks into the store, at first and at last
+_LOOK = 0.002  # seconds between two looks for dead ranks, times the number of ranks: all ask one store
 _BEAT = 2.0  # seconds between two signs of life
 _SILENCE = 25.0  # seconds without a sign of life, after which a rank is taken for dead
 _HURRIED = 5.0  # the same where this rank has been asked to end, or has lost a connection
@@ -72,6 +74,7 @@ class RankGroup:
         self._beating = threading.Thread(target=self._beat, daemon=True)
         self._beating.start()
         self._steps, self._computing = 0, False
+        self._computed = self._waited = 0.0  # seconds
 
     @classmethod
     def join(cls) -> RankGroup:
@@ -127,10 +130,15 @@ class RankGroup:
     # -- rows ------------------------------------------------------------------------------------------------
 
     def ranges(self, name: str, every: Sequence[range], first: Collection[int] = ()) -> Iterator[range]:
-        own = [any(row in rows for row in first) for rows in every]
-        for place in sorted(range(len(every)), key=lambda place: not own[place]):
+        own = [place for place, rows in enumerate(every) if any(row in rows for row in first)]
+        for place in chain(own, self._next_places(name, len(every))):
             if self._store.add(f"{name}.taken.{place}", 1) == 1:
                 yield every[place]
+
+    def _next_places(self, name: str, count: int) -> Iterator[int]:
+        """Places below `count` that no rank was given before: a rank does not ask for those of all others."""
+        while (place := self._store.add(f"{name}.next", 1) - 1) < count:
+            yield place
 
     def progress(self, name: str, rows: int) -> int:
         return int(self._store.add(f"{name}.rows", rows))
@@ -222,7 +230,7 @@ class RankGroup:
         return name
 
     def together(self, what: str, compute: Callable[[], Result]) -> Result:
-        name, raised = self.step(what), None
+        name, raised, begun = self.step(what), None, time.monotonic()
         self._computing = True
         try:
             result = compute()
@@ -231,7 +239,10 @@ class RankGroup:
             self._store.compare_set(f"{name}.error", "", json.dumps(error.parts()))
         finally:
             self._computing = False
+        ended = time.monotonic()
         self.meet(name)
+        self._computed += ended - begun
+        self._waited += time.monotonic() - ended
         if self._store.check([f"{name}.error"]):
             first = error_of(json.loads(self._store.get(f"{name}.error")))
             raise raised if raised is not None and raised.parts() == first.parts() else first
@@ -242,6 +253,9 @@ class RankGroup:
         found: list[Arrays] = []
         self._exchange(lambda: found.extend(rank_tensors.gathered(own, self.rank, self.size)))
         return found
+
+    def spent(self) -> tuple[float, float]:
+        return self._computed, self._waited
 
     def hurry(self) -> None:
         self._hurried = True
@@ -303,7 +317,7 @@ class RankGroup:
         began = looked = time.monotonic()
         while not reached():
             now = time.monotonic()
-            if now - looked > _POLL:
+            if now - looked > max(_POLL, self.size * _LOOK):
                 self._require_others()
                 looked = now
             time.sleep(min(_POLL, max(_SHORTEST_POLL, (now - began) / 10)))
@@ -315,8 +329,8 @@ class RankGroup:
                 f"rank {rank} failed: {message}", next_step="mend it there, and run again with --resume"
             )
         now, silence = time.monotonic(), _HURRIED if self._hurried else _SILENCE
-        for rank, (before, since) in self._heard.items():
-            beat = self._store.get(f"alive.{rank}") if self._store.check([f"alive.{rank}"]) else b""
+        for rank, beat in self._beats().items():
+            before, since = self._heard[rank]
             if beat != before:
                 self._heard[rank] = beat, now
             elif now - since > (silence if before else _TIMEOUT.total_seconds()):  # it may begin late
@@ -325,6 +339,18 @@ class RankGroup:
                     cause="its process was killed, or its machine is down",
                     next_step="run again with --resume: what is finished is kept",
                 )
+
+    def _beats(self) -> dict[int, bytes]:
+        """The last sign of life of each other rank; empty where it has given none. One request for all that
+        have begun.
+        """
+        begun = [
+            rank
+            for rank, (before, _) in self._heard.items()
+            if before or self._store.check([f"alive.{rank}"])
+        ]
+        beats = self._store.multi_get([f"alive.{rank}" for rank in begun]) if begun else []
+        return dict.fromkeys(self._heard, b"") | dict(zip(begun, beats, strict=True))
 
     def _beat(self) -> None:
         with suppress(DistributedError):

@@ -101,6 +101,9 @@ class Processes(Protocol):
     def gathered(self, what: str, own: Arrays) -> list[Arrays]:
         """The tensors of each process, on the CPU, in the order of their ranks."""
 
+    def spent(self) -> tuple[float, float]:
+        """Seconds that this process has computed in `together`, and that it has waited for others there."""
+
 
 class OneProcess:
     """A process alone: it takes all rows."""
@@ -156,6 +159,9 @@ class OneProcess:
 
     def gathered(self, what: str, own: Arrays) -> list[Arrays]:
         return [own]
+
+    def spent(self) -> tuple[float, float]:
+        return 0.0, 0.0
 
 
 class RowPart(OneProcess):

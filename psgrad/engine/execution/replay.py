@@ -20,7 +20,7 @@ from psgrad.engine.transforms.capture import Captured, capture
 from psgrad.engine.transforms.private_torch import register_pytree_node, tree_flatten
 from psgrad.engine.transforms.program import Compiler
 
-# From so many chunks on a record is worth its making, whatever the model: both go with its operators.
+# From so many chunks on a program is worth its capture, whatever the model: both go with its operators.
 # Measured on CPUs, where a chunk's kernels take most of the time; on a GPU the Python around them does.
 PAYS_FROM = {"cpu": 1000, "cuda": 200}
 # One chunk in so many may raise a flag, and run twice, before the replay is given up.
@@ -28,7 +28,7 @@ _RARELY = 8
 
 
 def _register(kind: type, *tensors: str) -> None:
-    """Make a record a pytree: of these fields; the others stay what they were when the program was
+    """Make a dataclass a pytree: of these fields; the others stay what they were when the program was
     recorded.
     """
     others = [field.name for field in fields(kind) if field.name not in tensors]
@@ -50,7 +50,7 @@ for _kind in Term.__subclasses__():
 
 
 class Replay:
-    """A function of chunks, run from a record where that pays.
+    """A function of chunks, replayed as a program where that pays.
 
     Args:
         function: (params, inputs, target) to what is found of a chunk.
@@ -143,8 +143,8 @@ class Replay:
         else:
             self._captured = None
             self.say(
-                "chunks are not replayed: the record gave other numbers than the model itself, which may keep"
-                " a state of its own"
+                "chunks are not replayed: the program gave other numbers than the model itself, which may"
+                " keep a state of its own"
             )
 
     def _count_flag(self) -> None:
@@ -153,7 +153,7 @@ class Replay:
             self._captured = None  # what runs twice is slower than what runs once
 
     def forget(self) -> None:
-        """Give back what records hold: memory ran out."""
+        """Give back what programs hold: memory ran out."""
         if self._captured is not None:
             self._captured.programs.clear()
             self._proved = None

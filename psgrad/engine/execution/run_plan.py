@@ -73,7 +73,7 @@ class RunPlan:
         peak_bytes: what a chunk's pass has at its highest beyond parameters and inputs.
         input_bytes: of a chunk.
         parameter_bytes: of the model's parameters that are followed.
-        replayed: whether chunks will be replayed from a record.
+        replayed: whether chunks will be replayed by a program.
         why: in words.
         obstacle: why the pass could not be followed without running it; None where it could.
     """
@@ -136,7 +136,7 @@ def plan_run(stream: Stream, rows: int) -> RunPlan:
         input_bytes=chunk.input_bytes,
         parameter_bytes=sum(p.numel() * p.element_size() for p in stream.params.values()),
         replayed=why is None,
-        why=why or f"{chunks:,} chunks of one size are worth a record",
+        why=why or f"{chunks:,} chunks of one size are worth a program",
         obstacle=obstacle,
     )
 
@@ -210,7 +210,7 @@ def _why_not_replayed(stream: Stream, chunks: int, obstacle: str | None) -> str 
         return obstacle
     pays_from = next(iter(stream.replays.values())).pays_from
     return (
-        f"{chunks:,} whole {'chunk' if chunks == 1 else 'chunks'}, and a record pays from {pays_from:,}"
+        f"{chunks:,} whole {'chunk' if chunks == 1 else 'chunks'}, and a program pays from {pays_from:,}"
         if chunks < pays_from
         else None
     )

@@ -115,9 +115,9 @@ class Stream:
         model_size: of the model with its frozen parameters; None for that of `params`. It says which buckets
             rows of different length are cheapest in.
         randomness: as for vmap.
-        capture: whether chunks of one size may be replayed from a record of the first ones, where there are
+        capture: whether chunks of one size may be replayed by a program of the first ones, where there are
             many to come; 'off' runs each by itself.
-        compile: 'inductor' has the record compiled. say: called with a sentence at each retry, and with the
+        compile: 'inductor' has the program compiled. say: called with a sentence at each retry, and with the
         reason why chunks are not replayed or read ahead.
 
     Attributes:

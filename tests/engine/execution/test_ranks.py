@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -88,6 +89,43 @@ def test_ranks_take_each_range_once(groups: list[RankGroup]) -> None:
     assert sorted((rows for part in taken for rows in part), key=lambda rows: rows.start) == every
     assert [part[0].start for part in taken] == [50, 150, 250]
     assert len(taken[0]) > len(taken[2])  # the slow rank takes fewer
+
+
+class CountedStore:
+    """A store that counts its requests by their names."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner, self.requests = inner, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests[name] += 1
+        return getattr(self._inner, name)
+
+
+def test_taking_ranges_makes_two_requests_a_range_and_no_more_for_more_ranks(groups: list[RankGroup]) -> None:
+    every = [range(10 * i, 10 * i + 10) for i in range(300)]
+    stores = []
+    for group in groups:
+        group._store = store = CountedStore(group._store)  # type: ignore[assignment]
+        stores.append(store)
+    taken = [iter(group.ranges("samples", every)) for group in groups]
+    found = [next(taken[place % 3], None) for place in range(303)]
+    assert sorted((rows for rows in found if rows is not None), key=lambda rows: rows.start) == every
+    assert sum(store.requests["add"] for store in stores) == 2 * 300 + 3
+
+
+def test_looking_for_dead_ranks_is_one_request_however_many_there_are(
+    groups: list[RankGroup],
+) -> None:
+    for rank in range(3, 200):
+        groups[0]._heard[rank] = b"", time.monotonic()
+        groups[0]._store.set(f"alive.{rank}", "1.0")
+    while not all(beat for beat, _ in groups[0]._heard.values()):  # who has begun
+        groups[0]._require_others()
+    groups[0]._store = store = CountedStore(groups[0]._store)  # type: ignore[assignment]
+    groups[0]._require_others()
+    del store.requests["set"]  # its own signs of life
+    assert store.requests == {"check": 1, "multi_get": 1}
 
 
 def test_rank_that_waits_gets_the_error_of_another(groups: list[RankGroup]) -> None:

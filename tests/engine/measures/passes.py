@@ -105,6 +105,14 @@ def measured(
     return Measured(first, {measure.name: measure.gather(first) for measure in run.measures if measure.name})
 
 
+def gathered_bytes(rows: Rows, make: Callable[[], Measure]) -> int:
+    """Bytes that a measure has gathered after its first pass."""
+    run = _Run(rows, lambda: [make()], "auto", True, 0)
+    for _ in run.stream.run(len(rows.inputs), run.first, materialise=True):
+        pass
+    return sum(value.nbytes for value in run.measures[-1].state().values())
+
+
 class _Run:
     def __init__(
         self, rows: Rows, make: Callable[[], Sequence[Measure]], chunk_size: int | str, keeps: bool, seed: int
