@@ -80,13 +80,14 @@ def influence(
     with clock("load"):
         setup, store = loaded(config, warnings, progress, processes)
     if not processes.leads:
-        scored_by_all(*without_nonfinite(setup, store, warnings, clock), matrix, clock, warnings, progress)
+        scored_by_all(*without_nonfinite(setup, store, warnings), matrix, clock, warnings, progress)
         return None
     with clock("self-check"):
         manifest = manifest_for(setup)
     folder = RunFolder.create(config.output, overwrite)
     with recorded(folder, manifest, clock) as record:
-        finite = without_nonfinite(setup, store, warnings, clock)
+        with clock("screening"):
+            finite = without_nonfinite(setup, store, warnings)
         scored = scored_by_all(*finite, matrix, clock, warnings, progress)
         require_unchanged(setup.run.samples.stamps)
         return written(scored, record, folder, clock, warnings, report)
@@ -200,7 +201,7 @@ def scored_by_all(
     training = with_overall(training_table(setup, looks, own), setup.training_rows, rankings.overall)
     facts, unit = [each.facts for each in fitted], unit_of(setup, fitted)
     seconds, waited = setup.processes.spent()
-    ranks = rank_facts(setup.processes, "influence.", RankWork(None, seconds, waited))
+    ranks = rank_facts(setup.processes, "influence.", RankWork(seconds, waited))
     return Scored(setup, queries, training, rankings, facts, unit, removals, ranks)
 
 
@@ -252,18 +253,16 @@ class Looks:
 
 
 def without_nonfinite(
-    setup: InfluenceSetup, store: GradientIndex | None, say: Callable[[str], None], clock: Clock
+    setup: InfluenceSetup, store: GradientIndex | None, say: Callable[[str], None]
 ) -> tuple[InfluenceSetup, Looks]:
     """The setup without the rows whose loss or gradient is not finite at some checkpoint, which are named.
 
     store: the index that answers. It has no score for such training examples, and they are not read again.
     Raises InfluenceError where nothing is left.
     """
-    with clock("screening"):
-        known = None if store is None else screened_rows(store)
-        training = [screened(view.training) for view in setup.views] if known is None else known
-        with errors_about_queries():
-            queries = [screened(view.queries) for view in setup.views]
+    training = [screened(view.training) for view in setup.views] if store is None else screened_rows(store)
+    with errors_about_queries():
+        queries = [screened(view.queries) for view in setup.views]
     looks = Looks(training, queries)
     samples = setup.run.samples
     for what, kept, ids in (
@@ -284,7 +283,7 @@ def without_nonfinite(
             )
     if looks.kept.all() and looks.asked.all():
         return setup, looks
-    rows = np.flatnonzero(looks.kept) if known is None else setup.training_rows
+    rows = np.flatnonzero(looks.kept) if store is None else setup.training_rows
     asked = setup.query_rows[looks.asked]
     views = [
         replace(

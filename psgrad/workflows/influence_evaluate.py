@@ -255,14 +255,14 @@ def evaluate_influence(
                 next_step="leave data.group out here",
             )
     if not processes.leads:
-        setup, _ = without_nonfinite(setup, known=None, say=say)
+        setup, _ = without_nonfinite(setup, None, say)
         processes.agreed(processes.step("the folder"), list)
         _WAYS[kind](bench_of(setup, RunFolder(path), progress))
         return None
     with clock("self-check"):
         check = setup.run.self_check(setup.views[0].training.stream)
     with clock("screening"):
-        setup, _ = without_nonfinite(setup, known=None, say=say)
+        setup, _ = without_nonfinite(setup, None, say)
     folder = RunFolder.create(path, overwrite)
     manifest = replace(describe_run("influence-evaluation", setup.run, check), influence=described(setup))
     with recorded(folder, manifest, clock) as record:

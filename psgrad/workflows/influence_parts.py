@@ -66,7 +66,7 @@ def influence_part(
     place = f"{SHARDS}/{_name(number, count)}"
     if (folder.path / place / _ABOUT).exists():
         return folder.path
-    setup, looks = without_nonfinite(setup, store, warnings, clock)
+    setup, looks = without_nonfinite(setup, store, warnings)
     rows = RowPart.of(number, count, len(setup.query_rows), 1).rows
     progress(Progress(0, 0, "scores", f"{len(rows):,} of {len(setup.query_rows):,} queries"))
     found = None

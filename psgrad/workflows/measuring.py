@@ -89,7 +89,7 @@ class Passes:
         self.setting, self.stream, self.measures = setting, stream, measures
         self.about, self.folder, self.say = about, folder, say
         self.processes, self.identity, self.prefix = processes, run, prefix
-        self._work = RankWork()
+        self._work, self._rows = RankWork(), 0
 
     def run(self) -> Measured | None:
         """All passes, and what the measures gathered; None for processes that do not lead. A part of a run
@@ -123,7 +123,7 @@ class Passes:
             for own in measure.passes():
                 self._take(own.name, [], partial(self._own, own))
                 names.append((own.name, f"the pass {own.name}"))
-        ranks = rank_facts(self.processes, self.prefix, self._work)
+        ranks = rank_facts(self.processes, self.prefix, replace(self._work, rows=self._rows))
         return replace(self._gathered(names), ranks=ranks) if self.processes.leads else None
 
     def _waits_for_parts(self, again: Sequence[Measure]) -> bool:
@@ -196,7 +196,7 @@ class Passes:
         begun = time.monotonic()
         for rows in self.processes.ranges(pass_name, every, stored):
             self._compute(rows, shards, measures, run(rows), about, name)
-            self._work.rows += len(rows)
+            self._rows += len(rows)
         ended = time.monotonic()
         self.processes.meet(pass_name)
         self._work.seconds += ended - begun

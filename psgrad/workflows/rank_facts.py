@@ -14,13 +14,13 @@ from psgrad.engine.execution.ranks import Processes
 class RankWork:
     """What one process did.
 
-    rows: that it computed, in all passes; None where they are not counted. seconds: computing. waited:
-    seconds at the end of passes, for the others.
+    seconds: computing. waited: seconds at the end of passes, for the others. rows: that it computed, in all
+    passes; None where they are not counted.
     """
 
-    rows: int | None = 0
     seconds: float = 0.0
     waited: float = 0.0
+    rows: int | None = None
 
 
 def rank_facts(processes: Processes, name: str, own: RankWork) -> dict[str, Any] | None:
