@@ -80,7 +80,7 @@ model: {factory: model.py:linear}
 loss: cross_entropy
 data: {path: short.npz, inputs: x, target: y}
 """
-SHORT_ROWS = 20_000
+SHORT_ROWS = 100_000
 
 
 # -- runs of psgrad analyze ----------------------------------------------------------------------------------
@@ -116,15 +116,28 @@ def begin(
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
 
 
-def timed(folder: Path, rows: int, processes: int, beside: bool = False, config: str = "config.yaml") -> Run:
-    """A run of the first rows. beside: while another process does the same."""
+def timed(folder: Path, rows: int, processes: int, config: str = "config.yaml") -> Run:
+    """A run of the first rows."""
     start = time.perf_counter()
-    other = begin(folder, rows, 1, "other") if beside else None
-    if begin(folder, rows, processes, "run", config).wait() or (other is not None and other.wait()):
+    if begin(folder, rows, processes, "run", config).wait():
         raise SystemExit("a run failed")
     seconds = time.perf_counter() - start
     spent = json.loads((folder / "run" / "manifest.json").read_text())["timings"]
     return Run(seconds, spent["gradients"], spent["tables"] + spent["report"])
+
+
+def timed_beside(folder: Path, rows: int, every: int, startup: float) -> Run:
+    """A run of the first rows, while another process computes all."""
+    other = begin(folder, every, 1, "other")
+    time.sleep(startup)
+    try:
+        found = timed(folder, rows, 1)
+        if other.poll() is not None:
+            raise SystemExit("the other run ended early: use more --rows")
+        return found
+    finally:
+        other.kill()
+        other.wait()
 
 
 def median(runs: list[Run]) -> Run:
@@ -147,19 +160,27 @@ class Constants:
 def constants(folder: Path, rows: int, rounds: int) -> Constants:
     """From runs of a quarter of the rows, and of two chunks."""
     few, some = 2 * CHUNK, max(4 * CHUNK, rows // 4)
-    alone, group, more, busy = (
-        median([timed(folder, count, processes, beside) for _ in range(rounds)])
-        for count, processes, beside in ((few, 1, False), (few, 2, False), (some, 1, False), (some, 1, True))
+    alone, group, more = (
+        median([timed(folder, count, processes) for _ in range(rounds)])
+        for count, processes in ((few, 1), (few, 2), (some, 1))
     )
+    startup = alone.seconds - alone.gradients - alone.tables
+    busy = median([timed_beside(folder, some, rows, startup) for _ in range(rounds)])
     chunks = (some - few) / CHUNK
     return Constants(
-        startup=(
-            alone.seconds - alone.gradients - alone.tables,
-            group.seconds - group.gradients - group.tables,
-        ),
-        chunk=((more.gradients - alone.gradients) / chunks, busy.gradients / (some / CHUNK)),
-        table=timed(folder, SHORT_ROWS, 1, config="short.yaml").tables / SHORT_ROWS,
+        startup=(startup, group.seconds - group.gradients - group.tables),
+        chunk=((more.gradients - alone.gradients) / chunks, (busy.gradients - alone.gradients) / chunks),
+        table=table_seconds(folder, rounds),
     )
+
+
+def table_seconds(folder: Path, rounds: int) -> float:
+    """Of one row, beside what a report takes however few rows it has."""
+    few, many = (
+        median([timed(folder, rows, 1, "short.yaml") for _ in range(rounds)]).tables
+        for rows in (SHORT_ROWS // 10, SHORT_ROWS)
+    )
+    return max(0.0, many - few) / (SHORT_ROWS - SHORT_ROWS // 10)
 
 
 def compare(folder: Path, rows: int, rounds: int, found: Constants, cluster: Cluster) -> dict[str, Any]:

@@ -117,6 +117,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _only_masked_lm_hides_tokens(self) -> Config:
+        for key in ("masked", "seed"):
+            default = DataConfig.model_fields[key].get_default()
+            if self.model.task != "masked-lm" and getattr(self.data, key) != default:
+                raise ValueError(
+                    f"data.{key} is given, and nothing reads it; expected the task masked-lm, or no {key}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _queries_need_a_target(self) -> Config:
         queries, named = self.influence.queries, self.influence.measurement.name in MEASUREMENTS
         measured = named and (self.influence.measurement.name != "loss" or self.loss.name in LOSS_OPTIONS)

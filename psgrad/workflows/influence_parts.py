@@ -147,8 +147,8 @@ def _with_queries(setup: InfluenceSetup, part: range) -> InfluenceSetup:
 class _Part:
     """What a part of at least one query has stored.
 
-    tables: by name, see _TABLES. arrays: `sums.<label>`, `shown.<row>`, and of a matrix `matrix.<name>`.
-    labels: of the sums, in order.
+    tables: by name, see _TABLES. arrays: `training_rows`, `sums.<label>`, `shown.<row>`, and of a matrix
+    `matrix.<name>`. labels: of the sums, in order.
     """
 
     tables: Mapping[str, pd.DataFrame]
@@ -169,7 +169,8 @@ def _store(folder: RunFolder, place: str, scored: Scored | None, warnings: list[
         rankings = scored.rankings
         for name, table in zip(_TABLES, (rankings.pairs, scored.queries, scored.training), strict=True):
             folder.write_table(f"{place}/{name}.parquet", table)
-        arrays = {f"sums.{label}": value.numpy() for label, value in rankings.sums.items()}
+        arrays = {"training_rows": scored.setup.training_rows}
+        arrays |= {f"sums.{label}": value.numpy() for label, value in rankings.sums.items()}
         arrays |= {f"shown.{row}": column for row, column in rankings.shown.items()}
         arrays |= {f"matrix.{name}": value for name, value in (rankings.matrix or {}).items()}
         folder.write_bytes(f"{place}/arrays.safetensors", packed(arrays))
@@ -210,7 +211,7 @@ def _joined(setup: InfluenceSetup, parts: Sequence[_Part]) -> Scored:
     setup = replace(
         setup,
         query_rows=queries["index"][queries["status"] == "ok"].to_numpy(),
-        training_rows=np.flatnonzero(training["status"] == "ok"),
+        training_rows=first.arrays["training_rows"],
     )
     sums = {
         label: torch.from_numpy(np.sum([part.arrays[f"sums.{label}"] for part in parts], axis=0))

@@ -282,6 +282,14 @@ def test_all_problems_at_once_with_their_lines(tmp_path: Path) -> None:
             "text: pixels, stack: true",
             "stack is given, and nothing reads it; expected inputs",
         ),
+        *(
+            (
+                "inputs: pixels",
+                f"text: pixels, {key}",
+                f"data.{key.partition(':')[0]} is given, and nothing reads it; expected the task masked-lm",
+            )
+            for key in ("masked: 0.2", "seed: 1")
+        ),
         (", target: label", "", "data.target is missing: the loss 'cross_entropy' compares"),
         ("output: runs/digits", "output: 3", "output: got 3, expected a path"),
         (

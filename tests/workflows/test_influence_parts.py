@@ -107,10 +107,25 @@ def test_parts_leave_out_a_query_that_is_not_finite(place: InfluenceWorkplace) -
     assert any("excluded 1 of" in each for each in place.manifest("parts")["influence"]["warnings"])
 
 
-def test_parts_are_answered_from_an_index(place: InfluenceWorkplace) -> None:
+@pytest.mark.parametrize("broken", [False, True], ids=["finite rows", "a row with NaN"])
+def test_parts_are_answered_from_an_index(place: InfluenceWorkplace, broken: bool) -> None:
+    if broken:
+        inputs = place.arrays["x"].copy()
+        inputs[3] = np.nan
+        place.save(x=inputs)
     place.config["influence"] |= {"index": {"path": "index", "dimension": 8}, "method": "projected_influence"}
     assert place.index().code == 0
     in_parts(place, 2)
+    place.ranked("--no-report")
+    assert_same_scores(place)
+
+
+def test_part_of_which_no_query_is_finite(place: InfluenceWorkplace) -> None:
+    """Five parts of five queries: the four that are finite are divided."""
+    inputs = place.queries["x"].copy()
+    inputs[0] = np.nan
+    place.save_queries(x=inputs)
+    in_parts(place, QUERIES)
     place.ranked("--no-report")
     assert_same_scores(place)
 

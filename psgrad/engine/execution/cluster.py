@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from psgrad.engine.execution.ranks import guided_ranges
+from psgrad.engine.execution.ranks import PROGRESS_EVERY, guided_ranges
 
 _REQUESTS_A_RANGE = 2  # which place is next, and whether it is free
 
@@ -25,15 +25,16 @@ class Cluster:
 
     Attributes:
         startup: seconds until a process has imported its code and built the model.
-        request: seconds that the key-value store needs for one request. A chunk makes one, for the progress.
+        request: seconds that the key-value store needs for one request. A rank makes one for the progress
+            after a chunk, at most twice a second.
         network: bytes a second from one rank to another. latency: seconds of a message.
         storage: bytes a second of the storage that all ranks share, for all of them together.
         ranks_per_host: that read a file from the storage once, together.
         variation: how much the time of a chunk varies: the standard deviation of its logarithm.
     """
 
-    startup: float = 5.0
-    request: float = 40e-6
+    startup: float = 10.7
+    request: float = 43e-6
     network: float = 1.25e9
     latency: float = 1e-3
     storage: float = 5e9
@@ -98,7 +99,8 @@ def simulate(work: Workload, cluster: Cluster, ranks: int, seed: int = 0) -> Ran
     hosts = math.ceil(ranks / cluster.ranks_per_host)
     loading = hosts * work.loaded / cluster.storage
     bytes_a_chunk = work.chunk_size * (work.read + work.written)
-    store = 0.0 if ranks == 1 else _excess(cluster.request, ranks, work.chunk_seconds)
+    told = min(1.0, work.chunk_seconds / PROGRESS_EVERY)  # how often a chunk is followed by a request
+    store = 0.0 if ranks == 1 else _excess(told * cluster.request, ranks, work.chunk_seconds)
     storage = _excess(bytes_a_chunk / cluster.storage, ranks, work.chunk_seconds)
     spent = dict.fromkeys(("computing", "storage", "store"), 0.0) | {"storage": ranks * loading}
     ready = [(cluster.startup + loading, rank) for rank in range(ranks)]

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from psgrad.engine.execution import rank_tensors
-from psgrad.engine.execution.ranks import Arrays, Result, step_within
+from psgrad.engine.execution.ranks import PROGRESS_EVERY, Arrays, Result, step_within
 from psgrad.errors import DistributedError, PsgradError, error_of
 
 _SHORTEST_POLL, _POLL = 0.0005, 0.05  # seconds between two looks into the store, at first and at last
@@ -73,6 +73,7 @@ class RankGroup:
         self._stopped = threading.Event()
         self._beating = threading.Thread(target=self._beat, daemon=True)
         self._beating.start()
+        self._progress: dict[str, tuple[int, int, float]] = {}  # rows not sent, rows of all, when it asked
         self._steps, self._computing = 0, False
         self._computed = self._waited = 0.0  # seconds
 
@@ -141,7 +142,12 @@ class RankGroup:
             yield place
 
     def progress(self, name: str, rows: int) -> int:
-        return int(self._store.add(f"{name}.rows", rows))
+        unsent, known, asked = self._progress.get(name, (0, 0, -PROGRESS_EVERY))
+        unsent, now = unsent + rows, time.monotonic()
+        if now - asked >= PROGRESS_EVERY:
+            known, unsent, asked = int(self._store.add(f"{name}.rows", unsent)), 0, now
+        self._progress[name] = unsent, known, asked
+        return known + unsent
 
     # -- meeting ---------------------------------------------------------------------------------------------
 

@@ -19,6 +19,9 @@ _SHOWN = 5
 Arrays = dict[str, torch.Tensor]
 Result = TypeVar("Result")
 
+PROGRESS_EVERY = 0.5
+"""Seconds between two requests of a rank that add its finished rows to those of all."""
+
 # The rows that are left are divided by so many times the number of ranks: ranges become smaller towards the
 # end, so that ranks end at about the same time.
 _RANGES_LEFT = 2
@@ -55,7 +58,9 @@ class Processes(Protocol):
         """The whole numbers that rank 0 finds, on every rank."""
 
     def progress(self, name: str, rows: int) -> int:
-        """Add so many finished rows; returns how many all processes have finished."""
+        """Add so many finished rows; returns how many all processes have finished, as far as this one knows:
+        it asks at most every PROGRESS_EVERY seconds.
+        """
 
     def meet(self, name: str) -> None:
         """Wait for all processes. Raises DistributedError as soon as one has failed."""

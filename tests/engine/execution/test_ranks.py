@@ -114,6 +114,18 @@ def test_taking_ranges_makes_two_requests_a_range_and_no_more_for_more_ranks(gro
     assert sum(store.requests["add"] for store in stores) == 2 * 300 + 3
 
 
+def test_progress_asks_the_store_now_and_then(
+    groups: list[RankGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups[0]._store = store = CountedStore(groups[0]._store)  # type: ignore[assignment]
+    assert [groups[0].progress("samples", 3) for _ in range(100)] == list(range(3, 303, 3))
+    assert store.requests["add"] == 1
+    assert groups[1].progress("samples", 1) == 4  # of the first three rows, and its own
+    monkeypatch.setattr(process_group, "PROGRESS_EVERY", 0)
+    assert groups[0].progress("samples", 0) == 301
+    assert groups[1].progress("samples", 0) == 301
+
+
 def test_looking_for_dead_ranks_is_one_request_however_many_there_are(
     groups: list[RankGroup],
 ) -> None:

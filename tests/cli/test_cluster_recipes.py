@@ -1,19 +1,23 @@
-"""Processes that srun starts: SLURM's variables, and the scripts of the guide with a stand-in for srun."""
+"""Processes that srun starts: SLURM's variables. The guide's scripts for SLURM, with a stand-in for srun, and
+its jobs for Kubernetes, as the shells of their pods.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from psgrad.cli.processes import first_host, take_slurm
 from tests.workflows.same_runs import assert_same_runs
 from tests.workplace import Workplace
 
-SCRIPTS = Path(__file__).parents[2] / "docs" / "guides" / "slurm"
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 STEP = {
     "SLURM_PROCID": "9",
     "SLURM_LOCALID": "1",
@@ -77,24 +81,50 @@ def test_variables_that_are_set_stay(change: dict[str, str]) -> None:
     assert environment == before
 
 
-def script(place: Workplace, name: str, **variables: str) -> None:
-    """Run a script of the guide, with `psgrad` and a stand-in for srun on the path."""
-    tools = place.folder / "bin"
-    tools.mkdir(exist_ok=True)
-    (tools / "srun").write_text(SRUN.format(python=sys.executable))
-    (tools / "psgrad").write_text(f'#!/bin/bash\nexec {sys.executable} -m psgrad "$@"\n')
-    for tool in tools.iterdir():
+def tools(place: Workplace) -> str:
+    """A PATH that begins with `psgrad`, torchrun and a stand-in for srun."""
+    folder = place.folder / "bin"
+    folder.mkdir(exist_ok=True)
+    (folder / "srun").write_text(SRUN.format(python=sys.executable))
+    for name, module in (("psgrad", "psgrad"), ("torchrun", "torch.distributed.run")):
+        (folder / name).write_text(f'#!/bin/bash\nexec {sys.executable} -m {module} "$@"\n')
+    for tool in folder.iterdir():
         tool.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", **variables}
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def script(place: Workplace, name: str, **variables: str) -> None:
+    """Run a script of the guide."""
     ended = subprocess.run(
-        ["bash", str(SCRIPTS / name)],
+        ["bash", str(GUIDES / "slurm" / name)],
         capture_output=True,
         text=True,
-        env=environment,
+        env={**os.environ, "PATH": tools(place), **variables},
         timeout=100,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
+
+
+def pods(place: Workplace, name: str, count: int, changes: dict[str, str]) -> None:
+    """Run the shells of a job's pods, all at the same time. changes: of the command, where it is for more."""
+    *_, job = yaml.safe_load_all((GUIDES / "kubernetes" / name).read_text(encoding="utf-8"))
+    assert job["spec"]["completionMode"] == "Indexed"  # which sets JOB_COMPLETION_INDEX
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    *shell, words = container["command"]
+    for before, after in changes.items():
+        assert before in words
+        words = words.replace(before, after)
+    environment = {**os.environ, "PATH": tools(place), "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(
+            [*shell, words], env={**environment, "JOB_COMPLETION_INDEX": str(index)}, stderr=subprocess.PIPE
+        )
+        for index in range(count)
+    ]
+    for pod in running:
+        _, said = pod.communicate(timeout=150)
+        assert pod.returncode == 0, said.decode()
 
 
 @pytest.mark.sweep
@@ -112,3 +142,23 @@ def test_the_scripts_of_the_guide_run(workplace: Workplace) -> None:
         script(workplace, "array.sbatch", SLURM_ARRAY_TASK_ID=part, SLURM_ARRAY_TASK_COUNT="2")
     assert workplace.command("merge", "parts", "--no-report").code == 0
     assert_same_runs(workplace.folder / "out", workplace.folder / "parts")
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(300)
+def test_the_jobs_of_the_guide_run(workplace: Workplace) -> None:
+    workplace.config["engine"] = {"chunk_size": 4}
+    workplace.succeeded("--no-report")
+    workplace.config["output"] = "parts"
+    workplace.refused(2, "", options=("--part", "0/1"))  # which writes the config
+    pods(workplace, "parts.yaml", 2, {"/64": "/2"})
+    assert workplace.command("merge", "parts", "--no-report").code == 0
+    assert_same_runs(workplace.folder / "out", workplace.folder / "parts")
+    workplace.config["output"] = "together"
+    workplace.refused(2, "", options=("--part", "0/1"))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    smaller = {"--nnodes 4": "--nnodes 2", "--nproc-per-node 8": "--nproc-per-node 1"}
+    pods(workplace, "torchrun.yaml", 2, {**smaller, "psgrad-0.psgrad": "localhost", "29500": port})
+    assert_same_runs(workplace.folder / "out", workplace.folder / "together")

@@ -1,0 +1,51 @@
+"""The page of benchmarks has the stored figures of scale_out.py, whose constants are the defaults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from psgrad.engine.execution.cluster import Cluster, Workload, simulate
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+STORED = json.loads((FOLDER / "results" / "scale-out-cpu.json").read_text(encoding="utf-8"))
+PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("job", STORED["jobs"])
+def test_the_page_has_the_stored_efficiencies(job: str) -> None:
+    slow, fast = STORED["jobs"][job]["ranks"], STORED["jobs"][job]["faster"]
+    cells = [
+        job,
+        *(f"{slow[ranks]['efficiency']:.3f}" for ranks in ("64", "512")),
+        slow["512"]["bottleneck"],
+        *(f"{fast[ranks]['efficiency']:.2f}" for ranks in ("64", "512")),
+        fast["512"]["bottleneck"],
+    ]
+    assert f"| {' | '.join(cells)} |" in PAGE
+
+
+def test_the_page_has_the_measured_seconds() -> None:
+    one, two = STORED["measured"]["1"], STORED["measured"]["2"]
+    assert f"take {two['measured']:.1f} s where one takes {one['measured']:.1f}" in " ".join(PAGE.split())
+    assert f"The simulation says {two['simulated']:.1f} and {one['simulated']:.1f} s" in PAGE
+    assert one["passed"]
+    assert two["passed"]
+
+
+def test_the_defaults_are_the_measured_constants() -> None:
+    measured, defaults = STORED["constants"], Cluster()
+    assert defaults.startup == pytest.approx(measured["startup"][1], abs=0.05)
+    assert defaults.request == pytest.approx(measured["request"], rel=0.02)
+    assert {name: getattr(defaults, name) for name in STORED["assumed"]} == STORED["assumed"]
+
+
+@pytest.mark.parametrize("job", STORED["jobs"])
+@pytest.mark.parametrize("ranks", ["1", "8", "512"])
+def test_the_stored_times_are_those_of_the_simulation(job: str, ranks: str) -> None:
+    """So that the figures are of this version's scheduler."""
+    stored = STORED["jobs"][job]
+    found = simulate(Workload(**stored["work"]), Cluster(**stored["cluster"]), int(ranks))
+    assert found.seconds == pytest.approx(stored["ranks"][ranks]["seconds"], rel=1e-9)
