@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from psgrad.results.influence import EvaluationResult
     from psgrad.workflows.report import WrittenReport
     from psgrad.workflows.select import Selection
-    from psgrad.workflows.validate import Validation
+    from psgrad.workflows.validation import Validation
 
 __all__ = [
     "Config",

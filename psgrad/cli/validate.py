@@ -12,7 +12,7 @@ from psgrad.cli.command import Panel, command
 from psgrad.cli.options import AsJson, ConfigPath, Debug, Output, Settings, settings_of
 
 if TYPE_CHECKING:
-    from psgrad.workflows.validate import Validation
+    from psgrad.workflows.validation import Validation
 
 Deep = Annotated[
     bool,
@@ -36,7 +36,6 @@ def validate(
     that it names is wrong.
     """
     with boundary(debug):
-        from psgrad.workflows.validate import as_record
         from psgrad.workflows.validate import validate as look
 
         found = look(
@@ -46,7 +45,7 @@ def validate(
             say=lambda message: typer.echo(message, err=True),
         )
         if as_json:
-            typer.echo(json.dumps(as_record(found), indent=2, ensure_ascii=False))
+            typer.echo(json.dumps(found.content(), indent=2, ensure_ascii=False))
         else:
             _show(found)
         raise typer.Exit(found.exit_code)

@@ -1,23 +1,16 @@
-"""`psgrad validate`: everything about a config that can be known without running it, and without torch.
-
-`psgrad validate --deep`: the model and the data loaded, and a few rows taken through loss and gradients.
-"""
+"""`psgrad validate`: everything about a config that can be known without running it, and without torch."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psgrad.config import (
     MEASUREMENTS,
-    Config,
     DataConfig,
     ModelConfig,
     is_callable_spec,
@@ -26,8 +19,6 @@ from psgrad.config import (
 from psgrad.config.plugin_options import did_you_mean, installed_plugins, own_plugins, plugin_names
 from psgrad.config.values import NamedSection
 from psgrad.errors import (
-    EXIT_OK,
-    EXIT_USAGE,
     CheckpointError,
     ConfigError,
     DataError,
@@ -50,52 +41,16 @@ from psgrad.inputs.sources.source import DataHeader, header_problems, joined_hea
 from psgrad.plugins import MEASURES, METHODS, Kind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
-from psgrad.user_code import with_code_beside
+from psgrad.workflows.validation import Problem, Validation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from psgrad.engine.execution.streaming import Stream
+    pass
 
 
 _CLASS_LOSSES = ("cross_entropy", "token_cross_entropy", "nll")
 _LABEL_LOSSES = (*_CLASS_LOSSES, "bce_with_logits")  # whose targets may be names of classes
 _BYTES_A_ROW = 1000  # of samples.parquet and .csv and their shards, about
 _BYTES_A_RUN = 20 << 20  # of the report and the other tables, about
-
-
-@dataclass(frozen=True)
-class Problem:
-    """where: the config's key, dotted; empty for the config as a whole."""
-
-    where: str
-    error: PsgradError
-
-
-@dataclass
-class Validation:
-    """What is wrong with a config, all of it; what was found out of it, by what it is about; and what is good
-    to know besides.
-    """
-
-    config: str
-    problems: list[Problem] = field(default_factory=list)
-    facts: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def problems_at(self, where: str) -> Iterator[None]:
-        """What is raised inside is a problem of the config's key `where`."""
-        try:
-            yield
-        except PsgradError as error:
-            self.problems.append(Problem(where, error))
-
-    @property
-    def exit_code(self) -> int:
-        """0; 2 where the config is wrong; 3 where it is the files that it names."""
-        codes = [problem.error.exit_code for problem in self.problems]
-        return EXIT_USAGE if EXIT_USAGE in codes else max(codes, default=EXIT_OK)
 
 
 def validate(
@@ -114,6 +69,8 @@ def validate(
     found = Validation(str(path), [Problem("", ConfigError(problem)) for problem in reading.problems])
     _Checks(found, path.parent, reading.sections).all()
     if deep and not found.problems and reading.config is not None:
+        from psgrad.workflows.validate_deep import look_inside
+
         look_inside(reading.config, found, say)
     elif reading.config is not None and not deep:
         found.notes.append(
@@ -428,7 +385,7 @@ def _unlike(
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             yield CheckpointError(
                 f"{path} {words} {shown}",
-                expected="the tensors of the config's first checkpoint, moments of one training",
+                expected="the tensors of the config's first checkpoint, checkpoints of one training",
             )
 
 
@@ -458,89 +415,3 @@ def _free_bytes(output: Path) -> int | None:
         except OSError:
             continue
     return None
-
-
-def as_record(found: Validation) -> dict[str, Any]:
-    """Plain values for `--json`."""
-    problems = [
-        {
-            "where": each.where,
-            **{
-                part: getattr(each.error, part)
-                for part in ("arrived", "expected", "cause", "next_step", "exit_code")
-            },
-        }
-        for each in found.problems
-    ]
-    content = {
-        key: value
-        for key, value in dataclasses.asdict(dataclasses.replace(found, problems=[])).items()
-        if key != "problems"
-    }
-    return {"schema_version": 1, **content, "valid": not found.problems, "problems": problems}
-
-
-_ROWS = 32
-
-
-@with_code_beside
-def look_inside(config: Config, found: Validation, say: Callable[[str], None]) -> None:
-    """Add to what was found: options of measures and methods, the fit of weights and model, the losses of
-    some rows, the self-check, and the memory that a run would take.
-    """
-    from psgrad.engine.execution.run_plan import plan_run
-    from psgrad.engine.gradients import machine
-    from psgrad.workflows.influence_setup import method_from
-    from psgrad.workflows.measures import measures_of
-    from psgrad.workflows.plan import plan_of
-    from psgrad.workflows.setup import set_up
-
-    with found.problems_at("analyze.measures"):
-        measures_of(config)
-    with found.problems_at("influence.method"):
-        method_from(config.influence.method, config.base)
-    with found.problems_at(""):
-        run = set_up(config)
-        trainable = sum(parameter.numel() for parameter in run.objective.params.values())
-        found.facts["trained"] = (
-            f"{trainable:,} numbers in {len(run.objective.params):,} parameters, on {run.device}"
-        )
-        found.facts["rows"] = f"{len(run.samples.ids):,}"  # ids are read, too
-        with found.problems_at("data.class_names"):
-            _require_a_name_each(config.data.class_names, run.reader.classes)
-        stream, count = run.stream(say), min(_ROWS, len(run.samples))
-        rows = [place * len(run.samples) // count for place in range(count)]
-        found.facts["losses"] = _losses(stream, rows)
-        check = run.self_check(stream)
-        worst = (
-            None
-            if check is None
-            else f"worst relative error {check.worst:.2g}, against a plain one-sample gradient"
-        )
-        found.facts["self-check"] = worst or "left out, as the model draws at random"
-        plan = plan_of(plan_run(run.stream(say), len(run.samples)), machine.machine(run.device))
-        found.facts["memory"] = (
-            f"about {plan.total_bytes / 1e6:,.1f} MB at its highest, {plan.chunk_size:,} rows at a time"
-        )
-
-
-def _require_a_name_each(names: Sequence[str] | None, classes: int | None) -> None:
-    """Raises ConfigError for more or fewer names than the model's output has classes."""
-    if names is not None and classes is not None and len(names) != classes:
-        raise ConfigError(
-            f"the names are {', '.join(names[:5])} ({len(names)}), and the model has {classes} classes",
-            expected="a name for each class, in the order of the outputs",
-        )
-
-
-def _losses(stream: Stream, rows: Sequence[int]) -> str:
-    losses = stream.gradients_at(rows).losses
-    finite = losses[losses.isfinite()]
-    words = (
-        f"{finite.min():.4g} to {finite.max():.4g} over {len(rows)} rows"
-        if len(finite)
-        else f"none of {len(rows)} is finite"
-    )
-    return words + (
-        f", {len(losses) - len(finite)} of them not finite" if 0 < len(finite) < len(losses) else ""
-    )

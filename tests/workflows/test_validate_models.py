@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from psgrad.workflows.validate import Validation, validate
+from psgrad.workflows.validate import validate
+from psgrad.workflows.validation import Validation
 from tests.hugging_face import tiny_model
 from tests.inputs.test_adapters import KINDS, make_adapter, rename_base
 
