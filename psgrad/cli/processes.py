@@ -32,6 +32,7 @@ ProcessesOption = Annotated[
     ),
 ]
 OPTION = "--processes"
+_STARTED_BY = os.getppid()  # now: once that process has ended, the system names another one
 
 
 def in_a_group() -> bool:
@@ -127,7 +128,7 @@ def joined() -> Iterator[Processes | None]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a rank says in its own words what was lost
     from psgrad.engine.execution.process_group import RankGroup
 
-    group = RankGroup.join()
+    group = RankGroup.join(_STARTED_BY if "TORCHELASTIC_RUN_ID" in os.environ else None)
     try:
         yield group
     except (KeyboardInterrupt, typer.Exit) as ended:

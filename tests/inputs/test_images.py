@@ -158,6 +158,19 @@ def test_images_are_read_when_their_row_is(folder: Path, monkeypatch: pytest.Mon
 # -- Preparation ---------------------------------------------------------------------------------------------
 
 
+def test_an_image_that_is_changed_between_two_passes_is_named(folder: Path) -> None:
+    samples = load(folder, images="images")
+    before = samples.read(0, 2).inputs[0]
+    file = sorted(folder.rglob("*.png"))[1]
+    content = file.read_bytes()
+    save(file, 255 - pixels())
+    assert torch.equal(samples.read(0, 1).inputs[0], before[:1])
+    with pytest.raises(DataError, match=f"{file.name}.* was changed while the run read it"):
+        samples.read(0, 2)
+    file.write_bytes(content)
+    assert torch.equal(samples.read(0, 2).inputs[0], before)
+
+
 def test_size_crop_mean_and_std(tmp_path: Path) -> None:
     values = save(tmp_path / "images" / "a" / "0.png", pixels(20, 30))
     steps = {"size": 10, "crop": [6, 8], "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4]}

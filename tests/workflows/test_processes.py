@@ -220,6 +220,36 @@ def test_sigterm_to_the_launcher_ends_the_run_with_143(
     assert not any(alive(rank) for rank in ranks)
 
 
+AGENT = """
+import subprocess, sys, time
+print(subprocess.Popen(sys.argv[1:]).pid, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(100)
+def test_rank_ends_where_the_agent_is_killed_before_the_ranks_have_met(place: Workplace) -> None:
+    """It would wait for ten minutes for the store, which the agent of torchrun holds."""
+    group = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    elastic = {"TORCHELASTIC_RUN_ID": "a run", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, *command(place)],
+        env={**os.environ, **group, **elastic},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert agent.stdout is not None
+    rank = int(agent.stdout.readline())
+    time.sleep(0.5)  # the rank knows its agent
+    agent.kill()
+    agent.wait()
+    end = time.monotonic() + 30
+    while alive(rank) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not alive(rank)
+
+
 def wait_for_ranks(launcher: subprocess.Popen[str], reached: Path) -> list[int]:
     """The process ids of the ranks, once the run has reached this pass's folder, or the pass before it."""
     end = time.monotonic() + 90

@@ -9,6 +9,7 @@ sent when all ranks are there, and only tensors: nothing is pickled.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections import Counter
@@ -78,10 +79,26 @@ class RankGroup:
         self._computed = self._waited = 0.0  # seconds
 
     @classmethod
-    def join(cls) -> RankGroup:
-        """Join the group that the environment describes. Raises DistributedError."""
+    def join(cls, agent: int | None = None) -> RankGroup:
+        """Join the group that the environment describes. Raises DistributedError.
+
+        agent: the number of the process that has started this one, and holds the store; None where the store
+        is another's.
+        """
+
+        def require_agent() -> None:
+            if agent not in (None, os.getppid()):
+                raise DistributedError(
+                    "the process that started this rank is gone",
+                    cause="the agent of torchrun, or psgrad with --processes, was killed",
+                    next_step="run again with --resume: what is finished is kept",
+                )
+
         try:
-            store, rank, size = next(iter(rendezvous("env://", timeout=_TIMEOUT)))
+            # Watched: it waits for minutes for a store that went with the agent of torchrun.
+            store, rank, size = rank_tensors.watched(
+                lambda: next(iter(rendezvous("env://", timeout=_TIMEOUT))), require_agent, _POLL
+            )
             group = cls(PrefixStore("psgrad", store), rank, size)
             # Watched: a rank that dies while the others connect to it would hold them up for minutes.
             rank_tensors.watched(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from psgrad.engine.execution.ranks import Arrays
+from psgrad.engine.execution.ranks import Arrays, Result
 
 # Small tensors travel together, up to so many bytes.
 _PIECE = 1 << 20
@@ -90,15 +90,15 @@ def gathered(own: Arrays, rank: int, size: int) -> list[Arrays]:
     return [found[each] for each in range(size)]
 
 
-def watched(exchange: Callable[[], None], look: Callable[[], None], seconds: float) -> None:
-    """Run the exchange in another thread, and call `look` at such intervals until it has ended. What either
-    of them raises is raised; an exchange that has not ended by then is left behind.
+def watched(exchange: Callable[[], Result], look: Callable[[], None], seconds: float) -> Result:
+    """The result of the exchange, which runs in another thread; `look` is called at such intervals until it
+    has ended. What either of them raises is raised; an exchange that has not ended by then is left behind.
     """
-    failures: list[BaseException] = []
+    failures, found = list[BaseException](), list[Result]()
 
     def run() -> None:
         try:
-            exchange()
+            found.append(exchange())
         except BaseException as error:
             failures.append(error)
 
@@ -110,6 +110,7 @@ def watched(exchange: Callable[[], None], look: Callable[[], None], seconds: flo
         thread.join(seconds)
     if failures:
         raise failures[0]
+    return found[0]
 
 
 def _pieces(facts: Sequence[_Facts]) -> Iterator[list[_Facts]]:

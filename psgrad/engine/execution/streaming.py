@@ -106,7 +106,7 @@ class Stream:
         params: name -> parameter, on the device to compute on.
         read: (start, stop) to the rows in between. It is never called twice at once, yet from a thread of its
             own where it can be.
-        chunk_size: samples at a time; 'auto' takes what fits `memory` by the prediction of plan.py. Where
+        chunk_size: samples at a time; 'auto' takes what fits `memory`, as chunk_plan.py predicts. Where
             there are few rows, or the pass can't be followed without running it, a small chunk comes first,
             and its factors are measured.
         memory: bytes that an automatic chunk may take; None for a share of what is free.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -26,9 +28,10 @@ from psgrad.inputs.labels import Labels
 from psgrad.inputs.sources.arrow import plain
 from psgrad.inputs.sources.columns import RowName
 from psgrad.inputs.sources.table_samples import TableSamples
-from psgrad.inputs.sources.tables import Rows
+from psgrad.inputs.sources.tables import Array, Rows
 
 _ROWS_PER_PART = 256
+_DIGEST = 16  # bytes
 
 
 class ImageSamples(TableSamples):
@@ -53,7 +56,8 @@ class ImageSamples(TableSamples):
     ) -> None:
         assert config.image is not None
         self._image, self._folder, self._prepared = config.image, folder, prepared
-        modes, digest = self._looked_at(rows)
+        modes, self._digests = self._looked_at(rows)
+        digest = hashlib.sha256(self._digests.tobytes()).hexdigest()
         first = next(iter(modes), "RGB")
         self._channels = prepared.channels or channels_of(first)
         self._shape: tuple[int, ...] | None = None
@@ -70,13 +74,20 @@ class ImageSamples(TableSamples):
     def _is_number(self, name: str) -> bool:
         return name != self._image
 
-    def _input(self, table: pa.Table, name: str, row_name: RowName) -> Tensor:
+    def _input(self, table: pa.Table, name: str, rows: Array, row_name: RowName) -> Tensor:
         if name != self._image:
-            return super()._input(table, name, row_name)
-        return torch.stack([self._tensor(table, place, row_name) for place in range(table.num_rows)])
+            return super()._input(table, name, rows, row_name)
+        found = (self._tensor(table, place, int(row), row_name(place)) for place, row in enumerate(rows))
+        return torch.stack(list(found))
 
-    def _tensor(self, table: pa.Table, place: int, row_name: RowName) -> Tensor:
-        content, named = self._content(table, place, row_name(place))
+    def _tensor(self, table: pa.Table, place: int, row: int, where: str) -> Tensor:
+        content, named = self._content(table, place, where)
+        if _digest(content) != bytes(self._digests[row]):
+            raise DataError(
+                f"{named} was changed while the run read it",
+                expected="the same images in all passes",
+                next_step="put the file back and go on with --resume, or begin anew with --overwrite",
+            )
         found = self._prepared.tensor(decoded(content, named, self._channels), named)
         shape = tuple(found.shape)
         self._shape = shape if self._shape is None else self._shape
@@ -91,19 +102,25 @@ class ImageSamples(TableSamples):
     def _content(self, table: pa.Table, place: int, where: str) -> tuple[bytes, str]:
         return content_of(plain(table.column(self._image))[place].as_py(), self._folder, where)
 
-    def _looked_at(self, rows: Rows) -> tuple[Counter[str], str]:
-        """(how many images have which mode, a SHA-256 of all of them). Images that are broken count as such:
-        whoever comes to that row says so.
+    def _looked_at(self, rows: Rows) -> tuple[Counter[str], Array]:
+        """(how many images have which mode, [n, 16] bytes: a digest of each). What is wrong with an image is
+        said by whoever comes to its row.
         """
         modes: Counter[str] = Counter()
-        digest = hashlib.sha256()
+        digests = np.zeros((rows.count, _DIGEST), np.uint8)
         for start in range(0, rows.count, _ROWS_PER_PART):
             table = rows.read(start, min(start + _ROWS_PER_PART, rows.count)).select([self._image])
             for place in range(table.num_rows):
                 try:
                     content, named = self._content(table, place, rows.row_name(start + place))
-                    digest.update(hashlib.sha256(content).digest())
-                    modes[opened(content, named).mode] += 1
                 except BrokenImage as error:
-                    digest.update(f"{start + place} {error}".encode())
-        return modes, digest.hexdigest()
+                    content = str(error).encode()
+                else:
+                    with suppress(BrokenImage):
+                        modes[opened(content, named).mode] += 1
+                digests[start + place] = np.frombuffer(_digest(content), np.uint8)
+        return modes, digests
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()[:_DIGEST]

@@ -84,8 +84,8 @@ class TableSamples(Samples):
         """Whether an input is a column of numbers, or of lists of them."""
         return True
 
-    def _input(self, table: pa.Table, name: str, row_name: RowName) -> Tensor:
-        """[n, ...]: a column of inputs."""
+    def _input(self, table: pa.Table, name: str, rows: Array, row_name: RowName) -> Tensor:
+        """[n, ...]: a column of inputs. rows: their numbers [n], row_name: of a place among them."""
         return _tensors(table, [name], row_name)[0]
 
     def _laid_out(self, config: DataConfig) -> _Layout:
@@ -175,7 +175,7 @@ class TableSamples(Samples):
             if place in self._layout.lengths:
                 inputs.append(torch.from_numpy(self._lengths[names[0]][rows, 0]))
                 continue
-            found = [self._input(table, name, row_name) for name in names]
+            found = [self._input(table, name, rows, row_name) for name in names]
             inputs.append(stacked(found, names, "data.stack") if self._layout.stacked else found[0])
         if self._weight is not None:
             weights = _tensors(table, [self._weight], row_name)[0]
