@@ -81,7 +81,7 @@ class OutputError(PsgradError):
 
 
 class OutputExistsError(OutputError):
-    """The run folder exists already, and nobody said that it may be replaced."""
+    """The run folder exists already, and --overwrite was not given."""
 
     exit_code = EXIT_USAGE
 

@@ -180,7 +180,7 @@ class NoiseConfig(Section):
     schedule: ScheduleConfig = Field(default_factory=lambda: ScheduleConfig(kind="constant"))
     """The multiplier of step t = 0, 1, ..., as a multiple of the one above."""
     seed: Annotated[int, Field(ge=0)] | None = None
-    """For tests, with --insecure-deterministic: whoever knows the seed can subtract the noise."""
+    """For tests, with --insecure-deterministic: with the seed the noise can be subtracted."""
 
     @model_validator(mode="after")
     def _one_amount(self) -> NoiseConfig:

@@ -144,12 +144,12 @@ class PrivacyConfig(Section):
 
     @property
     def checkpoint_steps(self) -> int | None:
-        """Steps between two checkpoints; None where they are told in time."""
+        """Steps between two checkpoints; None where they are given in time."""
         return self.checkpoint_every if isinstance(self.checkpoint_every, int) else None
 
     @property
     def checkpoint_seconds(self) -> float | None:
-        """Seconds between two checkpoints; None where they are told in steps."""
+        """Seconds between two checkpoints; None where they are given in steps."""
         written = (
             _DURATION.fullmatch(self.checkpoint_every.strip())
             if isinstance(self.checkpoint_every, str)
@@ -206,7 +206,7 @@ class PrivacyConfig(Section):
             return value
         sampling = value.get("sampling")
         scheme = sampling.get("scheme") if isinstance(sampling, dict) else getattr(sampling, "scheme", None)
-        # A scheme that is none is told as such: the relation is no second problem then.
+        # A scheme that is unknown is one problem; the relation is not a second one.
         known = next(
             (relations for name, relations in RELATIONS.items() if name == scheme), RELATIONS["poisson"]
         )

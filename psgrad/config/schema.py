@@ -1,6 +1,6 @@
 """The JSON Schema of a config, draft 7, which is what editors read to complete and check YAML.
 
-What each key of a config means: the text below the field that it is, read from the source when somebody asks
+What each key of a config means: the text below the field that it is, read from the source when it is needed
 for it.
 
 A config for people to begin with: what is set, and beside it every other key, commented out, with its default
@@ -111,7 +111,7 @@ def schema() -> dict[str, Any]:
     """What a config may hold, for editors: every key with its meaning, its default, and its values where they
     are few.
 
-    It knows single keys; rules that join several keys are checked by `psgrad validate`. Loss names are
+    It has single keys; rules that join several keys are checked by `psgrad validate`. Loss names are
     offered, not demanded, as a callable may stand in their place.
     """
     whole = Config.model_json_schema(ref_template=f"{_PLACE}{{model}}")
@@ -218,7 +218,7 @@ _INDENT = "  "
 def commented(content: Mapping[str, Any], remarks: Mapping[str, str] | None = None) -> str:
     """The YAML text of a config with this content.
 
-    Keys that are not in `content` stand in it as comments: whoever takes the first "# " off a line sets that
+    Keys that are not in `content` stand in it as comments: without the first "# " a line sets that
     key to its default. A key that has no default stands without a value. `remarks` are sentences above the
     keys at the top, by name.
     """

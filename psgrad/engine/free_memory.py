@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-# Where nobody tells how much is free.
+# Where the system does not report how much is free.
 _UNKNOWN = 2 << 30
 
 
@@ -47,7 +47,7 @@ def _of_the_machine(root: Path) -> Iterator[int]:
             return
     try:
         yield os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # neither Linux nor a Unix that tells
+    except (ValueError, OSError, AttributeError):  # neither Linux nor a Unix that reports it
         return
 
 

@@ -128,7 +128,7 @@ _OF_MODEL = ("grad_norm", "log_norm", "loss", "confidence")
 def require_comparable(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], score: str, source: str
 ) -> tuple[str, ...]:
-    """Caveats, where scores of a reference can be compared with ours; both as `measured_as` tells.
+    """Caveats, where scores of a reference can be compared with ours; both as `measured_as` gives them.
 
     Raises ConfigError with every difference where they can't.
     """

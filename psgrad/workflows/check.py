@@ -51,7 +51,7 @@ class GateFiles:
 
 
 def gate_files(gate: GateConfig, base: Path) -> GateFiles:
-    """Read what a gate names, relative to the folder of the config, so that a mistake there is told before
+    """Read what a gate names, relative to the folder of the config, so that a mistake there is an error before
     any work is done.
 
     A baseline that is not there yet holds nothing: everything counts as new, and a warning says so. Raises
@@ -103,7 +103,7 @@ def check_samples(
 
 
 def save_baseline(folder: Path, *, output: Path = BASELINE, grow: bool = False) -> BaselineChange:
-    """Make a baseline of a finished run; one that is there already only shrinks, unless it is told to grow.
+    """Make a baseline of a finished run; one that is there already only shrinks, unless `grow` is set.
 
     Raises DataError for a folder that holds no finished run, ConfigError for a run of a part of the dataset,
     OutputError.

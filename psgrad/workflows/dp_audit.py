@@ -214,7 +214,7 @@ def require_room(setup: PrivateSetup, canaries: int) -> None:
 
 
 def steps_for(privacy: PrivacyConfig, canaries_only: bool) -> int:
-    """How many of the planned steps are audited, where nobody says."""
+    """How many of the planned steps are audited by default."""
     if canaries_only:
         return min(privacy.steps, _MOST_STEPS_ALONE)
     rate = privacy.sampling.sample_rate
@@ -223,7 +223,7 @@ def steps_for(privacy: PrivacyConfig, canaries_only: bool) -> int:
 
 
 def canaries_for(setup: PrivateSetup) -> int:
-    """How many canaries, where nobody says: many if each clipping group has coordinates for them."""
+    """How many canaries by default: many if each clipping group has coordinates for them."""
     sizes = [
         sum(setup.parameters[name].numel() for name in group.parameters) for group in setup.clipping.groups
     ]

@@ -192,7 +192,7 @@ def dp_step(
 
 
 def require_honest_seed(privacy: PrivacyConfig, insecure_deterministic: bool) -> None:
-    """Raises ConfigError for a seed that nobody on the command line knows of."""
+    """Raises ConfigError for a seed without --insecure-deterministic."""
     if privacy.noise.seed is not None and not insecure_deterministic:
         raise ConfigError(
             "privacy.noise.seed is set, and with a seed nothing is private: who knows it can draw the noise"

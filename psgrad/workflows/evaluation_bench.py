@@ -107,7 +107,7 @@ class Bench:
         )
 
     def retrained(self, jobs: Sequence[Job], measure: Callable[[Members], Array], what: str) -> Array:
-        """What `measure` says of the models of these jobs; `what` tells such numbers from others of the same
+        """What `measure` says of the models of these jobs; `what` distinguishes such numbers from others of the same
         models.
         """
         self.models += len(jobs)
@@ -146,7 +146,7 @@ class ShardStore:
 
 
 def bench_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Bench:
-    """The parts that a config asks for. Raises ConfigError for methods or a training function that are not
+    """The parts that a config names. Raises ConfigError for methods or a training function that are not
     there.
     """
     config, wanted = setup.run.config, setup.run.config.influence.evaluate

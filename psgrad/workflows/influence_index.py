@@ -209,7 +209,7 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
 
 
 def screened_rows(store: GradientIndex) -> list[Screened]:
-    """What an index knows of each training example, checkpoint by checkpoint."""
+    """What an index holds of each training example, checkpoint by checkpoint."""
     found = []
     for number in range(store.description["checkpoints"]):
         losses, squares = StoredRows(store, number).losses_and_square_norms()

@@ -46,7 +46,7 @@ _RELATIVE_COLUMNS = ("vog_z",)
 class Judging:
     """Who is an outlier in a run, by its config.
 
-    All that can be wrong is told when it is made, before anything is measured. Raises ConfigError and
+    All that can be wrong is an error when it is made, before anything is measured. Raises ConfigError and
     DataError: a reference that is not there, or was measured with something else; a score or a group that no
     column will be; a detector that is none.
     """

@@ -1,6 +1,6 @@
 """The measures of a config: found by name, their options checked, and prepared for the samples at hand.
 
-A measure of the user's own, `module:Class`: what fails in it is told as its mistake, and its columns are
+A measure of the user's own, `module:Class`: what fails in it is reported as its mistake, and its columns are
 checked before they count.
 """
 

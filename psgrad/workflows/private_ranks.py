@@ -91,7 +91,7 @@ def leading(setup: PrivateSetup, processes: Processes) -> Iterator[LeadingRank |
     """Rank 0 of several, which lets the others end when the block ends, also by Ctrl-C; None for a process
     alone.
 
-    After any other error the ranks are told of it by the group.
+    After any other error the group reports it to the ranks.
     """
     if processes.size == 1:
         yield None

@@ -277,7 +277,7 @@ def clipping_of(privacy: PrivacyConfig, parameters: Mapping[str, nn.Parameter]) 
 
 
 def clipping_without_model(privacy: PrivacyConfig) -> Clipping:
-    """A clipping of the same sensitivity as `clipping_of`, for a plan that knows no parameters: a group for
+    """A clipping of the same sensitivity as `clipping_of`, for a plan without parameters: a group for
     each bound.
     """
     wanted = privacy.clipping

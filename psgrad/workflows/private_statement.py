@@ -80,7 +80,7 @@ def ledger_header(setup: PrivateSetup, base: float) -> dict[str, Any]:
 
 
 def why_no_number(epsilon: Epsilon) -> str | None:
-    """Why a file has no number for this epsilon; None where it has one. JSON knows no infinity."""
+    """Why a file has no number for this epsilon; None where it has one. JSON has no infinity."""
     return "infinite, as a step had no noise" if epsilon.value == math.inf else epsilon.why_not
 
 

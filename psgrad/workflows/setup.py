@@ -152,7 +152,7 @@ class Setup(Loaded):
     def stream(
         self, say: Callable[[str], None], loss: Loss | None = None, read: Read | None = None
     ) -> Stream:
-        """Gradients chunk by chunk, as the config's engine section wants them: of the dataset's rows, or of
+        """Gradients chunk by chunk, as the config's engine section says: of the dataset's rows, or of
         what `read` and `loss` know.
         """
         return Stream(
@@ -167,7 +167,7 @@ class Setup(Loaded):
         return self.objective if samples.weighted else self.objective.unweighted()
 
     def stream_options(self, say: Callable[[str], None]) -> dict[str, Any]:
-        """How the config's engine section wants chunks to be taken, as arguments of Stream."""
+        """What the config's engine section says of chunks, as arguments of Stream."""
         engine = self.config.engine
         return {
             "chunk_size": engine.chunk_size,
@@ -388,7 +388,7 @@ def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
 
 
 def class_count(first_output: Callable[[], Any], criterion: Criterion) -> int | None:
-    """The size of the output's class axis, from one sample; None where the loss knows no classes, or the
+    """The size of the output's class axis, from one sample; None where the loss has no classes, or the
     model fails (told later).
     """
     if criterion.kind not in ("class", "token"):

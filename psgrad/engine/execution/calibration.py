@@ -175,7 +175,7 @@ def _attention(clock: _Clock, device: torch.device) -> float:
 def _pooling(clock: _Clock, device: torch.device) -> float:
     x = (
         torch.arange(16 * 16 * 32 * 32, device=device).sin().reshape(16, 16, 32, 32)
-    )  # of equal numbers a processor knows the largest
+    )  # equal numbers would be easy for branch prediction
     return x.numel() / clock.seconds(lambda: aten.max_pool2d_with_indices.default(x, [2, 2], [2, 2]))
 
 

@@ -34,7 +34,7 @@ def padding_is_masked(
         block: rows on the device; True where they are all as long.
         halves: whether products run in half precision.
 
-    True also where a row fails alone: a pass over the rows tells of it.
+    True also where a row fails alone: a pass over the rows reports it.
     """
     if block.ragged is None or block.lengths is None:
         return True

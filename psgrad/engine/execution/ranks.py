@@ -58,8 +58,8 @@ class Processes(Protocol):
         """The whole numbers that rank 0 finds, on every rank."""
 
     def progress(self, name: str, rows: int) -> int:
-        """Add so many finished rows; returns how many all processes have finished, as far as this one knows:
-        it asks at most every PROGRESS_EVERY seconds.
+        """Add so many finished rows; returns how many all processes had finished when this one last
+        asked: at most every PROGRESS_EVERY seconds.
         """
 
     def meet(self, name: str) -> None:
@@ -170,7 +170,7 @@ class OneProcess:
 
 
 class RowPart(OneProcess):
-    """One of several parts of a run, of which none knows when the others run: of a job array.
+    """One of several parts of a run, which run independently of each other: of a job array.
 
     Args:
         number: 1, 2, ..., count. rows: those of the dataset that this part computes.

@@ -51,7 +51,7 @@ class Measure(Protocol):
     A chunk may be tried more than once, so what a measure gathers over the whole dataset counts from `keep`
     on.
 
-    needs_factors: whether it asks for more than norms, losses and aux. Where no measure does, the factors of
+    needs_factors: whether it needs more than norms, losses and aux. Where no measure does, the factors of
     one parameter's gradient are dropped before the next one's are complete.
     """
 
@@ -320,7 +320,7 @@ class Stream:
         """The measures' columns for the rows start, ..., count - 1, in order.
 
         compute: what is computed of each chunk and handed to the measures, a function with the arguments of
-        `per_sample_gradients`; None for the gradients, or for the norms alone where no measure asks for more.
+        `per_sample_gradients`; None for the gradients, or for the norms alone where no measure needs more.
         materialise: whether gradients are contracted so often that they are materialised where that
         takes twice the room.
         """
@@ -439,7 +439,7 @@ class Stream:
         return None
 
     def _by_default(self, measures: Sequence[Measure]) -> Callable[..., Any]:
-        """What is computed of a chunk: norms alone where no measure asks for more."""
+        """What is computed of a chunk: norms alone where no measure needs more."""
         return (
             per_sample_gradients
             if any(measure.needs_factors for measure in measures)

@@ -191,7 +191,7 @@ class PrivateModule(nn.Module):
 
 
 class PrivateCriterion:
-    """The loss of a batch, which knows the records that it came from."""
+    """The loss of a batch, with the records that it came from."""
 
     def __init__(self, criterion: Callable[[Any, Any], Tensor], loop: _Loop) -> None:
         self._criterion, self._loop = criterion, loop

@@ -157,7 +157,7 @@ class LeadingRank:
         """Let the others end, and wait until they have found their models as they were; only once."""
         if (
             self._ended or self._sending
-        ):  # after a second Ctrl-C in the middle of a message nobody is waited for
+        ):  # after a second Ctrl-C in the middle of a message no rank is waited for
             return
         self._ended = True
         self._processes.broadcast(_STEP, {"step": torch.tensor([_ENDED])})

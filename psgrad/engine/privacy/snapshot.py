@@ -201,7 +201,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, contiguous, and each with a memory of its own, as safetensors wants them."""
+    """The tensors on the CPU, contiguous, and each with a memory of its own, as safetensors requires."""
     own: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():

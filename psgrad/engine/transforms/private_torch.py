@@ -81,7 +81,7 @@ try:
     from torch._ops import OpOverloadPacket  # the type of a name with several operators
     from torch._prims_common import is_non_overlapping_and_dense_or_false  # when a result keeps strides
     from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,  # a program without values that asks for one
+        DataDependentOutputException,  # a program without values that needs one
         DynamicOutputShapeException,  # a program without values whose shapes depend on them
         FakeTensor,  # a tensor without values
         FakeTensorMode,  # runs a program on tensors without values

@@ -103,8 +103,8 @@ class ImageSamples(TableSamples):
         return content_of(plain(table.column(self._image))[place].as_py(), self._folder, where)
 
     def _looked_at(self, rows: Rows) -> tuple[Counter[str], Array]:
-        """(how many images have which mode, [n, 16] bytes: a digest of each). What is wrong with an image is
-        said by whoever comes to its row.
+        """(how many images have which mode, [n, 16] bytes: a digest of each). A broken image is an error when
+        its row is read, and not here.
         """
         modes: Counter[str] = Counter()
         digests = np.zeros((rows.count, _DIGEST), np.uint8)

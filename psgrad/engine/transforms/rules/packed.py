@@ -4,7 +4,7 @@ How much memory a packed sequence takes is data. Where samples disagree on it, t
 once for each length. What most functions do with a packed sequence does not depend on its memory: they give
 it to recurrent layers, and use the states at the ends. So the two tensors of such a sequence are stand-ins.
 Recurrent layers take them for all samples at once, and unpacking gives a stand-in too (unpacked.py). Any
-other use, also a look at their shape, asks for the lengths, and the function then runs for the samples of
+other use, also a look at their shape, needs the lengths, and the function then runs for the samples of
 each length.
 """
 
@@ -96,7 +96,7 @@ _SAME_FOR_ALL = (
 
 
 def _unpacks_to_own_length(caller: FrameType) -> bool:
-    """Whether the caller is PyTorch's pad_packed_sequence without a total length. It asks for the number of
+    """Whether the caller is PyTorch's pad_packed_sequence without a total length. It reads the number of
     times to give it to the operator alone; any other caller may compute with it.
     """
     return caller.f_code is pad_packed_sequence.__code__ and caller.f_locals["total_length"] is None

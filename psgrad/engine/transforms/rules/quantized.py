@@ -59,7 +59,7 @@ define(aten._weight_int8pack_mm.default, vjp={0: _int8_rows, 2: _int8_scales}, l
 
 
 def _define_packed(op: Op) -> None:
-    """The kernel alone knows how the bits are packed: its product with the identity unpacks them."""
+    """How the bits are packed is internal to the kernel: its product with the identity unpacks them."""
 
     def back(out: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> Callable[[Tensor], Tensor]:
         width, dtype, device = x.shape[1], x.dtype, x.device

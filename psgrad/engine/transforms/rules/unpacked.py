@@ -3,7 +3,7 @@
 `pad_packed_sequence` gives each sample a tensor of its own length, so that a function which uses it would
 have to run once for each length. Layers that work on each time alone, and sums, means and largest values over
 the times, do not need that: they run for all samples at once, with the times behind a sample's end masked.
-Any other use, also a look at the shape, asks for the lengths, as with packed sequences.
+Any other use, also a look at the shape, needs the lengths, as with packed sequences.
 """
 
 from __future__ import annotations
