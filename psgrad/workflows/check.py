@@ -51,8 +51,8 @@ class GateFiles:
 
 
 def gate_files(gate: GateConfig, base: Path) -> GateFiles:
-    """Read what a gate names, relative to the folder of the config, so that a mistake there is an error before
-    any work is done.
+    """Read what a gate names, relative to the folder of the config, so that a mistake there is an error
+    before any work is done.
 
     A baseline that is not there yet holds nothing: everything counts as new, and a warning says so. Raises
     ConfigError and DataError.

@@ -107,8 +107,8 @@ class Bench:
         )
 
     def retrained(self, jobs: Sequence[Job], measure: Callable[[Members], Array], what: str) -> Array:
-        """What `measure` says of the models of these jobs; `what` distinguishes such numbers from others of the same
-        models.
+        """What `measure` says of the models of these jobs; `what` distinguishes such numbers from others
+        of the same models.
         """
         self.models += len(jobs)
         self.progress(Progress(0, len(jobs), "retraining", unit="model"))

@@ -24,8 +24,8 @@ _PLACE = "place.json"
 def require_own_folder(folder: PrivateRunFolder, before: LedgerContent, moved: bool) -> bool:
     """Whether the folder was moved since the run was last in it, as its owner says by `moved`.
 
-    Raises LedgerError where it was and --moved is not given, ConfigError for a run of which psgrad did not keep
-    where it is.
+    Raises LedgerError where it was and --moved is not given, ConfigError for a run of which psgrad did not
+    keep where it is.
     """
     if "run" not in before.header:
         raise ConfigError(
