@@ -48,7 +48,7 @@ def totals(result: PlanResult) -> list[str]:
         f"memory       {amount(result.total_bytes)} at its highest: a pass {amount(result.peak_bytes)},"
         f" a chunk's inputs {amount(result.input_bytes)}, the parameters {amount(result.parameter_bytes)}",
         f"replay       {'yes' if result.replayed else 'no'}: {printable(result.replay_reason)}",
-        f"written out  {materialised or 'no parameter'}",
+        f"materialised {materialised or 'no parameter'}",
         f"machine      {printable(result.machine)}",
     ]
     if result.obstacle is not None:

@@ -330,7 +330,7 @@ def result_of(measure: Measure, gathered: Gathered, unit: str | None) -> Measure
 def unfactored_words(names: list[str]) -> str:
     """Which parameters' gradients could not be kept as factors, for people."""
     return (
-        "written out sample by sample, which takes more time and memory: the gradients of"
+        "materialised sample by sample, which takes more time and memory: the gradients of"
         f" {listed_names(names)}"
     )
 

@@ -52,9 +52,9 @@ def test_the_table_and_the_totals_go_to_stdout(reluctant: Workplace) -> None:
         ["2.bias", "3", "Dense", "direct"],
     ]
     totals = {line.split()[0]: line for line in lines[6:]}
-    assert list(totals) == ["chunk", "time", "memory", "replay", "written", "machine"]
+    assert list(totals) == ["chunk", "time", "memory", "replay", "materialised", "machine"]
     assert f"for {ROWS:,} samples" in totals["chunk"]
-    assert "no parameter" in totals["written"]
+    assert "no parameter" in totals["materialised"]
     assert "built in" in totals["machine"]
     assert not (reluctant.folder / "out").exists()
     assert outcome.err == ""
@@ -97,7 +97,7 @@ class Model(nn.Module):
 """)
     outcome = planned(reluctant)
     assert outcome.code == 0, outcome.err
-    assert "written out  weight" in outcome.out
+    assert "materialised weight" in outcome.out
 
 
 def test_a_first_plan_measures_and_keeps_the_machine(

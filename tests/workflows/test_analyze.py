@@ -245,7 +245,7 @@ def test_parameters_whose_gradients_are_written_out_are_named(quick: Workplace) 
     assert quick.manifest()["engine"]["materialised"] == ["weight"]
     assert (
         outcome.err.count(
-            "written out sample by sample, which takes more time and memory: the gradients of weight"
+            "materialised sample by sample, which takes more time and memory: the gradients of weight"
         )
         == 1
     )
