@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import threading
 import time
 from collections import Counter
@@ -36,6 +37,31 @@ _HURRIED = 5.0  # the same where this rank has been asked to end, or has lost a 
 _LEAVING = 1.0  # seconds that rank 0 waits for others to leave before it
 _TIMEOUT = timedelta(minutes=10)  # of one collective
 _FAILED = "failed"
+
+
+def keys_of_this_attempt(store: Store, rank: int, size: int) -> Store:
+    """A part of the store for the ranks that are there now.
+
+    torchrun keeps the store where it starts ranks again, with all that was in it, and gives ranks no number
+    of the attempt that is the same on all hosts. So rank 0 takes a new number, and each rank has to find its
+    own nonce in the list that rank 0 has made under it. Ranks of an attempt before are dead by then.
+    """
+    nonce, end = secrets.token_hex(8), time.monotonic() + _TIMEOUT.total_seconds()
+    number = store.add("psgrad.attempts", int(rank == 0))
+    while time.monotonic() < end:
+        own = PrefixStore(f"psgrad.attempt.{number}", store)
+        own.set(f"nonce.{rank}", nonce)
+        if rank == 0 and own.check([f"nonce.{other}" for other in range(size)]):
+            own.set("nonces", json.dumps([own.get(f"nonce.{other}").decode() for other in range(size)]))
+        if own.check(["nonces"]) and nonce in json.loads(own.get("nonces")):
+            return own
+        time.sleep(_POLL)
+        number = store.add("psgrad.attempts", 0)
+    raise DistributedError(
+        f"not all of the {size:,} ranks have come within {_TIMEOUT.total_seconds() / 60:.0f} minutes",
+        cause="a rank has failed before it could say so, or was not started",
+        next_step="look at what the others have printed, and run again with --resume",
+    )
 
 
 class _Reached:
@@ -94,11 +120,13 @@ class RankGroup:
                     next_step="run again with --resume: what is finished is kept",
                 )
 
+        def met() -> tuple[Store, int, int]:
+            store, rank, size = next(iter(rendezvous("env://", timeout=_TIMEOUT)))
+            return keys_of_this_attempt(store, rank, size), rank, size
+
         try:
             # Watched: it waits for minutes for a store that went with the agent of torchrun.
-            store, rank, size = rank_tensors.watched(
-                lambda: next(iter(rendezvous("env://", timeout=_TIMEOUT))), require_agent, _POLL
-            )
+            store, rank, size = rank_tensors.watched(met, require_agent, _POLL)
             group = cls(PrefixStore("psgrad", store), rank, size)
             # Watched: a rank that dies while the others connect to it would hold them up for minutes.
             rank_tensors.watched(

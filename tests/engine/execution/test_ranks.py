@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -201,6 +202,42 @@ def test_ranks_agree_on_the_numbers_of_the_first(groups: list[RankGroup]) -> Non
     assert groups[0].agreed("sizes", lambda: [64, 3]) == [64, 3]
     waiting[0].join()
     assert found == [[64, 3]]
+
+
+def attempt(store: HashStore, size: int, slow: int) -> list[Any]:
+    """The parts of the store that the ranks of an attempt get. slow: the rank that comes last."""
+    found: list[Any] = [None] * size
+
+    def come(rank: int) -> None:
+        time.sleep(0.2 * (rank == slow))
+        found[rank] = process_group.keys_of_this_attempt(store, rank, size)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_ranks_that_start_again_find_no_key_of_the_attempt_before(slow: int) -> None:
+    """The agent of torchrun keeps its store; ranks may be more or fewer then."""
+    store = HashStore()
+    for number, size in enumerate((3, 3, 2, 4)):
+        parts = attempt(store, size, min(slow, size - 1))
+        assert not parts[0].check(["failed"])
+        parts[0].set("failed", "a rank was killed")
+        assert [part.get("failed") for part in parts] == [b"a rank was killed"] * size
+        # A rank that was killed before the others had come.
+        if number == 1:
+            store.add("psgrad.attempts", 1)
+
+
+def test_ranks_that_do_not_come_are_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "_TIMEOUT", timedelta(seconds=0.2))
+    with pytest.raises(DistributedError, match="not all of the 2 ranks have come within 0 minutes"):
+        process_group.keys_of_this_attempt(HashStore(), 0, 2)
 
 
 def test_store_that_is_gone_is_a_named_error(groups: list[RankGroup]) -> None:
