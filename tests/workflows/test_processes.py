@@ -220,6 +220,30 @@ def test_sigterm_to_the_launcher_ends_the_run_with_143(
     assert not any(alive(rank) for rank in ranks)
 
 
+@pytest.mark.sweep
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_rank_is_started_again_by_torchrun(
+    place: Workplace, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place.folder / "own.py").write_text(SLOW)
+    place.config["analyze"] = {"measures": [*MEASURES, "own.py:Slow"]}
+    monkeypatch.setenv("SECONDS_A_ROW", "0.4")
+    random_source = random.Random(seed)
+    python, *arguments = command(place, "--output", "two", "--resume")
+    torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    agent = subprocess.Popen([*torchrun, *rendezvous, *arguments], stderr=subprocess.PIPE, text=True)
+    ranks = wait_for_ranks(agent, place.folder / "two/parts/slow")
+    time.sleep(random_source.random() * 3)
+    os.kill(random_source.choice(ranks), signal.SIGKILL)
+    _, words = agent.communicate(timeout=120)
+    assert agent.returncode == 0, words
+    monkeypatch.setenv("SECONDS_A_ROW", "0")
+    place.succeeded("--no-report")
+    assert_same_runs(place.folder / "out", place.folder / "two")
+
+
 AGENT = """
 import subprocess, sys, time
 print(subprocess.Popen(sys.argv[1:]).pid, flush=True)
