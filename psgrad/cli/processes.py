@@ -6,6 +6,7 @@ They have RANK and WORLD_SIZE in the environment.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Iterator, MutableMapping
@@ -127,10 +128,13 @@ def joined() -> Iterator[Processes | None]:
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a rank says in its own words what was lost
     from psgrad.engine.execution.process_group import RankGroup
+    from psgrad.inputs.sources.host_files import shared_on_host
 
     group = RankGroup.join(_STARTED_BY if "TORCHELASTIC_RUN_ID" in os.environ else None)
     try:
-        yield group
+        (run,) = group.agreed("run", lambda: [secrets.randbits(62)])
+        with shared_on_host(str(run), removes=os.environ.get("LOCAL_RANK", "0") == "0"):
+            yield group
     except (KeyboardInterrupt, typer.Exit) as ended:
         if group.rank == 0 or isinstance(ended, typer.Exit):
             raise

@@ -22,6 +22,7 @@ from psgrad.inputs.images import samples as samples_of_images
 from psgrad.inputs.loss import resolve_loss
 from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.shown import input_of
+from psgrad.inputs.sources.host_files import shared_on_host
 from psgrad.inputs.sources.load import Samples, load_data
 
 GENERATOR = np.random.default_rng(0)
@@ -169,6 +170,25 @@ def test_an_image_that_is_changed_between_two_passes_is_named(folder: Path) -> N
         samples.read(0, 2)
     file.write_bytes(content)
     assert torch.equal(samples.read(0, 2).inputs[0], before)
+
+
+def test_the_processes_of_a_host_look_at_all_images_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(folder / "images" / "dog" / "grey.png", pixels(channels=1), "L")
+    alone = load(folder, images="images")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    with shared_on_host("a run", removes=True):
+        first = load(folder, images="images")
+        monkeypatch.setattr(
+            samples_of_images.ImageSamples, "_looked_at", lambda self, rows: pytest.fail("a second look")
+        )
+        second = load(folder, images="images")
+        for samples in (first, second):
+            assert samples.notes == alone.notes
+            assert samples.fingerprint == alone.fingerprint
+            assert torch.equal(samples.read(0, 4).inputs[0], alone.read(0, 4).inputs[0])
 
 
 def test_size_crop_mean_and_std(tmp_path: Path) -> None:

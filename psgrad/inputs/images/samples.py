@@ -27,6 +27,7 @@ from psgrad.inputs.images.reading import (
 from psgrad.inputs.labels import Labels
 from psgrad.inputs.sources.arrow import plain
 from psgrad.inputs.sources.columns import RowName
+from psgrad.inputs.sources.host_files import made_once
 from psgrad.inputs.sources.table_samples import TableSamples
 from psgrad.inputs.sources.tables import Array, Rows
 
@@ -56,7 +57,9 @@ class ImageSamples(TableSamples):
     ) -> None:
         assert config.image is not None
         self._image, self._folder, self._prepared = config.image, folder, prepared
-        modes, self._digests = self._looked_at(rows)
+        of = f"images of {rows.fingerprint} in {folder}"
+        looks = made_once(of, lambda target: _save(target, *self._looked_at(rows)))
+        modes, self._digests = self._looked_at(rows) if looks is None else _saved(looks)
         digest = hashlib.sha256(self._digests.tobytes()).hexdigest()
         first = next(iter(modes), "RGB")
         self._channels = prepared.channels or channels_of(first)
@@ -120,6 +123,16 @@ class ImageSamples(TableSamples):
                         modes[opened(content, named).mode] += 1
                 digests[start + place] = np.frombuffer(_digest(content), np.uint8)
         return modes, digests
+
+
+def _save(target: Path, modes: Counter[str], digests: Array) -> None:
+    with target.open("wb") as file:
+        np.savez(file, digests=digests, modes=np.array(list(modes.items()), dtype="U32").reshape(-1, 2))
+
+
+def _saved(file: Path) -> tuple[Counter[str], Array]:
+    with np.load(file, allow_pickle=False) as found:
+        return Counter({mode: int(count) for mode, count in found["modes"]}), found["digests"]
 
 
 def _digest(content: bytes) -> bytes:

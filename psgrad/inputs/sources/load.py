@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError
 from psgrad.inputs.labels import Labels
@@ -16,11 +18,12 @@ from psgrad.inputs.rows import Block, Samples
 from psgrad.inputs.sources.arrays import ArraySamples
 from psgrad.inputs.sources.datasets import DatasetSamples, made_by_factory
 from psgrad.inputs.sources.files import Stamp, Wanted, require_rows
+from psgrad.inputs.sources.host_files import made_once
 from psgrad.inputs.sources.library_datasets import LibraryRows, is_library_dataset, library_dataset
 from psgrad.inputs.sources.source import ArraySource, TableSource, files_read_again, source_of
 from psgrad.inputs.sources.streams import StreamedRows, is_library_stream
 from psgrad.inputs.sources.table_samples import TableSamples
-from psgrad.inputs.sources.tables import Rows, joined
+from psgrad.inputs.sources.tables import MappedRows, Rows, joined, saved_rows
 from psgrad.inputs.tasks.labels import Labels as HeadLabels
 
 __all__ = ["Block", "Rows", "Samples", "load_data", "open_rows"]
@@ -47,9 +50,57 @@ def open_rows(
                 f"{paths[0]} holds arrays of numbers",
                 expected="a table, such as jsonl, csv or parquet, for texts and for several files",
             )
-        rows = joined([source.rows(path, wanted) for path in paths], {*wanted.ids, *wanted.texts})
+        rows = joined([_rows_of(source, path, wanted) for path in paths], {*wanted.ids, *wanted.texts})
     require_rows(rows.count, rows.source)
     return rows
+
+
+def _rows_of(source: TableSource, path: Path, wanted: Wanted) -> Rows:
+    """The rows of a file: of a format that is converted, by one process of each host."""
+    if source.read_again:
+        return source.rows(path, wanted)
+
+    def convert(target: Path) -> None:
+        rows = source.rows(path, wanted)
+        if not isinstance(rows, MappedRows):
+            raise _NotConverted(rows)
+        rows.save(target)
+
+    try:
+        file = made_once(f"rows of {source.name}: {Stamp.of(path)} {wanted}", convert)
+    except _NotConverted as found:
+        return found.rows
+    return source.rows(path, wanted) if file is None else saved_rows(file, path)
+
+
+def _arrays_of(source: ArraySource, path: Path, wanted: Wanted) -> dict[str, Any]:
+    """The arrays of a file: of a format that is read into memory, by one process of each host, and mapped by
+    all.
+    """
+    if source.read_again:
+        return source.arrays(path, wanted)
+
+    def save(target: Path) -> None:
+        target.mkdir()
+        for place, array in enumerate(source.arrays(path, wanted).values()):
+            np.save(target / f"{place}.npy", array, allow_pickle=False)
+
+    folder = made_once(f"arrays of {source.name}: {Stamp.of(path)} {wanted}", save)
+    if folder is None:
+        return source.arrays(path, wanted)
+    # Written to, a page becomes this process's own.
+    files = (folder / f"{place}.npy" for place in range(len(wanted.columns)))
+    return {
+        name: np.load(file, mmap_mode="c", allow_pickle=False)
+        for name, file in zip(wanted.columns, files, strict=True)
+    }
+
+
+class _NotConverted(Exception):
+    """The rows of a format that reads them in another manner."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
 
 
 def _library_rows(config: DataConfig, base: Path, wanted: Wanted, allow_download: bool) -> Rows:
@@ -134,7 +185,8 @@ def _loaded(
     source, paths = source_of(config, base)
     if isinstance(source, ArraySource):
         wanted = Wanted.of(config, unit)
-        return ArraySamples([(path, source.arrays(path, wanted)) for path in paths], config, unit, labels)
+        parts = [(path, _arrays_of(source, path, wanted)) for path in paths]
+        return ArraySamples(parts, config, unit, labels)
     if isinstance(source, TableSource) or len(paths) > 1:
         return TableSamples(open_rows(config, base, unit), config, unit, labels)
     return source.load(paths[0], config, unit)

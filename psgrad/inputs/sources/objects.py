@@ -8,14 +8,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import pyarrow as pa
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow import merged_type, mixed_types
 from psgrad.inputs.sources.files import Wanted, require_columns
 from psgrad.inputs.sources.source import Column, DataHeader, column_of
-from psgrad.inputs.sources.tables import MappedRows
+from psgrad.inputs.sources.tables import MappedRows, RowNumbers
 
 Object = dict[str, Any]
 _ROWS_PER_PART = 4096
@@ -38,10 +37,10 @@ def object_rows(
     known: dict[str, int] = {}
     schema = pa.schema([(name, pa.null()) for name in wanted.columns])
     while True:
-        numbers = _Numbers(path, unit)
+        numbers = RowNumbers(path, unit)
         try:
             parts = _parts(objects(), schema, numbers, known)
-            rows = MappedRows(schema, parts, [path], numbers.place)
+            rows = MappedRows(schema, parts, [path], numbers)
         except _OtherSchema as found:
             schema = found.schema
             continue
@@ -81,23 +80,8 @@ def table_of(objects: Sequence[Object], first: int, named: str) -> pa.Table:
     )
 
 
-class _Numbers:
-    """The number in the file of each row."""
-
-    def __init__(self, path: Path, unit: str) -> None:
-        self._path, self._unit = path, unit
-        self._parts: list[np.ndarray[Any, np.dtype[np.int64]]] = []
-
-    def add(self, numbers: Sequence[int]) -> None:
-        self._parts.append(np.array(numbers, dtype=np.int64))
-
-    def place(self, row: int) -> str:
-        part, row_in_part = divmod(row, _ROWS_PER_PART)
-        return f"{self._path}, {self._unit} {self._parts[part][row_in_part]}"
-
-
 def _parts(
-    objects: Iterable[tuple[int, Object]], schema: pa.Schema, numbers: _Numbers, known: dict[str, int]
+    objects: Iterable[tuple[int, Object]], schema: pa.Schema, numbers: RowNumbers, known: dict[str, int]
 ) -> Iterator[pa.Table]:
     """Tables of this schema. `known` gets the first row that has each key. Raises
     _OtherSchema where a part needs another schema.
@@ -124,7 +108,7 @@ def _parts(
 
 
 def _merged(
-    field: pa.Field, array: pa.Array, known: dict[str, int], first: int, numbers: _Numbers
+    field: pa.Field, array: pa.Array, known: dict[str, int], first: int, numbers: RowNumbers
 ) -> pa.DataType:
     """The type of this part of a column and of the parts before. Raises DataError where there is none."""
     merged = merged_type(field.type, array.type)
@@ -209,7 +193,7 @@ def _mixed_rows(values: list[Any], name: str, first: int, numbers: _Places) -> D
 def header_of(path: Path, objects: Sequence[Object], rows: int | None) -> DataHeader:
     """What the first objects of a file say of it; `rows` is None where there are more."""
     names = list(dict.fromkeys(name for each in objects for name in each))
-    numbers = _Numbers(path, "row")
+    numbers = RowNumbers(path, "row")
     numbers.add(range(len(objects)))
     columns, unusable = {}, {}
     for name in names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
@@ -19,6 +19,9 @@ from psgrad.inputs.sources.arrow import common_schema, errors_of_damage, plain
 from psgrad.inputs.sources.files import files_sha256, named_files
 
 Array = npt.NDArray[Any]
+
+
+_UNIT, _NUMBER = b"psgrad.unit", "psgrad.number"  # of saved rows
 
 
 class Rows(ABC):
@@ -91,13 +94,37 @@ class TableRows(Rows):
         return self._table.column(name)
 
 
+class RowNumbers:
+    """The number in its file of each row.
+
+    Args:
+        unit: what is counted, such as line.
+    """
+
+    def __init__(self, path: Path, unit: str, numbers: Iterable[Array] = ()) -> None:
+        self.unit, self._path, self._parts = unit, path, list(numbers)
+        self._starts = [0, *accumulate(map(len, self._parts))]
+
+    def add(self, numbers: Sequence[int]) -> None:
+        self._parts.append(np.array(numbers, dtype=np.int64))
+        self._starts.append(self._starts[-1] + len(numbers))
+
+    def place(self, row: int) -> str:
+        part = bisect_right(self._starts, row) - 1
+        return f"{self._path}, {self.unit} {self._parts[part][row - self._starts[part]]}"
+
+    def all(self) -> Array:
+        """[n] int64."""
+        return np.concatenate([np.empty(0, np.int64), *self._parts])
+
+
 class MappedRows(TableRows):
     """Parts of a table, written one after another into a file in the temporary folder, which the system pages
     in and out.
 
     Args:
         parts: tables of this schema; anything that they raise is raised.
-        place: the place of a row; None for its number in the only file.
+        numbers: of the rows, where they are not 0, 1, 2, ... They may be added while the parts are made.
     """
 
     def __init__(
@@ -105,7 +132,7 @@ class MappedRows(TableRows):
         schema: pa.Schema,
         parts: Iterable[pa.Table],
         files: Sequence[Path],
-        place: Callable[[int], str] | None = None,
+        numbers: RowNumbers | None = None,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="psgrad-")  # removed with this object
         file = Path(self._folder.name) / "table.arrow"
@@ -113,10 +140,39 @@ class MappedRows(TableRows):
             for part in parts:
                 writer.write_table(part)
         super().__init__(pa.ipc.open_file(pa.memory_map(str(file))).read_all(), files)
-        self._place = place
+        self._numbers = numbers
 
     def place(self, row: int) -> str:
-        return super().place(row) if self._place is None else self._place(row)
+        return super().place(row) if self._numbers is None else self._numbers.place(row)
+
+    def save(self, target: Path) -> None:
+        """Write the table, with the rows' numbers, into a file that `saved_rows` opens."""
+        table = self._table
+        if self._numbers is not None:
+            about = {_UNIT: self._numbers.unit.encode()}
+            table = table.append_column(_NUMBER, pa.array(self._numbers.all())).replace_schema_metadata(about)
+        with pa.ipc.new_file(str(target), table.schema) as writer:
+            writer.write_table(table)
+
+
+class _SavedRows(TableRows):
+    def __init__(self, file: Path, path: Path) -> None:
+        table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+        about = table.schema.metadata or {}
+        self._numbers = None
+        if _UNIT in about:
+            numbers = table.column(_NUMBER).to_numpy()
+            table = table.drop_columns([_NUMBER]).replace_schema_metadata(None)
+            self._numbers = RowNumbers(path, about[_UNIT].decode(), [numbers])
+        super().__init__(table, [path])
+
+    def place(self, row: int) -> str:
+        return super().place(row) if self._numbers is None else self._numbers.place(row)
+
+
+def saved_rows(file: Path, path: Path) -> Rows:
+    """The rows that `MappedRows.save` wrote; path: of the file that they are from."""
+    return _SavedRows(file, path)
 
 
 class GroupedRows(Rows):
