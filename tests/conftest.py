@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,10 @@ torch_random = TorchRandom()  # hypothesis keeps a weak reference only
 register_random(torch_random)
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and their children, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
