@@ -18,6 +18,7 @@ from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.models.checkpoint_headers import require_checkpoint
 from psgrad.inputs.models.factory import checkpoint_hash, load_model
 from psgrad.workflows.setup import Setup
+from psgrad.workflows.shared_weights import share_weights, turn_to_read
 
 
 def checkpoints_of(run: Setup) -> list[CheckpointModel]:
@@ -31,7 +32,8 @@ def checkpoints_of(run: Setup) -> list[CheckpointModel]:
         require_checkpoint(base / path)
     met: dict[str, Path] = {}
     for path in paths:
-        weights = _digest(_loaded(run, path))
+        with turn_to_read(run.config.model.model_copy(update={"checkpoint": path}), base):
+            weights = _digest(_loaded(run, path))
         if weights in met:
             raise same_weights(met[weights], path, "analyze.checkpoints")
         met[weights] = path
@@ -58,7 +60,9 @@ def checkpoints_sha256(run: Setup) -> dict[str, str]:
 
 
 def _objective(run: Setup, path: Path) -> Objective:
-    model = place(_loaded(run, path), run.device, run.dtype, run.config.model.dtype)
+    config = run.config
+    with turn_to_read(config.model.model_copy(update={"checkpoint": path}), config.base):
+        model = share_weights(place(_loaded(run, path), run.device, run.dtype, config.model.dtype))
     return at_weights(run.objective, model, path).with_summary(None)
 
 

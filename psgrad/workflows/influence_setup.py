@@ -31,6 +31,7 @@ from psgrad.workflows.checkpoints import at_weights, same_weights
 from psgrad.workflows.influence_queries import chosen_rows, queries_of
 from psgrad.workflows.running import read_ahead
 from psgrad.workflows.setup import Setup, draws_at_random, load, setup_of
+from psgrad.workflows.shared_weights import share_weights, turn_to_read
 
 
 def method_from(config: MethodConfig, base: Path) -> Method:
@@ -228,14 +229,15 @@ def require_of_groups(config: Config, run: Setup) -> None:
 def later_run(run: Setup, config: Config, number: int) -> Setup:
     """The same with the model of another checkpoint."""
     there = _at(config, number)
-    loaded = load_model(
-        there.model,
-        config.base,
-        config.influence.parameters,
-        "influence.parameters",
-        allow_download=config.allow_download,
-    )
-    model = place(loaded.model, run.device, run.dtype, there.model.dtype)
+    with turn_to_read(there.model, config.base):
+        loaded = load_model(
+            there.model,
+            config.base,
+            config.influence.parameters,
+            "influence.parameters",
+            allow_download=config.allow_download,
+        )
+        model = share_weights(place(loaded.model, run.device, run.dtype, there.model.dtype))
     return replace(
         run,
         config=there,

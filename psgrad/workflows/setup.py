@@ -35,6 +35,7 @@ from psgrad.inputs.models.loaded import LoadedModel
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.load import load_data
+from psgrad.workflows.shared_weights import share_weights, turn_to_read
 
 Loss = Callable[..., Any]
 
@@ -211,10 +212,12 @@ def load(
     device = pick_device(config.engine.device)
     use_machine(config, device)
     dtype, autocast = pick_precision(config.engine.dtype)
-    loaded = load_model(
-        config.model, config.base, trainable, trainable_key, allow_download=config.allow_download
-    )
-    identity = identify(loaded.model)  # now: a pass forward may change buffers and attributes
+    with turn_to_read(config.model, config.base):
+        loaded = load_model(
+            config.model, config.base, trainable, trainable_key, allow_download=config.allow_download
+        )
+        identity = identify(loaded.model)  # now: placing converts tensors
+        model = share_weights(place(loaded.model, device, dtype, config.model.dtype))
     criterion = resolve_loss(config.loss, config.base)
     _require_loss_of_the_head(loaded, criterion)
     samples = samples_of(
@@ -230,7 +233,6 @@ def load(
     if config.data.class_names is None and samples.class_names is not None:
         named = config.data.model_copy(update={"class_names": list(samples.class_names)})
         config = config.model_copy(update={"data": named})
-    model = place(loaded.model, device, dtype, config.model.dtype)
     forward = Forward(samples.keywords, loaded.pick, samples.weighted, samples.loss_columns)
     return Loaded(config, device, dtype, autocast, loaded, identity, criterion, samples, model, forward)
 

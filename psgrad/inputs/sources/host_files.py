@@ -1,5 +1,5 @@
-"""Files that the processes of a run make once on each host, and all of them read: hashes of large files, and
-tables of formats that have to be converted.
+"""Files that the processes of a run make once on each host, and all of them read: hashes of large files,
+tables of formats that have to be converted, and weights.
 
 They lie in a folder of the temporary folder that no other user can open, and are named by what they are made
 of. The first process that needs one makes it; the others wait for it.
@@ -14,8 +14,9 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 _POLL = 0.02  # seconds between two looks for a file that another process makes
 
@@ -52,6 +53,11 @@ def _is_own(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and own and not found.st_mode & 0o077
 
 
+def is_shared() -> bool:
+    """Whether there are other processes to share with."""
+    return _folder is not None
+
+
 def made_once(content: str, make: Callable[[Path], None]) -> Path | None:
     """The file or folder that `make` writes, made by one process of this host; None in a process alone.
 
@@ -83,6 +89,42 @@ def made_once(content: str, make: Callable[[Path], None]) -> Path | None:
         finally:
             lock.unlink(missing_ok=True)
     return target
+
+
+def remove_when_all_have(file: Path) -> None:
+    """Remove a file of `made_once` that each process of this host maps, once all of them have called this: it
+    stays in memory for as long as one of them uses it.
+    """
+    (file.parent / f"{file.name}.had-{os.environ.get('LOCAL_RANK', '0')}").touch()
+    had = list(file.parent.glob(f"{file.name}.had-*"))
+    if len(had) >= int(os.environ.get("LOCAL_WORLD_SIZE") or 1):
+        for each in (file, *had):
+            each.unlink(missing_ok=True)
+
+
+@contextmanager
+def turn(name: str, most: int) -> Iterator[None]:
+    """Inside are at most `most` processes of this host at a time; the others wait."""
+    if _folder is None:
+        yield
+        return
+    import fcntl  # not on every system
+
+    with ExitStack() as stack:
+        _folder.mkdir(0o700, exist_ok=True)
+        places = [stack.enter_context((_folder / f"{name}-{k}.turn").open("w")) for k in range(most)]
+        while not any(_locks(fcntl, place.fileno()) for place in places):
+            time.sleep(_POLL)
+        yield
+
+
+def _locks(fcntl: Any, descriptor: int) -> bool:
+    """Whether this process has the lock from now on; the system takes it back when the file is closed."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _remove_of_dead(lock: Path) -> None:

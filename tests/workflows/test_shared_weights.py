@@ -1,0 +1,160 @@
+"""Weights that the processes of a host have in memory once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from psgrad.engine.execution.placement import place
+from psgrad.inputs.sources.host_files import shared_on_host, turn
+from psgrad.workflows.shared_weights import share_weights
+
+PROCESSES = 4
+_SIDE = 2048  # 16 MiB of float32
+
+
+def _model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(_SIDE, _SIDE), nn.BatchNorm1d(_SIDE), nn.Linear(_SIDE, 3))
+
+
+def _private_bytes() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty"))
+
+
+def _share(rank: int, answers: Any, go_on: Any) -> None:
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(PROCESSES)}
+    torch.set_num_threads(1)
+    with shared_on_host("a run", removes=False):
+        before = _private_bytes()
+        model = _model()
+        own = _private_bytes() - before
+        share_weights(model)
+        answers.put((own, _private_bytes() - before))
+        go_on.wait()  # all have mapped the file, and it is gone
+        expected = _model()
+        same = all(
+            torch.equal(a, b)
+            for a, b in zip(model.state_dict().values(), expected.state_dict().values(), strict=True)
+        )
+        with torch.no_grad():
+            model[0].weight.add_(rank)  # copies the pages of this process
+        go_on.wait()
+        answers.put((same, torch.equal(model[0].weight, expected[0].weight + rank)))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the memory is read from /proc")
+def test_weights_are_in_memory_once_for_all_processes_of_a_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    context = multiprocessing.get_context("fork")
+    answers: Any = context.Queue()
+    go_on = context.Barrier(PROCESSES)
+    ranks = [context.Process(target=_share, args=(rank, answers, go_on)) for rank in range(PROCESSES)]
+    for rank in ranks:
+        rank.start()
+    for own, shared in (answers.get(timeout=60) for _ in ranks):
+        assert own > 4 * _SIDE**2
+        assert shared < own / 4
+    assert [answers.get(timeout=60) for _ in ranks] == [(True, True)] * PROCESSES
+    for rank in ranks:
+        rank.join()
+    (folder,) = tmp_path.iterdir()
+    assert [each for each in folder.iterdir() if not each.name.endswith(".turn")] == []
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A host whose second process has not come yet."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with shared_on_host("a run", removes=True):
+        (folder,) = tmp_path.iterdir()
+        yield folder
+
+
+def _addresses(model: nn.Module) -> dict[str, int]:
+    return {name: each.data_ptr() for name, each in model.state_dict().items()}
+
+
+def test_tied_weights_stay_tied_and_views_stay_views(shared: Path) -> None:
+    model = nn.Module()
+    model.a = nn.Linear(4, 4)
+    model.b = nn.Linear(4, 4)
+    model.b.weight = model.a.weight
+    whole = torch.arange(8.0)
+    model.register_buffer("first", whole[:4])
+    model.register_buffer("second", whole[4:])
+    model.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t())
+    before = _addresses(model)
+    share_weights(model)
+    assert model.b.weight is model.a.weight
+    model.first[0] = 5.0
+    assert whole[0] == 5.0
+    moved = {name for name, place in _addresses(model).items() if place != before[name]}
+    assert moved == {"a.weight", "a.bias", "b.weight", "b.bias"}
+    assert all(place % 64 == 0 for name, place in _addresses(model).items() if name in moved)
+
+
+def test_frozen_weights_in_half_precision_are_shared_as_stored(shared: Path) -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 2)).to(torch.bfloat16)
+    model[0].requires_grad_(False)
+    plain = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 2))
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(3, 5)
+    expected = plain(x)
+    place(model, torch.device("cpu"), torch.float32, "as-saved")
+    before = model[0].weight.data_ptr()
+    share_weights(model)
+    assert model[0].weight.data_ptr() != before
+    assert torch.equal(model(x), expected)
+
+
+def test_other_weights_are_another_file(shared: Path) -> None:
+    share_weights(nn.Linear(3, 2))
+    share_weights(nn.Linear(3, 2))
+    assert len([each for each in shared.iterdir() if not each.suffix]) == 2
+
+
+def test_a_process_alone_keeps_its_weights_where_they_are() -> None:
+    model = nn.Linear(3, 2)
+    before = _addresses(model)
+    assert share_weights(model) is model
+    assert _addresses(model) == before
+
+
+def _take_turn(most: int, inside: Any, seen: Any) -> None:
+    with shared_on_host("a run", removes=False), turn("model", most):
+        with inside.get_lock():
+            inside.value += 1
+            seen.put(inside.value)
+        seen.close()
+        seen.join_thread()
+        multiprocessing.Event().wait(0.1)
+        with inside.get_lock():
+            inside.value -= 1
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_so_many_processes_of_a_host_have_their_turn_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    context = multiprocessing.get_context("fork")
+    inside: Any = context.Value("i", 0)
+    seen: Any = context.Queue()
+    ranks = [context.Process(target=_take_turn, args=(most, inside, seen)) for _ in range(5)]
+    for rank in ranks:
+        rank.start()
+    found = [seen.get(timeout=20) for _ in ranks]
+    for rank in ranks:
+        rank.join()
+    assert max(found) == most
