@@ -132,7 +132,7 @@ def joined() -> Iterator[Processes | None]:
 
     group = RankGroup.join(_STARTED_BY if "TORCHELASTIC_RUN_ID" in os.environ else None)
     try:
-        (run,) = group.agreed("run", lambda: [secrets.randbits(62)])
+        (run,) = group.agreed("host files", lambda: [secrets.randbits(62)])
         with shared_on_host(str(run), removes=os.environ.get("LOCAL_RANK", "0") == "0"):
             yield group
     except (KeyboardInterrupt, typer.Exit) as ended:

@@ -198,6 +198,8 @@ class RankGroup:
 
     def agreed(self, name: str, numbers: Callable[[], list[int]]) -> list[int]:
         key = f"agreed.{name}"
+        self._turns[key] += 1
+        key += f".{self._turns[key]}"
         if self.rank == 0:
             self._store.set(key, json.dumps(numbers()))
         self._wait(key)

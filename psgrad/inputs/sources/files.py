@@ -115,8 +115,9 @@ def is_archive(path: Path) -> bool:
 
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal: of a large one taken once on each host."""
-    stamp = Stamp.of(path) if path.stat().st_size > _HASH_BLOCK else None
-    found = stamp and made_once(f"sha256 {stamp}", lambda target: _write_hash(path, target))
+    if path.stat().st_size <= _HASH_BLOCK:
+        return _sha256_of(path)
+    found = made_once(f"sha256 {Stamp.of(path)}", lambda target: _write_hash(path, target))
     return _sha256_of(path) if found is None else found.read_text()
 
 

@@ -204,6 +204,19 @@ def test_ranks_agree_on_the_numbers_of_the_first(groups: list[RankGroup]) -> Non
     assert found == [[64, 3]]
 
 
+def test_ranks_agree_on_new_numbers_under_a_name_of_before(groups: list[RankGroup]) -> None:
+    groups[0].agreed("sizes", lambda: [64])
+    groups[1].agreed("sizes", lambda: [1])
+    found: list[list[int]] = []
+    waiting = threading.Thread(target=lambda: found.append(groups[1].agreed("sizes", lambda: [1])))
+    waiting.start()
+    time.sleep(0.05)
+    assert found == []
+    groups[0].agreed("sizes", lambda: [32])
+    waiting.join()
+    assert found == [[32]]
+
+
 def attempt(store: HashStore, size: int, slow: int) -> list[Any]:
     """The parts of the store that the ranks of an attempt get. slow: the rank that comes last."""
     found: list[Any] = [None] * size
