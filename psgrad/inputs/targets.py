@@ -1,12 +1,127 @@
-"""Checks the targets of a dataset: whether a loss can be computed for each of them."""
+"""The targets of a dataset: names of classes, truth values and whole fractions become labels, and each target
+is checked: whether a loss can be computed for it. No torch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from psgrad.config import nearest
 from psgrad.errors import DataError
 from psgrad.inputs.loss import Criterion
+from psgrad.inputs.sources.files import not_numbers
+
+Array = npt.NDArray[Any]
+_SHOWN = 20
+_CLASSES = ("class", "token")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Targets as numbers.
+
+    class_names: of the labels 0, 1, 2, ..., where the targets were names; else None. note: what was done, for
+    the manifest; empty where nothing was.
+    """
+
+    values: Array
+    class_names: tuple[str, ...] | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """How targets become what a loss compares with.
+
+    Attributes:
+        kind: what the targets of the loss are: class, token, binary, value or custom.
+        ignore_index: the label that does not count.
+        names: of the classes 0, 1, 2, ..., where they are known.
+        known_by: where these names are from, for messages.
+    """
+
+    kind: str = "custom"
+    ignore_index: int = -100
+    names: tuple[str, ...] | None = None
+    known_by: str = "data.class_names"
+
+    @property
+    def padding(self) -> int:
+        """What stands after the targets of a row that is shorter than others."""
+        return self.ignore_index if self.kind == "token" else 0
+
+    def encoded(
+        self, values: Array, column: str, row_name: Callable[[int], str] = lambda row: f"row {row}"
+    ) -> Encoded:
+        """The targets [n] of a column: numbers, truth values, or names of classes.
+
+        Names are numbered as in `names`, or in sorted order; truth values are 0 and 1; fractions that are
+        whole are labels for a loss of classes. `row_name` names a row in messages. Raises DataError.
+        """
+        if values.dtype.kind in "OUST":
+            return self._of_names(values, column, row_name)
+        if values.dtype.kind == "b" and self.kind in (*_CLASSES, "binary"):
+            kind = np.float32 if self.kind == "binary" else np.int64
+            return Encoded(values.astype(kind), note=f"{column}: false is 0, true is 1")
+        whole = values.dtype.kind == "f" and (np.isfinite(values) & (values == np.round(values))).all()
+        if whole and self.kind in _CLASSES:
+            if (beyond := np.abs(values) >= 2**63).any():
+                row = int(beyond.argmax())
+                raise DataError(
+                    f"the label {column!r} is {values[row]:g} in {row_name(row)}",
+                    expected="whole numbers from 0, one for each class",
+                )
+            return Encoded(values.astype(np.int64), note=f"{column}: fractions that are whole are labels")
+        return Encoded(values)
+
+    def _of_names(self, values: Array, column: str, row_name: Callable[[int], str]) -> Encoded:
+        texts = [isinstance(value, str) for value in values.tolist()]
+        if not all(texts):
+            row = texts.index(False)
+            value = values[row]
+            raise DataError(
+                f"the label {column!r} is {'missing' if value is None or value != value else repr(value)} in"
+                f" {row_name(row)}",
+                expected="the name of a class in each row",
+            )
+        if self.kind == "value":
+            raise not_numbers(column, "text", f"{row_name(0)} holds {values[0]!r}")
+        names = sorted(set(values.tolist())) if self.names is None else list(self.names)
+        if self.kind == "binary" and len(names) != 2:
+            raise DataError(
+                f"the labels {column!r} have {len(names)} names: {shortened(names)}",
+                expected="two for a loss of probabilities, of which the second is 1",
+            )
+        numbers = {name: number for number, name in enumerate(names)}
+        found = np.array([numbers.get(value, -1) for value in values.tolist()])
+        if (found < 0).any():
+            raise self._unknown(values, column, int(np.argmax(found < 0)), row_name)
+        order = "in sorted order" if self.names is None else f"as in {self.known_by}"
+        listed = shortened([f"{number} {name}" for number, name in enumerate(names)])
+        kind = np.float32 if self.kind == "binary" else np.int64
+        return Encoded(found.astype(kind), tuple(names), f"{column}: labels {order}: {listed}")
+
+    def _unknown(self, values: Array, column: str, row: int, row_name: Callable[[int], str]) -> DataError:
+        assert self.names is not None
+        close = nearest(str(values[row]), self.names)
+        return DataError(
+            f"the label {column!r} is {str(values[row])!r} in {row_name(row)}, which is no class of"
+            f" {self.known_by}" + (f"; did you mean {close}?" if close else ""),
+            expected=f"one of {shortened(self.names)}",
+        )
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def check_targets(

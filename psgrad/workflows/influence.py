@@ -42,8 +42,7 @@ from psgrad.workflows.influence_setup import (
     set_up_influence,
     unit_of,
 )
-from psgrad.workflows.rank_facts import RankWork, rank_facts
-from psgrad.workflows.running import LOADING, Clock, Record, describe_run, recorded
+from psgrad.workflows.running import LOADING, Clock, RankWork, Record, describe_run, rank_facts, recorded
 
 # What the report shows in pictures: so many queries, and of each so many examples of either sign.
 _SHOWN_QUERIES = 6

@@ -15,7 +15,7 @@ from psgrad.config.plugin_options import own_plugins
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.measures.measure import Measure
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.drawn import DrawnSamples
+from psgrad.inputs.derived import DrawnSamples
 from psgrad.quality.baselines import read_baseline
 from psgrad.quality.detector import detector_from
 from psgrad.quality.judging import Judged, judge

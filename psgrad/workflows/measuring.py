@@ -22,15 +22,14 @@ from psgrad.engine.execution.streaming import Columns, Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
 from psgrad.engine.measures.passes import SecondPass
 from psgrad.errors import DataError, MeasureError
-from psgrad.inputs.drawn import DrawnSamples
+from psgrad.inputs.derived import DrawnSamples
 from psgrad.inputs.reader import digest_of
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import SHARDS
 from psgrad.storage.shards import Kept, Shard, Shards
 from psgrad.workflows.measures import joined_columns
-from psgrad.workflows.rank_facts import RankWork, rank_facts
-from psgrad.workflows.running import held
+from psgrad.workflows.running import RankWork, held, rank_facts
 from psgrad.workflows.setup import Setup
 
 # Finished rows are made durable this often: what a crash or a full disk can cost.

@@ -19,8 +19,7 @@ from psgrad.engine.privacy.discrete import default_grid
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.model_state import ModelState
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.own_generators import OwnGenerators
-from psgrad.engine.privacy.record_draws import RecordDraws
+from psgrad.engine.privacy.record_draws import OwnGenerators, RecordDraws
 from psgrad.engine.privacy.record_separation import require_separate_records
 from psgrad.engine.privacy.records import RecordReader, Records
 from psgrad.engine.privacy.refusals import require_expected_batch_size, require_small_delta, require_tail

@@ -1,19 +1,21 @@
-"""What is recorded of a run: when and by which command it was made, how long its phases take, and its state
-in manifest.json. And when Ctrl-C may end it.
+"""What is recorded of a run: when and by which command it was made, how long its phases take, which processes
+shared it, and its state in manifest.json. And when Ctrl-C may end it.
 """
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import shlex
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 
 from psgrad.config import Config
+from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.inputs.images.folder import folder_rows
 from psgrad.inputs.rows import Samples
@@ -255,3 +258,48 @@ def held(heard: Callable[[], None] = lambda: None) -> Iterator[None]:
                 signal.signal(signum, handler)
     for arrived, frame in waiting:
         before[arrived](arrived, frame)
+
+
+@dataclass
+class RankWork:
+    """What one process did.
+
+    seconds: computing. waited: seconds at the end of passes, for the others. rows: that it computed, in all
+    passes; None where they are not counted.
+    """
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    rows: int | None = None
+
+
+def rank_facts(processes: Processes, name: str, own: RankWork) -> dict[str, Any] | None:
+    """The work of all processes, on the first of several.
+
+    balance: the mean of their seconds over the largest, 1 where all took as long.
+    """
+    if processes.size == 1:
+        return None
+    said = {"rank": processes.rank, "host": socket.gethostname(), **asdict(own)}
+    each = [json.loads(text) for text in processes.texts(f"{name}ranks", json.dumps(said))]
+    if not each:
+        return None
+    seconds = [rank["seconds"] for rank in each]
+    for rank in each:
+        rank |= {key: round(rank[key], 3) for key in ("seconds", "waited")}
+    balance = sum(seconds) / len(seconds) / max(*seconds, 1e-9)
+    return {
+        "processes": processes.size,
+        "backend": processes.backend,
+        "balance": round(balance, 3),
+        "each": each,
+    }
+
+
+def words_for(ranks: dict[str, Any]) -> list[str]:
+    """A line for each process, for `-v`."""
+    return [
+        f"rank {each['rank']} on {each['host']}: {each['rows']:,} rows in {each['seconds']:.1f} s, waited"
+        f" {each['waited']:.1f} s"
+        for each in ranks["each"]
+    ]

@@ -1,7 +1,10 @@
-"""`psgrad select`: the rows of a dataset that a finished run chooses, written again; without torch."""
+"""`psgrad select`: the rows of a dataset, or of the groups of one, that a finished run chooses, written
+again; without torch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,13 @@ from pydantic import ValidationError
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
+from psgrad.inputs.images.folder import folder_rows
+from psgrad.inputs.sources.arrow import plain
+from psgrad.inputs.sources.files import Wanted
+from psgrad.inputs.sources.source import ArraySource, TableSource, source_of
 from psgrad.results.conditions import rows_where
 from psgrad.storage.files import folder_atomically, written_atomically
 from psgrad.storage.finished import finished_manifest, require_there
-from psgrad.workflows.select_groups import rows_of_groups
 from psgrad.workflows.select_origins import Origin, in_folder, origin_of
 
 
@@ -126,3 +132,29 @@ def _unchanged(run: Path, manifest: dict[str, Any], data: DataConfig, base: Path
 
 def _gone(file: Path, cause: str | None, next_step: str | None) -> DataError:
     return DataError(f"the dataset's file {file} is not there", cause=cause, next_step=next_step)
+
+
+def rows_of_groups(groups: Iterable[object], data: DataConfig, base: Path) -> np.ndarray[Any, Any]:
+    """[rows] bool: which rows belong to these groups. Raises ConfigError where the column can't be read."""
+    found = {str(each) for each in groups}
+    return np.array([str(each) in found for each in _column(data, base)], bool)
+
+
+def _column(data: DataConfig, base: Path) -> list[Any]:
+    """The group of each row."""
+    assert data.group is not None
+    if data.images is not None:
+        return plain(folder_rows(data, base).column(data.group)).to_pylist()  # type: ignore[no-any-return]
+    if data.path is not None:
+        source, paths = source_of(data, base)
+        wanted = Wanted(ids=(data.group,))
+        if isinstance(source, TableSource):
+            tables = [source.rows(path, wanted) for path in paths]
+            return [each for table in tables for each in plain(table.column(data.group)).to_pylist()]
+        if isinstance(source, ArraySource):
+            return source.arrays(paths[0], wanted)[data.group].tolist()  # type: ignore[no-any-return]
+    raise ConfigError(
+        f"the groups of the rows of {data.source} can't be read again",
+        expected="a run on data.path, of a table or arrays, or on data.images",
+        next_step="take ids from samples.parquet, and select by them where the rows are made",
+    )

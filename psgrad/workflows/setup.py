@@ -15,9 +15,8 @@ from torch import nn
 from psgrad.config import Config, DataConfig
 from psgrad.config.model import TASK_LOSSES
 from psgrad.engine.execution.buckets import ModelSize
-from psgrad.engine.execution.group_objective import GroupObjective
 from psgrad.engine.execution.loading import Read, to_device
-from psgrad.engine.execution.objective import Forward, Objective
+from psgrad.engine.execution.objective import Forward, GroupObjective, Objective
 from psgrad.engine.execution.padding import padding_is_masked
 from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.self_check import SelfCheck, self_check, spread_rows
@@ -26,8 +25,7 @@ from psgrad.engine.gradients import machine
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.engine.transforms import random_draws
 from psgrad.errors import ConfigError
-from psgrad.inputs.drawn import DrawnSamples, SamplesWithColumns, drawn_rows
-from psgrad.inputs.grouped import GroupedSamples
+from psgrad.inputs.derived import DrawnSamples, GroupedSamples, SamplesWithColumns, drawn_rows
 from psgrad.inputs.loss import Criterion, resolve_loss
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.models.identity import ModelIdentity, identify

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
-from psgrad.engine.gradients.precision_guard import flagging
+from psgrad.engine.gradients.norms import flagging
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.terms import Term
 from psgrad.engine.transforms import random_draws

@@ -17,12 +17,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from psgrad.engine.execution.buckets import ModelSize, positions_of
+from psgrad.engine.execution.buckets import ModelSize, RaggedChunks, positions_of
 from psgrad.engine.execution.chunk_plan import chunk_for, chunk_for_factors, plan_chunk
 from psgrad.engine.execution.failing_rows import failure_alone, failure_together, too_large
 from psgrad.engine.execution.loading import Chunk, DeviceRows, Loader, Read, to_device
 from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
-from psgrad.engine.execution.ragged_chunks import RaggedChunks
 from psgrad.engine.execution.replay import Replay
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.per_sample import (

@@ -23,9 +23,10 @@ from psgrad.engine.influence.leverage import (
     InverseProblem,
     Invertible,
     Leverage,
+    estimated_leverage,
     output_products,
+    vectors_that_fit,
 )
-from psgrad.engine.influence.leverage_estimate import estimated_leverage, vectors_that_fit
 from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
 from psgrad.engine.influence.solvers.direct import Inverse, KernelInverse, combinations, products
 from psgrad.engine.transforms import vmap
@@ -247,7 +248,7 @@ class ByProducts(Invertible):
 
     def leverage(self, root: torch.Tensor, gradient: torch.Tensor) -> Leverage:
         """As for `Invertible`, root [n, C, R] and gradient [n, C]; estimated for most examples
-        (leverage_estimate.py).
+        (leverage.py).
         """
 
         def inverse(block: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,7 @@ class ModelState:
 
     What is not seen: globals of installed packages, what objects keep outside of Python (iterators, files),
     writes by numpy into parameters, and those by `.data` or numpy into tensors on a GPU or above 64 MiB.
-    Random generators are `own_generators.py`'s.
+    Random generators are `record_draws.py`'s.
     """
 
     def __init__(self, *roots: object) -> None:

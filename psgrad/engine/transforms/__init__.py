@@ -1,9 +1,8 @@
 """Function transforms: vmap, grad and others, with the semantics of torch.func."""
 
 from psgrad.engine.transforms import autograd_function as autograd_function
-from psgrad.engine.transforms import autograd_inside as autograd_inside
-from psgrad.engine.transforms import autograd_outside as autograd_outside
 from psgrad.engine.transforms import private_torch as private_torch
+from psgrad.engine.transforms import torch_autograd as torch_autograd
 from psgrad.engine.transforms.capture import capture as capture
 from psgrad.engine.transforms.checkpoint import checkpoint as checkpoint
 from psgrad.engine.transforms.custom_rules import custom_jvp as custom_jvp

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.adoption import AdoptingLevel
+from psgrad.engine.transforms.fresh_tensors import AdoptingLevel
 from psgrad.engine.transforms.interpreter import InterpretedTracer
 from psgrad.engine.transforms.memory_overlap import refuse_overlapping_memory
 from psgrad.engine.transforms.operators import (
@@ -30,7 +30,7 @@ from psgrad.engine.transforms.operators import (
 )
 from psgrad.engine.transforms.private_torch import make_wrapper
 from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, decomposition_of, rules_of
-from psgrad.engine.transforms.rules.view_writes import write_through
+from psgrad.engine.transforms.rules.strides import write_through
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import (
     SEQUENCE,

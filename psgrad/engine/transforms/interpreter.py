@@ -147,7 +147,7 @@ def _without_interpreter_modes() -> Iterator[None]:
 
 
 # For operators that PyTorch's autograd can't differentiate correctly, the function that replaces them (see
-# autograd_outside.py).
+# torch_autograd.py).
 autograd_replacements: dict[Op, Callable[..., Any]] = {}
 not_replaced_if_empty: set[Op] = set()  # of these, the operators that are not replaced if a tensor is empty
 

@@ -286,7 +286,7 @@ class _WithoutFastPaths:
 
 
 # Settings of the whole process that differ while a transform runs (autograd_function.py and
-# autograd_inside.py add others).
+# torch_autograd.py add others).
 switches: list[AbstractContextManager[None]] = [_WithoutFastPaths()]
 
 

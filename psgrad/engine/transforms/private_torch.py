@@ -217,11 +217,11 @@ class Replacement(AbstractContextManager[None]):
 
 # A user's autograd.Function is called: its rules are used (autograd_function.py).
 FUNCTION_APPLY = (SingleLevelFunction if APPLIES_IN_TWO_STEPS else Function, "apply")
-# A module's backward hook is set up: refused, as it would not run (autograd_inside.py).
+# A module's backward hook is set up: refused, as it would not run (torch_autograd.py).
 BACKWARD_HOOK = (BackwardHook, "_apply_on_tensors")
-# torch.func's forward mode begins: refused, as it would end the process (autograd_inside.py).
+# torch.func's forward mode begins: refused, as it would end the process (torch_autograd.py).
 FORWARD_MODE = (sys.modules["torch._functorch.eager_transforms"], "_jvp_with_argnums")
-# torch.autograd.functional differentiates: refused, as its derivatives would be zero (autograd_inside.py).
+# torch.autograd.functional differentiates: refused, as its derivatives would be zero (torch_autograd.py).
 AUTOGRAD_FUNCTIONAL = (sys.modules["torch.autograd.functional"], "_autograd_grad")
 for _owner, _name in (FUNCTION_APPLY, BACKWARD_HOOK, FORWARD_MODE, AUTOGRAD_FUNCTIONAL):
     if not hasattr(_owner, _name):

@@ -24,12 +24,12 @@ from psgrad.inputs.images.reading import (
     notes_on,
     opened,
 )
-from psgrad.inputs.labels import Labels
 from psgrad.inputs.sources.arrow import plain
 from psgrad.inputs.sources.columns import RowName
 from psgrad.inputs.sources.host_files import made_once
 from psgrad.inputs.sources.table_samples import TableSamples
 from psgrad.inputs.sources.tables import Array, Rows
+from psgrad.inputs.targets import Labels
 
 _ROWS_PER_PART = 256
 _DIGEST = 16  # bytes

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.labels import Labels
 from psgrad.inputs.rows import (
     Array,
     Block,
@@ -34,6 +33,7 @@ from psgrad.inputs.sources.files import (
     target_names,
 )
 from psgrad.inputs.sources.source import common_length
+from psgrad.inputs.targets import Labels
 
 
 class ArraySamples(Samples):

@@ -1,9 +1,13 @@
-"""Items of a factory's Dataset: what of them are the inputs, the target and the id, as tensors."""
+"""Items of a factory's Dataset: what of them are the inputs, the target and the id, as tensors. What they
+draw from the global generators follows from their row, and nothing else moves on.
+"""
 
 from __future__ import annotations
 
+import random
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
@@ -13,9 +17,9 @@ from torch import Tensor
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.labels import Labels
 from psgrad.inputs.rows import Array, checked_weights, stacked, to_tensor
 from psgrad.inputs.sources.files import input_names, length_inputs, require_columns, target_names
+from psgrad.inputs.targets import Labels
 from psgrad.user_code import describe_failure
 
 
@@ -218,3 +222,24 @@ def _as_array(value: Any, name: str, row: int) -> Array | Tensor:
         expected="a tensor, a numpy array, a number or a list of numbers",
         next_step="convert it in the dataset, for example a picture with numpy.asarray",
     )
+
+
+def seed_by_row(row: int) -> None:
+    """An item that draws from the global generators is the same one in every process, whatever was read
+    before.
+    """
+    torch.default_generator.manual_seed(row)
+    np.random.seed(row)
+    random.seed(row)
+
+
+@contextmanager
+def drawing_the_same() -> Iterator[None]:
+    """The global generators are in the end as they were, whatever was drawn."""
+    of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(of_torch)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)

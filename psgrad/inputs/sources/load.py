@@ -11,7 +11,6 @@ import numpy as np
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError
-from psgrad.inputs.labels import Labels
 from psgrad.inputs.loss import Criterion
 from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.rows import Block, Samples
@@ -24,6 +23,7 @@ from psgrad.inputs.sources.source import ArraySource, TableSource, files_read_ag
 from psgrad.inputs.sources.streams import StreamedRows, is_library_stream
 from psgrad.inputs.sources.table_samples import TableSamples
 from psgrad.inputs.sources.tables import MappedRows, Rows, joined, saved_rows
+from psgrad.inputs.targets import Labels
 from psgrad.inputs.tasks.labels import Labels as HeadLabels
 
 __all__ = ["Block", "Rows", "Samples", "load_data", "open_rows"]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.labels import Labels
 from psgrad.inputs.rows import (
     Block,
     Samples,
@@ -27,6 +26,7 @@ from psgrad.inputs.sources.arrow import is_list, is_text, plain, require_numbers
 from psgrad.inputs.sources.columns import RowName, axis_lengths, numbers
 from psgrad.inputs.sources.files import input_names, length_inputs, require_rows, target_names
 from psgrad.inputs.sources.tables import Array, Rows
+from psgrad.inputs.targets import Labels
 from psgrad.ragged import RaggedAxes
 
 

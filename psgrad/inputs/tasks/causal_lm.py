@@ -19,8 +19,7 @@ from psgrad.inputs.tasks.task import (
     is_text,
     require_kind,
 )
-from psgrad.inputs.text.chats import chat_tokens, require_template
-from psgrad.inputs.text.tokenizer import Encoding
+from psgrad.inputs.text.tokenizer import Encoding, chat_tokens, require_template
 
 
 class CausalLM(TextTask):

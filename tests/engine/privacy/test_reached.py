@@ -23,9 +23,8 @@ from torch.utils.data import Subset, TensorDataset
 
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.model_state import ModelState
-from psgrad.engine.privacy.own_generators import OwnGenerators
 from psgrad.engine.privacy.reached import reached
-from psgrad.engine.privacy.record_draws import RecordDraws
+from psgrad.engine.privacy.record_draws import OwnGenerators, RecordDraws
 from psgrad.engine.privacy.records import RecordReader, Records
 from psgrad.errors import DataError
 from psgrad.ragged import Block
