@@ -22,7 +22,7 @@ LAYERS = (
     ("api",),
     ("live", "workflows"),
     ("engine", "inputs", "quality", "reports", "storage"),
-    ("results", "ragged"),
+    ("results", "ragged", "random_state"),
     ("plugins",),
     ("user_code",),
     ("config",),

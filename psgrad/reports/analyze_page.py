@@ -22,7 +22,6 @@ from psgrad.reports.gate import gate_parts, verdict_parts
 from psgrad.reports.loss_against_norm import linked_image
 from psgrad.reports.measure_plots import measure_plots
 from psgrad.reports.measures import MAX_MEASURES, measure_sections
-from psgrad.reports.origin import made_words, this_run, title_of
 from psgrad.reports.outliers import (
     found_parts,
     is_referenced,
@@ -34,7 +33,21 @@ from psgrad.reports.outliers import (
 )
 from psgrad.reports.pictures import PICTURE_NOTE, excerpt, original_uri, picture_uri
 from psgrad.reports.sample_table import listed_samples, sample_table, values_table
-from psgrad.reports.sections import Bullets, Card, Cards, Fold, Page, Part, Section, Subtitle, Text, image
+from psgrad.reports.sections import (
+    Bullets,
+    Card,
+    Cards,
+    Fold,
+    Page,
+    Part,
+    Section,
+    Subtitle,
+    Text,
+    image,
+    made_words,
+    this_run,
+    title_of,
+)
 from psgrad.reports.sections import render as render_page
 from psgrad.reports.tables import Column, Table, table
 from psgrad.reports.words import MISSING, brief, identifier, label, number, percent

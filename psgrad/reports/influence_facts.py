@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from psgrad.reports.influence_terminal import method_words
-from psgrad.reports.origin import FACT_LIMIT
+from psgrad.reports.sections import FACT_LIMIT
 from psgrad.reports.words import brief, number
 from psgrad.results import InfluenceResult
 from psgrad.results.manifest import read_manifest

@@ -28,9 +28,9 @@ from psgrad.reports.influence_terminal import (
     signed,
     unit_words,
 )
-from psgrad.reports.origin import FACT_LIMIT, made_words, this_run, title_of
 from psgrad.reports.pictures import PICTURE_NOTE, excerpt, original_uri, picture_uri, shown_text
 from psgrad.reports.sections import (
+    FACT_LIMIT,
     Beside,
     Bullets,
     Card,
@@ -42,7 +42,10 @@ from psgrad.reports.sections import (
     Subtitle,
     Text,
     image,
+    made_words,
     render,
+    this_run,
+    title_of,
 )
 from psgrad.reports.tables import Column, Table, table
 from psgrad.reports.words import MISSING, brief, identifier, label, number

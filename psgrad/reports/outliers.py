@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import pandas as pd
 from markupsafe import Markup
 
-from psgrad.reports.origin import FACT_LIMIT
-from psgrad.reports.sections import Bullets, Facts, Part, Subtitle, Text
+from psgrad.reports.sections import FACT_LIMIT, Bullets, Facts, Part, Subtitle, Text
 from psgrad.reports.tables import Column, Mark, Table, table
 from psgrad.reports.words import brief, cell, count, group_words, identifier, number, percent, words_of
 from psgrad.results import AnalyzeResult, disagrees, has_classes

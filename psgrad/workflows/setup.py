@@ -12,18 +12,17 @@ import numpy as np
 import torch
 from torch import nn
 
+from psgrad import random_state
 from psgrad.config import Config, DataConfig
 from psgrad.config.model import TASK_LOSSES
-from psgrad.engine.execution.buckets import ModelSize
+from psgrad.engine.execution.buckets import ModelSize, padding_is_masked
 from psgrad.engine.execution.loading import Read, to_device
 from psgrad.engine.execution.objective import Forward, GroupObjective, Objective
-from psgrad.engine.execution.padding import padding_is_masked
 from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.self_check import SelfCheck, self_check, spread_rows
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import machine
 from psgrad.engine.measures.output_values import summary_for
-from psgrad.engine.transforms import random_draws
 from psgrad.errors import ConfigError
 from psgrad.inputs.derived import DrawnSamples, GroupedSamples, SamplesWithColumns, drawn_rows
 from psgrad.inputs.loss import Criterion, resolve_loss
@@ -406,9 +405,9 @@ def draws_at_random(first_output: Callable[[], Any], model: nn.Module) -> bool:
     """Whether the model draws random numbers: then a plain gradient is no witness, as it draws anew."""
     if not model.training:
         return False  # psgrad's own pass refuses random operators there
-    before = random_draws.all_states()
+    before = random_state.all_states()
     try:
         first_output()
     except Exception:
         return False
-    return random_draws.all_states() != before
+    return random_state.all_states() != before

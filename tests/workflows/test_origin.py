@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from psgrad.reports.origin import facts_of, made_words
+from psgrad.reports.sections import facts_of, made_words
 from psgrad.results.manifest import RunManifest, read_manifest
 from psgrad.workflows.running import command_line, revision_of
 from tests.private_workplace import PrivateWorkplace

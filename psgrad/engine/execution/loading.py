@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from psgrad import random_state
 from psgrad.engine.execution.memory import is_out_of_memory
-from psgrad.engine.transforms import random_draws
 from psgrad.ragged import Block
 
 # How long the end of a run waits for a read whose rows are not needed any more.
@@ -154,9 +154,9 @@ class Loader:
         return job is not None
 
     def _read_here(self, start: int, stop: int) -> Chunk:
-        before = random_draws.cpu_states() if self._first else None
+        before = random_state.cpu_states() if self._first else None
         block = self.read(start, stop)
-        if self._first and before != random_draws.cpu_states():
+        if self._first and before != random_state.cpu_states():
             self._read_between_chunks(
                 "reading them draws random numbers, which would fall in with the model's"
             )
@@ -192,13 +192,13 @@ class Loader:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            before = random_draws.cpu_states()
+            before = random_state.cpu_states()
             try:
                 job.chunk = Chunk(range(job.start, job.stop), self.read(job.start, job.stop))
                 job.chunk.on_device = self._copied(job.chunk)
             except BaseException as error:  # raised again where its rows are taken
                 job.error = error
-            job.drew = before != random_draws.cpu_states()
+            job.drew = before != random_state.cpu_states()
             job.done.set()
             del job  # the chunk is not this thread's any more
 

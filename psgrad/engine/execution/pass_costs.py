@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from psgrad.engine.gradients.costs import Machine
-from psgrad.engine.gradients.norms import flagging, unchecked
+from psgrad.engine.gradients.precision_guard import flagging, unchecked
 from psgrad.engine.transforms.capture_guard import (
     NoReads,
     NotCapturable,

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from psgrad import random_state
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
-from psgrad.engine.gradients.norms import flagging
+from psgrad.engine.gradients.precision_guard import flagging
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.terms import Term
-from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.capture import Captured, capture
 from psgrad.engine.transforms.private_torch import register_pytree_node, tree_flatten
 from psgrad.engine.transforms.program import Compiler
@@ -92,14 +92,14 @@ class Replay:
     def __call__(self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, to_come: int) -> Any:
         """What is found of a chunk. to_come: chunks of this size, this one included."""
         looks = [None if x is None else (x.shape, x.dtype) for x in (*inputs, target)]
-        before = random_draws.states()
+        before = random_state.states()
         if self._captured is not None and looks == self._proved:
             found, flag = self._captured(self.params, inputs, target)
             if flag is None or not bool(flag):
                 self.chunks += 1
                 return found
             self._count_flag()
-            random_draws.restore(before)
+            random_state.restore(before)
         found = self.function(self.params, inputs, target)
         if (
             self._captured is not None
@@ -107,9 +107,9 @@ class Replay:
             and looks != self._proved
             and to_come >= self.pays_from
         ):
-            after = random_draws.states()
+            after = random_state.states()
             self._prove(self._captured, inputs, target, looks, found, before)
-            random_draws.restore(after)
+            random_state.restore(after)
         self._met = looks
         return found
 
@@ -120,7 +120,7 @@ class Replay:
         target: Any,
         looks: Any,
         found: Any,
-        states: random_draws.States,
+        states: random_state.States,
     ) -> None:
         """Record, and hold the replay of a chunk against what was found of it; it is replayed from now on if
         they agree.
@@ -129,7 +129,7 @@ class Replay:
         if program is None:
             self._captured = None
             return
-        random_draws.restore(states)
+        random_state.restore(states)
         try:
             again, flag = captured(self.params, inputs, target)
         except Exception as error:  # where the model itself has just done without

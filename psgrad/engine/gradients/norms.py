@@ -1,24 +1,18 @@
-"""Squared norms of deferred gradients: of each term, and of the pairs of terms that overlap in one parameter.
-The samples whose norms may be wrong by rounding are selected, and computed again in a safer order or
-precision.
-
-The selection depends on the data, and a captured program can't depend on data. So while a program is captured
-or replayed, a flag is one more result. If it is true, the whole chunk is computed again without the program.
-If a pass only runs on tensors without values, for a plan, nothing is checked.
+"""Squared norms of deferred gradients: of each term, with a check of its precision, and of the pairs of terms
+that overlap in one parameter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.overlap import cross_products
+from psgrad.engine.gradients.precision_guard import is_flagging, is_unchecked, samples_to_recompute
 from psgrad.engine.gradients.terms import CANCELLATION, Term, blocks, square_norm
 
 # The smallest squared norm that is safe in float32: squares leave its range long before gradients do.
@@ -132,50 +126,3 @@ def _are_products(term: Term) -> torch.Tensor:
         return torch.zeros(term.samples, dtype=torch.bool, device=term.device)
     largest = torch.stack([torch.linalg.vector_norm(f, math.inf, 1) for f in factors])
     return (torch.isfinite(largest) & (largest > 0)).all(0)
-
-
-_flags: ContextVar[list[torch.Tensor] | None] = ContextVar("flags", default=None)
-_unchecked: ContextVar[bool] = ContextVar("unchecked", default=False)
-
-
-def is_flagging() -> bool:
-    """Whether a flag is set for inaccurate samples in place of computing them again."""
-    return _flags.get() is not None
-
-
-def is_unchecked() -> bool:
-    """Whether nothing is checked."""
-    return _unchecked.get()
-
-
-def samples_to_recompute(inaccurate: torch.Tensor) -> torch.Tensor:
-    """The indices [k] of the samples in a mask [n]. None inside `unchecked`; inside `flagging` a flag is
-    added instead.
-    """
-    flags = _flags.get()
-    if flags is None and not _unchecked.get():
-        return torch.nonzero(inaccurate).squeeze(1)
-    if flags is not None:
-        flags.append(inaccurate.any())
-    return torch.empty(0, dtype=torch.int64, device=inaccurate.device)
-
-
-@contextmanager
-def flagging() -> Iterator[list[torch.Tensor]]:
-    """A context in which no sample is computed again. Yields the list to which flags, bool [], are added."""
-    flags: list[torch.Tensor] = []
-    token = _flags.set(flags)
-    try:
-        yield flags
-    finally:
-        _flags.reset(token)
-
-
-@contextmanager
-def unchecked() -> Iterator[None]:
-    """A context without checks, for tensors without values."""
-    token = _unchecked.set(True)
-    try:
-        yield
-    finally:
-        _unchecked.reset(token)

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from psgrad import random_state
 from psgrad.engine.gradients.bounded_sums import absolute_sum
 from psgrad.engine.gradients.deferral import WeightDeferral, deferred_in
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed, merged, term_of
 from psgrad.engine.gradients.norms import square_norms
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.terms import Dense, Term, accumulating_dtype
-from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.grad import cotangents_and_value
 from psgrad.engine.transforms.levels import Divergence, WriteCounts
@@ -180,7 +180,7 @@ class Pass:
         self.dims = flat_in_dims(in_dims, batch, self.flat, title)
         self.level = BatchLevel(mapped_size(self.flat, self.dims, title), randomness, WeightDeferral())
         self.watch = WriteCounts(self.flat)
-        self.states = random_draws.states() if randomness == "same" else None
+        self.states = random_state.states() if randomness == "same" else None
 
     def run(self, consume: Callable[[str, DeferredGradient], None]) -> tuple[torch.Tensor, Any]:
         """(losses [n], aux). Calls `consume` with the name and the gradient of each parameter when it is
@@ -227,7 +227,7 @@ class Pass:
     def _batches(self, groups: list[torch.Tensor]) -> Iterator[tuple[Any, ...]]:
         for group in groups:
             if self.states is not None:  # one draw for all samples, in any group
-                random_draws.restore(self.states)
+                random_state.restore(self.states)
             yield self.batch_of(group)
 
     def batch_of(self, rows: torch.Tensor) -> tuple[Any, ...]:

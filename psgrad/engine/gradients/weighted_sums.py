@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from psgrad import random_state
 from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients.bounded_sums import bounded_sum
 from psgrad.engine.gradients.deferred import DeferredGradient
@@ -18,7 +19,6 @@ from psgrad.engine.gradients.per_sample import (
     per_sample_square_norms,
 )
 from psgrad.engine.gradients.queries import SquareNorms
-from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.levels import Divergence
 from psgrad.engine.transforms.private_torch import storage_key
 from psgrad.errors import TransformError
@@ -78,7 +78,7 @@ def per_sample_weighted_sum(
     The other arguments are those of `per_sample_gradients`.
     """
     stored = _StoredGradients(memory, next(iter(params.values())).device)
-    before = random_draws.states() if randomness != "error" else None
+    before = random_state.states() if randomness != "error" else None
     job = Pass(loss, params, batch, in_dims, has_aux, randomness)
     norms_by_name = NormsByName(absolute=bounded)
 
@@ -93,18 +93,18 @@ def per_sample_weighted_sum(
     except Divergence:  # the transforms split the batch, in each of two passes
         stored.give_up()
         if before is not None:
-            random_draws.restore(before)
+            random_state.restore(before)
         norms = per_sample_square_norms(loss, params, *batch, absolute=bounded, **job.settings)
     given = weights(norms)
     summing = _Summing(_by_name(given, list(params), norms), norms, bounded)
     if not stored.full:
         return WeightedSum(_sums(stored.gradients, list(params), summing), norms, given, recomputed=False)
-    after = random_draws.states() if before is not None else None
+    after = random_state.states() if before is not None else None
     if before is not None:
-        random_draws.restore(before)
+        random_state.restore(before)
     sums = _summed_again(job, batch, summing)
     if after is not None:
-        random_draws.restore(after)
+        random_state.restore(after)
     return WeightedSum(sums, norms, given, recomputed=True)
 
 

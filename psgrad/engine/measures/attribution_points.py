@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from psgrad import random_state
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.transforms import grad_and_value, vmap
@@ -64,8 +65,7 @@ def places_of(objective: Objective, inputs: Inputs) -> list[InputPlace]:
     try:
         for name, module in _embeddings(objective.model).items():
             handles.append(module.register_forward_hook(lambda *seen, name=name: note(name, *seen)))
-        devices = [inputs[0].device] if inputs and inputs[0].is_cuda else []
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with torch.no_grad(), random_state.torch_restored():
             objective.forward(objective.model, *inputs)
     finally:
         for handle in handles:

@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from psgrad import random_state
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.reached import GENERATORS, reached
-from psgrad.engine.transforms import diagnostics, random_draws
+from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.operators import Op, is_random
 from psgrad.engine.transforms.private_torch import FakeTensor, schema_of
 from psgrad.engine.transforms.random_draws import draw_by_label, drawing_by_label
@@ -101,17 +102,17 @@ class StepDraws:
         numbers = self.bits(np.array([label], dtype=np.uint64), number, 8 * (3 + len(self.own))).view(
             np.uint64
         )[0]
-        random_draws.seed_all(numbers[:3])
+        random_state.seed_all(*(int(number) for number in numbers[:3]))
         self.own.seed(numbers[3:].tolist())
 
     def states(self) -> tuple[Any, ...]:
         """The states of all of these, to be compared."""
-        return (*random_draws.all_states(), *self.own.states())
+        return (*random_state.all_states(), *self.own.states())
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """All of these states are restored at the end."""
-        with random_draws.restored(), self.own.kept():
+        with random_state.restored(), self.own.kept():
             yield
 
 
@@ -156,10 +157,9 @@ def drawing_by_record(draws: RecordDraws | StepDraws) -> Iterator[None]:
     Raises ModelError where an operator drew from PyTorch's: such draws go by the place in the batch.
     """
     before = _watch.watching, _watch.seeded
-    with random_draws.restored(), draws.own.kept():
-        random_draws.seed_all(
-            (0, 0, 0)
-        )  # a second pass restores this state, which must not look as if an operator had drawn from it
+    with random_state.restored(), draws.own.kept():
+        random_state.seed_all(0, 0, 0)
+        # A second pass restores this state, which must not look as if an operator had drawn from it.
         _watch.watching, _watch.seeded = True, False
         try:
             yield
@@ -184,12 +184,14 @@ def without_draws() -> Iterator[None]:
             )
 
     before, state.watchers = state.watchers, (*state.watchers, refuse)
-    drawn = random_draws.states()
+    drawn = random_state.states()
     try:
         yield
     finally:
         state.watchers = before
-    if not _watch.watching and any(not torch.equal(was, generator.get_state()) for generator, was in drawn):
+    if not _watch.watching and any(
+        not torch.equal(was, random_state.state_of(generator)) for generator, was in drawn
+    ):
         raise _no_draws_by_record(
             "random numbers were drawn from PyTorch's generators while a batch was read and summed"
         )
@@ -222,7 +224,7 @@ _watch = _SeedWatch()
 
 
 def _require_no_other_draws() -> None:
-    if not random_draws.torch_has_drawn():
+    if not random_state.torch_has_drawn():
         return
     raise ModelError(
         "the model or the loss draws random numbers by an operator that PyTorch doesn't say of that it draws",
@@ -279,7 +281,7 @@ class OwnGenerators:
 
 def _state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
+        return random_state.state_of(generator).numpy().tobytes()
     if isinstance(generator, random.Random):
         return None if isinstance(generator, random.SystemRandom) else generator.getstate()
     return (

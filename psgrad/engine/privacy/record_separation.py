@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from psgrad import random_state
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.transforms import random_draws
 from psgrad.engine.transforms.private_torch import (
     BatchNormBase,
     NormBase,
@@ -112,10 +112,10 @@ class _FewRows:
         """Runs the model and the loss as they are, with the same random numbers each time: the generators are
         set back afterwards.
         """
-        with torch.no_grad(), self.objective.precision(), random_draws.restored():
-            before = random_draws.all_states()
+        with torch.no_grad(), self.objective.precision(), random_state.restored():
+            before = random_state.all_states()
             try:
-                yield lambda: random_draws.all_states() != before
+                yield lambda: random_state.all_states() != before
             except PsgradError:
                 raise
             except Exception as error:

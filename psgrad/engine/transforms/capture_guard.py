@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch.overrides import TorchFunctionMode
 
-from psgrad.engine.transforms import diagnostics, random_draws
+from psgrad import random_state
+from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.operators import Op, aten
 from psgrad.engine.transforms.private_torch import (
     DispatchMode,
@@ -144,12 +145,12 @@ class RandomStates(_Refuser):
     """
 
     def __enter__(self) -> RandomStates:
-        self.before = self.known = random_draws.states()
+        self.before = self.known = random_state.states()
         return self
 
     def __exit__(self, kind: Any, *error: Any) -> None:
         unchanged = self._unchanged()
-        random_draws.restore(self.before)
+        random_state.restore(self.before)
         if kind is None and not unchanged:
             self.refuse("it sets PyTorch's random state")
 
@@ -157,17 +158,17 @@ class RandomStates(_Refuser):
         with without_modes():
             if not self._unchanged():
                 self.refuse("it sets PyTorch's random state")
-            for generator in random_draws.generators():
+            for generator in random_state.generators():
                 if generator.device.type == "cuda":
                     generator.set_offset(generator.get_offset() + 4)
                 else:
                     torch.rand((), generator=generator)
-            self.known = random_draws.states()
+            self.known = random_state.states()
 
     def _unchanged(self) -> bool:
         return all(
             torch.equal(now, known)
-            for (_, now), (_, known) in zip(random_draws.states(), self.known, strict=True)
+            for (_, now), (_, known) in zip(random_state.states(), self.known, strict=True)
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms import random_draws
+from psgrad import random_state
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.calls import (
     Call,
@@ -236,7 +236,7 @@ class CallSettings:
 
     def __init__(self) -> None:
         with without_modes():
-            self.generators = random_draws.states()
+            self.generators = random_state.states()
         self.drawers = [
             (drawer, drawer.number)
             for level in state.stack
@@ -265,16 +265,16 @@ class CallSettings:
         # comparison is not an operator of the function, so no mode may see it.
         with without_modes(), DisableTorchFunction():
             self.drew = any(
-                not torch.equal(generator.get_state(), then) for generator, then in self.generators
+                not torch.equal(random_state.state_of(generator), then) for generator, then in self.generators
             )
 
     def _note(self, generator: torch.Generator | None) -> None:
         if generator is not None and all(noted is not generator for noted, _ in self.generators):
-            self.generators.append((generator, generator.get_state()))
+            self.generators += random_state.states([generator])
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        now = [(generator, generator.get_state()) for generator, _ in self.generators]
+        now = random_state.states([generator for generator, _ in self.generators])
         with ExitStack() as exits:
             for device in _AUTOCAST_DEVICES:
                 settings = next((s for s in self.autocast if s[0] == device), None)
@@ -285,8 +285,8 @@ class CallSettings:
             exits.enter_context(swapped_again(self.swaps))
             if self.drew:
                 self._refuse_to_be_recorded()
-                random_draws.restore(self.generators)
-                exits.callback(random_draws.restore, now)
+                random_state.restore(self.generators)
+                exits.callback(random_state.restore, now)
             for drawer, number in self.drawers:
                 exits.callback(setattr, drawer, "number", drawer.number)
                 drawer.number = number

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.fresh_tensors import AdoptingLevel
+from psgrad.engine.transforms.adoption import AdoptingLevel
 from psgrad.engine.transforms.interpreter import InterpretedTracer
 from psgrad.engine.transforms.memory_overlap import refuse_overlapping_memory
 from psgrad.engine.transforms.operators import (

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from psgrad.engine.transforms import random_draws
+from psgrad import random_state
 from psgrad.engine.transforms.capture_guard import (
     NoReads,
     NotCapturable,
@@ -233,11 +233,11 @@ class CudaGraph:
         self.given = [x.clone() if i in self.moving else x for i, x in enumerate(tensors)]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        before = random_draws.states()
+        before = random_state.states()
         with torch.cuda.stream(stream):  # libraries make their handles and workspaces at the first call
             self.run(*self.given)
         torch.cuda.current_stream().wait_stream(stream)
-        random_draws.restore(before)
+        random_state.restore(before)
         self.graph = torch.cuda.CUDAGraph()
         # Only this thread is checked for operations that a graph can't hold: another thread may copy the next
         # chunk to the GPU.

@@ -14,11 +14,7 @@ the same numbers are drawn again.
 from __future__ import annotations
 
 import math
-import pickle
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -248,68 +244,3 @@ Program = Callable[[Drawer, dict[str, Any]], Any]
 """A random operator as a function of a drawer and of the operator's arguments by name."""
 
 programs: dict[Op, Program] = {}
-
-
-States = list[tuple[torch.Generator, torch.Tensor]]
-
-
-def generators() -> list[torch.Generator]:
-    """The default generators of operators: the CPU's, and each GPU's once GPUs are in use."""
-    return [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
-
-
-def states() -> States:
-    return [(generator, generator.get_state()) for generator in generators()]
-
-
-def restore(saved: States) -> None:
-    for generator, before in saved:
-        generator.set_state(before)
-
-
-@contextmanager
-def restored() -> Iterator[None]:
-    """A context that restores PyTorch's, NumPy's and Python's generators at the end."""
-    numpy = sys.modules.get("numpy")
-    of_torch, of_python = states(), random.getstate()
-    of_numpy = None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        restore(of_torch)
-        random.setstate(of_python)
-        if numpy is not None:
-            numpy.random.set_state(of_numpy)
-
-
-def seed_all(numbers: Any) -> None:
-    """Seed PyTorch's, NumPy's and Python's generators, by three whole numbers from 0 to 2^64 - 1."""
-    of_torch, of_numpy, of_python = (int(number) for number in numbers)
-    for generator in generators():
-        generator.manual_seed(of_torch)
-    random.seed(of_python)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed([of_numpy & 0xFFFFFFFF, of_numpy >> 32])
-
-
-def torch_has_drawn() -> bool:
-    """Whether one of PyTorch's generators has drawn after its last seed was set."""
-    for generator, now in states():
-        seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
-        if not torch.equal(now, seeded.get_state()):
-            return True
-    return False
-
-
-def cpu_states() -> tuple[Any, ...]:
-    """The states of the generators that a dataset may share with a model, on the CPU: Python's, NumPy's and
-    PyTorch's; for comparison.
-    """
-    numpy = sys.modules.get("numpy")
-    of_numpy = b"" if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
-    return random.getstate(), of_numpy, torch.get_rng_state().numpy().tobytes()
-
-
-def all_states() -> tuple[Any, ...]:
-    """The same, with those on GPUs."""
-    return (*cpu_states(), *(state.numpy().tobytes() for _, state in states()))

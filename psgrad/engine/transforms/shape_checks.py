@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from psgrad import random_state
 from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, facts
 from psgrad.engine.transforms.private_torch import tree_map, without_modes
 
@@ -171,7 +172,7 @@ def _check_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     else:
         if op not in _LENIENT and _is_usual(op, args):
             return
-    with torch.random.fork_rng(devices=[]):
+    with random_state.torch_restored([torch.default_generator]):
         op(*_with(args, None), **_with(kwargs, None))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms import random_draws
+from psgrad import random_state
 from psgrad.engine.transforms.batching import RANDOMNESS, BatchLevel
 from psgrad.engine.transforms.derivatives import DerivativeLevel
 from psgrad.engine.transforms.levels import Divergence, WriteCounts
@@ -106,7 +106,7 @@ class _Job:
         level, watch = BatchLevel(size, self.randomness), WriteCounts(flat)
         level.axis_name = self.axis_name
         in_front = [x.movedim(d, 0) if d else x for x, d in zip(flat, self.dims, strict=True)]
-        before = random_draws.states() if self.randomness == "same" else None
+        before = random_state.states() if self.randomness == "same" else None
         try:
             with level.body():
                 traced = [
@@ -122,7 +122,7 @@ class _Job:
                 raise
             self.require_no_axis_name(f"sample by sample{divergence.where}")
             if before is not None:
-                random_draws.restore(before)
+                random_state.restore(before)
             return self._run_groups(flat, divergence, watch)
         places = _broadcast_prefix(self.out_dims, out, len(flat_out), self.name)
         physical = [_leave(level, x, d, self.name) for x, d in zip(flat_out, places, strict=True)]
@@ -132,10 +132,10 @@ class _Job:
         """The outputs of all parts, computed one after the other and joined; then in another order, if
         given.
         """
-        outputs, before = [], random_draws.states() if self.randomness == "same" else None
+        outputs, before = [], random_state.states() if self.randomness == "same" else None
         for part in parts:
             if before is not None:
-                random_draws.restore(before)
+                random_state.restore(before)
             outputs.append(
                 self.run(
                     part, next(x.shape[d] for x, d in zip(part, self.dims, strict=True) if d is not None)

@@ -22,10 +22,11 @@ from psgrad.config import DataConfig
 from psgrad.errors import DataError, PsgradError
 from psgrad.inputs.rows import Array, Block, Samples, row_numbers, unique_ids, unit_ids
 from psgrad.inputs.sources.files import input_names, require_rows
-from psgrad.inputs.sources.items import Item, Items, KeptItems, drawing_the_same, seed_by_row
+from psgrad.inputs.sources.items import Item, Items, KeptItems, seed_by_row
 from psgrad.inputs.sources.streams import StreamedItems, is_library_stream
 from psgrad.inputs.targets import Labels
 from psgrad.ragged import RaggedAxes
+from psgrad.random_state import restored
 from psgrad.user_code import call_factory, describe_failure
 
 _KEPT_BYTES = 8 << 30  # on the disk, of items that were read and are going to be read again
@@ -70,7 +71,7 @@ class DatasetSamples(Samples):
         self._ahead: tuple[int, Iterator[Item | PsgradError]] | None = None
         self._count = count = len(self._items)
         require_rows(count, self._source)
-        with drawing_the_same():
+        with restored():
             self._first = self._looked_at(0)
             units = None if unit is None else self._units(unit, listed)
             self.ragged = self._ragged(count)
@@ -86,7 +87,7 @@ class DatasetSamples(Samples):
         """The ids that the items hold, each of which is read for them; without such, the rows' numbers."""
         if self._config.id is None:
             return row_numbers(self._count)
-        with drawing_the_same():
+        with restored():
             return unique_ids([self._looked_at(row).id for row in range(self._count)], self._config.id)
 
     def __len__(self) -> int:
@@ -108,7 +109,7 @@ class DatasetSamples(Samples):
     def read_ahead(self, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
         """See Samples: these items, or all where ids are in them."""
         rows = rows if self._config.id is None else range(self._count)
-        with drawing_the_same():
+        with restored():
             for done, (row, found) in enumerate(zip(rows, self._made_of(rows, seeded=True), strict=True), 1):
                 if isinstance(found, Item):
                     self._kept.put(row, found)
@@ -133,7 +134,7 @@ class DatasetSamples(Samples):
         asked = hashlib.sha256(np.array(rows, dtype=np.int64).data).hexdigest()
         if asked not in self._contents:
             digest = hashlib.sha256(self.fingerprint.encode())
-            with drawing_the_same():
+            with restored():
                 for row, found in zip(rows, self._made_of(rows, seeded=True), strict=True):
                     _add(digest, row, found)
                     if isinstance(found, Item):
@@ -189,7 +190,7 @@ class DatasetSamples(Samples):
     def _item(self, row: int) -> Item:
         if self._anew:
             return self._items(row)
-        with drawing_the_same():
+        with restored():
             return self._looked_at(row)
 
     def _in_order(self, start: int, stop: int) -> list[Item]:
@@ -298,7 +299,7 @@ class DatasetSamples(Samples):
                 [self._config.factory, self._config.kwargs, count], sort_keys=True, default=str
             ).encode()
         )
-        with drawing_the_same():
+        with restored():
             for row in (0, count - 1):
                 try:
                     _add(digest, row, self._looked_at(row))

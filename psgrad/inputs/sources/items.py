@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
@@ -231,15 +230,3 @@ def seed_by_row(row: int) -> None:
     torch.default_generator.manual_seed(row)
     np.random.seed(row)
     random.seed(row)
-
-
-@contextmanager
-def drawing_the_same() -> Iterator[None]:
-    """The global generators are in the end as they were, whatever was drawn."""
-    of_torch, of_numpy, of_python = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(of_torch)
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)

@@ -17,7 +17,7 @@ from psgrad.inputs.tasks.task import (
     is_text,
     require_kind,
 )
-from psgrad.inputs.text.checks import shift_of
+from psgrad.inputs.text.forward import shift_of
 
 
 class Seq2SeqLM(TextTask):

@@ -16,7 +16,7 @@ from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.models.hub import library, located, quiet
 from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.sources.files import sha256_of
-from psgrad.inputs.text.checks import model_inputs
+from psgrad.inputs.text.forward import model_inputs
 
 Where = Callable[[int], str]
 """The number of a text in a call to where it is written, for messages."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from psgrad.engine.execution.padding import padding_is_masked
+from psgrad.engine.execution.buckets import padding_is_masked
 from psgrad.ragged import Block
 from tests.engine.execution.ragged_models import VOCABULARY, case, with_mask
 

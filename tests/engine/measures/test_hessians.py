@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.engine.measures.builtin.curvature import HessianTopEigenvalue, HessianTrace
-from psgrad.engine.measures.hessians import extreme_eigenvalues
+from psgrad.engine.measures.builtin.curvature import HessianTopEigenvalue, HessianTrace, extreme_eigenvalues
 from psgrad.engine.measures.passes import random_signs
 from psgrad.errors import MeasureError
 from tests.engine.measures.own_passes import columns_of, setting_of

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from psgrad.engine.measures.builtin.dataset import (
     NoiseScale,
+    block_sums,
     estimates,
+    interval,
     jackknife_values,
     resampled_estimates,
 )
-from psgrad.engine.measures.resampling import block_sums, interval
 from tests.engine.measures.passes import Rows, measured
 
 SPREADS = torch.tensor([2.0, 1.0, 0.5, 0.5, 0.25], dtype=torch.float64)

@@ -23,7 +23,7 @@ import torch
 from psgrad.engine.gradients.costs import Cost, Machine, cheapest
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.norms import samples_to_recompute
+from psgrad.engine.gradients.precision_guard import samples_to_recompute
 from psgrad.engine.gradients.terms.numerics import (
     CANCELLATION,
     accumulating_dtype,

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from psgrad.engine.gradients.layout import Run
-from psgrad.engine.gradients.norms import samples_to_recompute
+from psgrad.engine.gradients.precision_guard import samples_to_recompute
 from psgrad.engine.gradients.terms.base import Multiply, Placed
 
 

@@ -1,9 +1,10 @@
-"""Measures of the whole dataset: the gradient noise scale, which is the batch size at which a step is half
-signal and half noise, and the spectrum of the gradients' covariance.
+"""Measures of the whole dataset, with bootstrap intervals: the gradient noise scale, which is the batch size
+at which a step is half signal and half noise, and the spectrum of the gradients' covariance.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,7 +15,6 @@ from psgrad.engine.execution.output_rows import gram_matrix
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting
 from psgrad.engine.measures.projected import COLUMN, Projected
-from psgrad.engine.measures.resampling import block_sums, interval, resampled
 from psgrad.engine.measures.sums import MeanGradientMeasure, shared_sums
 
 _ALONG_MEAN = "noise_scale.along_mean"
@@ -317,3 +317,43 @@ def _effective_rank(values: torch.Tensor, trace: float, noise: float) -> float |
     """
     square = (float(values.square().sum()) - (trace * noise) ** 2) / (1 + noise**2)
     return trace**2 / square if trace and square > 0 else None
+
+
+# More samples are put together at random before they are resampled: the spread of a sum is known to 1 /
+# sqrt(2 * 512), three percent.
+_BLOCKS = 512
+
+
+def block_sums(values: torch.Tensor, seed: int) -> torch.Tensor:
+    """[blocks, k]: the sums of the rows [n, k] in random blocks of nearly one size; the rows themselves if
+    they are few.
+    """
+    n = len(values)
+    if n <= _BLOCKS:
+        return values
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    sums = torch.zeros(_BLOCKS, values.shape[1], dtype=values.dtype)
+    return sums.index_add_(0, torch.arange(n) % _BLOCKS, values[order])
+
+
+def resampled(sums: torch.Tensor, resamples: int, seed: int) -> torch.Tensor:
+    """[resamples, k]: for each resample the means, where the last column of the rows [blocks, k + 1] counts
+    samples.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for start in range(0, resamples, 64):
+        drawn = torch.randint(len(sums), (min(64, resamples - start), len(sums)), generator=generator)
+        parts.append(sums[drawn].sum(1))
+    total = torch.cat(parts)
+    return total[:, :-1] / total[:, -1:]
+
+
+def interval(values: torch.Tensor, level: float) -> list[float | None]:
+    """[lower, upper]: the ends of the middle part of values [n] that has the share `level` of them; None for
+    an end that is infinite.
+    """
+    ordered = values.sort().values
+    tail = (1 - level) / 2
+    places = math.floor(tail * (len(ordered) - 1)), math.ceil((1 - tail) * (len(ordered) - 1))
+    return [float(ordered[place]) if math.isfinite(ordered[place]) else None for place in places]
