@@ -1,4 +1,4 @@
-"""Shortens long values and names so that they stay distinguishable, and formats correlations and units.
+"""Shortens long values and names so that they can still be told apart, and formats numbers and units.
 
 Results in a line: their tables and arrays by their sizes.
 """

@@ -1,4 +1,4 @@
-"""How much memory can be taken now: on a GPU, and on this machine within the limits of its processes."""
+"""How much memory can be taken now: on a GPU, and on this machine within its limits."""
 
 from __future__ import annotations
 
