@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +25,37 @@ def _model(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(_SIDE, _SIDE), nn.BatchNorm1d(_SIDE), nn.Linear(_SIDE, 3))
 
 
-def _private_bytes() -> int:
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty"))
+def _of_mapping(address: int) -> tuple[str, int]:
+    """The file at an address of this process, and how many bytes of its mapping are this process's own."""
+    name, inside = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ *(.*)", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+            name = found[3] if inside else name
+        elif inside and line.startswith("Anonymous"):
+            return name, int(line.split()[1]) * 1024
+    raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
 def _share(rank: int, answers: Any, go_on: Any) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(PROCESSES)}
     torch.set_num_threads(1)
     with shared_on_host("a run", removes=False):
-        before = _private_bytes()
-        model = _model()
-        own = _private_bytes() - before
-        share_weights(model)
-        answers.put((own, _private_bytes() - before))
+        model = share_weights(_model())
         go_on.wait()  # all have mapped the file, and it is gone
         expected = _model()
         same = all(
             torch.equal(a, b)
             for a, b in zip(model.state_dict().values(), expected.state_dict().values(), strict=True)
         )
+        found = {_of_mapping(value.data_ptr()) for value in model.state_dict().values()}
         with torch.no_grad():
             model[0].weight.add_(rank)  # copies the pages of this process
         go_on.wait()
-        answers.put((same, torch.equal(model[0].weight, expected[0].weight + rank)))
+        answers.put((same, torch.equal(model[0].weight, expected[0].weight + rank), found))
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the memory is read from /proc")
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the memory is read from /proc")
 def test_weights_are_in_memory_once_for_all_processes_of_a_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,10 +66,16 @@ def test_weights_are_in_memory_once_for_all_processes_of_a_host(
     ranks = [context.Process(target=_share, args=(rank, answers, go_on)) for rank in range(PROCESSES)]
     for rank in ranks:
         rank.start()
-    for own, shared in (answers.get(timeout=60) for _ in ranks):
-        assert own > 4 * _SIDE**2
-        assert shared < own / 4
-    assert [answers.get(timeout=60) for _ in ranks] == [(True, True)] * PROCESSES
+    files = set()
+    for same, own_pages, found in (answers.get(timeout=60) for _ in ranks):
+        assert same
+        assert own_pages
+        assert len(found) == 1, found  # one mapping has them all
+        ((file, changed),) = found
+        assert changed == 0
+        files.add(file)
+    assert len(files) == 1
+    assert files.pop().endswith("(deleted)")
     for rank in ranks:
         rank.join()
     (folder,) = tmp_path.iterdir()
@@ -131,14 +142,12 @@ def test_a_process_alone_keeps_its_weights_where_they_are() -> None:
     assert _addresses(model) == before
 
 
-def _take_turn(most: int, inside: Any, seen: Any) -> None:
+def _take_turn(most: int, inside: Any, together: Any, seen: Any) -> None:
     with shared_on_host("a run", removes=False), turn("model", most):
         with inside.get_lock():
             inside.value += 1
             seen.put(inside.value)
-        seen.close()
-        seen.join_thread()
-        multiprocessing.Event().wait(0.1)
+        together.wait(timeout=20)  # so many are inside at the same time
         with inside.get_lock():
             inside.value -= 1
 
@@ -150,11 +159,13 @@ def test_so_many_processes_of_a_host_have_their_turn_at_a_time(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     context = multiprocessing.get_context("fork")
     inside: Any = context.Value("i", 0)
+    together = context.Barrier(most)
     seen: Any = context.Queue()
-    ranks = [context.Process(target=_take_turn, args=(most, inside, seen)) for _ in range(5)]
+    ranks = [context.Process(target=_take_turn, args=(most, inside, together, seen)) for _ in range(4)]
     for rank in ranks:
         rank.start()
-    found = [seen.get(timeout=20) for _ in ranks]
+    found = [seen.get(timeout=30) for _ in ranks]
     for rank in ranks:
         rank.join()
+    assert [rank.exitcode for rank in ranks] == [0] * 4
     assert max(found) == most
