@@ -114,18 +114,22 @@ def check(folder: Path, told: list[Any], finished: bool) -> None:
         assert not list(folder.rglob("*.tmp"))
 
 
-# A hundred runs in all, a quarter of them by default.
-@pytest.mark.parametrize("quarter", [1, *(pytest.param(each, marks=pytest.mark.sweep) for each in (2, 3, 4))])
-def test_dp_step_killed_at_every_operation_and_resumed(go: Go, tmp_path: Path, quarter: int) -> None:
+# A hundred runs in all, a quarter of them a test; a tenth of them by default.
+@pytest.mark.parametrize(
+    ("first", "apart"), [(5, 10), *(pytest.param(each, 4, marks=pytest.mark.sweep) for each in (1, 2, 3, 4))]
+)
+def test_dp_step_killed_at_every_operation_and_resumed(
+    go: Go, tmp_path: Path, first: int, apart: int
+) -> None:
     points = points_of(go, tmp_path / "undisturbed")
     check(tmp_path / "undisturbed", [STEPS], True)
     deaths = 0
-    for at in range(quarter, points + 1, 4):
+    for at in range(first, points + 1, apart):
         # of every tenth run the process that resumes is killed as well, each time elsewhere
         deaths += kill_and_resume(
             go, check, tmp_path / f"run-{at}", [at] if at % 10 else [at, 1 + at * 37 % (points // 2)]
         )
-    assert deaths >= 25
+    assert deaths >= 100 // apart
 
 
 def test_dp_step_resume_publishes_last_step(private: PrivateWorkplace, go: Go, tmp_path: Path) -> None:

@@ -547,6 +547,7 @@ def test_labels_to_ignore_and_class_weights(quick: Workplace) -> None:
     assert frame["rank"].notna().sum() == len(frame) - 1
 
 
+@pytest.mark.sweep
 def test_peak_memory_does_not_grow_with_the_dataset(workplace: Workplace) -> None:
     width, count = 16384, 250  # wide, as the tables grow with the rows, too
     (workplace.folder / "data.py").write_text(
@@ -635,6 +636,7 @@ def in_a_process(workplace: Workplace, before: str = "", *options: str) -> subpr
     )
 
 
+@pytest.mark.sweep
 def test_a_real_limit_on_file_size_leaves_the_tables(workplace: Workplace) -> None:
     done = in_a_process(
         workplace, "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (25_000, 25_000))"
@@ -648,7 +650,11 @@ def test_a_real_limit_on_file_size_leaves_the_tables(workplace: Workplace) -> No
 
 
 @pytest.mark.parametrize(
-    ("signal", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")]
+    ("signal", "code", "word"),
+    [
+        ("SIGINT", 130, "interrupted"),
+        pytest.param("SIGTERM", 143, "terminated", marks=pytest.mark.sweep),
+    ],
 )
 def test_a_signal_in_the_middle_keeps_the_finished_rows(
     workplace: Workplace, signal: str, code: int, word: str

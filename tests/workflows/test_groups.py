@@ -215,7 +215,9 @@ def test_influence_is_between_groups(asking: InfluenceWorkplace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("curvature", "solver"), [("hessian", "exact"), ("gauss_newton", "conjugate_gradient")], ids=str
+    ("curvature", "solver"),
+    [("hessian", "exact"), pytest.param("gauss_newton", "conjugate_gradient", marks=pytest.mark.sweep)],
+    ids=str,
 )
 def test_influence_is_that_of_the_closed_form(
     asking: InfluenceWorkplace, curvature: str, solver: str

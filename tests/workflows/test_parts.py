@@ -57,6 +57,7 @@ def test_more_parts_than_chunks_equal_one_run(place: Workplace) -> None:
     assert_same_runs(place.folder / "out", place.folder / "parts")
 
 
+@pytest.mark.sweep
 def test_parts_of_measures_that_look_twice_run_again(place: Workplace) -> None:
     place.config["analyze"]["measures"] = [*GATHERING, *TWICE, *PASSES]
     assert "14 samples of other parts are missing; run this part again" in part(place, 1, 2)

@@ -95,7 +95,11 @@ def slope_of(fitted: Any, truth: Truth) -> float:
     return float(linregress(result.ravel(), truth.rises.ravel()).slope)
 
 
-@pytest.mark.parametrize("options", [{}, {"curvature": "hessian"}, {"solver": "conjugate_gradient"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"curvature": "hessian"}, pytest.param({"solver": "conjugate_gradient"}, marks=pytest.mark.sweep)],
+    ids=str,
+)
 def test_influence_default_options_with_weight_decay_have_slope_one(
     truth: Truth, options: dict[str, Any]
 ) -> None:

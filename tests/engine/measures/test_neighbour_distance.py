@@ -176,6 +176,7 @@ print(run(30_000) - few)
 """
 
 
+@pytest.mark.sweep
 def test_neighbour_distance_memory() -> None:
     grown = subprocess.run(
         [sys.executable, "-c", MEMORY], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
@@ -19,6 +20,12 @@ from tests.seeds import set_seed
 
 # Samples of one database entry that are looked at.
 MOST_SAMPLES = 4
+
+# The first sample of each operator in every run of the tests, all in the sweep.
+few_or_all_samples = pytest.mark.parametrize(
+    "most",
+    [pytest.param(1, id="one sample"), pytest.param(MOST_SAMPLES, id="all", marks=pytest.mark.sweep)],
+)
 
 # What is wrong with PyTorch's own jvp of some operators. The oracle is then the Jacobian, row by row, from
 # its reverse mode.
@@ -118,9 +125,9 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
-def programs(entry: Any, dtype: torch.dtype = torch.float64) -> Iterator[Program]:
-    """The entry's first sample calls; each also in place and written through, where PyTorch can differentiate
-    that.
+def programs(entry: Any, dtype: torch.dtype = torch.float64, most: int = MOST_SAMPLES) -> Iterator[Program]:
+    """The entry's first sample calls, `most` of them; each also in place and written through, where PyTorch
+    can differentiate that.
 
     The database says how to stay where an operator is defined (symmetric matrices, places that no mask
     hides): its wrapper.
@@ -128,7 +135,7 @@ def programs(entry: Any, dtype: torch.dtype = torch.float64) -> Iterator[Program
     set_seed(0)
     has_duals = _name(entry) not in WITHOUT_DUALS
     samples = entry.sample_inputs("cpu", dtype, requires_grad=entry.supports_autograd)
-    for number, sample in enumerate(list(islice(samples, MOST_SAMPLES))):
+    for number, sample in enumerate(list(islice(samples, most))):
         yield Program.of(
             f"call {number}", partial(entry.gradcheck_wrapper, entry.get_op()), sample, has_duals
         )

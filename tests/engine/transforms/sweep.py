@@ -24,7 +24,7 @@ from tests.engine.transforms.derivatives import (
     Answer,
     Derivative,
 )
-from tests.engine.transforms.operators import Program, programs
+from tests.engine.transforms.operators import MOST_SAMPLES, Program, programs
 from tests.seeds import set_seed
 
 RELATIVE, ABSOLUTE = 1e-9, 1e-10
@@ -202,6 +202,7 @@ def judge(
     *,
     equal_samples: bool = False,
     dtype: torch.dtype = torch.float64,
+    most: int = MOST_SAMPLES,
 ) -> dict[str, Verdict]:
     """The verdict on an entry in each of `rows`. Where nothing is differentiable, the vjp rows compare values
     alone.
@@ -209,7 +210,7 @@ def judge(
     equal_samples: for operators that vmap can only handle where their data says the same for both samples.
     """
     verdicts = {row: Verdict() for row in rows}
-    for number, program in enumerate(programs(entry, dtype)):
+    for number, program in enumerate(programs(entry, dtype, most)):
         for row in rows:
             if program.tracked or row in ("vjp", "vmap(vjp)"):
                 _judge_row(

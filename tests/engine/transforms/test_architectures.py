@@ -106,7 +106,13 @@ class Case:
 
 
 @each_architecture
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, id="float32", marks=pytest.mark.sweep),
+        pytest.param(torch.float64, id="float64"),
+    ],
+)
 def test_architecture_gradients_equal_the_loop(
     architecture: Architecture, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from psgrad.engine.transforms import grad, vmap
 from psgrad.engine.transforms.rules import registry
-from tests.engine.transforms.operators import entries
+from tests.engine.transforms.operators import MOST_SAMPLES, entries, few_or_all_samples
 from tests.engine.transforms.refused import AGREEING, REFUSED, UNJUDGED
 from tests.engine.transforms.sweep import TWICE, Verdict, judge
 from tools.operators_page import judged_rows
@@ -30,19 +30,20 @@ UNSTABLE = "where the arguments change by 1e-15, PyTorch's second derivative cha
 WITHOUT_SECOND_ORACLE = dict.fromkeys(["linalg.householder_product", "svd_lowrank", "pca_lowrank"], UNSTABLE)
 
 
-def verdicts(name: str) -> dict[str, Verdict]:
+def verdicts(name: str, most: int = MOST_SAMPLES) -> dict[str, Verdict]:
     entry = DATABASE[name]
     rows = [
         row
         for row in judged_rows(name, entry)
         if row in WANTED and not (row in TWICE and name in WITHOUT_SECOND_ORACLE)
     ]
-    return judge(entry, rows, equal_samples=name in AGREEING.split(), dtype=DTYPE)
+    return judge(entry, rows, equal_samples=name in AGREEING.split(), dtype=DTYPE, most=most)
 
 
+@few_or_all_samples
 @pytest.mark.parametrize("name", [name for name in DATABASE if name not in WITHOUT_ORACLE])
-def test_complex_operators_right_or_refused_as_listed(name: str) -> None:
-    result = verdicts(name)
+def test_complex_operators_right_or_refused_as_listed(name: str, most: int) -> None:
+    result = verdicts(name, most)
     assert [what for verdict in result.values() for what in verdict.wrong] == []
     words = REFUSED[name].words.split() if name in REFUSED else []
     refusals = [refusal for verdict in result.values() for refusal in verdict.refusals]

@@ -48,7 +48,11 @@ def test_random_operator_programs_fixed_seeds(block: int) -> None:
     assert not any(found), "\n\n".join(filter(None, found))
 
 
-@pytest.mark.parametrize("op", NOTICED)
+# An error is planted in every rule, by default in one of four.
+@pytest.mark.parametrize(
+    "op",
+    [op if place % 4 == 0 else pytest.param(op, marks=pytest.mark.sweep) for place, op in enumerate(NOTICED)],
+)
 def test_random_operator_programs_fixed_seeds_notice_error_in_rule(op: str) -> None:
     """Derivatives off by 0.1 %. Where this fails after a change of the catalogue, other programs have the
     seeds: noticed.py says how it is made.

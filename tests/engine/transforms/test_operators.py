@@ -14,7 +14,7 @@ from psgrad.engine.transforms import derivatives as recording
 from psgrad.engine.transforms import jvp
 from psgrad.engine.transforms.rules import registry
 from tests.engine.transforms import derivatives
-from tests.engine.transforms.operators import entries
+from tests.engine.transforms.operators import MOST_SAMPLES, entries, few_or_all_samples
 from tests.engine.transforms.refused import (
     AGREEING,
     NEW_IN_2_15,
@@ -77,6 +77,7 @@ FOUNDATION = """
 LONG = {"grid_sampler_3d"}
 
 
+@few_or_all_samples
 @pytest.mark.parametrize(
     "name",
     [
@@ -85,16 +86,18 @@ LONG = {"grid_sampler_3d"}
         if name not in UNJUDGED
     ],
 )
-def test_operators_right_or_refused_as_listed(name: str) -> None:
+def test_operators_right_or_refused_as_listed(name: str, most: int) -> None:
     entry = DATABASE[name]
-    verdicts = judge(entry, judged_rows(name, entry), equal_samples=name in AGREEING.split())
+    verdicts = judge(entry, judged_rows(name, entry), equal_samples=name in AGREEING.split(), most=most)
     assert [what for verdict in verdicts.values() for what in verdict.wrong] == []
     refusals = [refusal for verdict in verdicts.values() for refusal in verdict.refusals]
     words = REFUSED[name].words.split() if name in REFUSED else []
     assert [refusal for refusal in refusals if not any(word in refusal for word in words)] == []
-    assert {row for row, verdict in verdicts.items() if verdict.refusals} == refused_rows(name, entry), (
-        "refused.py says otherwise"
-    )
+    refused = {row for row, verdict in verdicts.items() if verdict.refusals}
+    assert refused <= refused_rows(name, entry), "refused.py says otherwise"
+    if most < MOST_SAMPLES:
+        return
+    assert refused == refused_rows(name, entry), "refused.py says otherwise"
     if entry.supports_autograd:
         assert [
             row for row, verdict in verdicts.items() if not verdict.right and not verdict.refusals
