@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import register_random, settings
 
+from tests.device.checked import CHECKED, checked_device
 from tests.seeds import set_seed
 from tests.workplace import Workplace
 
@@ -39,6 +40,11 @@ class TorchRandom:
 torch_random = TorchRandom()  # hypothesis keeps a weak reference only
 register_random(torch_random)
 
+# The device that the tests with a device take. PyTorch's autograd counts devices when it first runs.
+DEVICE = os.environ.get("PSGRAD_TEST_DEVICE")
+if DEVICE == CHECKED:
+    checked_device()
+
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and their children, too.
@@ -63,6 +69,19 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(cores, 4)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where PSGRAD_TEST_DEVICE names a device, leave only tests that have one, and those of tests/device."""
+    if DEVICE is None:
+        return
+    others = [
+        item
+        for item in items
+        if "device" not in getattr(item, "fixturenames", ()) and item.path.parent.name != "device"
+    ]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in set(others)]
+
+
 def pytest_collection_finish() -> None:
     """What was imported and collected stays, so that the garbage collections that tests and engine ask for
     need not look through it.
@@ -78,8 +97,10 @@ torch.backends.cudnn.allow_tf32 = False
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """The GPU where there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """What PSGRAD_TEST_DEVICE names: cpu, cuda, or the device of tests/device. Else the GPU where there is
+    one, else the CPU.
+    """
+    return torch.device(DEVICE or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ import torch
 from psgrad.config import Config
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.execution.self_check import SelfCheck
+from psgrad.engine.gradients.machine import device_name
 from psgrad.inputs.images.folder import folder_rows
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.files import sha256_of
@@ -131,8 +132,8 @@ def describe_run(
     config, loaded, device = run.config, run.loaded, str(run.device)
     parameters = list(loaded.model.parameters())
     made = module_of(config.data.factory) if config.data.factory else None
-    if run.device.type != "cpu":
-        device = f"{device} ({torch.cuda.get_device_name(run.device)})"
+    if run.device.type == "cuda":
+        device = f"{device} ({device_name(run.device)})"
     return RunManifest(
         command=command,
         created=now(),

@@ -85,12 +85,14 @@ def continued(
         training.flat.join({name: value.unsqueeze(0) for name, value in training.params.items()})
         .double()
         .repeat(1 + len(rows), 1)
+        .cpu()
     )
     values, gradients = search.at(here, same=True)
     size, lengths, first, taken, converged = 1.0, 0.0, 0.0, 0, False
     while taken < steps:
         begun = training.seconds()
-        step = training.flat.join(fitted.precondition(training.flat.split(gradients))).double().to(here)
+        slope = training.flat.split(gradients.to(training.device))
+        step = training.flat.join(fitted.precondition(slope)).double().cpu()
         decrement = float((step * gradients).sum(1).abs().max())
         first = first or decrement
         converged = decrement <= _CONVERGED * first
@@ -108,7 +110,7 @@ def continued(
         size = min(1.0, 2 * size)
         if taken == 1 and seconds is not None:
             steps = min(steps, 1 + int(seconds / max(training.seconds() - begun, 1e-9)))
-    return Continued(training.flat.split(here), taken, converged, lengths / max(taken, 1))
+    return Continued(training.flat.split(here.to(training.device)), taken, converged, lengths / max(taken, 1))
 
 
 def slopes_without(
@@ -140,7 +142,7 @@ class _Objectives:
             if place:
                 row_value, row_slope = self._row(params, self.rows[place - 1])
                 value, slope = value - row_value, slope - row_slope
-            own = weights[place]
+            own = weights[place].cpu()
             sums.append((value.cpu() + self.decay / 2 * own.square().sum(), slope.cpu() + self.decay * own))
         return torch.stack([value for value, _ in sums]), torch.stack([slope for _, slope in sums])
 

@@ -158,7 +158,7 @@ def shared_factors(draw: st.DrawFn) -> Drawn:
     i, o = draw(few), draw(few)
 
     def forward(x: Tensor, a: Tensor, b: Tensor, s: Tensor, unused: Tensor) -> Tensor:
-        return F.linear(x, a @ b + s * torch.ones(o, i, dtype=torch.float64).tril())
+        return F.linear(x, a @ b + s * torch.ones(o, i, dtype=torch.float64, device=x.device).tril())
 
     return Drawn(Program(forward, (o, 2), (2, i), (o, 1), (3, 2)), lambda n: randn(n, 2, i))
 

@@ -125,7 +125,9 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
-def programs(entry: Any, dtype: torch.dtype = torch.float64, most: int = MOST_SAMPLES) -> Iterator[Program]:
+def programs(
+    entry: Any, dtype: torch.dtype = torch.float64, most: int = MOST_SAMPLES, device: str = "cpu"
+) -> Iterator[Program]:
     """The entry's first sample calls, `most` of them; each also in place and written through, where PyTorch
     can differentiate that.
 
@@ -134,7 +136,7 @@ def programs(entry: Any, dtype: torch.dtype = torch.float64, most: int = MOST_SA
     """
     set_seed(0)
     has_duals = _name(entry) not in WITHOUT_DUALS
-    samples = entry.sample_inputs("cpu", dtype, requires_grad=entry.supports_autograd)
+    samples = entry.sample_inputs(device, dtype, requires_grad=entry.supports_autograd)
     for number, sample in enumerate(list(islice(samples, most))):
         yield Program.of(
             f"call {number}", partial(entry.gradcheck_wrapper, entry.get_op()), sample, has_duals

@@ -203,6 +203,7 @@ def judge(
     equal_samples: bool = False,
     dtype: torch.dtype = torch.float64,
     most: int = MOST_SAMPLES,
+    device: str = "cpu",
 ) -> dict[str, Verdict]:
     """The verdict on an entry in each of `rows`. Where nothing is differentiable, the vjp rows compare values
     alone.
@@ -210,7 +211,7 @@ def judge(
     equal_samples: for operators that vmap can only handle where their data says the same for both samples.
     """
     verdicts = {row: Verdict() for row in rows}
-    for number, program in enumerate(programs(entry, dtype, most)):
+    for number, program in enumerate(programs(entry, dtype, most, device)):
         for row in rows:
             if program.tracked or row in ("vjp", "vmap(vjp)"):
                 _judge_row(
