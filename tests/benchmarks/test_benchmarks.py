@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,3 +151,22 @@ def test_a_model_without_its_head_has_no_head(script: Any) -> None:
     assert list(jobs) == ["norms", "plain", "norms without head", "plain without head"]
     assert "head.weight" not in dict(scaling.Headless(40, 8, 16, 1, 2).named_parameters())
     assert jobs["norms without head"]().shape == (4,)
+
+
+# -- a GPU ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("part", ["tutorial", "networks", "transformers", "graphs", "adapters", "copies"])
+def test_each_part_of_the_figures_of_a_gpu_runs_at_a_small_size(script: Any, part: str) -> None:
+    found = script("gpu").PARTS[part](torch.device("cpu"), True)
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.sweep
+def test_a_part_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    command = [sys.executable, str(FOLDER / "gpu.py"), "--small", "--json", str(file), "--only", "copies"]
+    done = subprocess.run([*command, "--device", "mps"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "failed" in json.loads(file.read_text())["parts"]["copies"]
