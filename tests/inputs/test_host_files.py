@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import time
@@ -67,6 +68,15 @@ def test_one_process_makes_the_file_and_all_read_it(shared: Path, tmp_path: Path
 def test_a_process_alone_shares_nothing(tmp_path: Path) -> None:
     assert made_once("content", lambda target: _make(target, tmp_path / "log")) is None
     assert not (tmp_path / "log").exists()
+
+
+def test_a_disk_that_is_full_leaves_each_process_to_itself(shared: Path) -> None:
+    def make(target: Path) -> None:
+        target.write_text("a part of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert made_once("content", make) is None
+    assert list(shared.iterdir()) == []
 
 
 def test_another_content_is_another_file(shared: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import re
@@ -14,6 +15,7 @@ from torch import nn
 
 from psgrad.engine.execution.placement import place
 from psgrad.inputs.sources.host_files import shared_on_host, turn
+from psgrad.workflows import shared_weights
 from psgrad.workflows.shared_weights import share_weights
 
 PROCESSES = 4
@@ -127,6 +129,18 @@ def test_frozen_weights_in_half_precision_are_shared_as_stored(shared: Path) -> 
     share_weights(model)
     assert model[0].weight.data_ptr() != before
     assert torch.equal(model(x), expected)
+
+
+def test_a_process_keeps_its_weights_where_the_disk_is_full(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shared_weights, "_write", full)
+    model = nn.Linear(3, 2)
+    before = _addresses(model)
+    assert _addresses(share_weights(model)) == before
 
 
 def test_other_weights_are_another_file(shared: Path) -> None:

@@ -59,7 +59,8 @@ def is_shared() -> bool:
 
 
 def made_once(content: str, make: Callable[[Path], None]) -> Path | None:
-    """The file or folder that `make` writes, made by one process of this host; None in a process alone.
+    """The file or folder that `make` writes, made by one process of this host; None in a process alone, and
+    where an OSError is raised, such as that of a full disk.
 
     content: what it is made of, in words: another content is another file. What `make` raises is raised, and
     the next process tries.
@@ -83,9 +84,13 @@ def made_once(content: str, make: Callable[[Path], None]) -> Path | None:
             os.close(descriptor)
             if not target.exists():
                 made = target.with_suffix(".new")
-                shutil.rmtree(made, ignore_errors=True)  # of a process that has died
-                make(made)
-                made.rename(target)
+                _remove(made)  # of a process that has died
+                try:
+                    make(made)
+                    made.rename(target)
+                except OSError:
+                    _remove(made)
+                    return None
         finally:
             lock.unlink(missing_ok=True)
     return target
@@ -125,6 +130,10 @@ def _locks(fcntl: Any, descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _remove(made: Path) -> None:
+    shutil.rmtree(made) if made.is_dir() else made.unlink(missing_ok=True)
 
 
 def _remove_of_dead(lock: Path) -> None:
