@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -69,8 +70,19 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(cores, 4)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where PSGRAD_TEST_DEVICE names a device, leave only tests that have one, and those of tests/device."""
+    """Put cases into the sweep for `every`. Where PSGRAD_TEST_DEVICE names a device, leave only tests that
+    have one, and those of tests/device.
+    """
+    cases = Counter[str]()
+    for item in items:
+        every = item.get_closest_marker("every")
+        if every is not None and item.get_closest_marker("sweep") is None:
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % every.args[0]:
+                item.add_marker(pytest.mark.sweep)
+            cases[test] += 1
     if DEVICE is None:
         return
     others = [

@@ -160,6 +160,7 @@ def test_a_run_in_the_output_folder_stays_as_it_is(private: Workplace) -> None:
     assert files_of(private.folder / "out") == before
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "change",
     [

@@ -101,6 +101,7 @@ def test_installed_module_comes_before_a_sibling_and_the_error_says_so(tmp_path:
     assert sys.modules["numpy"] is np
 
 
+@pytest.mark.sweep
 def test_siblings_are_there_while_rows_are_read_and_the_model_runs(workplace: Workplace) -> None:
     """Imports inside functions run long after the factories; the process and the Python API alike."""
     (workplace.folder / "beside.py").write_text("import torch\n\ndef scaled(x):\n    return 2 * x\n")

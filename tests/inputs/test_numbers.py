@@ -297,6 +297,7 @@ def test_items_of_unequal_length_are_padded(tmp_path: Path, workers: int) -> Non
     assert (block.target.tolist(), block.target.dtype) == ([1, 0, 1], torch.int64)
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of torch's queues
 def test_workers_read_the_same_rows_and_tell_the_same_faults(tmp_path: Path) -> None:
     alone, helped = (made(tmp_path, "counted", inputs="x", target="y", workers=each) for each in (0, 2))

@@ -169,6 +169,7 @@ def test_control_characters_are_spelled_out() -> None:
     assert "a\\x00\\x1b[2J\\u202e0" in _page(frames.result(samples)).text
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "result",
     [
@@ -245,6 +246,7 @@ def test_the_page_is_small_with_the_largest_inputs(kind: str) -> None:
     )
 
 
+@pytest.mark.sweep
 def test_a_million_samples_take_less_than_ten_seconds_and_two_megabytes() -> None:
     result = frames.result(frames.classification(1_000_000))
     files: dict[str, bytes] = {}

@@ -59,6 +59,7 @@ class ReleasesInPlace(Run):
         self.tell(content)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [(PaysLate, "the ledger lags a release"), (KeepsInPlace, "is damaged"), (ReleasesInPlace, "is torn")],

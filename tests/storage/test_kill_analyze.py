@@ -160,6 +160,7 @@ def test_analyze_kill_check_finds_lost_state(go: Go, tmp_path: Path, workplace: 
         kill_and_resume(go, check, tmp_path / "run", [points // 2])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["00001.parquet", "_00002.state.safetensors", "_00001.arrays.safetensors"])
 @pytest.mark.parametrize("damage", ["cut", "gone", "empty"])
 def test_analyze_resume_damaged_shard(

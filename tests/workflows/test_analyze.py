@@ -71,6 +71,7 @@ def quick(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
 # -- A run that goes well ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_analyze_imports_no_measure_that_is_not_asked_for(workplace: Workplace) -> None:
     """A run without measures and detectors imports none of them, and nothing of influence and privacy."""
     (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))

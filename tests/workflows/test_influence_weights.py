@@ -53,6 +53,7 @@ def matrix(place: InfluenceWorkplace, **options: Any) -> np.ndarray:
     return scores
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -109,6 +109,7 @@ def both(model: nn.Module, rows: Block, measure: Any = GradientNorms, **options:
     return run, plain
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("measure", [GradientNorms, Factors])
 @pytest.mark.parametrize("chunk_size", [1, 3, 8])
 @pytest.mark.parametrize(("build", "rows"), [(perceptron, vectors), (convolutional, vectors), (Tied, tokens)])

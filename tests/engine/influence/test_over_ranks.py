@@ -94,6 +94,7 @@ def test_every_method_is_tried() -> None:
 LONG = ("hessian", "lissa")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in LONG)) for name in FITS]
 )

@@ -141,6 +141,7 @@ def seeded_anew() -> None:
 # -- What a record adds --------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_record_draws_sum_equals_single_records(name: str, kind: str) -> None:
     run = Run(kind, name)

@@ -356,6 +356,7 @@ def test_vmap_write_into_result_or_argument(samples: tuple[Tensor, Tensor], text
         )
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("samples", "text"), list(expressions()), indirect=["samples"])
 def test_derivatives_write_into_result_or_argument(samples: tuple[Tensor, Tensor], text: str) -> None:
     xs, s = samples

@@ -184,6 +184,7 @@ WITHOUT_SECOND_DERIVATIVE = {"mlp-with-ctc"}
 HIDES_FROM_REVERSE_MODE = {"deep-equilibrium"}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "architecture",
     [architecture for architecture in ARCHITECTURES if architecture.name not in WITHOUT_SECOND_DERIVATIVE],

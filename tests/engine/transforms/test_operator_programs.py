@@ -42,17 +42,15 @@ def failure(seed: int, program: Program | None = None) -> str:
     return f"seed {seed}: {outcome.kind}: {outcome.words}\n{shrunk(program)}" if outcome.failed else ""
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_random_operator_programs_fixed_seeds(block: int) -> None:
     found = [failure(seed) or failure(seed, exactly(seed)) for seed in SEEDS[block::BLOCKS]]
     assert not any(found), "\n\n".join(filter(None, found))
 
 
-# An error is planted in every rule, by default in one of four.
-@pytest.mark.parametrize(
-    "op",
-    [op if place % 4 == 0 else pytest.param(op, marks=pytest.mark.sweep) for place, op in enumerate(NOTICED)],
-)
+@pytest.mark.every(4)
+@pytest.mark.parametrize("op", NOTICED)
 def test_random_operator_programs_fixed_seeds_notice_error_in_rule(op: str) -> None:
     """Derivatives off by 0.1 %. Where this fails after a change of the catalogue, other programs have the
     seeds: noticed.py says how it is made.

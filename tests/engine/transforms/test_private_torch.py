@@ -315,6 +315,7 @@ except TransformError as error:
 """
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("module", "name"),
     [
