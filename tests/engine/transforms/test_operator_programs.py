@@ -49,7 +49,7 @@ def test_random_operator_programs_fixed_seeds(block: int) -> None:
     assert not any(found), "\n\n".join(filter(None, found))
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("op", NOTICED)
 def test_random_operator_programs_fixed_seeds_notice_error_in_rule(op: str) -> None:
     """Derivatives off by 0.1 %. Where this fails after a change of the catalogue, other programs have the
