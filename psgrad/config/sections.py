@@ -135,7 +135,18 @@ class EngineConfig(Section):
     tokens_per_chunk: Annotated[int, Field(ge=1)] | None = None
     """Positions computed together at most, where rows differ in length; null for what fits the memory."""
     memory: Annotated[int | Literal["auto"], BeforeValidator(_memory)] = "auto"
-    """The memory of a chunk: a size such as 2GiB; auto is a share of the free memory."""
+    """The memory of a chunk, and of offloaded weights, up to half of it each: a size such as 2GiB; auto is a
+    share of the free memory.
+    """
+    parameters: Literal["auto", "resident", "offloaded"] = "auto"
+    """Where weights live: on the device (resident); or in the checkpoint's safetensors file or the host's
+    memory, from where operators bring them in (offloaded); auto is resident if they take at most half of the
+    free memory.
+    """
+    recompute: Literal["auto", "none", "blocks"] = "auto"
+    """Whether the modules that repeat run again in the backward pass, so that the pass holds the values
+    of one of them; auto for weights that are offloaded, and when a row does not fit into memory.
+    """
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Precision; bfloat16 is mixed: products in bfloat16, parameters, sums and norms in float32."""
     verify: Annotated[int, Field(ge=0)] = 3
@@ -150,7 +161,7 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _memory_sizes_automatic_chunks(self) -> EngineConfig:
-        if self.memory != "auto" and self.chunk_size != "auto":
+        if self.memory != "auto" and self.chunk_size != "auto" and self.parameters != "offloaded":
             raise ValueError(
                 f"memory says how large an automatic chunk may get, and chunk_size is {self.chunk_size}; set"
                 " one of the two"

@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.execution.placement import place
 from psgrad.engine.measures.measure import CheckpointModel
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.models.checkpoint_headers import require_checkpoint
 from psgrad.inputs.models.factory import checkpoint_hash, load_model
 from psgrad.workflows.setup import Setup
-from psgrad.workflows.shared_weights import share_weights, turn_to_read
+from psgrad.workflows.shared_weights import turn_to_read
 
 
 def checkpoints_of(run: Setup) -> list[CheckpointModel]:
@@ -62,7 +61,7 @@ def checkpoints_sha256(run: Setup) -> dict[str, str]:
 def _objective(run: Setup, path: Path) -> Objective:
     config = run.config
     with turn_to_read(config.model.model_copy(update={"checkpoint": path}), config.base):
-        model = share_weights(place(_loaded(run, path), run.device, run.dtype, config.model.dtype))
+        model = run.placed(_loaded(run, path), config.model.dtype)
     return at_weights(run.objective, model, path).with_summary(None)
 
 
@@ -93,6 +92,7 @@ def _loaded(run: Setup, path: Path) -> nn.Module:
         config.analyze.trainable,
         "analyze.trainable",
         allow_download=config.allow_download,
+        in_files=run.supply is not None,
     ).model
 
 

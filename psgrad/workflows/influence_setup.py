@@ -16,7 +16,6 @@ import torch
 
 from psgrad.config import CheckpointConfig, Config, MethodConfig, is_callable_spec
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.influence.method import REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.measures.output_values import summary_for
@@ -31,7 +30,7 @@ from psgrad.workflows.checkpoints import at_weights, same_weights
 from psgrad.workflows.influence_queries import chosen_rows, queries_of
 from psgrad.workflows.running import read_ahead
 from psgrad.workflows.setup import Setup, draws_at_random, load, setup_of
-from psgrad.workflows.shared_weights import share_weights, turn_to_read
+from psgrad.workflows.shared_weights import turn_to_read
 
 
 def method_from(config: MethodConfig, base: Path) -> Method:
@@ -236,8 +235,9 @@ def later_run(run: Setup, config: Config, number: int) -> Setup:
             config.influence.parameters,
             "influence.parameters",
             allow_download=config.allow_download,
+            in_files=run.supply is not None,
         )
-        model = share_weights(place(loaded.model, run.device, run.dtype, there.model.dtype))
+        model = run.placed(loaded.model, there.model.dtype)
     return replace(
         run,
         config=there,

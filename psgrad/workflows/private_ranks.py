@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from psgrad.config import Config
-from psgrad.engine.execution.placement import as_stored
 from psgrad.engine.execution.ranks import Arrays, Processes
+from psgrad.engine.execution.stored import as_stored
 from psgrad.engine.privacy.rank_steps import FollowingRank, LeadingRank
 from psgrad.engine.privacy.record_draws import RecordDraws
 from psgrad.engine.privacy.snapshot import tensors_of

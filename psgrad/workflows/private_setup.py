@@ -145,7 +145,8 @@ def set_up_privately(config: Config, say: Callable[[str], None] = lambda _: None
     """
     privacy = require_privacy(config)
     unit = privacy.unit
-    loaded = load(config, trainable=privacy.trainable, unit=None if unit is None else unit.column)
+    column = None if unit is None else unit.column
+    loaded = load(config, trainable=privacy.trainable, unit=column, updates=True)
     # What a row of a record draws must be its own in each step.
     loaded = replace(loaded, samples=loaded.samples.anew())
     began = Began(loaded.model, loaded.criterion)

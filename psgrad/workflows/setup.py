@@ -19,8 +19,11 @@ from psgrad.engine.execution.buckets import ModelSize, padding_is_masked
 from psgrad.engine.execution.loading import Read, to_device
 from psgrad.engine.execution.objective import Forward, GroupObjective, Objective
 from psgrad.engine.execution.placement import place
+from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.execution.self_check import SelfCheck, self_check, spread_rows
+from psgrad.engine.execution.stored import Supply
 from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients import machine
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.errors import ConfigError
@@ -32,7 +35,7 @@ from psgrad.inputs.models.loaded import LoadedModel
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.load import load_data
-from psgrad.workflows.shared_weights import share_weights, turn_to_read
+from psgrad.workflows.shared_weights import share_weights, turn_to_read, weight_bytes
 
 Loss = Callable[..., Any]
 
@@ -47,6 +50,8 @@ class Loaded:
         identity: the hashes of that model.
         model: the same on the device, as `place` puts it there.
         forward: how that model is called on a batch of the samples.
+        supply: brings its offloaded weights to the device; None where all are there.
+        recompute: whether its repeated modules run again in the backward pass; None for never.
     """
 
     config: Config
@@ -59,6 +64,13 @@ class Loaded:
     samples: Samples
     model: nn.Module
     forward: Forward
+    supply: Supply | None
+    recompute: Recompute | None
+
+    def placed(self, model: nn.Module, frozen: str) -> nn.Module:
+        """Another model, such as that of another checkpoint, where this one's is and as this one is."""
+        found = share_weights(place(model, self.device, self.dtype, frozen, self.supply))
+        return found if self.recompute is None else self.recompute.add(found)
 
     def class_count(self, criterion: Criterion) -> int | None:
         """How many classes the output has, by the first row; None where that is not known, or differs from
@@ -169,14 +181,23 @@ class Setup(Loaded):
         engine = self.config.engine
         return {
             "chunk_size": engine.chunk_size,
-            "memory": None if engine.memory == "auto" else engine.memory,
+            "memory": self._chunk_memory(),
+            "supply": self.supply,
+            "recompute": self.recompute,
             "tokens": engine.tokens_per_chunk,
             "model_size": ModelSize.of(self.model),
             "randomness": self.randomness,
-            "capture": engine.capture,
+            "capture": "off" if self.supply is not None else engine.capture,
             "compile": engine.compile,
             "say": say,
         }
+
+    def _chunk_memory(self) -> int | None:
+        """Bytes for a chunk; None for what is free."""
+        memory = self.config.engine.memory
+        if memory == "auto":
+            return None
+        return memory if self.supply is None else memory - self.supply.budget
 
     def self_check(self, stream: Stream) -> SelfCheck | None:
         """How far our gradients are from plain ones, on a few rows; None where the model draws at random, and
@@ -194,6 +215,7 @@ def load(
     trainable_key: str = "privacy.trainable",
     unit: str | None = None,
     kept: Path | None = None,
+    updates: bool = False,
 ) -> Loaded:
     """Load all that a config names.
 
@@ -203,6 +225,7 @@ def load(
         trainable_key: the config's name for these patterns.
         unit: the column of the data that says whom each row belongs to.
         kept: the folder of a run that keeps the tokens of texts.
+        updates: whether the run writes to the parameters that are trained.
 
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
     """
@@ -210,11 +233,24 @@ def load(
     use_machine(config, device)
     dtype, autocast = pick_precision(config.engine.dtype)
     with turn_to_read(config.model, config.base):
+        supply = supply_for(config, device)
         loaded = load_model(
-            config.model, config.base, trainable, trainable_key, allow_download=config.allow_download
+            config.model,
+            config.base,
+            trainable,
+            trainable_key,
+            allow_download=config.allow_download,
+            in_files=supply is not None,
         )
         identity = identify(loaded.model)  # now: placing converts tensors
-        model = share_weights(place(loaded.model, device, dtype, config.model.dtype))
+        model = share_weights(
+            place(loaded.model, device, dtype, config.model.dtype, supply, trained_too=not updates)
+        )
+    how = config.engine.recompute
+    recompute = None
+    if how != "none":
+        recompute = Recompute(how == "blocks" or supply is not None)
+        recompute.add(model)
     criterion = resolve_loss(config.loss, config.base)
     _require_loss_of_the_head(loaded, criterion)
     samples = samples_of(
@@ -231,7 +267,30 @@ def load(
         named = config.data.model_copy(update={"class_names": list(samples.class_names)})
         config = config.model_copy(update={"data": named})
     forward = Forward(samples.keywords, loaded.pick, samples.weighted, samples.loss_columns)
-    return Loaded(config, device, dtype, autocast, loaded, identity, criterion, samples, model, forward)
+    return Loaded(
+        config,
+        device,
+        dtype,
+        autocast,
+        loaded,
+        identity,
+        criterion,
+        samples,
+        model,
+        forward,
+        supply,
+        recompute,
+    )
+
+
+def supply_for(config: Config, device: torch.device) -> Supply | None:
+    """What brings offloaded weights to the device; None for weights that live there."""
+    engine, free = config.engine, free_memory(device)
+    if engine.parameters == "auto" and weight_bytes(config.model, config.base) <= free // 2:
+        return None
+    if engine.parameters == "resident":
+        return None
+    return Supply(device, (free // 2 if engine.memory == "auto" else engine.memory) // 2)
 
 
 def images_trained_on(config: Config, loaded: LoadedModel) -> Mapping[str, Any] | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from psgrad.config import ModelConfig
-from psgrad.engine.execution.placement import Widened
+from psgrad.engine.execution.stored import InMemory, Stored
 from psgrad.engine.free_memory import free_host_memory
 from psgrad.inputs.models.checkpoint_headers import checkpoint_files
 from psgrad.inputs.models.identity import tensor_digest
@@ -35,8 +35,13 @@ def turn_to_read(config: ModelConfig, base: Path) -> Iterator[None]:
 
 def _at_once(config: ModelConfig, base: Path) -> int:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    size = sum(_size(base / each) for each in (config.checkpoint, config.pretrained) if each is not None)
+    size = weight_bytes(config, base)
     return min(processes, max(1, processes * free_host_memory() // (2 * max(1, size))))
+
+
+def weight_bytes(config: ModelConfig, base: Path) -> int:
+    """Of the files of a model; 0 for those that are not on this machine yet."""
+    return sum(_size(base / each) for each in (config.checkpoint, config.pretrained) if each is not None)
 
 
 def _size(path: Path) -> int:
@@ -70,7 +75,10 @@ def share_weights(model: nn.Module) -> nn.Module:
 def _shareable(model: nn.Module) -> Iterator[Tensor]:
     """Each tensor once, with a storage to itself."""
     found = {id(each): each for each in (*model.parameters(), *model.buffers())}.values()
-    stored = [each.stored if isinstance(each, Widened) else each for each in found]
+    stored = [
+        each.view_of_source if isinstance(each, Stored) and isinstance(each.source, InMemory) else each
+        for each in found
+    ]
     plain = [each for each in stored if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu"]
     dense = [each for each in plain if each.layout == torch.strided and each.is_contiguous() and each.numel()]
     places = [each.untyped_storage().data_ptr() for each in dense]

@@ -3,54 +3,45 @@ others in the type that they are stored in.
 
 A frozen weight in half precision stays so. Operators see it in the engine's type: each widens it for as long
 as it runs, and only the narrow one is kept for the backward pass. Widening is exact, so the numbers are those
-of a model that was widened as a whole.
+of a model that was widened as a whole. Offloaded weights stay where they are, too (see stored.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from psgrad.engine.transforms.private_torch import (
-    make_wrapper,
-    no_torch_function,
-    parameter_store,
-    schema_of,
-    tree_map,
-)
-from psgrad.errors import ModelError
+from psgrad.engine.execution.stored import InMemory, Stored, Supply, as_stored
+from psgrad.engine.transforms.private_torch import parameter_store
 
 _NARROW = (torch.float16, torch.bfloat16)
 _PLAIN = (*_NARROW, torch.float32, torch.float64)
-_aten = torch.ops.aten
-# What only looks at a weight: a view of the narrow one is kept, and widened where it is used.
-_VIEWS = {
-    _aten.alias.default,
-    _aten.detach.default,
-    _aten.expand.default,
-    _aten.permute.default,
-    _aten.select.int,
-    _aten.slice.Tensor,
-    _aten.squeeze.dim,
-    _aten.t.default,
-    _aten.transpose.int,
-    _aten.unsqueeze.default,
-    _aten.view.default,
-}
 
 
-def place(model: nn.Module, device: torch.device, dtype: torch.dtype, frozen: str) -> nn.Module:
-    """The model itself on the device: parameters that require a gradient and buffers in `dtype`, frozen
-    parameters as `frozen` says: 'as-saved', 'float32' or 'bfloat16'.
+def place(
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    frozen: str,
+    supply: Supply | None = None,
+    *,
+    trained_too: bool = True,
+) -> nn.Module:
+    """The model itself, ready for the device: parameters that require a gradient and buffers in `dtype`,
+    frozen parameters as `frozen` says: 'as-saved', 'float32' or 'bfloat16'.
 
     Those as saved are float64 where `dtype` is. Parameters that are no plain tensors (quantised ones) keep
     their type.
+
+    supply: brings offloaded parameters to the device when operators need them; None moves all there at once.
+    trained_too: whether those that require a gradient are offloaded, too. They can't be written to then.
     """
-    model.to(device)
+    if supply is None:
+        model.to(device)
     for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
         if buffer.dtype in _PLAIN:
             buffer.data = buffer.data.to(dtype)
     made: dict[int, nn.Parameter] = {}
@@ -59,95 +50,64 @@ def place(model: nn.Module, device: torch.device, dtype: torch.dtype, frozen: st
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                made[id(parameter)] = _placed(parameter, dtype, frozen)
+                own = supply if trained_too or not parameter.requires_grad else None
+                made[id(parameter)] = _placed(parameter, device, dtype, frozen, own)
             if made[id(parameter)] is not parameter:
                 setattr(module, name, made[id(parameter)])  # recurrent layers keep a second list of theirs
     return model
 
 
-def _placed(parameter: nn.Parameter, dtype: torch.dtype, frozen: str) -> nn.Parameter:
-    plain = type(parameter) is nn.Parameter and type(parameter.data) is Tensor
+def _placed(
+    parameter: nn.Parameter, device: torch.device, dtype: torch.dtype, frozen: str, supply: Supply | None
+) -> nn.Parameter:
+    plain = type(parameter) in (nn.Parameter, Stored) and type(parameter.data) in (Tensor, Stored)
     if not plain or parameter.dtype not in _PLAIN:
+        parameter.data = parameter.data.to(device)
         return parameter
     kind = parameter.dtype
-    if not parameter.requires_grad and not (frozen == "as-saved" and dtype == torch.float64):
-        kind = kind if frozen == "as-saved" else getattr(torch, frozen)
-        if kind in _NARROW:
-            stored = parameter.detach().to(kind)
-            return nn.Parameter(Widened(stored, dtype), requires_grad=False)
-    parameter.data = parameter.data.to(dtype)
+    if parameter.requires_grad or (frozen == "as-saved" and dtype == torch.float64):
+        kind = dtype
+    elif frozen != "as-saved":
+        kind = getattr(torch, frozen)
+    narrow = not parameter.requires_grad and kind in _NARROW
+    data = parameter.detach()
+    if supply is not None:
+        found = _offloaded(data, kind if narrow else None, dtype, supply)
+        if found is not None:
+            return nn.Parameter(found, requires_grad=parameter.requires_grad)
+    data = as_stored(data).to(device)
+    if narrow:
+        return nn.Parameter(Stored(InMemory(data.to(kind)), dtype), requires_grad=False)
+    data = data.to(dtype)
+    if isinstance(parameter.data, Stored):
+        return nn.Parameter(data, requires_grad=parameter.requires_grad)
+    parameter.data = data
     return parameter
 
 
-class Widened(Tensor):
-    """A constant that is stored in half precision, and that operators see in a wider type."""
-
-    stored: Tensor
-
-    __torch_function__ = no_torch_function  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, stored: Tensor, dtype: torch.dtype) -> Widened:
-        return make_wrapper(  # type: ignore[no-any-return]
-            cls,
-            stored.shape,
-            strides=stored.stride(),
-            storage_offset=stored.storage_offset(),
-            dtype=dtype,
-            device=stored.device,
-        )
-
-    def __init__(self, stored: Tensor, dtype: torch.dtype) -> None:
-        self.stored = stored
-
-    @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if not all(issubclass(each, cls) or each in (Tensor, nn.Parameter) for each in types):
-            return NotImplemented  # a traced tensor's level comes first
-        kwargs = kwargs or {}
-        if op in _VIEWS:
-            return Widened(op(args[0].stored, *args[1:], **kwargs), args[0].dtype)
-        if op is _aten._to_copy.default and set(kwargs) == {"dtype"} and kwargs["dtype"] in _PLAIN:
-            return Widened(args[0].stored, kwargs["dtype"])
-        if op is _aten.embedding.default and isinstance(args[0], Widened):
-            return op(args[0].stored, *args[1:], **kwargs).to(args[0].dtype)
-        if schema_of(op).is_mutable and any(
-            _is_written(op, place, value) for place, value in enumerate(args)
-        ):
-            raise ModelError(
-                f"the model writes into a frozen weight that is stored as {args[0].stored.dtype} ({op})",
-                next_step="set model.dtype: float32",
-            )
-        return op(*tree_map(_widened, args), **tree_map(_widened, kwargs))
-
-    def data_ptr(self) -> int:
-        return self.stored.data_ptr()
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Widened({self.stored!r}, dtype={self.dtype})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Widened:
-        return Widened(self.stored.clone(), self.dtype)
-
-
-def _widened(value: Any) -> Any:
-    return value.stored.to(value.dtype) if isinstance(value, Widened) else value
-
-
-def _is_written(op: Any, place: int, value: Any) -> bool:
-    written = schema_of(op).arguments[place].alias_info
-    return isinstance(value, Widened) and written is not None and written.is_write
-
-
-def as_stored(tensor: Tensor) -> Tensor:
-    """The tensor in the type that it is stored in; the tensor itself, but for a widened one."""
-    return tensor.data.stored if isinstance(tensor.data, Widened) else tensor
+def _offloaded(
+    data: Tensor, narrowed: torch.dtype | None, dtype: torch.dtype, supply: Supply
+) -> Tensor | None:
+    """The parameter, left where it is; None for one that is as well off on the device. narrowed: the type
+    that it is rounded to.
+    """
+    if isinstance(data, Stored) and narrowed in (None, data.stored_dtype):
+        return Stored(data.source, dtype, supply, data.view_of_source)
+    host = as_stored(data)
+    host = host.to(narrowed) if narrowed is not None else host if host.dtype in _NARROW else host.to(dtype)
+    if supply.device.type == "cpu":
+        return Stored(InMemory(host), dtype) if host.dtype != dtype else None
+    if torch.empty_like(host, device="meta").stride() != host.stride():  # copies would have other strides
+        return None
+    return Stored(InMemory(host.pin_memory() if supply.device.type == "cuda" else host), dtype, supply)
 
 
 def stored_in(model: nn.Module) -> Mapping[str, int]:
     """The types that the model's numbers are stored in -> how many numbers."""
     found: dict[str, int] = {}
     for parameter in model.parameters():
-        kind = str(as_stored(parameter).dtype).removeprefix("torch.")
-        found[kind] = found.get(kind, 0) + parameter.numel()
+        data = parameter.data
+        kind = data.stored_dtype if isinstance(data, Stored) else data.dtype
+        name = str(kind).removeprefix("torch.")
+        found[name] = found.get(name, 0) + parameter.numel()
     return found

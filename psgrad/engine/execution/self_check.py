@@ -8,9 +8,10 @@ Nothing that computes may import it; only the workflows do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,12 +79,15 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
     norms, apart, rounded = [], [], []
     for place, row in enumerate(rows):
         inputs, target = stream.load(row, row + 1)
-        witness = _witness(objective, inputs, target, objective.precision())
-        norms.append(_norm(witness.values()))
-        apart.append(max(_distance(gradients, place, witness), abs(our_norms[place] - norms[-1])))
+        found = _Comparison(gradients, place)
+        _witness(objective, inputs, target, objective.precision(), found.add)
+        norms.append(found.norm)
+        apart.append(max(found.distance, abs(our_norms[place] - found.norm)))
         if objective.autocast is not None:
-            exact = _witness(objective, inputs, target, nullcontext())
-            rounded.append(_norm(witness[name] - exact[name] for name in witness))
+            halves, exact = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+            _witness(objective, inputs, target, objective.precision(), halves.__setitem__)
+            _witness(objective, inputs, target, nullcontext(), exact.__setitem__)
+            rounded.append(math.sqrt(sum(_square(halves[name].double() - exact[name]) for name in halves)))
     scale = max((n for n in norms if math.isfinite(n)), default=0.0)
     errors = [_relative(*found, scale) for found in zip(apart, norms, our_norms, strict=True)]
     kind, tolerances = stream.dtype, [TOLERANCE.get(stream.dtype, 1e-3)] * len(rows)
@@ -100,20 +104,29 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
     return SelfCheck(rows, errors, rounding)
 
 
-def _distance(gradients: PerSampleGradients, place: int, witness: dict[str, torch.Tensor]) -> float:
-    """The norm of the difference of one sample's gradients, of which one parameter at a time is
-    materialised.
-    """
+class _Comparison:
+    """One sample's gradients beside the witness's, of which one parameter at a time is in memory."""
 
-    def difference(name: str) -> torch.Tensor:
-        deferred = gradients.gradients[name]
-        return (
-            deferred.at(slice(place, place + 1)).materialise()[0].double() - witness[name]
-            if not deferred.is_zero
-            else witness[name]
-        )
+    def __init__(self, gradients: PerSampleGradients, place: int) -> None:
+        self.gradients, self.place = gradients, place
+        self.squares = self.squares_apart = 0.0
 
-    return _norm(difference(name) for name in witness)
+    def add(self, name: str, witness: torch.Tensor) -> None:
+        ours = self.gradients.gradients[name]
+        self.squares += _square(witness)
+        if ours.is_zero:
+            self.squares_apart += _square(witness)
+        else:
+            value = ours.at(slice(self.place, self.place + 1)).materialise()[0]
+            self.squares_apart += _square(value, witness)
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(self.squares)
+
+    @property
+    def distance(self) -> float:
+        return math.sqrt(self.squares_apart)
 
 
 def _relative(apart: float, norm: float, our_norm: float, scale: float) -> float:
@@ -150,13 +163,25 @@ def _witness(
     inputs: tuple[torch.Tensor, ...],
     target: torch.Tensor | None,
     precision: AbstractContextManager[Any],
-) -> dict[str, torch.Tensor]:
+    take: Callable[[str, torch.Tensor], None],
+) -> None:
+    """Calls `take` with each parameter's name and gradient by autograd, as soon as that is complete; it is
+    not kept here.
+    """
     parameters = {name: p for name, p in objective.model.named_parameters() if p.requires_grad}
+    waiting = set(parameters)
+
+    def taken(name: str, gradient: torch.Tensor) -> torch.Tensor:
+        waiting.discard(name)
+        take(name, gradient.detach())
+        return gradient.new_zeros(()).expand(gradient.shape)  # in its place, so that its memory is free
+
+    hooks = [p.register_hook(partial(taken, name)) for name, p in parameters.items()]
     try:
         with torch.enable_grad():
             with precision:
                 loss = objective.plain_loss(inputs, target)
-            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
@@ -168,15 +193,21 @@ def _witness(
                 " PyTorch differentiates (experts_implementation: eager, dequantised weights)"
             ),
         ) from error
-    return {
-        name: (
-            torch.zeros_like(parameter, dtype=torch.float64)
-            if gradient is None
-            else gradient.detach().double()
-        )
-        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
-    }
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name in waiting:  # the loss does not depend on them
+        take(name, parameters[name].new_zeros(()).expand(parameters[name].shape))
 
 
-def _norm(gradient: Iterable[torch.Tensor]) -> float:
-    return math.sqrt(sum(float(g.double().square().sum()) for g in gradient))
+# Numbers that are compared in float64 at a time.
+_PIECE = 1 << 22
+
+
+def _square(value: torch.Tensor, other: torch.Tensor | None = None) -> float:
+    """The squared norm of a tensor, or of the difference of two, in float64."""
+    ours = value.reshape(-1).split(_PIECE)
+    theirs = [torch.zeros((), device=value.device)] * len(ours)
+    if other is not None:
+        theirs = list(other.reshape(-1).split(_PIECE))
+    return sum(float((a.double() - b.double()).square_().sum()) for a, b in zip(ours, theirs, strict=True))

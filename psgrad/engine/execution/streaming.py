@@ -22,7 +22,9 @@ from psgrad.engine.execution.chunk_plan import chunk_for, chunk_for_factors, pla
 from psgrad.engine.execution.failing_rows import failure_alone, failure_together, too_large
 from psgrad.engine.execution.loading import Chunk, DeviceRows, Loader, Read, to_device
 from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
+from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.execution.replay import Replay
+from psgrad.engine.execution.stored import Supply
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.per_sample import (
     materialised_for_many,
@@ -116,8 +118,11 @@ class Stream:
         randomness: as for vmap.
         capture: whether chunks of one size may be replayed by a program of the first ones, where there are
             many to come; 'off' runs each by itself.
-        compile: 'inductor' has the program compiled. say: called with a sentence at each retry, and with the
-        reason why chunks are not replayed or read ahead.
+        compile: 'inductor' has the program compiled.
+        supply: brings offloaded parameters to the device; what it keeps there is given back at need.
+        recompute: switched on when memory runs out over a single row.
+        say: called with a sentence at each retry, and with the reason why chunks are not replayed or read
+            ahead.
 
     Attributes:
         chunk_size: samples at a time, now. Of rows that differ in length a chunk is computed in
@@ -140,10 +145,12 @@ class Stream:
         randomness: str = "error",
         capture: Literal["auto", "off"] = "auto",
         compile: Compiler = "none",
+        supply: Supply | None = None,
+        recompute: Recompute | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.loss, self.params, self.randomness, self.say = loss, params, randomness, say
-        self.memory = memory
+        self.memory, self.recompute = memory, recompute
         reference = next(iter(params.values()))
         self.device, self.dtype = reference.device, reference.dtype
         self.automatic = chunk_size == "auto"
@@ -153,7 +160,7 @@ class Stream:
         )
         self.ragged = RaggedChunks(tokens, once, self.automatic, say)
         self.retries = 0
-        self.at_need: list[Callable[[], None]] = []
+        self.at_need: list[Callable[[], None]] = [] if supply is None else [supply.give_back]
         self._passed = 0  # rows of all runs, this one's included
         self._measured = False  # whether the chunk size comes from one small chunk's factors
         self._too_large: int | None = None  # the smallest size that failed since one as large went through
@@ -459,7 +466,9 @@ class Stream:
         where = f"rows {rows[0]} to {rows[-1]}" if len(rows) > 1 else f"row {rows[0]}"
         if len(rows) == 1:
             self._alone = rows
-            self.say(f"out of memory on {where} alone; trying it once more, with nothing else in memory")
+            again = self.recompute is not None and self.recompute.switch_on()
+            how = ", and with its blocks run again in the backward pass from now on" if again else ""
+            self.say(f"out of memory on {where} alone; trying it once more, with nothing else in memory{how}")
         elif self._too_large is not None and len(rows) >= self._too_large:
             self.chunk_size = min(self.chunk_size, (self._too_large + 1) // 2)
             self._too_large = None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from psgrad.engine.execution.placement import as_stored
+from psgrad.engine.execution.stored import as_stored
 from psgrad.errors import CheckpointError, ModelError, PsgradError
 
 FORMAT = 1

@@ -118,6 +118,8 @@ try:
     parameter_store = _attribute(torch.nn.Module(), "_parameters")  # to put other tensors in their place
     buffer_store = _attribute(torch.nn.Module(), "_buffers")  # to put other tensors in their place
     module_store = _attribute(torch.nn.Module(), "_modules")  # to walk over a module's parts
+    load_method = _attribute(torch.nn.Module, "_load_from_state_dict")  # whether a class loads in its own way
+    load_hooks = _attribute(torch.nn.Module(), "_load_state_dict_pre_hooks")  # the same of one module
     _forward_mode: Any = sys.modules["torch.autograd.forward_ad"]
     _forward_mode._current_level  # noqa: B018
 except (ImportError, AttributeError) as error:

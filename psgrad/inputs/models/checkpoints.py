@@ -19,6 +19,7 @@ from psgrad.inputs.models.checkpoint_headers import (
     weight_map,
 )
 from psgrad.inputs.models.distributed_checkpoints import read_distributed
+from psgrad.inputs.models.in_files import fill_from_files
 from psgrad.inputs.models.torch_files import Inert, TorchFile, holds_code, read_torch, refers_to
 from psgrad.inputs.sources.files import require_file
 
@@ -155,7 +156,8 @@ def load_into(
     prefix: str | None = None,
     strict: bool = True,
 ) -> str | None:
-    """Copies `state_dict` into the model's parameters and buffers; `source` is its name in messages.
+    """Copies `state_dict` into the model's parameters and buffers; `source` is its name in messages. A
+    parameter without memory becomes the tensor itself, which stays where it is.
 
     With a `prefix` only names that begin with it are taken, without it. Else the match must be exact, but for
     two things: of the names of a tied tensor one is enough, and a wrapper's prefix is stripped where that,
@@ -346,4 +348,5 @@ def _copy(model: nn.Module, state_dict: Mapping[str, Tensor], source: str) -> No
             )
     wanted = _persistent(model)
     whole = {name: sources[id(each)][1] for name, each in wanted.items() if id(each) in sources}
-    model.load_state_dict(whole, strict=False)
+    filled = fill_from_files(model, whole)
+    model.load_state_dict({name: each for name, each in whole.items() if name not in filled}, strict=False)

@@ -26,7 +26,8 @@ from psgrad.errors import ConfigError, ModelError
 from psgrad.inputs.models.adapter_folders import adapter_weights
 from psgrad.inputs.models.adapters import Adapted, with_adapters
 from psgrad.inputs.models.checkpoint_headers import checkpoint_files, require_checkpoint
-from psgrad.inputs.models.checkpoints import load_into, read_checkpoint
+from psgrad.inputs.models.checkpoints import StateDict, load_into, read_checkpoint
+from psgrad.inputs.models.in_files import built_without_memory, tensors_in_files
 from psgrad.inputs.models.loaded import LoadedModel
 from psgrad.inputs.models.model_folders import weight_files, weights_file
 from psgrad.inputs.models.pretrained import load_pretrained, pick_for
@@ -99,23 +100,27 @@ def load_model(
     trainable_key: str = "privacy.trainable",
     *,
     allow_download: bool = False,
+    in_files: bool = False,
 ) -> LoadedModel:
     """Builds the model, loads the checkpoint and sets the mode; paths are relative to `base`.
 
     `trainable` are patterns of the parameters that are to require a gradient, and no others, `trainable_key`
     is the config's name for them; None leaves the parameters as they were made. The model stays on the CPU,
-    in the dtype that it was made in. Raises ConfigError, ModelError or CheckpointError.
+    in the dtype that it was made in. `in_files`: parameters stay in their safetensors files, where there are
+    some and it can be known that the numbers are the same (see in_files.py).
+
+    Raises ConfigError, ModelError or CheckpointError.
     """
     config = at_checkpoint(config, base)
     if config.pretrained is not None:
-        made = _from_pretrained(config, base, narrow=trainable is None, allow_download=allow_download)
+        made = _from_pretrained(
+            config, base, narrow=trainable is None, allow_download=allow_download, in_files=in_files
+        )
     elif config.timm is not None:
         made = load_timm(config)
     else:
-        assert config.factory is not None
-        model = _built(config.factory, config, base)
-        made = LoadedModel(model, [], [module_of(config.factory)], None)
-    if config.checkpoint is not None:
+        made = (_in_files(config, base) if in_files else None) or _of_factory(_built(config, base), config)
+    if config.checkpoint is not None and made.sha256 is None:
         made = _filled(made, config, base / config.checkpoint)
     elif config.pretrained is None:
         made.notes.append("no checkpoint: the weights are those that the factory gave")
@@ -155,9 +160,28 @@ def _origin(config: ModelConfig) -> str:
     return "model.timm" if config.factory is None else "model.factory"
 
 
-def _filled(made: LoadedModel, config: ModelConfig, path: Path) -> LoadedModel:
-    """The model with the weights of a checkpoint."""
-    found = read_checkpoint(path, config.state_dict_key)
+def _of_factory(model: nn.Module, config: ModelConfig) -> LoadedModel:
+    assert config.factory is not None
+    return LoadedModel(model, [], [module_of(config.factory)], None)
+
+
+def _in_files(config: ModelConfig, base: Path) -> LoadedModel | None:
+    """The factory's model, its parameters in the checkpoint's files; None where they must be in memory."""
+    if config.checkpoint is None or config.mode == "train":  # which draws after what the factory has drawn
+        return None
+    tensors = tensors_in_files(base / config.checkpoint)
+    model = None if tensors is None else built_without_memory(lambda: _built(config, base))
+    if model is None or tensors is None:
+        return None
+    made = _filled(_of_factory(model, config), config, base / config.checkpoint, StateDict(tensors))
+    return None if any(each.is_meta for each in made.model.parameters()) else made
+
+
+def _filled(
+    made: LoadedModel, config: ModelConfig, path: Path, found: StateDict | None = None
+) -> LoadedModel:
+    """The model with the weights of a checkpoint. found: what was read of it."""
+    found = read_checkpoint(path, config.state_dict_key) if found is None else found
     note = load_into(
         made.model,
         found.tensors,
@@ -169,10 +193,12 @@ def _filled(made: LoadedModel, config: ModelConfig, path: Path) -> LoadedModel:
     return replace(made, notes=notes, sha256=checkpoint_hash(path))
 
 
-def _from_pretrained(config: ModelConfig, base: Path, *, narrow: bool, allow_download: bool) -> LoadedModel:
+def _from_pretrained(
+    config: ModelConfig, base: Path, *, narrow: bool, allow_download: bool, in_files: bool
+) -> LoadedModel:
     """A pretrained model with its adapters. `narrow`: of a model with adapters nothing else is trained."""
     narrow = narrow and config.adapter is not None
-    found = load_pretrained(config, base, narrow=narrow, allow_download=allow_download)
+    found = load_pretrained(config, base, narrow=narrow, allow_download=allow_download, in_files=in_files)
     adapted = (
         Adapted(found.model)
         if config.adapter is None
@@ -197,7 +223,9 @@ def _from_pretrained(config: ModelConfig, base: Path, *, narrow: bool, allow_dow
     )
 
 
-def _built(factory: str, config: ModelConfig, base: Path) -> nn.Module:
+def _built(config: ModelConfig, base: Path) -> nn.Module:
+    factory = config.factory
+    assert factory is not None
     model: Any = call_factory(factory, base, config.kwargs, raises=ModelError)
     if not isinstance(model, nn.Module):
         raise ModelError(

@@ -17,7 +17,9 @@ from psgrad.config.model import TASKS, ModelConfig, Task
 from psgrad.config.values import nearest
 from psgrad.errors import CheckpointError, ConfigError, ModelError, PsgradError
 from psgrad.inputs.models.checkpoint_headers import first_line
+from psgrad.inputs.models.checkpoints import load_into
 from psgrad.inputs.models.hub import Location, library, located, quiet
+from psgrad.inputs.models.in_files import built_without_memory, tensors_in_files
 from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.models.model_folders import dtype_of_weights, require_model_folder, saved_as, weights_file
 
@@ -52,11 +54,17 @@ class Origin:
 
 
 def load_pretrained(
-    config: ModelConfig, base: Path, *, narrow: bool = False, allow_download: bool = False
+    config: ModelConfig,
+    base: Path,
+    *,
+    narrow: bool = False,
+    allow_download: bool = False,
+    in_files: bool = False,
 ) -> Origin:
     """The model that `config.pretrained` names, on the CPU, in the type that its weights have on the disk.
 
     `narrow`: no parameter of it is going to be differentiated, so that all may be read in `config.dtype`.
+    `in_files`: parameters stay in their files where these have the model's own names and shapes.
     Raises ConfigError, ModelError or CheckpointError; no weight is ever made up.
     """
     assert config.pretrained is not None
@@ -73,10 +81,10 @@ def load_pretrained(
     weights = weights_file(location.folder)
     kind = _class_for(config.task, settings)
     dtype = _DTYPES.get(config.dtype) if narrow else None
+    dtype = dtype_of_weights(weights) if dtype is None else dtype
     with quiet(), torch.random.fork_rng(devices=[]):
-        model, report = _read(
-            kind, location.folder, settings, config, dtype_of_weights(weights) if dtype is None else dtype
-        )
+        read = _read_in_files(kind, weights, settings, config, dtype) if in_files else None
+        model, report = read or _read(kind, location.folder, settings, config, dtype)
     notes = _checked(report, config, location.folder)
     notes += [location.downloaded] if location.downloaded else []
     if config.trust_remote_code:
@@ -162,6 +170,30 @@ def _tasks_of(settings: Any, tasks: Iterable[Any]) -> list[Task]:
         if type(settings) in kind._model_mapping or kind.__name__ in getattr(settings, "auto_map", {}):
             found.append(task)
     return found
+
+
+def _read_in_files(
+    kind: Any, weights: Path, settings: Any, config: ModelConfig, dtype: torch.dtype
+) -> tuple[Any, Mapping[str, Any]] | None:
+    """What `_read` returns, with parameters in the files of `weights`; None where transformers has to rename
+    or change tensors on their way into the model, or would say more of them.
+    """
+    if config.trust_remote_code or config.attention != "auto" or config.mode == "train":
+        return None
+    tensors = tensors_in_files(weights)
+    model = None
+    if tensors is not None and getattr(settings, "quantization_config", None) is None:
+        model = built_without_memory(lambda: kind.from_config(copy.deepcopy(settings), dtype=dtype))
+    if tensors is None or model is None:
+        return None
+    try:
+        load_into(model, tensors, str(weights), prefix="")
+    except PsgradError:
+        return None
+    if any(each.is_meta for each in model.parameters()):
+        return None
+    report: dict[str, list[Any]] = {"missing_keys": [], "mismatched_keys": [], "unexpected_keys": []}
+    return model.eval(), report
 
 
 def _read(

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from psgrad.engine.execution import placement
-from psgrad.engine.execution.placement import Widened, place, stored_in
+from psgrad.engine.execution import stored as stored_weights
+from psgrad.engine.execution.placement import place, stored_in
+from psgrad.engine.execution.stored import Stored
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.transforms import functional_call
 from psgrad.errors import ModelError
@@ -58,18 +59,18 @@ def test_one_weight_at_a_time_is_wide(tmp_path: Path, monkeypatch: pytest.Monkey
     place(frozen_but(model, "0.self_attn.q_proj"), CPU, torch.float32, "as-saved")
     alive: set[int] = set()
     most = 0
-    widened = placement._widened
+    widened = stored_weights._numbers
 
     def counted(value: object) -> object:
         nonlocal most
         found = widened(value)
-        if isinstance(value, Widened):
+        if isinstance(value, Stored):
             alive.add(number := id(found))
             weakref.finalize(found, alive.discard, number)
             most = max(most, len(alive))
         return found
 
-    monkeypatch.setattr(placement, "_widened", counted)
+    monkeypatch.setattr(stored_weights, "_numbers", counted)
     gradients(model, torch.randint(7, 300, (3, 9)))
     assert most == 1
     assert not alive
@@ -106,7 +107,7 @@ def test_tied_weights_stay_tied() -> None:
     model[1].weight = model[0].weight
     place(frozen_but(model, "2."), CPU, torch.float32, "as-saved")
     assert model[0].weight is model[1].weight
-    assert isinstance(model[0].weight.data, Widened)
+    assert isinstance(model[0].weight.data, Stored)
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
