@@ -47,6 +47,13 @@ def totals(result: PlanResult) -> list[str]:
         f"time         {seconds} for the gradients, {of_chunk} a chunk",
         f"memory       {amount(result.total_bytes)} at its highest: a pass {amount(result.peak_bytes)},"
         f" a chunk's inputs {amount(result.input_bytes)}, the parameters {amount(result.parameter_bytes)}",
+        f"weights      {result.parameters_live}: {result.parameters_reason}"
+        + (f"; {amount(result.moved_bytes)} come to the device a chunk" if result.moved_bytes else ""),
+        *(
+            [f"recompute    {len(result.recomputed)} blocks run again: {listed_names(result.recomputed)}"]
+            if result.recomputed
+            else []
+        ),
         f"replay       {'yes' if result.replayed else 'no'}: {printable(result.replay_reason)}",
         f"materialised {materialised or 'no parameter'}",
         f"machine      {printable(result.machine)}",

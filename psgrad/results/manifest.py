@@ -175,12 +175,15 @@ class DataFacts:
 @dataclass(frozen=True)
 class EngineFacts:
     """The device and settings of the computation; from chunk_size on what is known after the passes of
-    `psgrad analyze`.
+    `psgrad analyze`. parameters: where weights live, if not on the device. recomputed: the modules that ran
+    again in the backward pass.
     """
 
     device: str | None = None
     dtype: str | None = None
     threads: int | None = None
+    parameters: str | None = field(default=None, metadata=OPTIONAL)
+    recomputed: list[str] | None = field(default=None, metadata=OPTIONAL)
     processes: int | None = field(default=None, metadata=OPTIONAL)
     chunk_size: int | None = field(default=None, metadata=OPTIONAL)
     out_of_memory_retries: int | None = field(default=None, metadata=OPTIONAL)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from psgrad.wording import ShortRepr
 
@@ -56,8 +56,11 @@ class PlanResult(ShortRepr):
     Bytes: `peak_bytes` is the highest memory of the pass over a chunk beyond the parameters
     (`parameter_bytes`) and the chunk's inputs (`input_bytes`). `replayed` is whether chunks will be replayed
     by a program, `replay_reason` why. `obstacle` is why the pass had to run for the prediction, None if it
-    did not. `machine` is the source of prices: the device, and who measured it. `processes` is the prediction
-    for several processes, where one was asked for.
+    did not. `machine` is the source of prices: the device, and who measured it.
+
+    `parameters_live` is where the weights live (resident, offloaded), `parameters_reason` why, and
+    `moved_bytes` what of them comes to the device for a chunk. `recomputed` are the modules that run again in
+    the backward pass. `processes` is the prediction for several processes, where one was asked for.
     """
 
     parameters: list[ParameterPlan]
@@ -72,6 +75,10 @@ class PlanResult(ShortRepr):
     replay_reason: str
     obstacle: str | None
     machine: str
+    parameters_live: str = "resident"
+    parameters_reason: str = ""
+    moved_bytes: int = 0
+    recomputed: list[str] = field(default_factory=list)
     processes: ProcessesPlan | None = None
 
     @property

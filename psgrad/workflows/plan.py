@@ -9,8 +9,11 @@ from psgrad.config import Config
 from psgrad.engine.execution.calibration import measure
 from psgrad.engine.execution.cluster import Cluster, Workload, efficiencies
 from psgrad.engine.execution.run_plan import RunPlan, plan_run
+from psgrad.engine.execution.stored import Supply
+from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import machine
 from psgrad.engine.gradients.costs import Machine
+from psgrad.engine.gradients.per_sample import per_sample_square_norms
 from psgrad.errors import ConfigError
 from psgrad.results import ParameterPlan, PlanResult, ProcessesPlan
 from psgrad.user_code import with_code_beside
@@ -41,7 +44,20 @@ def plan(
         say(f"measuring {machine.device_name(run.device)}, once")
         if machine.keep(measure(run.device), run.device) is None:
             say("what was measured could not be kept, and will be measured again next time")
-    found = plan_of(plan_run(run.stream(say), len(run.samples)), machine.machine(run.device))
+    stream = run.stream(say)
+    found = plan_of(plan_run(stream, len(run.samples)), machine.machine(run.device))
+    found = replace(
+        found,
+        parameters_live=run.residence.where,
+        parameters_reason=run.residence.why,
+        recomputed=run.recompute.modules if run.recompute is not None and run.recompute.on else [],
+    )
+    if run.supply is not None:
+        found = replace(
+            found,
+            moved_bytes=_moved(run.supply, stream, min(found.chunk_size, _FEW, len(run.samples))),
+            parameter_bytes=min(found.parameter_bytes, run.supply.budget),
+        )
     return found if processes is None else replace(found, processes=_of_processes(processes, found, run, say))
 
 
@@ -78,6 +94,15 @@ def _gathered_bytes(run: Setup, say: Callable[[str], None]) -> int:
     for _ in setting.examples.stream.run(min(_FEW, len(run.samples)), every):
         pass
     return sum(value.nbytes for measure in every for value in measure.state().values())
+
+
+def _moved(supply: Supply, stream: Stream, rows: int) -> int:
+    """Bytes of weights that come to the device for a chunk, after the first one."""
+    block = stream.load_block(0, rows)
+    for _ in range(2):
+        before = supply.moved
+        stream.computed(per_sample_square_norms, block)
+    return supply.moved - before
 
 
 def plan_of(found: RunPlan, on: Machine) -> PlanResult:

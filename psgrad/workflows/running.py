@@ -162,7 +162,13 @@ def describe_run(
         ),
         data=DataFacts(config.data.source, run.samples.fingerprint, _hashes_of_files(config)),
         hashes=hashes_of(run, specs),
-        engine=EngineFacts(device, config.engine.dtype, torch.get_num_threads()),
+        engine=EngineFacts(
+            device,
+            config.engine.dtype,
+            torch.get_num_threads(),
+            None if run.supply is None else run.residence.where,
+            run.recompute.modules if run.recompute is not None and run.recompute.on else None,
+        ),
         self_check=(
             SelfCheckFacts(reason="the model draws at random in train mode")
             if check is None

@@ -23,7 +23,6 @@ from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.execution.self_check import SelfCheck, self_check, spread_rows
 from psgrad.engine.execution.stored import Supply
 from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients import machine
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.errors import ConfigError
@@ -35,7 +34,8 @@ from psgrad.inputs.models.loaded import LoadedModel
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.load import load_data
-from psgrad.workflows.shared_weights import share_weights, turn_to_read, weight_bytes
+from psgrad.workflows.residence import Residence, residence_of
+from psgrad.workflows.shared_weights import share_weights, turn_to_read
 
 Loss = Callable[..., Any]
 
@@ -50,7 +50,7 @@ class Loaded:
         identity: the hashes of that model.
         model: the same on the device, as `place` puts it there.
         forward: how that model is called on a batch of the samples.
-        supply: brings its offloaded weights to the device; None where all are there.
+        residence: where its weights live.
         recompute: whether its repeated modules run again in the backward pass; None for never.
     """
 
@@ -64,8 +64,13 @@ class Loaded:
     samples: Samples
     model: nn.Module
     forward: Forward
-    supply: Supply | None
+    residence: Residence
     recompute: Recompute | None
+
+    @property
+    def supply(self) -> Supply | None:
+        """What brings offloaded weights to the device; None where all are there."""
+        return self.residence.supply
 
     def placed(self, model: nn.Module, frozen: str) -> nn.Module:
         """Another model, such as that of another checkpoint, where this one's is and as this one is."""
@@ -233,23 +238,24 @@ def load(
     use_machine(config, device)
     dtype, autocast = pick_precision(config.engine.dtype)
     with turn_to_read(config.model, config.base):
-        supply = supply_for(config, device)
+        residence = residence_of(config, device)
         loaded = load_model(
             config.model,
             config.base,
             trainable,
             trainable_key,
             allow_download=config.allow_download,
-            in_files=supply is not None,
+            in_files=residence.supply is not None,
         )
         identity = identify(loaded.model)  # now: placing converts tensors
         model = share_weights(
-            place(loaded.model, device, dtype, config.model.dtype, supply, trained_too=not updates)
+            place(loaded.model, device, dtype, config.model.dtype, residence.supply, trained_too=not updates)
         )
+        residence.require_room(model)
     how = config.engine.recompute
     recompute = None
     if how != "none":
-        recompute = Recompute(how == "blocks" or supply is not None)
+        recompute = Recompute(how == "blocks" or residence.supply is not None)
         recompute.add(model)
     criterion = resolve_loss(config.loss, config.base)
     _require_loss_of_the_head(loaded, criterion)
@@ -278,19 +284,9 @@ def load(
         samples,
         model,
         forward,
-        supply,
+        residence,
         recompute,
     )
-
-
-def supply_for(config: Config, device: torch.device) -> Supply | None:
-    """What brings offloaded weights to the device; None for weights that live there."""
-    engine, free = config.engine, free_memory(device)
-    if engine.parameters == "auto" and weight_bytes(config.model, config.base) <= free // 2:
-        return None
-    if engine.parameters == "resident":
-        return None
-    return Supply(device, (free // 2 if engine.memory == "auto" else engine.memory) // 2)
 
 
 def images_trained_on(config: Config, loaded: LoadedModel) -> Mapping[str, Any] | None:

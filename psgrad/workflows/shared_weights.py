@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from psgrad.config import ModelConfig
 from psgrad.engine.execution.stored import InMemory, Stored
 from psgrad.engine.free_memory import free_host_memory
-from psgrad.inputs.models.checkpoint_headers import checkpoint_files
 from psgrad.inputs.models.identity import tensor_digest
 from psgrad.inputs.sources.host_files import is_shared, made_once, remove_when_all_have, turn
+from psgrad.workflows.residence import weight_bytes
 
 _ALIGNED = 64  # bytes, as PyTorch allocates: kernels take the same steps in all processes
 
@@ -37,17 +37,6 @@ def _at_once(config: ModelConfig, base: Path) -> int:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     size = weight_bytes(config, base)
     return min(processes, max(1, processes * free_host_memory() // (2 * max(1, size))))
-
-
-def weight_bytes(config: ModelConfig, base: Path) -> int:
-    """Of the files of a model; 0 for those that are not on this machine yet."""
-    return sum(_size(base / each) for each in (config.checkpoint, config.pretrained) if each is not None)
-
-
-def _size(path: Path) -> int:
-    """Bytes of a checkpoint or of a model's folder; 0 for a hub id."""
-    files = path.rglob("*") if path.is_dir() else checkpoint_files(path) if path.is_file() else []
-    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def share_weights(model: nn.Module) -> nn.Module:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from psgrad.engine.execution.memory import give_freed_memory_back
 from psgrad.engine.transforms.private_torch import make_wrapper, no_torch_function, schema_of, tree_map
 from psgrad.errors import CheckpointError, ModelError
 
@@ -334,6 +335,8 @@ class Supply:
         self._ahead: tuple[Source, Future[_Arrival]] | None = None
         self._reader: ThreadPoolExecutor | None = None
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if device.type == "cpu":
+            give_freed_memory_back()
         self._using = threading.Lock()
 
     def bring(self, source: Source, view: Tensor) -> Tensor:

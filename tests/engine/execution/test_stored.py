@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.recompute import Recompute, repeated_modules
-from psgrad.engine.execution.stored import InFile, InMemory, Stored, Supply, WeightFile
+from psgrad.engine.execution.stored import Stored, Supply
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.gradients.per_sample import per_sample_square_norms
 from psgrad.engine.transforms.private_torch import tree_leaves
@@ -32,7 +32,7 @@ SAMPLES = 3
 
 
 def in_file(build: Callable[[], nn.Module], file: Path) -> nn.Module:
-    """The model that `build` makes, its weights in a file; one with weights in memory if they must be there."""
+    """The model that `build` makes, its weights in a file, or in memory if they must be there."""
     torch.manual_seed(0)
     whole = build()
     save_file({name: value.clone().contiguous() for name, value in whole.state_dict().items()}, file)
@@ -86,3 +86,191 @@ def test_weights_in_a_file_give_the_numbers_of_weights_in_memory(
 def test_most_networks_can_be_built_without_memory() -> None:
     found = [built_without_memory(architecture.factory) is not None for architecture in ARCHITECTURES]
     assert sum(found) > 0.9 * len(found)
+
+
+# -- a file that fails ---------------------------------------------------------------------------------------
+
+
+def weight_in(file: Path) -> Stored:
+    save_file({"w": torch.arange(24.0).reshape(4, 6)}, file)
+    found = tensors_in_files(file)
+    assert found is not None
+    assert isinstance(found["w"], Stored)
+    return found["w"]
+
+
+def test_views_of_a_weight_read_their_part_alone(tmp_path: Path) -> None:
+    stored, whole = weight_in(tmp_path / "w.safetensors"), torch.arange(24.0).reshape(4, 6)
+    supply = Supply(CPU, 1 << 20)
+    weight = Stored(stored.source, torch.float64, supply)
+    view = weight[1:3].t()[2:, :].unsqueeze(0)
+    assert isinstance(view, Stored)
+    assert supply.moved == 0
+    assert torch.equal(view + 0, whole[1:3].t()[2:, :].unsqueeze(0).double())
+    assert 0 < supply.moved <= 4 * 12
+    ids = torch.tensor([[3, 0], [3, 3]])
+    assert torch.equal(nn.functional.embedding(ids, weight), whole[ids].double())
+
+
+def test_as_many_weights_stay_as_the_budget_has_room_for(tmp_path: Path) -> None:
+    save_file(
+        {str(number): torch.full((256,), float(number)) for number in range(6)}, tmp_path / "w.safetensors"
+    )
+    stored = tensors_in_files(tmp_path / "w.safetensors")
+    assert stored is not None
+    moved = []
+    for room in (1, 3, 6):
+        supply = Supply(CPU, room * 1024)
+        weights = [Stored(each.source, torch.float32, supply) for each in stored.values()]  # type: ignore[attr-defined]
+        for _ in range(4):
+            for weight in (*weights, *reversed(weights)):
+                assert float(weight.sum()) == 256 * float(weight[0])
+        moved.append(supply.moved // 1024)
+    assert moved[0] >= 40
+    assert moved[0] > moved[1] > moved[2] == 6
+
+
+@pytest.mark.parametrize("how", ["written", "cut"])
+def test_a_file_that_changes_is_refused(tmp_path: Path, how: str) -> None:
+    file = tmp_path / "w.safetensors"
+    weight = weight_in(file)
+    assert float(weight.sum()) == 276
+    with file.open("r+b") as opened:
+        if how == "written":
+            opened.seek(-4, os.SEEK_END)
+            opened.write(b"\0\0\0\0")
+        else:
+            opened.truncate(file.stat().st_size - 8)
+    os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
+    words = "it was written to" if how == "written" else "it is shorter than it was"
+    with pytest.raises(CheckpointError, match=words) as refusal:
+        weight.sum()
+    assert "has changed while weights were read from it" in str(refusal.value)
+    assert "engine.parameters: resident" in str(refusal.value)
+
+
+def test_a_file_that_is_replaced_under_its_name_does_no_harm(tmp_path: Path) -> None:
+    file = tmp_path / "w.safetensors"
+    weight = weight_in(file)
+    save_file({"w": torch.zeros(4, 6)}, tmp_path / "new.safetensors")
+    (tmp_path / "new.safetensors").replace(file)
+    assert float(weight.sum()) == 276
+
+
+def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = weight_in(tmp_path / "w.safetensors")
+
+    def fails(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fails)
+    with pytest.raises(CheckpointError, match=r"w\.safetensors can't be read: Input/output error") as refusal:
+        weight.sum()
+    assert "--resume" in str(refusal.value)
+
+
+def test_a_file_is_read_to_its_end_though_the_system_reads_a_part_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = weight_in(tmp_path / "w.safetensors")
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, parts, at: read(file, [parts[0][:7]], at))
+    assert float(weight.sum()) == 276
+
+
+def test_a_write_into_an_offloaded_weight_is_refused(tmp_path: Path) -> None:
+    weight = weight_in(tmp_path / "w.safetensors")
+    with pytest.raises(ModelError, match=r"writes into an offloaded weight of shape \(4, 6\)") as refusal:
+        weight.mul_(2)
+    assert "engine.parameters: resident" in str(refusal.value)
+
+
+# -- built without memory ------------------------------------------------------------------------------------
+
+
+class Drawn(nn.Module):
+    """With a buffer that no checkpoint has: drawn, or computed from a parameter."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        values = {
+            "drawn": lambda: torch.randn(3),
+            "of a parameter": lambda: self.layer.weight.detach().sum(0),
+            "constant": lambda: torch.arange(3.0),
+        }
+        self.register_buffer("values", values[how](), persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("how", "without"), [("drawn", False), ("of a parameter", False), ("constant", True)]
+)
+def test_a_model_is_built_without_memory_only_if_it_is_the_same(how: str, without: bool) -> None:
+    assert (built_without_memory(lambda: Drawn(how)) is not None) is without
+
+
+def test_a_number_that_was_drawn_needs_a_model_with_memory() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.scale = float(torch.rand(()))
+
+    assert built_without_memory(Scaled) is None
+
+
+def test_tied_weights_stay_tied_and_nothing_of_pytorch_stays_replaced(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+        model[2].weight = model[0].weight
+        return model
+
+    register = nn.Module.register_parameter
+    model = in_file(build, tmp_path / "w.safetensors")
+    assert nn.Module.register_parameter is register
+    assert model[2].weight is model[0].weight  # type: ignore[index]
+    assert isinstance(model[0].weight, Stored)  # type: ignore[index]
+    assert nn.Linear(2, 2).weight.device == CPU
+
+
+# -- blocks that run again -----------------------------------------------------------------------------------
+
+
+def test_repeated_modules_are_the_layers_of_stacks() -> None:
+    block = lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    model = nn.ModuleDict({"body": nn.ModuleList([block(), block()]), "head": nn.Sequential(nn.Linear(2, 2))})
+    assert [name for name, _ in repeated_modules(model)] == ["body.0", "body.1"]
+
+
+@pytest.mark.every(7)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+def test_blocks_that_run_again_give_the_same_numbers(architecture: Architecture) -> None:
+    model = architecture.build()
+    expected = found_by(model, architecture, torch.float32)
+    recompute = Recompute(True)
+    recompute.add(model)
+    for one, other in zip(found_by(model, architecture, torch.float32), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+class Counting(nn.Module):
+    """A block that adds how often it has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.runs = nn.Linear(3, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.layer(x).tanh() + self.runs
+
+
+def test_a_block_that_computes_something_else_the_second_time_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Counting(), Counting()))
+    Recompute(True).add(model)
+    objective = Objective(model, lambda output, target: (output - target).square().sum())
+    x = torch.randn(2, 3)
+    with pytest.raises(
+        ModelError, match=r"the block 1\.1 computes something else when it runs again"
+    ) as refusal:
+        per_sample_square_norms(objective.loss, objective.params, (x,), x, in_dims=(0, 0), has_aux=True)
+    assert "engine.recompute: none" in str(refusal.value)

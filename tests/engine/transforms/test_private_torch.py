@@ -175,6 +175,13 @@ def memory_has_one_key() -> bool:
     return bool(keys[0] == keys[1] != keys[2])
 
 
+def load_hooks_are_listed() -> bool:
+    layer = nn.Linear(1, 1)
+    before = len(private.load_hooks(layer))
+    layer.register_load_state_dict_pre_hook(lambda *_: None)
+    return before == 0 and len(private.load_hooks(layer)) == 1
+
+
 def module_keeps_what_is_in_its_stores() -> bool:
     layer = nn.Sequential(nn.BatchNorm1d(2))
     stores = private.parameter_store(layer[0]), private.buffer_store(layer[0])
@@ -268,6 +275,8 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "parameter_store": module_keeps_what_is_in_its_stores,
     "buffer_store": module_keeps_what_is_in_its_stores,
     "module_store": module_keeps_what_is_in_its_stores,
+    "load_method": lambda: private.load_method(nn.Linear) is private.load_method(nn.Module),
+    "load_hooks": load_hooks_are_listed,
     "forward_ad": forward_mode_is_seen,
     "SingleLevelFunction": lambda: private.SingleLevelFunction in torch.autograd.Function.__mro__,
     "Function": lambda: private.Function is torch.autograd.Function,

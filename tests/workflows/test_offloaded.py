@@ -1,0 +1,147 @@
+"""Every command with weights in their file finds what it finds with weights in memory, to the last bit; and
+what goes wrong on the way is named, and keeps the finished rows.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from safetensors.numpy import load_file, save_file
+
+from psgrad import plugins
+from psgrad.engine.execution.loading import Loader
+from psgrad.engine.execution.stored import Supply, WeightFile
+from tests.influence_workplace import InfluenceWorkplace
+from tests.private_workplace import EXACT, PrivateWorkplace
+from tests.workplace import Outcome, Workplace, run_command
+
+METHODS = sorted(set(plugins.own_classes(plugins.METHODS)) - {"tracin"})  # which needs checkpoints
+Run = Callable[..., list[Path]]
+
+
+@pytest.fixture
+def both_ways(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command with weights in memory and in their file, and returns both folders."""
+    return partial(_both_ways, partial(run_command, monkeypatch, capfd))
+
+
+def _both_ways(run: Callable[..., Outcome], place: Any, *command: str) -> list[Path]:
+    folders = []
+    for where in ("resident", "offloaded"):
+        place.config["engine"] = {**place.config.get("engine", {}), "parameters": where}
+        place.config["output"] = where
+        (place.folder / "config.yaml").write_text(yaml.safe_dump(place.config))
+        outcome = run(*command)
+        assert outcome.code == 0, outcome.err
+        folders.append(place.folder / where)
+    return folders
+
+
+def assert_same_bits(one: Path, other: Path, *patterns: str) -> None:
+    for pattern in patterns:
+        tables = sorted(one.glob(pattern))
+        assert tables, pattern
+        for table in tables:
+            expected, found = (pd.read_parquet(each / table.relative_to(one)) for each in (one, other))
+            pd.testing.assert_frame_equal(found, expected, check_exact=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_all_measures(workplace: Workplace, both_ways: Run, dtype: str) -> None:
+    own = plugins.own_classes(plugins.MEASURES)
+    measures = sorted(name for name in own if not name.startswith("token_"))
+    weights = load_file(workplace.folder / "model.safetensors")
+    for number in range(3):
+        steps = {name: value * (number + 2) for name, value in weights.items()}
+        save_file(steps, workplace.folder / f"step-{number}.safetensors")
+    workplace.config["analyze"] = {"measures": measures, "checkpoints": "step-*.safetensors"}
+    workplace.config["engine"] = {"chunk_size": 5, "verify": 2, "dtype": dtype}
+    one, other = both_ways(workplace, "analyze", "config.yaml", "--no-report")
+    assert_same_bits(one, other, "samples.parquet", "parameters.parquet")
+    engines = [json.loads((each / "manifest.json").read_text())["engine"] for each in (one, other)]
+    assert "parameters" not in engines[0]
+    assert engines[1]["parameters"] == "offloaded"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_influence_method(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    both_ways: Run,
+    method: str,
+) -> None:
+    place = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
+    place.prepare()
+    place.config["engine"] = {"chunk_size": 4}
+    place.config["influence"] |= {"method": method, "queries": {"worst": 3}}
+    one, other = both_ways(place, "influence", "config.yaml", "--no-report", "--matrix")
+    assert_same_bits(one, other, "scores.parquet")
+    matrices = [load_file(each / "matrix.safetensors")["scores"] for each in (one, other)]
+    assert (matrices[0] == matrices[1]).all()
+
+
+def test_private_step_keeps_what_it_trains_in_memory(workplace: Workplace, both_ways: Run) -> None:
+    place = PrivateWorkplace(workplace)
+    place.config["privacy"] |= EXACT | {"steps": 2, "trainable": ["2.*"]}
+    one, other = both_ways(place, "dp-step", "config.yaml")
+    models = [load_file(each / "public/model.safetensors") for each in (one, other)]
+    assert models[0].keys() == models[1].keys()
+    assert all((models[1][name] == value).all() for name, value in models[0].items())
+
+
+def test_disk_that_fails_in_the_middle_keeps_the_finished_rows(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fails from the third chunk on. With a disk that works the run goes on to the same table."""
+    workplace.config["engine"] = {"chunk_size": 4, "parameters": "offloaded", "verify": 0}
+    monkeypatch.setattr("psgrad.workflows.measuring._ROWS_PER_SHARD", 4)
+    workplace.succeeded("--no-report", "--output", "whole")
+    read_into, place, chunks = WeightFile.read_into, Loader.place, 0
+
+    def counted(loader: Loader, chunk: Any) -> Any:
+        nonlocal chunks
+        chunks += 1
+        return place(loader, chunk)
+
+    def fails_later(file: WeightFile, target: Any, offset: int) -> None:
+        if chunks >= 3:
+            broken.setattr(os, "preadv", fails)
+        read_into(file, target, offset)
+
+    def fails(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Loader, "place", counted)
+        broken.setattr(WeightFile, "read_into", fails_later)
+        broken.setattr(Supply, "_make_room", lambda supply, size: supply._kept.clear())
+        ended = workplace.analyze("--no-report")
+    assert ended.code == 3
+    assert "model.safetensors can't be read: Input/output error" in ended.err
+    assert "Traceback" not in ended.err
+    assert len(list((workplace.folder / "out").glob("parts/samples/*.parquet"))) == 2
+    workplace.succeeded("--no-report", "--resume")
+    assert workplace.samples().equals(workplace.samples("whole"))
+
+
+def test_weight_that_is_larger_than_its_share_of_the_memory_is_named(workplace: Workplace) -> None:
+    with (workplace.folder / "model.py").open("a") as file:
+        file.write("\n\ndef wide():\n    return mlp(70_000)\n")
+    weights = {"0.weight": (70_000, 4), "0.bias": (70_000,), "2.weight": (3, 70_000), "2.bias": (3,)}
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in weights.items()}
+    save_file(zeros, workplace.folder / "model.safetensors")
+    workplace.config["model"]["factory"] = "model.py:wide"
+    workplace.config["engine"] = {"parameters": "offloaded", "memory": "2MiB"}
+    words = workplace.refused(2, "the weight 0.weight takes 1.12 MB", "half of engine.memory")
+    assert "set engine.memory to 2.24 MB or more" in words
