@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from safetensors.numpy import load_file, save_file
 from psgrad import plugins
 from psgrad.engine.execution.loading import Loader
 from psgrad.engine.execution.stored import Supply, WeightFile
+from tests.hugging_face import tiny_model
 from tests.influence_workplace import InfluenceWorkplace
 from tests.private_workplace import EXACT, PrivateWorkplace
-from tests.workplace import Outcome, Workplace, run_command
+from tests.workplace import ROWS, Outcome, Workplace, run_command
 
 METHODS = sorted(set(plugins.own_classes(plugins.METHODS)) - {"tracin"})  # which needs checkpoints
 Run = Callable[..., list[Path]]
@@ -68,9 +70,32 @@ def test_all_measures(workplace: Workplace, both_ways: Run, dtype: str) -> None:
     workplace.config["engine"] = {"chunk_size": 5, "verify": 2, "dtype": dtype}
     one, other = both_ways(workplace, "analyze", "config.yaml", "--no-report")
     assert_same_bits(one, other, "samples.parquet", "parameters.parquet")
-    engines = [json.loads((each / "manifest.json").read_text())["engine"] for each in (one, other)]
-    assert "parameters" not in engines[0]
-    assert engines[1]["parameters"] == "offloaded"
+    manifests = [json.loads((each / "manifest.json").read_text()) for each in (one, other)]
+    assert [each["engine"].get("parameters") for each in manifests] == [None, "offloaded"]
+    assert manifests[0]["hashes"] == manifests[1]["hashes"]
+
+
+@pytest.mark.parametrize("task", ["sequence-classification", "causal-lm"])
+def test_pretrained_model_has_the_same_numbers_and_identity(
+    tmp_path: Path, both_ways: Run, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    tiny_model(task, tmp_path / "model")
+    ids = np.random.default_rng(0).integers(7, 300, (ROWS, 9))
+    np.savez(tmp_path / "data.npz", ids=ids, y=ids if task == "causal-lm" else ids[:, 0] % 2)
+    config = {
+        "version": 1,
+        "model": {"pretrained": "model", "task": task},
+        "data": {"path": "data.npz", "inputs": {"input_ids": "ids"}, "target": "y"},
+        "engine": {"chunk_size": 5},
+    }
+    monkeypatch.chdir(tmp_path)
+    place = SimpleNamespace(config=config, folder=tmp_path)
+    one, other = both_ways(place, "analyze", "config.yaml", "--no-report")
+    assert_same_bits(one, other, "samples.parquet", "parameters.parquet")
+    manifests = [json.loads((each / "manifest.json").read_text()) for each in (one, other)]
+    assert manifests[1]["engine"]["parameters"] == "offloaded"
+    assert manifests[1]["engine"]["recomputed"]
+    assert manifests[0]["hashes"] == manifests[1]["hashes"]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from psgrad.engine.execution.stored import Stored
 from psgrad.inputs.code_identity import is_installed
 from psgrad.user_code import without_digest
 
@@ -51,8 +52,14 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _COMPUTING = {"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
 _BOOKKEEPING = set(vars(nn.Module())) - _COMPUTING
 # Attributes that transformers and torch.compile make of Python's hash() and id(): another number in each
-# process.
-_OF_A_PROCESS = {"_original_object_hash", "_torchdynamo_wrapper_id", "_torchdynamo_orig_callable"}
+# process. And those that say how transformers has loaded the weights.
+_OF_A_PROCESS = {
+    "_original_object_hash",
+    "_torchdynamo_wrapper_id",
+    "_torchdynamo_orig_callable",
+    "_is_hf_initialized",
+    "_weight_conversions",
+}
 
 
 @dataclass(frozen=True)
@@ -245,12 +252,15 @@ def _plain_text(value: Any) -> str | None:
 
 def _description(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{_class_name(type(value))}, requires_grad {value.requires_grad}"
+        kind = nn.Parameter if isinstance(value, Stored) else type(value)  # the same, wherever it is stored
+        return f"{_class_name(kind)}, requires_grad {value.requires_grad}"
     return _class_name(value if isinstance(value, types.FunctionType | type) else type(value))
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     """(name, part) of all that an object holds, in an order of its own."""
+    if isinstance(value, Stored):
+        return
     yield from _inside(value)
     if _has_a_body(type(value)):
         yield "its class", type(value)

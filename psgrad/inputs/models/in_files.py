@@ -84,7 +84,7 @@ def built_without_memory(build: Callable[[], nn.Module]) -> nn.Module | None:
         return None
     saved = model.state_dict().keys()
     others = [buffer for name, buffer in model.named_buffers() if name not in saved]
-    others += _attributes(model)
+    others += plain_tensors(model)
     if any(each.is_meta for each in (*model.buffers(), *others)):
         return None
     if watch.drew and (others or watch.read):
@@ -153,7 +153,7 @@ def _registering_empty(register: Callable[..., None]) -> Callable[..., None]:
 _EMPTY_PARAMETERS = Replacement((nn.Module, "register_parameter"), _registering_empty)
 
 
-def _attributes(model: nn.Module) -> Iterator[Tensor]:
+def plain_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Tensors that modules hold as plain attributes."""
     for module in model.modules():
         held = {

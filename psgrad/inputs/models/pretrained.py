@@ -19,7 +19,7 @@ from psgrad.errors import CheckpointError, ConfigError, ModelError, PsgradError
 from psgrad.inputs.models.checkpoint_headers import first_line
 from psgrad.inputs.models.checkpoints import load_into
 from psgrad.inputs.models.hub import Location, library, located, quiet
-from psgrad.inputs.models.in_files import built_without_memory, tensors_in_files
+from psgrad.inputs.models.in_files import built_without_memory, plain_tensors, tensors_in_files
 from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.models.model_folders import dtype_of_weights, require_model_folder, saved_as, weights_file
 
@@ -192,6 +192,10 @@ def _read_in_files(
         return None
     if any(each.is_meta for each in model.parameters()):
         return None
+    # as from_pretrained leaves them: attributes are part of a model's identity
+    vars(model)["_use_kernels"] = False
+    for tensor in (*model.buffers(), *plain_tensors(model)):
+        vars(tensor).clear()
     report: dict[str, list[Any]] = {"missing_keys": [], "mismatched_keys": [], "unexpected_keys": []}
     return model.eval(), report
 
