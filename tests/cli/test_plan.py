@@ -52,8 +52,9 @@ def test_the_table_and_the_totals_go_to_stdout(reluctant: Workplace) -> None:
         ["2.bias", "3", "Dense", "direct"],
     ]
     totals = {line.split()[0]: line for line in lines[6:]}
-    assert list(totals) == ["chunk", "time", "memory", "replay", "materialised", "machine"]
+    assert list(totals) == ["chunk", "time", "memory", "weights", "replay", "materialised", "machine"]
     assert f"for {ROWS:,} samples" in totals["chunk"]
+    assert "resident" in totals["weights"]
     assert "no parameter" in totals["materialised"]
     assert "built in" in totals["machine"]
     assert not (reluctant.folder / "out").exists()

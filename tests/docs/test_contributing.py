@@ -106,7 +106,8 @@ known.FILE = Path("plugin_options.json")
 known.FILE.write_text(text)
 known.own_plugins.cache_clear()
 for name in [name for name in sys.modules if name.startswith("psgrad.")]:
-    if name != known.__name__ and not "{package}.".startswith(name + "."):
+    registers = name.startswith("psgrad.engine.transforms")  # operators, which PyTorch takes only once
+    if name != known.__name__ and not registers and not "{package}.".startswith(name + "."):
         del sys.modules[name]
 import psgrad.config
 """
