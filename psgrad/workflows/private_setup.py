@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.loading import to_device
 from psgrad.engine.privacy.accounting import Events, StepEvent, noise_multiplier_for
-from psgrad.engine.privacy.batches import GradientSource, RecordStreams
+from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
 from psgrad.engine.privacy.discrete import default_grid
 from psgrad.engine.privacy.generators import make_generator
@@ -90,7 +90,13 @@ class PrivateSetup:
 
         step: to which the records' random draws belong.
         """
-        return self.streams.source(records, step)
+        inner, state = self.streams.source(records, step), self.began.state
+
+        def source(clipping: Clipping) -> ClippedSum:
+            with state.unwritten():
+                return inner(clipping)
+
+        return source
 
     def noise(self, base: float) -> Callable[[int], Noise]:
         """Step number 0, 1, ... to its noise, for this base of the schedule."""

@@ -861,14 +861,28 @@ def test_frozen_parameter_that_is_written_into_is_not_published(private: Private
     keeping(private, "self.frozen.data.numpy()[0] = place / 8")
     private.refused(
         3,
-        "frozen, which is not trained, is not what it was before the first record was read",
+        "wrote into frozen while a record was computed",
         options=("--steps", "2"),
     )
+    assert private.ledger("step") == []
     assert not (private.run_folder / "public" / "model.safetensors").exists()
     assert load_file(private.run_folder / "checkpoint.safetensors")["tensors/frozen"].tolist() == [
         0.0,
         0.0,
     ]  # of before the first step
+
+
+def test_trained_parameter_that_is_written_into_through_numpy_stops_the_run_unpaid(
+    private: PrivateWorkplace,
+) -> None:
+    keeping(private, "self.alias[:] += 1")
+    model = private.folder / "model.py"
+    built = "self.known = [0.0]\n        self.alias = self.last.weight.detach().numpy()"
+    model.write_text(model.read_text().replace("self.known = [0.0]", built))
+    private.config["engine"]["dtype"] = "float32"  # the alias is of the memory that is trained
+    private.refused(3, "wrote into last.weight while a record was computed", options=("--steps", "2"))
+    assert private.ledger("step") == []
+    assert not (private.run_folder / "public" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("flag", ["self.known", "KNOWN"])

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,12 +28,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.privacy.accounting import StepEvent, epsilon_pld
-from psgrad.engine.privacy.batches import GradientSource, batch_source
+from psgrad.engine.privacy.batches import ClippedSum, GradientSource, batch_source
 from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.drawn_rows import DrawnRow, RecordsApart, RowsApart
 from psgrad.engine.privacy.generators import Generator, make_generator
+from psgrad.engine.privacy.model_state import ModelState
 from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.record_draws import OwnGenerators, RecordDraws
 from psgrad.engine.privacy.record_separation import require_separate_records
 from psgrad.engine.privacy.records import Relation
+from psgrad.engine.privacy.refusals import require_tail
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.step import PrivateTraining, private_sum
 from psgrad.engine.transforms.private_torch import tree_map
@@ -77,7 +83,12 @@ def make_private(
             neighbours differ by a record that is replaced, and no amplification is accounted.
         generator: of draws and noise; by default a cryptographic one.
 
-    Raises ConfigError for a loader whose rows can't be drawn, and for an optimiser of other parameters.
+    What a model or a loss keeps while it runs on records (a buffer, an attribute) is put back each time. What
+    a dataset draws at random for a row follows from a secret key, the batch and the row alone.
+
+    Raises ConfigError for a loader whose rows can't be drawn, and for an optimiser of other parameters;
+    DataError for rows that are others when they are read again; ModelError for a model that keeps an
+    iterator.
     """
     _require_drawable(data_loader, poisson_sampling)
     records = len(data_loader.dataset)  # type: ignore[arg-type]
@@ -90,7 +101,10 @@ def make_private(
     )
     objective = Objective(module, _of_one(criterion))
     noise = Noise(noise_multiplier)
-    loop = _Loop(objective, generator or make_generator("aes"))
+    generator = generator or make_generator("aes")
+    loop = _Loop(objective, ModelState(module, criterion), generator)
+    dataset = data_loader.dataset
+    rows = RowsApart(dataset, RecordDraws(generator, OwnGenerators(dataset, data_loader.collate_fn)))
     training = PrivateTraining(
         {name: module.get_parameter(name) for name in objective.params},
         loop.source,
@@ -107,19 +121,28 @@ def make_private(
         PrivateModule(module, loop),
         PrivateOptimizer(training, loop),
         PrivateCriterion(criterion, loop),
-        PrivateLoader(data_loader, training, loop),
+        PrivateLoader(data_loader, rows, training, loop),
     )
 
 
 class _Loop:
     """What the parts of one loop know of the batch that is trained on."""
 
-    def __init__(self, objective: Objective, generator: Generator) -> None:
-        self.objective, self.generator = objective, generator
+    def __init__(self, objective: Objective, state: ModelState, generator: Generator) -> None:
+        self.objective, self.generator, self._state = objective, generator, state
         self.drawn: int | None = None
         self.called: tuple[tuple[Tensor, ...], Any] | None = None
         self._batch: tuple[tuple[Tensor, ...], Any] | None = None
         self._checked = False
+
+    @contextmanager
+    def unchanged(self) -> Iterator[ModelState]:
+        """A context at whose end what the model and the loss keep is what it was at the beginning: what is
+        written in it is of records.
+        """
+        self._state.renew()
+        with self._state.held():
+            yield self._state
 
     def inputs_of(self, output: Any) -> tuple[Tensor, ...]:
         """The inputs that the model was called with for this output. Raises LossError for another object."""
@@ -150,7 +173,8 @@ class _Loop:
             )
         if not self._checked and rows > 1:
             few = tuple(x[:_LOOKED_AT] for x in inputs)
-            require_separate_records(self.objective, few, None if target is None else target[:_LOOKED_AT])
+            with self.unchanged():
+                require_separate_records(self.objective, few, None if target is None else target[:_LOOKED_AT])
             self._checked = True
         self._batch = inputs, target
 
@@ -165,7 +189,13 @@ class _Loop:
         self._batch = self.drawn = self.called = None
         params = self.objective.params
         dims = (0, None if target is None else 0)
-        return batch_source(self.objective.loss, params, inputs, target, in_dims=dims, has_aux=True)
+
+        def source(clipping: Clipping) -> ClippedSum:
+            with self.unchanged() as state, state.unwritten():
+                loss = state.holding(self.objective.loss)
+                return batch_source(loss, params, inputs, target, in_dims=dims, has_aux=True)(clipping)
+
+        return source
 
 
 class PrivateModule(nn.Module):
@@ -184,7 +214,7 @@ class PrivateModule(nn.Module):
             return self.module(*inputs)
         if not inputs or not all(isinstance(x, Tensor) for x in inputs):
             raise ModelError("the model was called without tensors", expected="tensors with a row a record")
-        with torch.no_grad():
+        with torch.no_grad(), self._loop[0].unchanged():
             output = self.module(*inputs)
         self._loop[0].called = inputs, output
         return output
@@ -198,7 +228,7 @@ class PrivateCriterion:
 
     def __call__(self, output: Any, target: Any) -> PrivateLoss:
         inputs = self._loop.inputs_of(output)
-        with torch.no_grad():
+        with torch.no_grad(), self._loop.unchanged():
             value = self._criterion(output, target)
         return PrivateLoss(value, lambda: self._loop.take(inputs, target))
 
@@ -268,8 +298,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def epsilon(self, delta: float) -> float:
         """What the steps so far have spent, an upper bound by privacy loss distributions; infinite without
-        noise.
+        noise. It holds against those who do not know the generator's seed, if it has one.
+
+        Raises ConfigError for a noise multiplier that is too small for the generator's tail at this delta.
         """
+        multipliers = [(event.noise_multiplier, 1) for event in self.events]
+        require_tail(multipliers, delta, self._training.generator.reach)
         found = epsilon_pld([(event, 1) for event in self.events], delta).value
         assert found is not None  # both schemes are covered
         return found
@@ -280,30 +314,23 @@ class PrivateLoader:
     is a batch.
     """
 
-    def __init__(self, loader: DataLoader[Any], training: PrivateTraining, loop: _Loop) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], rows: RowsApart, training: PrivateTraining, loop: _Loop
+    ) -> None:
         self._loop, self._sizes, self.dataset = loop, deque[int](), loader.dataset
-        self._batches = len(loader)
-        collate, empty = loader.collate_fn, None
+        self._batches, self._drawn = len(loader), 0
 
-        def collated(items: list[Any]) -> Any:
-            nonlocal empty
-            if items:
-                return collate(items)
-            if empty is None:
-                one = collate([loader.dataset[0]])
-                empty = tree_map(lambda x: x[:0] if isinstance(x, Tensor) else x, one)
-            return empty
-
-        def draws() -> Iterator[list[int]]:
+        def draws() -> Iterator[list[DrawnRow]]:
             for _ in range(self._batches):
-                rows = training.sampling.draw(training.records, training.generator).tolist()
-                self._sizes.append(len(rows))
-                yield rows
+                drawn = training.sampling.draw(training.records, training.generator).tolist()
+                self._sizes.append(len(drawn))
+                yield [DrawnRow(self._drawn, row) for row in drawn]
+                self._drawn += 1
 
         self._inner: DataLoader[Any] = DataLoader(
-            loader.dataset,
+            rows,
             batch_sampler=_Batches(draws, self._batches),
-            collate_fn=collated,
+            collate_fn=RecordsApart(loader.collate_fn, partial(loader.dataset.__getitem__, 0)),
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
             worker_init_fn=loader.worker_init_fn,
@@ -322,10 +349,10 @@ class PrivateLoader:
 class _Batches:
     """The rows of each batch, drawn anew in each epoch."""
 
-    def __init__(self, draws: Callable[[], Iterator[list[int]]], count: int) -> None:
+    def __init__(self, draws: Callable[[], Iterator[list[DrawnRow]]], count: int) -> None:
         self._draws, self._count = draws, count
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[DrawnRow]]:
         return self._draws()
 
     def __len__(self) -> int:

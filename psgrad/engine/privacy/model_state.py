@@ -9,39 +9,20 @@ of one, every outcome of a branch, every second pass.
 
 from __future__ import annotations
 
-import copy
 import functools
-import types
-from array import array
 from bisect import bisect_left
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from psgrad.engine.privacy.reached import Cached, Globals, attributes, is_foreign, is_own, reached, slots_of
-from psgrad.engine.transforms.private_torch import write_count
+from psgrad.engine.privacy.bit_sums import BitSums, has_bits
+from psgrad.engine.privacy.kept_values import Kept, KeptNames, KeptTensor, kept_of, place_of
+from psgrad.engine.privacy.reached import reached
 from psgrad.errors import ModelError
-
-# Tensors with more bytes are compared by PyTorch's count of writes, not by value, and can't be put back.
-_LARGE = 1 << 26
-# Up to so many bytes a copy is compared faster than an array.
-_TINY = 1 << 16
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class _Kept(Protocol):
-    """Something that can change, with its former value."""
-
-    def changed(self) -> bool: ...
-
-    def restore(self) -> None: ...
 
 
 class ModelState:
@@ -56,9 +37,11 @@ class ModelState:
             same memory, are not put back: only the optimiser changes them, and a write into one while a
             record is computed is refused.
 
-    What is not seen: globals of installed packages, what objects keep outside of Python (iterators, files),
-    writes by numpy into parameters, and those by `.data` or numpy into tensors on a GPU or above 64 MiB.
-    Random generators are `record_draws.py`'s.
+    What is not seen: globals of installed packages, and what objects keep outside of Python (files, memory of
+    ctypes). Writes by `.data` or numpy into tensors on a GPU or above 64 MiB are seen at the end of a batch
+    (`unwritten`). Random generators are `record_draws.py`'s.
+
+    Raises ModelError for an iterator of Python's own among them, whose place can't be put back.
     """
 
     def __init__(self, *roots: object) -> None:
@@ -88,14 +71,31 @@ class ModelState:
         into.
         """
         self.restore()
-        before = [_place(parameter) for _, parameter in self._parameters]
+        before = [place_of(parameter) for _, parameter in self._parameters]
         try:
             yield
         finally:
             self.restore()
         for (where, parameter), was in zip(self._parameters, before, strict=True):
-            if _place(parameter) != was:
+            if place_of(parameter) != was:
                 raise _written(where, "")
+
+    @contextmanager
+    def unwritten(self) -> Iterator[None]:
+        """A context, around the sum of a batch, in which no parameter changes by a bit, nor what can't be put
+        back. Raises ModelError if one did, also by a write that PyTorch does not count.
+        """
+        before = [(where, tensor, BitSums.of(tensor)) for where, tensor in self._watched()]
+        yield
+        for where, tensor, was in before:
+            if not was.same(BitSums.of(tensor)):
+                raise _written(where, "")
+
+    def _watched(self) -> list[tuple[str, Tensor]]:
+        kept = [
+            (where, own.target) for where, own in self._kept if isinstance(own, KeptTensor) and own.by_count
+        ]
+        return [(where, tensor) for where, tensor in [*self._parameters, *kept] if has_bits(tensor)]
 
     def holding(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """The loss; every run of it begins with the stored state."""
@@ -123,22 +123,33 @@ def _written(where: str, why: str) -> ModelError:
     )
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
-    """A number that changes with each write that PyTorch counts, and with the memory."""
-    return 0 if tensor.is_inference() else write_count(tensor), tensor.data_ptr()
-
-
-def _found(roots: tuple[object, ...]) -> tuple[list[tuple[str, _Kept]], list[tuple[str, nn.Parameter]]]:
+def _found(roots: tuple[object, ...]) -> tuple[list[tuple[str, Kept]], list[tuple[str, nn.Parameter]]]:
     """(where and what can change, the parameters), of all objects that can be reached from the roots."""
     everything = list(reached(roots))
     parameters = [(where, value) for where, value in everything if isinstance(value, nn.Parameter)]
     memory = _Memory(parameter for _, parameter in parameters)
-    kept = [
-        (where, own)
-        for where, value in everything
-        if not memory.has(value) and (own := _kept_of(value)) is not None
-    ]
+    kept: list[tuple[str, Kept]] = []
+    for where, value in everything:
+        _require_no_iterator(where, value)
+        if isinstance(value, nn.Parameter):
+            kept.append((where, KeptNames(value, lambda: ["requires_grad"])))
+        elif not memory.has(value) and (own := kept_of(value)) is not None:
+            kept.append((where, own))
     return kept, parameters
+
+
+def _require_no_iterator(where: str, value: Any) -> None:
+    """Raises ModelError for an iterator of Python's own (a generator, a counter): its place can't be put
+    back.
+    """
+    kind = type(value)
+    if isinstance(value, Iterator) and kind.__module__ in ("builtins", "itertools"):
+        raise ModelError(
+            f"the model or the loss keeps an iterator, {where} ({kind.__name__})",
+            expected="a state that can be put back after each record, so that no record depends on another",
+            cause="a generator or a counter that is advanced from call to call",
+            next_step="keep a number, a list and a place in it, or draw with torch",
+        )
 
 
 class _Memory:
@@ -170,207 +181,3 @@ def _span(value: Tensor | np.ndarray[Any, Any]) -> tuple[int, int] | None:
         first = value.data_ptr()
         end = first + (last + 1) * value.element_size()
     return (first, end) if first != end else None
-
-
-def _kept_of(value: Any) -> _Kept | None:
-    """The part of a value itself that is compared and restored, without its parts; None for one that can't
-    change.
-    """
-    if isinstance(value, Tensor):
-        return None if isinstance(value, nn.Parameter) else _KeptTensor(value)
-    if isinstance(value, np.ndarray):
-        return _KeptArray(value) if value.flags.writeable and not isinstance(value, np.memmap) else None
-    if isinstance(value, (dict, list, deque)):
-        return _KeptContents(value)
-    if isinstance(value, (set, bytearray, array)):
-        return _KeptBag(value)
-    if isinstance(value, Cached):
-        return _KeptEmpty(value) if is_own(getattr(value, "__wrapped__", None)) else None
-    if isinstance(value, type):
-        return (
-            None
-            if is_foreign(value)
-            else _KeptNames(value, lambda: [key for key in vars(value) if not key.startswith("__")])
-        )
-    if isinstance(value, Globals):
-        return _KeptGlobals(value)
-    if isinstance(value, types.CellType):
-        return _KeptNames(value, lambda: ["cell_contents"])
-    return _KeptNames(value, partial(slots_of, type(value))) if slots_of(type(value)) else None
-
-
-# -- kept values ---------------------------------------------------------------------------------------------
-
-
-class _KeptContents:
-    """A dict, list or deque: the same objects in the same order."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-        self._keys, self._items = list(target), list(target.values()) if isinstance(target, dict) else None
-
-    def changed(self) -> bool:
-        target, items = self._target, self._items
-        if len(target) != len(self._keys) or not all(map(is_, target, self._keys)):
-            return True
-        return items is not None and not all(map(is_, target.values(), items))
-
-    def restore(self) -> None:
-        kind: Any = next(kind for kind in (OrderedDict, dict, list, deque) if isinstance(self._target, kind))
-        kind.clear(self._target)
-        if self._items is None:
-            kind.extend(self._target, self._keys)
-        else:
-            for key, item in zip(self._keys, self._items, strict=True):
-                kind.__setitem__(self._target, key, item)
-
-
-class _KeptBag:
-    """A set, a bytearray or an array of the module of that name."""
-
-    def __init__(self, target: Any) -> None:
-        self._target, self._was = target, copy.copy(target)
-
-    def changed(self) -> bool:
-        return bool(self._target != self._was)
-
-    def restore(self) -> None:
-        if isinstance(self._target, set):
-            self._target.clear()
-            self._target.update(self._was)
-        else:
-            self._target[:] = self._was
-
-
-class _KeptEmpty:
-    """A cache of functools: empty whenever a run begins, as its content cannot be read."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-        target.cache_clear()
-
-    def changed(self) -> bool:
-        return bool(self._target.cache_info().currsize)
-
-    def restore(self) -> None:
-        self._target.cache_clear()
-
-
-class _KeptGlobals:
-    """Some globals of a module: the same objects, under the same names. Imported names are not state."""
-
-    def __init__(self, target: Globals) -> None:
-        self._content, self._names = target.content, target.names
-        self._was = attributes(target, target.names)
-
-    def _differing(self) -> list[str]:
-        content, was = self._content, self._was
-        changed = [name for name in self._names if content.get(name, _NOTHING) is not was.get(name, _NOTHING)]
-        return [name for name in changed if not isinstance(content.get(name), types.ModuleType)]
-
-    def changed(self) -> bool:
-        return bool(self._differing())
-
-    def restore(self) -> None:
-        for name in self._differing():
-            if name in self._was:
-                self._content[name] = self._was[name]
-            else:
-                del self._content[name]
-
-
-_NOTHING = object()
-
-
-class _KeptNames:
-    """Attributes that are in no dict: of a class, in slots, in a closure's cell."""
-
-    def __init__(self, target: Any, names: Callable[[], list[str]]) -> None:
-        self._target, self._names = target, names
-        self._was = attributes(target, names())
-
-    def changed(self) -> bool:
-        now = attributes(self._target, self._names())
-        return len(now) != len(self._was) or not all(
-            name in now and now[name] is value for name, value in self._was.items()
-        )
-
-    def restore(self) -> None:
-        change = type if isinstance(self._target, type) else object
-        for name in attributes(self._target, self._names()).keys() - self._was.keys():
-            change.__delattr__(self._target, name)
-        for name, value in self._was.items():
-            change.__setattr__(self._target, name, value)
-
-
-class _KeptArray:
-    """A numpy array, by its bits."""
-
-    def __init__(self, target: np.ndarray[Any, Any]) -> None:
-        self._target, self._was = target, target.copy()
-        self._kind = target.shape, target.dtype
-
-    def changed(self) -> bool:
-        return (self._target.shape, self._target.dtype) != self._kind or _differ(self._target, self._was)
-
-    def restore(self) -> None:
-        if (self._target.shape, self._target.dtype) != self._kind:
-            raise ValueError("its shape or type is another one")
-        self._target[...] = self._was
-
-
-class _KeptTensor:
-    """A tensor that is no parameter: by its bits on a CPU, else by PyTorch's count of writes."""
-
-    def __init__(self, target: Tensor) -> None:
-        self._target, self._memory = target, target.detach()
-        self._place, self._shape = _place(target), (target.shape, target.stride())
-        self._was: Tensor | None = None
-        self._bits: np.ndarray[Any, Any] | None = None
-        if (
-            target.layout == torch.strided
-            and target.numel() * target.element_size() <= _LARGE
-            and not target.is_quantized
-        ):
-            self._was = self._memory.clone()
-            if target.device.type == "cpu" and not target.is_conj():
-                self._bits, self._bits_were = _bits(self._memory), _bits(self._was)
-
-    def changed(self) -> bool:
-        target = self._target
-        if _place(target) != self._place or (target.shape, target.stride()) != self._shape:
-            return True
-        return self._bits is not None and _differ(self._bits, self._bits_were)
-
-    def restore(self) -> None:
-        if self._was is None:
-            raise ValueError("it has more than 64 MiB, or is no dense tensor")
-        if (
-            self._target.data_ptr() != self._memory.data_ptr()
-            or (self._target.shape, self._target.stride()) != self._shape
-        ):
-            self._target.data = self._memory
-        if self._bits is not None:
-            self._bits[...] = self._bits_were
-        else:
-            self._target.data.copy_(self._was)
-        self._place = _place(self._target)
-
-
-def _bits(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The memory of a tensor on the CPU as integers, shared with it."""
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    bits: np.ndarray[Any, Any] = plain.view(_INTEGERS[plain.element_size()]).numpy()
-    return bits
-
-
-def _differ(now: np.ndarray[Any, Any], was: np.ndarray[Any, Any]) -> bool:
-    if now.nbytes <= _TINY or now.dtype.hasobject:
-        return now.tobytes() != was.tobytes()
-    return not np.array_equal(_as_integers(now), _as_integers(was))
-
-
-def _as_integers(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Its bits, for element sizes with an integer type: so signed zeros and NaN are compared exactly."""
-    kind = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(array.itemsize)
-    return array if kind is None else array.view(kind)

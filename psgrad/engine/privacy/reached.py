@@ -14,10 +14,12 @@ import site
 import sys
 import sysconfig
 import types
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ _FOREIGN = (
 # torch.distributions.Normal or a UserDict.
 _MACHINERY = ("builtins", "logging", "threading", "psgrad", "abc", "typing", "enum", "pathlib")
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+_PLAIN = (str, bytes, int, float, complex, bool)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 Cached = functools._lru_cache_wrapper
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -59,8 +62,8 @@ class Globals:
 
 
 def reached(roots: Sequence[object], most: int | None = None) -> Iterator[Step]:
-    """(where, what) for each object that can be reached from the roots, these included, once; not text,
-    numbers and modules.
+    """(where, what) for each object that can be reached from the roots, these included, once; not text and
+    numbers, and of modules the user's own, as `Globals`.
 
     A name that ends with a point is that of an object's attributes: what is in them is named with the point,
     what is in another container with brackets. most: containers with more parts than that are not looked
@@ -71,13 +74,13 @@ def reached(roots: Sequence[object], most: int | None = None) -> Iterator[Step]:
     waiting: list[Step] = [("" if place == 0 else f"root {place}", root) for place, root in enumerate(roots)]
     while waiting:
         where, value = waiting.pop()
-        if (
-            id(value) in seen
-            or value is None
-            or isinstance(value, (str, bytes, int, float, complex, types.ModuleType))
-        ):
+        if id(value) in seen or value is None or type(value) in _PLAIN:
             continue
         seen[id(value)] = value
+        if isinstance(value, types.ModuleType):
+            if is_own(value):
+                waiting.append((where, Globals(vars(value), sorted(vars(value)))))
+            continue
         yield where.strip(".") or "the model", value
         if most is None or not isinstance(value, _CONTAINERS) or len(value) <= most:
             waiting += _parts(where, value)
@@ -106,11 +109,14 @@ def _parts(where: str, value: Any) -> list[Step]:
     if isinstance(value, np.ndarray):
         return [(where, item) for item in value.flat] if value.dtype == object else []
     if isinstance(value, type):
-        return (
-            []
-            if is_foreign(value)
-            else [(f"{where}.{key}", item) for key, item in vars(value).items() if _is_of_the_user(key, item)]
-        )
+        if is_foreign(value):
+            return []
+        parts = [(f"{where}.{key}", item) for key, item in vars(value).items() if _is_of_the_user(key, item)]
+        return [*parts, (f"{where}'s class", type(value))]
+    if isinstance(value, weakref.ReferenceType):
+        return [(where, value())]
+    if isinstance(value, ContextVar):
+        return [(where, value.get(None))]
     if isinstance(value, types.CellType):
         return [(where, item) for item in attributes(value, ["cell_contents"]).values()]
     if isinstance(value, types.FunctionType):
@@ -223,6 +229,8 @@ def _is_followed(value: Any) -> bool:
             bytearray,
             array,
             types.SimpleNamespace,
+            weakref.ReferenceType,
+            ContextVar,
         ),
     ):
         return True

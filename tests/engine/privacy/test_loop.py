@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from psgrad.engine.privacy import make_generator
 from psgrad.engine.privacy.loop import PrivateParts, make_private
-from psgrad.errors import ConfigError, LossError, ModelError, PsgradError
+from psgrad.errors import ConfigError, DataError, LossError, ModelError, PsgradError
 
 ROWS, RATE = 24, 0.5
 
@@ -235,3 +235,213 @@ def test_optimizer_of_other_parameters_is_refused() -> None:
             noise_multiplier=1.0,
             max_grad_norm=1.0,
         )
+
+
+# -- one record more or less moves a sum by the bound --------------------------------------------------------
+
+BOUND = 0.3
+
+
+def sums_of(
+    model: nn.Module, rows: Any, epochs: int = 2, collate_fn: Any = None, workers: int = 0
+) -> list[torch.Tensor]:
+    """The clipped sums without noise of a batch of all rows at each step, from steps of rate 1."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = DataLoader(rows, batch_size=len(rows), collate_fn=collate_fn, num_workers=workers)
+    module, optimizer, criterion, loader = make_private(
+        model,
+        optimizer,
+        loader,
+        criterion=nn.CrossEntropyLoss(),
+        noise_multiplier=0.0,
+        max_grad_norm=BOUND,
+        generator=make_generator("aes", seed=5),
+    )
+    sums = []
+    for _ in range(epochs):
+        for inputs, target in loader:
+            before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+            optimizer.zero_grad()
+            criterion(module(inputs), target).backward()
+            optimizer.step()
+            after = nn.utils.parameters_to_vector(model.parameters()).detach()
+            sums.append((before - after) * len(rows))
+    return sums
+
+
+def with_and_without(large: float = 2.0) -> tuple[TensorDataset, TensorDataset]:
+    """Rows with and without the last one, whose first number is larger than all others."""
+    inputs, target = dataset().tensors
+    inputs = inputs.clamp(-0.9, 0.9)
+    inputs[-1, 0] = large
+    return TensorDataset(inputs, target), TensorDataset(inputs[:-1], target[:-1])
+
+
+class Keeping(nn.Module):
+    """A model that keeps whether it has seen a large number, in a buffer and as a factor."""
+
+    limit = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.last = nn.Linear(4, 3).double()
+        self.factor = 1.0
+        self.register_buffer("largest", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = self.factor
+        if (x > self.limit).any():
+            self.factor, self.largest = 3.0, torch.full((), 2.0)
+        return self.last(x) * factor  # type: ignore[no-any-return]
+
+
+class Criterion:
+    """A loss that keeps whether it has seen a large output."""
+
+    seen = False
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        factor = 3.0 if self.seen else 1.0
+        if (output.abs() > 0.5).any():
+            self.seen = True
+        return nn.functional.cross_entropy(factor * output, target)
+
+
+def test_loop_state_that_a_record_writes_changes_no_sum_and_no_buffer() -> None:
+    models = Keeping(), Keeping()
+    for more, less in zip(*map(sums_of, models, with_and_without()), strict=True):
+        assert float((more - less).norm()) <= BOUND
+    assert [float(model.largest) for model in models] == [1.0, 1.0]
+    assert models[0].factor == 1.0
+
+
+def test_loop_state_that_the_user_changes_between_calls_stays() -> None:
+    model = Keeping()
+    model.limit = 100.0
+    parts = parts_of(model, batch_size=12)
+    for factor, (inputs, target) in zip((2.0, 4.0), parts.data_loader, strict=True):
+        model.factor = factor
+        loss = parts.criterion(parts.module(inputs), target)
+        loss.backward()
+        parts.optimizer.step()
+        assert model.factor == factor
+
+
+def test_loop_criterion_that_keeps_what_it_saw() -> None:
+    criterion = Criterion()
+    trained(parts_of(network(), criterion=criterion))
+    assert not criterion.seen
+
+
+def test_loop_write_through_numpy_into_a_weight_refused() -> None:
+    class Writing(Keeping):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if (x > 1).any():
+                self.weights[0][:] += 1
+            return self.last(x)  # type: ignore[no-any-return]
+
+    model = Writing()
+    model.weights = [model.last.weight.detach().numpy()]
+    with pytest.raises(ModelError, match=r"wrote into .* while a record was computed"):
+        sums_of(model, with_and_without()[0])
+
+
+class Augmented(torch.utils.data.Dataset[Any]):
+    """Rows with noise, from a generator of this kind."""
+
+    def __init__(self, rows: TensorDataset, kind: str) -> None:
+        self.rows, self.kind, self.own = rows, kind, np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Any:
+        inputs, target = self.rows[row]
+        noise = {
+            "torch": lambda: torch.randn(4),
+            "numpy": lambda: torch.from_numpy(np.random.randn(4)),
+            "own": lambda: torch.from_numpy(self.own.normal(size=4)),
+        }[self.kind]()
+        return inputs + 3 * noise, target
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("torch", 0), ("numpy", 0), ("own", 0), ("torch", 1)])
+def test_loop_draws_of_a_dataset_depend_on_no_other_record(kind: str, workers: int) -> None:
+    """A record that comes before the others, in the order of reading, moves only its own part."""
+    inputs, target = dataset().tensors
+    rows = Augmented(TensorDataset(inputs, target), kind)
+    draw = "psgrad.engine.privacy.sampling.Sampling.draw"
+    sums = []
+    for first in (0, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(draw, lambda self, count, generator, first=first: np.arange(first, count))
+            sums.append(sums_of(network(), rows, epochs=1, workers=workers)[0])
+    assert 0 < float((sums[0] - sums[1]).norm()) <= BOUND
+    assert rows.own.integers(1 << 40) == np.random.default_rng(0).integers(1 << 40)
+
+
+def test_loop_draws_of_a_dataset_differ_by_step_and_row() -> None:
+    class Numbers(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, row: int) -> Any:
+            return torch.rand(4, dtype=torch.float64), torch.tensor(0)
+
+    optimizer = torch.optim.SGD((model := network()).parameters(), lr=1.0)
+    parts = make_private(
+        model,
+        optimizer,
+        DataLoader(Numbers(), batch_size=8),
+        criterion=nn.CrossEntropyLoss(),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+    )
+    rows = torch.cat([inputs for _ in range(3) for inputs, _ in parts.data_loader])
+    assert len(rows.unique(dim=0)) == 24
+
+
+def mixup(items: list[Any]) -> Any:
+    inputs, target = torch.utils.data.default_collate(items)
+    return torch.rand(()) * inputs + inputs[torch.randperm(len(inputs))], target
+
+
+def masked(items: list[Any]) -> Any:
+    inputs, target = torch.utils.data.default_collate(items)
+    torch.rand(len(inputs))
+    return inputs, target
+
+
+def centred(items: list[Any]) -> Any:
+    inputs, target = torch.utils.data.default_collate(items)
+    return inputs - inputs.mean(0), target
+
+
+@pytest.mark.parametrize("collate", [mixup, masked, centred])
+def test_loop_collate_function_that_mixes_records_refused(collate: Any) -> None:
+    with pytest.raises(DataError, match="collate_fn makes batches whose"):
+        sums_of(network(), dataset(), collate_fn=collate)
+
+
+def test_loop_dataset_that_remembers_refused() -> None:
+    class Remembering(Augmented):
+        largest = 1.0
+
+        def __getitem__(self, row: int) -> Any:
+            inputs, target = self.rows[row]
+            self.largest = max(self.largest, float(inputs.max()))
+            return inputs / self.largest, target
+
+    rows = with_and_without()[0]
+    with pytest.raises(DataError, match="is another one when it is read again"):
+        sums_of(network(), Remembering(rows, ""))
+
+
+def test_loop_epsilon_of_noise_whose_tail_is_too_short_refused() -> None:
+    parts = parts_of(network(), noise_multiplier=0.005)
+    trained(parts)
+    with pytest.raises(ConfigError, match=r"the noise multiplier is 0\.005"):
+        parts.optimizer.epsilon(1e-12)

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +148,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "a closure, a default and a function's attribute": lambda m: m.asked(2.0),
     "a partial function's": lambda m: m.bound(),
     "the mode": lambda m: m.eval(),
+    "whether a buffer requires a gradient": lambda m: m.largest.requires_grad_(),
+    "whether a parameter requires a gradient": lambda m: m.scale.requires_grad_(False),
 }
 
 
@@ -161,6 +164,7 @@ def shown(value: Any, depth: int = 0) -> Any:
             str(value.dtype),
             tuple(value.shape),
             value.stride(),
+            value.requires_grad,
             array.view(torch.uint8).numpy().tobytes() if array.numel() else b"",
         )
     if isinstance(value, np.ndarray):
@@ -170,7 +174,9 @@ def shown(value: Any, depth: int = 0) -> Any:
             [shown(item) for item in value] if value.dtype == object else value.tobytes(),
         )
     if isinstance(value, nn.Module):
-        marks = dict(vars(value.scale)) if isinstance(value, Keeper) else {}
+        marks: dict[str, Any] = (
+            {**vars(value.scale), "trained": value.scale.requires_grad} if isinstance(value, Keeper) else {}
+        )
         return type(value).__name__, [(key, shown(item)) for key, item in vars(value).items()], marks
     if isinstance(value, dict):
         return [(key, shown(item)) for key, item in value.items()]
@@ -426,3 +432,50 @@ def test_published_tensors_added_and_removed() -> None:
         lambda module, state, prefix, _: state.update(seen=torch.ones(1))
     )
     assert published.differing() == ["seen"]
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_model_state_sparse_tensor_kept_and_write_refused(layout: torch.layout) -> None:
+    model = nn.Linear(2, 2)
+    model.graph = torch.eye(3).to_sparse(layout=layout)
+    state = ModelState(model)
+    with state.held():
+        model.graph @ torch.ones(3, 1)
+    with pytest.raises(ModelError, match="wrote into graph"), state.held():
+        model.graph.values().mul_(2) if layout == torch.sparse_csr else model.graph.mul_(2)
+
+
+def numbers() -> Iterator[int]:
+    yield from range(9)
+
+
+@pytest.mark.parametrize(
+    "make", [itertools.count, numbers, lambda: iter([1, 2]), lambda: zip([1], [2], strict=True)]
+)
+def test_model_state_iterator_refused(make: Callable[[], Iterator[Any]]) -> None:
+    model = nn.Linear(2, 2)
+    model.parts = [make()]
+    with pytest.raises(ModelError, match=r"keeps an iterator, parts\[0\]"):
+        ModelState(model)
+
+
+UNCOUNTED: dict[str, Callable[[nn.Linear], Any]] = {
+    "numpy": lambda m: m.weight.detach().numpy().__setitem__((0, 0), 9.0),
+    "the storage": lambda m: m.weight.untyped_storage().__setitem__(1, 9),
+    ".data": lambda m: m.weight.data.mul_(-1),
+    "a large buffer": lambda m: m.wide.data.neg_(),
+}
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+def test_model_state_write_that_pytorch_does_not_count_refused_after_the_batch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psgrad.engine.privacy.kept_values._LARGE", 100)
+    model = nn.Linear(3, 3)
+    model.register_buffer("wide", torch.ones(40))
+    state = ModelState(model)
+    with state.unwritten(), state.held():
+        model(torch.ones(1, 3))
+    with pytest.raises(ModelError, match="wrote into"), state.unwritten(), state.held():
+        UNCOUNTED[name](model)

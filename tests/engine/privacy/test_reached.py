@@ -5,11 +5,14 @@ parameters are left alone.
 from __future__ import annotations
 
 import collections
+import contextvars
 import functools
 import importlib
 import itertools
 import random
 import sys
+import types
+import weakref
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,11 +100,12 @@ def method_of_a_list() -> Keeps:
 
 
 def a_cache() -> Keeps:
-    calls = itertools.count()
+    calls = [0]
 
     @functools.lru_cache
     def first_call() -> int:
-        return next(calls)
+        calls[0] += 1
+        return calls[0]
 
     return (lambda: float(first_call.cache_info().currsize)), first_call, first_call
 
@@ -143,7 +147,73 @@ def default_of_a_function_by_name() -> Keeps:
     return with_a_default, write, write
 
 
+class Kind(type):
+    """A class of classes, with an attribute of its own."""
+
+    scale = 0.0
+
+
+class OfAKind(metaclass=Kind):
+    pass
+
+
+def a_metaclass() -> Keeps:
+    return (lambda: Kind.scale), (lambda: setattr(Kind, "scale", 1.0)), OfAKind()
+
+
+VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("VARIABLE", default=0.0)
+
+
+def a_context_variable() -> Keeps:
+    def write() -> None:
+        VARIABLE.set(1.0)
+
+    return VARIABLE.get, write, write
+
+
+def behind_a_weak_reference() -> Keeps:
+    found = Settings()
+    return (lambda: found.scale), (lambda: setattr(found, "scale", 1.0)), weakref.ref(found)
+
+
+def a_module_in_an_attribute() -> Keeps:
+    module = types.ModuleType("__main__")  # as of a notebook
+    module.value = 0.0  # type: ignore[attr-defined]
+    holder = types.SimpleNamespace(settings=module)
+    return (lambda: holder.settings.value), (lambda: setattr(module, "value", 1.0)), holder
+
+
+def the_class_of_an_object() -> Keeps:
+    class Other(Settings):
+        scale = 1.0
+
+    found = Settings()
+    return (lambda: found.scale), (lambda: setattr(found, "__class__", Other)), found
+
+
+def attribute_of_a_text() -> Keeps:
+    class Name(str):
+        value = 0.0
+
+    found = Name("a")
+    return (lambda: found.value), (lambda: setattr(found, "value", 1.0)), found
+
+
+def the_code_of_a_function() -> Keeps:
+    def found(value: float = 0.0) -> float:
+        return value
+
+    return found, (lambda: setattr(found, "__defaults__", (1.0,))), found
+
+
 PLACES = [
+    a_metaclass,
+    a_context_variable,
+    behind_a_weak_reference,
+    a_module_in_an_attribute,
+    the_class_of_an_object,
+    attribute_of_a_text,
+    the_code_of_a_function,
     a_user_dict,
     an_array,
     a_distribution,
