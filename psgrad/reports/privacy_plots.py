@@ -201,7 +201,8 @@ def losses_by_step(result: DPStepResult, unit: str = "") -> Plot:
     figure, axes = figure_with_axes(3.0)
     if _draw_by_step(axes, result, "mean_loss"):
         axes.set(ylabel=f"mean loss of the batch ({unit})" if unit else "mean loss of the batch")
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(0.0, low), high + 0.05 * (high - min(0.0, low)))  # whole markers at the top
     caption = "Mean loss of each batch, before its step; batches are drawn at random. "
     return _marked(Plot("losses", "Loss", caption, figure))
 
