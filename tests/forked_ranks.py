@@ -6,6 +6,7 @@ They meet in a store that rank 0 holds, as under srun: no agent ends the others 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
@@ -27,7 +28,7 @@ from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.privacy.accounting import StepEvent, epsilon_rdp
 from psgrad.engine.privacy.sampling import Sampling
 
-_SECONDS = 60  # a child that takes longer hangs
+_SECONDS = 150  # a child that takes longer hangs, however busy the machine is
 Plant = Callable[[int], None]
 """Called in each child with its rank, before the command: plants a mistake, or its death."""
 
@@ -123,6 +124,7 @@ def _be_the_rank(
             file = os.open(folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(file, descriptor)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        faulthandler.register(signal.SIGALRM, chain=True)  # a child that hangs says where
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
