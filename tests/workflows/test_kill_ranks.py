@@ -1,5 +1,6 @@
 """A rank, or the process that has started the ranks, is killed at a random time: no process is left after 30
-seconds, the exit code is 3 where nobody starts the rank again, and the tables are those of an undisturbed run.
+seconds, the exit code is 3 where nobody starts the rank again, and the tables are those of an undisturbed
+run.
 
 `PSGRAD_KILLS=50 pytest -m sweep tests/workflows/test_kill_ranks.py` kills 50 times.
 """

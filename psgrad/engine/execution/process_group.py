@@ -391,6 +391,7 @@ class RankGroup:
                     f"rank {rank} has given no sign of life for {now - since:.0f} seconds",
                     cause="its process was killed, or its machine is down",
                     next_step="run again with --resume: what is finished is kept",
+                    rank=rank,
                 )
 
     def _beats(self) -> dict[int, bytes]:
