@@ -32,7 +32,7 @@ def display(
     if processes is None:
         return progress_display(style)
     file = _LogFile(log_of(folder, processes.rank))
-    log = PlainDisplay(file)
+    log = _Logged(file)
     if not private:
         file.write(
             f"rank {processes.rank} of {processes.size} on {socket.gethostname()}, process {os.getpid()}\n"
@@ -88,6 +88,18 @@ class _Both:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None:
         self._open.close()
+
+
+class _Logged(PlainDisplay):
+    """Lines for a file that is not there at first."""
+
+    def __init__(self, file: _LogFile) -> None:
+        super().__init__(file)
+        self._file = file
+
+    def __call__(self, progress: Progress) -> None:
+        super().__call__(progress)
+        self._file.flush()
 
 
 class _LogFile:
