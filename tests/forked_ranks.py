@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,8 @@ def _import_everything() -> None:
     """Else each child would take seconds for it: rules, kernels and accountants are imported at their first
     use.
     """
+    for name in ("analyze", "influence", "influence_index", "dp_step"):
+        import_module(f"psgrad.workflows.{name}")
     params = {"weight": torch.ones(3, 4), "bias": torch.ones(3)}
 
     def loss(params: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,14 @@ def with_tokens(place: Workplace) -> None:
 
 
 def of_a_model(place: Workplace) -> None:
-    options: dict[str, Any] = {"covariance_spectrum": {"exact_up_to": 0}}
+    """With options by which they are quick, or work over chunks."""
+    options: dict[str, Any] = {
+        "covariance_spectrum": {"exact_up_to": 0},
+        "hessian_top_eigenvalue": {"iterations": 3},
+        "hessian_trace": {"probes": 3},
+        "integrated_gradients": {"steps": 3},
+        "smooth_grad": {"samples": 3},
+    }
     measures = [{"name": name, **options.get(name, {})} for name in OF_A_MODEL]
     place.config["analyze"] = {"measures": measures}
 
