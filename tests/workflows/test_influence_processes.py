@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -103,40 +100,6 @@ def test_evaluation_by_two_processes_is_that_of_one(place: InfluenceWorkplace, k
         run(*options, name, "--processes", processes)
     one, two = (pd.read_csv(place.folder / name / "evaluation.csv") for name in ("one", "two"))
     pd.testing.assert_frame_equal(two, one, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", range(3))
-def test_killed_rank_of_an_index_ends_all_and_is_resumed(place: InfluenceWorkplace, seed: int) -> None:
-    """All processes are gone within 30 seconds, with exit code 3; --resume makes the same index."""
-    choice = random.Random(seed)
-    with_index(place, "undisturbed")
-    place.use_model(
-        "import os, time\n\n\nclass Model(nn.Sequential):\n"
-        "    def __init__(self):\n        torch.manual_seed(0)\n        super().__init__(nn.Linear(4, 3))\n\n"
-        "    def forward(self, x):\n        time.sleep(float(os.environ.get('SECONDS', 0)))\n"
-        "        return super().forward(x)\n"
-    )
-    write(place)
-    run("influence", "index", "config.yaml")
-    with_index(place, "killed")
-    write(place)
-    command = [sys.executable, "-m", "psgrad", "influence", "index", "config.yaml", "--processes", "2"]
-    begun = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "SECONDS": "0.3"})
-    while not list(place.folder.glob("killed/checkpoint-*/*.safetensors")):
-        time.sleep(0.1)
-    ranks = subprocess.run(["pgrep", "-P", str(begun.pid)], capture_output=True, text=True, check=True)
-    os.kill(int(choice.choice(ranks.stdout.split())), signal.SIGKILL)
-    begin = time.monotonic()
-    assert begun.wait(30) == 3
-    assert time.monotonic() - begin < 30
-    run("influence", "index", "config.yaml", "--resume", "--processes", "2")
-    for file in (place.folder / "undisturbed").rglob("gradients*"):
-        assert (
-            file.read_bytes()
-            == (place.folder / "killed" / file.relative_to(place.folder / "undisturbed")).read_bytes()
-        )
 
 
 # -- parts ---------------------------------------------------------------------------------------------------

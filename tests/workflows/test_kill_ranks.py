@@ -30,6 +30,7 @@ SECONDS_LEFT = 30.0  # after a death
 SECONDS_A_CHUNK = 0.15
 STARTERS = ("--processes", "torchrun", "torchrun that restarts")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d")
+NAMED = ("was ended by SIGKILL", "has given no sign of life", "a connection to another rank is lost")
 # Slow enough to be killed in the middle.
 MODEL = """
 import os, time
@@ -166,6 +167,7 @@ def test_kill_leaves_no_process_and_no_other_number(undisturbed: Path, seed: int
         assert there, about
         assert not restarts, about
         assert code == (3 if starter == "--processes" else 1), about  # torchrun has an exit code of its own
+        assert any(words in said for words in NAMED), about
     assert starter != "--processes" or "Traceback" not in said, about
     options = ("--resume", "--processes", str(choice.choice((1, 2, 3))))
     psgrad(undisturbed, *job.arguments(name, *options))

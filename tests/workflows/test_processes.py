@@ -22,9 +22,7 @@ from psgrad.workflows.analyze import analyze
 from tests.workflows.same_runs import assert_same_runs
 from tests.workplace import ROWS, Workplace
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 MEASURES = ["noise_scale", "signal_to_noise", "relative_norm", "cosine_to_class_mean", "loo_mean_change"]
-SLOW_MEASURES = ["hessian_trace", "gradient_x_input", "ntk", "neighbour_distance", "el2n", "margin"]
 # A pass of its own that takes a second for a row, long enough to be killed in.
 SLOW = """
 from dataclasses import dataclass
@@ -115,35 +113,6 @@ def test_nothing_is_sent_for_a_chunk_but_the_progress(place: Workplace) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_processes_equal_one_for_slow_measures(place: Workplace, count: int) -> None:
-    place.config["analyze"] = {"measures": [*MEASURES, *SLOW_MEASURES]}
-    outcome = run(place, "--processes", str(count), "--output", "several")
-    assert outcome.returncode == 0, outcome.stderr
-    place.succeeded("--no-report")
-    assert_same_runs(place.folder / "out", place.folder / "several")
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["digits", "digits-checkpoints", "digits-gate", "text"])
-def test_configs_by_two_processes_equal_one(name: str, tmp_path: Path) -> None:
-    options = ["--no-report", "--limit", "300", "--set", "engine.chunk_size=32"]
-    begin = [sys.executable, "-m", "psgrad", "analyze", str(CONFIGS / f"{name}.yaml"), *options]
-    for count in (1, 2):
-        ended = subprocess.run(
-            [*begin, "--processes", str(count), "--output", str(tmp_path / str(count))],
-            capture_output=True,
-            text=True,
-            timeout=400,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr
-    assert_same_runs(tmp_path / "1", tmp_path / "2")
-
-
-@pytest.mark.sweep
 @pytest.mark.timeout(200)
 def test_gate_exit_code_of_several_processes(place: Workplace) -> None:
     place.config["gate"] = {"rules": [{"id": "loss", "where": "loss > 0.001", "max_count": 0}]}
@@ -173,36 +142,6 @@ def test_error_of_one_process_ends_all(place: Workplace, monkeypatch: pytest.Mon
     outcome = run(place, "--processes", "2")
     assert outcome.returncode == 3
     assert outcome.stderr.count("rank 1 fails") == 1, outcome.stderr
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", range(4))
-def test_killed_process_ends_the_run_and_resume_goes_on(
-    place: Workplace, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (place.folder / "own.py").write_text(SLOW)
-    place.config["analyze"] = {"measures": [*MEASURES, "own.py:Slow"]}
-    monkeypatch.setenv("SECONDS_A_ROW", "1")
-    random_source = random.Random(seed)
-    launcher = subprocess.Popen(
-        command(place, "--processes", "2", "--output", "two"), stderr=subprocess.PIPE, text=True
-    )
-    ranks = wait_for_ranks(launcher, place.folder / "two/parts/slow")
-    time.sleep(random_source.random() * 3)
-    victim = random_source.choice(ranks)
-    os.kill(victim, signal.SIGKILL)
-    began = time.monotonic()
-    _, words = launcher.communicate(timeout=60)
-    assert time.monotonic() - began < 30
-    assert launcher.returncode == 3
-    assert "was ended by SIGKILL" in words
-    assert not any(alive(rank) for rank in ranks)
-    monkeypatch.setenv("SECONDS_A_ROW", "0")
-    outcome = run(place, "--processes", "2", "--output", "two", "--resume")
-    assert outcome.returncode == 0, outcome.stderr
-    place.succeeded("--no-report")
-    assert_same_runs(place.folder / "out", place.folder / "two")
 
 
 @pytest.mark.sweep
