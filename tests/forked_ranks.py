@@ -78,10 +78,12 @@ def run_ranks(folder: Path, size: int, *arguments: str, plant: Plant = lambda ra
 
 
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ranks take another one for dead after a second, for tests that wait for it."""
+    """Let ranks take another one for dead after a few seconds, for tests that wait for it: not after so few
+    that one which lives is silent as long on a busy machine.
+    """
     monkeypatch.setattr(process_group, "_BEAT", 0.05)
-    monkeypatch.setattr(process_group, "_SILENCE", 1.5)
-    monkeypatch.setattr(process_group, "_HURRIED", 1.0)
+    monkeypatch.setattr(process_group, "_SILENCE", 3.0)
+    monkeypatch.setattr(process_group, "_HURRIED", 2.0)
 
 
 def die() -> None:

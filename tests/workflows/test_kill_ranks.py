@@ -27,6 +27,7 @@ from tests.workflows.test_processes import alive
 KILLS = int(os.environ.get("PSGRAD_KILLS", "8"))
 ROWS, CHUNK = 64, 4
 SECONDS_LEFT = 30.0  # after a death
+SECONDS_TO_START = 400.0  # on a machine that has much else to do
 SECONDS_A_CHUNK = 0.15
 STARTERS = ("--processes", "torchrun", "torchrun that restarts")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d")
@@ -135,7 +136,7 @@ def children(agent: int) -> list[int]:
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_kill_leaves_no_process_and_no_other_number(undisturbed: Path, seed: int) -> None:
     choice = random.Random(seed)
@@ -144,7 +145,7 @@ def test_kill_leaves_no_process_and_no_other_number(undisturbed: Path, seed: int
     job, wait = JOBS[kind], choice.random()
     agent = started(undisturbed, job, name, starter)
     began, ranks = time.monotonic(), list[int]()
-    while len(ranks) < 2 and agent.poll() is None and time.monotonic() - began < 120:
+    while len(ranks) < 2 and agent.poll() is None and time.monotonic() - began < SECONDS_TO_START:
         ranks = children(agent.pid)
         time.sleep(0.05)
     assert len(ranks) == 2, (undisturbed / f"{name}.err").read_text()
