@@ -6,6 +6,7 @@ They meet in a store that rank 0 holds, as under srun: no agent ends the others 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.privacy.accounting import StepEvent, epsilon_rdp
 from psgrad.engine.privacy.sampling import Sampling
 
-_SECONDS = 60  # a child that takes longer hangs
+_SECONDS = 150  # a child that takes longer hangs, however busy the machine is
 Plant = Callable[[int], None]
 """Called in each child with its rank, before the command: plants a mistake, or its death."""
 
@@ -76,10 +78,12 @@ def run_ranks(folder: Path, size: int, *arguments: str, plant: Plant = lambda ra
 
 
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ranks take another one for dead after a second, for tests that wait for it."""
+    """Let ranks take another one for dead after a few seconds, for tests that wait for it: not after so few
+    that one which lives is silent as long on a busy machine.
+    """
     monkeypatch.setattr(process_group, "_BEAT", 0.05)
-    monkeypatch.setattr(process_group, "_SILENCE", 1.5)
-    monkeypatch.setattr(process_group, "_HURRIED", 1.0)
+    monkeypatch.setattr(process_group, "_SILENCE", 3.0)
+    monkeypatch.setattr(process_group, "_HURRIED", 2.0)
 
 
 def die() -> None:
@@ -92,6 +96,8 @@ def _import_everything() -> None:
     """Else each child would take seconds for it: rules, kernels and accountants are imported at their first
     use.
     """
+    for name in ("analyze", "influence", "influence_index", "dp_step"):
+        import_module(f"psgrad.workflows.{name}")
     params = {"weight": torch.ones(3, 4), "bias": torch.ones(3)}
 
     def loss(params: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -123,6 +129,7 @@ def _be_the_rank(
             file = os.open(folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(file, descriptor)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        faulthandler.register(signal.SIGALRM, chain=True)  # a child that hangs says where
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),

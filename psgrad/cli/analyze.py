@@ -26,6 +26,7 @@ from psgrad.cli.options import (
 )
 from psgrad.cli.processes import ProcessesOption
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
+from psgrad.cli.rank_logs import display
 from psgrad.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ def analyze(
     with boundary(debug):
         require_one_of(quiet and verbose, "--quiet", "--verbose")
         require_one_of(resume and overwrite, "--resume", "--overwrite")
+        if part is not None:
+            several.require_one("analyze --part")
         resolved = read_config(config, settings, output)
         from psgrad.workflows.analyze import analyze as run_analyze
 
@@ -114,9 +117,9 @@ def analyze(
             require_one_of(overwrite, "--part", "--overwrite")
             _measure_part(resolved, part, limit, sample, ProgressStyle.none if quiet else shown)
             return
-        several.start(processes)
+        several.start(processes, resolved.output)
         style = ProgressStyle.none if quiet else shown
-        with several.joined() as group, several.display(style, group, resolved.output) as progress:
+        with several.joined(resolved.output) as group, display(style, group, resolved.output) as progress:
             result = run_analyze(
                 resolved,
                 overwrite=overwrite,

@@ -14,6 +14,7 @@ from psgrad.cli.command import Panel, command
 from psgrad.cli.options import ConfigPath, Debug, Overwrite, Settings, read_config
 from psgrad.cli.processes import ProcessesOption
 from psgrad.cli.progress import ProgressOption, ProgressStyle
+from psgrad.cli.rank_logs import display
 from psgrad.errors import EXIT_GATE_FAILED
 
 CanaryCount = Annotated[
@@ -84,9 +85,9 @@ def dp_audit(
         from psgrad.workflows.dp_audit import audit_folder
         from psgrad.workflows.dp_audit import dp_audit as run_dp_audit
 
-        several.start(processes)
         folder = audit_folder(resolved, output)
-        with several.joined() as group, several.display(shown, group, folder) as progress:
+        several.start(processes, folder)
+        with several.joined(folder) as group, display(shown, group, folder, private=True) as progress:
             result = run_dp_audit(
                 resolved,
                 canaries=canaries,

@@ -13,6 +13,7 @@ from psgrad.cli.command import Panel, command
 from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, read_config
 from psgrad.cli.processes import ProcessesOption
 from psgrad.cli.progress import ProgressOption, ProgressStyle
+from psgrad.cli.rank_logs import display
 from psgrad.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,8 +106,11 @@ def dp_step(
         resolved = read_config(config, settings, output)
         from psgrad.workflows.dp_step import dp_step as run_dp_step
 
-        several.start(processes)
-        with several.joined() as group, several.display(shown, group, resolved.output) as progress:
+        several.start(processes, resolved.output)
+        with (
+            several.joined(resolved.output) as group,
+            display(shown, group, resolved.output, private=True) as progress,
+        ):
             result = run_dp_step(
                 resolved,
                 steps=steps,

@@ -30,6 +30,7 @@ from psgrad.cli.options import (
 )
 from psgrad.cli.processes import ProcessesOption
 from psgrad.cli.progress import ProgressOption, ProgressStyle
+from psgrad.cli.rank_logs import display
 
 if TYPE_CHECKING:
     from psgrad.config import Config
@@ -145,25 +146,26 @@ def influence(
             (evaluate is not None, "--evaluate"),
         ):
             require_one_of(part is not None and given, "--part", option)
+        if part is not None:
+            several.require_one("influence --part")
         if evaluate is not None:
             _require_an_evaluation_alone(matrix, top)
             # The folder of an evaluation is its own: the config's is that of the scores.
             resolved = _read(config, settings, None, method, top)
-            several.start(processes)
-            _evaluate(resolved, evaluate, output, overwrite, style, shown)
+            _evaluate(resolved, evaluate, output, overwrite, style, shown, processes)
             return
         resolved = _read(config, settings, output, method, top)
         if part is not None:
             from psgrad.workflows.influence_parts import influence_part
 
-            with several.display(shown, None, resolved.output) as progress:
+            with display(shown, None, resolved.output) as progress:
                 folder = influence_part(resolved, *part_of(part), matrix=matrix, progress=progress)
             typer.echo(str(folder))
             return
         from psgrad.workflows.influence import influence as run_influence
 
-        several.start(processes)
-        with several.joined() as group, several.display(shown, group, resolved.output) as progress:
+        several.start(processes, resolved.output)
+        with several.joined(resolved.output) as group, display(shown, group, resolved.output) as progress:
             result = run_influence(
                 resolved,
                 overwrite=overwrite,
@@ -192,24 +194,27 @@ def influence_index(
     `influence.index` of the config says where it is and what it stores. Prints its path.
     """
     with boundary(debug):
+        if part is not None:
+            require_one_of(processes > 1, "--part", "--processes")
+            require_one_of(overwrite, "--part", "--overwrite")
+            several.require_one("influence index --part")
         resolved = read_config(config, settings, None)
         from psgrad.reports.influence_terminal import index_summary
         from psgrad.workflows.influence_index import influence_index as run_influence_index
 
-        if part is not None:
-            require_one_of(processes > 1, "--part", "--processes")
-            require_one_of(overwrite, "--part", "--overwrite")
         which = None if part is None else part_of(part)
-        several.start(processes)
-        with several.joined() as group, several.display(shown, group, resolved.output) as progress:
+        wanted = resolved.influence.index
+        folder = resolved.output if wanted is None else wanted.path
+        several.start(processes, folder)
+        with several.joined(folder) as group, display(shown, group, folder) as progress:
             result = run_influence_index(
                 resolved, resume=resume, overwrite=overwrite, progress=progress, processes=group, part=which
             )
         if result is not None:  # on the first rank
             typer.echo(index_summary(result), err=True)
             typer.echo(str(result.folder))
-        elif resolved.influence.index is not None and which is not None:
-            typer.echo(str(resolved.influence.index.path))
+        elif which is not None:
+            typer.echo(str(folder))
 
 
 def _read(
@@ -230,12 +235,21 @@ def _settings(section: str, values: Mapping[str, object]) -> list[str]:
 
 
 def _evaluate(
-    config: Config, kind: Kind, output: Path | None, overwrite: bool, style: str, shown: ProgressStyle
+    config: Config,
+    kind: Kind,
+    output: Path | None,
+    overwrite: bool,
+    style: str,
+    shown: ProgressStyle,
+    processes: int,
 ) -> None:
     from psgrad.reports.evaluation import write_evaluation
     from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
+    from psgrad.workflows.influence_evaluate import evaluation_folder
 
-    with several.joined() as group, several.display(shown, group, config.output) as progress:
+    folder = evaluation_folder(config, kind.value, output)
+    several.start(processes, folder)
+    with several.joined(folder) as group, display(shown, group, folder) as progress:
         result = run_evaluate_influence(
             config, kind.value, output=output, overwrite=overwrite, progress=progress, processes=group
         )

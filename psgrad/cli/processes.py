@@ -17,8 +17,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psgrad.cli.boundary import Terminated
-from psgrad.cli.progress import PlainDisplay, ProgressDisplay, ProgressStyle, progress_display
-from psgrad.errors import EXIT_INTERRUPTED, EXIT_RUNTIME, EXIT_TERMINATED, ConfigError, PsgradError
+from psgrad.cli.rank_logs import with_last_lines
+from psgrad.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_RUNTIME,
+    EXIT_TERMINATED,
+    ConfigError,
+    DistributedError,
+    PsgradError,
+)
 
 if TYPE_CHECKING:
     from psgrad.engine.execution.ranks import Processes
@@ -79,21 +86,23 @@ def first_host(hosts: str) -> str:
 
 
 def require_one(command: str) -> None:
-    """Raises ConfigError for a command that can't share its work yet, where this process is one of several:
+    """Raises ConfigError for a command that does not share its work, where this process is one of several:
     each would do all of it, and write the same files.
     """
     if in_a_group():
         raise ConfigError(
             f"psgrad {command} was started in {os.environ['WORLD_SIZE']} processes",
             expected="one process",
-            cause="torchrun or srun started it, and it can't share its rows yet",
+            cause="torchrun or srun started it, and each of its processes would do all of the work",
             next_step="run it in one process, without torchrun; or unset RANK and WORLD_SIZE",
         )
 
 
-def start(count: int) -> None:
+def start(count: int, folder: Path) -> None:
     """Run this process's command in `count` processes, and leave with the exit code of the first that failed.
     Returns if the command is to run here: for one process, and in a process that was started so.
+
+    folder: of the run, with what the ranks log.
 
     Raises DistributedError where a process was killed, and Terminated or KeyboardInterrupt after a signal.
     """
@@ -105,6 +114,8 @@ def start(count: int) -> None:
         exit_code = launch(count, ["-m", "psgrad", *_without_option(sys.argv[1:])])
     except Signalled as ended:
         raise (Terminated if ended.number == signal.SIGTERM else KeyboardInterrupt) from None
+    except DistributedError as error:
+        raise with_last_lines(error, folder) from None
     raise typer.Exit(exit_code)
 
 
@@ -119,9 +130,9 @@ def _without_option(arguments: list[str]) -> list[str]:
 
 
 @contextmanager
-def joined() -> Iterator[Processes | None]:
+def joined(folder: Path) -> Iterator[Processes | None]:
     """The processes that run this command; None for this one alone. An error is printed by the rank that
-    failed first.
+    failed first. folder: of the run, with what the ranks log.
     """
     if not in_a_group():
         yield None
@@ -142,31 +153,9 @@ def joined() -> Iterator[Processes | None]:
     except Exception as error:
         message = error.arrived if isinstance(error, PsgradError) else f"{type(error).__name__}: {error}"
         if group.fail(message):
+            if isinstance(error, DistributedError):
+                raise with_last_lines(error, folder) from error.__cause__
             raise
         raise typer.Exit(error.exit_code if isinstance(error, PsgradError) else EXIT_RUNTIME) from None
     finally:
         group.leave()
-
-
-def display(style: ProgressStyle, processes: Processes | None, output: Path) -> ProgressDisplay:
-    """The progress of the first rank on stderr; that of each other one in logs/ of the run folder."""
-    if processes is None or processes.rank == 0:
-        return progress_display(style)
-    return PlainDisplay(_LogFile(output / "logs" / f"rank-{processes.rank}.log"))
-
-
-class _LogFile:
-    """A text file that is made when its folder is there: the first rank makes the run folder."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._waiting = path, ""
-
-    def write(self, text: str, /) -> None:
-        self._waiting += text
-
-    def flush(self) -> None:
-        if self._waiting and self._path.parent.parent.is_dir():
-            self._path.parent.mkdir(exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(self._waiting)
-            self._waiting = ""

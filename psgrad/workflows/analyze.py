@@ -52,6 +52,7 @@ from psgrad.workflows.identity import (
 from psgrad.workflows.judging import Judging
 from psgrad.workflows.measures import frame_of, measures_of, prepare
 from psgrad.workflows.measuring import Measured, Passes, about_rows
+from psgrad.workflows.rank_identity import require_same_on_ranks
 from psgrad.workflows.running import LOADING, Clock, describe_run, read_ahead, recorded
 from psgrad.workflows.setup import Setup, set_up
 
@@ -79,11 +80,14 @@ class Prepared:
     def stream(self) -> Stream:
         return self.setting.examples.stream
 
-    def identity(self, parts: int | None = None) -> dict[str, Any]:
-        """All that the numbers of the run depend on. parts: of how many the run is made."""
+    def identity(self, parts: int | None = None, *, all_rows: bool = True) -> dict[str, Any]:
+        """All that the numbers of the run depend on. parts: of how many the run is made. all_rows: see
+        psgrad.workflows.identity.
+        """
         drawn = {"rows are drawn at random": True} if self.sample else {}
         in_parts = {NUMBER_OF_PARTS: parts} if parts is not None else {}
-        return identity(self.run, len(self.setting)) | self.judging.identity() | drawn | in_parts
+        rows = identity(self.run, len(self.setting), all_rows=all_rows)
+        return rows | self.judging.identity(all_rows) | drawn | in_parts
 
     def manifest(self, now: dict[str, Any]) -> RunManifest:
         """manifest.json at the beginning, with the self-check, which runs now. now: the run's identity.
@@ -172,6 +176,8 @@ def analyze(
         gate = gate_files(config.gate, config.base)
         start = prepared(config, limit, sample, progress, read_all=processes.leads)
     run, every, stream = start.run, start.every, start.stream
+    if processes.size > 1:
+        require_same_on_ranks(_RUN, start.identity(all_rows=False), processes)
     if not processes.leads:
         begun_as = bytes(processes.agreed(_RUN, list)).hex()  # the first rank has made the folder by then
         if not begun_as:  # the run in the folder is finished

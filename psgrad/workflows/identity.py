@@ -119,9 +119,11 @@ NUMBER_OF_PARTS = "number of parts"
 """A line of the identity of a run in parts."""
 
 
-def identity(run: Setup, count: int) -> dict[str, Any]:
+def identity(run: Setup, count: int, *, all_rows: bool = True) -> dict[str, Any]:
     """All that the columns of a run's rows depend on, as plain values: dotted name -> value. Another one is
     another run.
+
+    all_rows: whether rows that code makes are all read for it; else only what is known of them without.
     """
     config = run.config
     dumped = config.model_dump(mode="json")
@@ -133,7 +135,7 @@ def identity(run: Setup, count: int) -> dict[str, Any]:
         "rows": count,
         _CHECKPOINT: run.loaded.sha256,
         "analyze.checkpoints (their content)": checkpoints_sha256(run),
-        "data (its content)": run.samples.content(count),
+        "data (its content)": run.samples.content(count) if all_rows else run.samples.fingerprint,
         **flat(hashes_of(run, measure_specs(config))),
         "the device that computes": run.device.type,
         "versions": {"psgrad": version("psgrad"), "torch": torch.__version__},

@@ -230,7 +230,7 @@ def evaluate_influence(
     Raises PsgradError for everything that can be wrong with the config, the model, the data, the training or
     the disk.
     """
-    path = output if output is not None else config.output.with_name(f"{config.output.name}-{kind}")
+    path = evaluation_folder(config, kind, output)
     processes = OneProcess() if processes is None else processes
     if processes.leads:
         RunFolder.require_free(path, overwrite)
@@ -287,6 +287,11 @@ def evaluate_influence(
         result = replace(result, manifest=facts)
         write_files(result, folder)
     return result
+
+
+def evaluation_folder(config: Config, kind: EvaluationKind, output: Path | None) -> Path:
+    """The folder of an evaluation, beside that of the config's scores where no other one is named."""
+    return output if output is not None else config.output.with_name(f"{config.output.name}-{kind}")
 
 
 def write_files(result: EvaluationResult, folder: RunFolder) -> None:

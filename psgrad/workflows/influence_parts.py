@@ -26,7 +26,7 @@ from psgrad.results.manifest import read_manifest
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import SHARDS, packed
 from psgrad.user_code import with_code_beside
-from psgrad.workflows.identity import NUMBER_OF_PARTS, digest, flattened, identity, reopen
+from psgrad.workflows.identity import NUMBER_OF_PARTS, digest, reopen
 from psgrad.workflows.influence import (
     Scored,
     Warnings,
@@ -39,7 +39,7 @@ from psgrad.workflows.influence import (
 )
 from psgrad.workflows.influence_queries import chosen_rows
 from psgrad.workflows.influence_ranking import Rankings, with_all_queries
-from psgrad.workflows.influence_setup import InfluenceSetup
+from psgrad.workflows.influence_setup import InfluenceSetup, identity_at_first, identity_of_asked
 from psgrad.workflows.parts import config_of, manifest_of_parts, require_unmerged, shared_folder
 from psgrad.workflows.running import LOADING, Clock, recorded
 
@@ -107,14 +107,9 @@ def _merged(config: Config, manifest: dict[str, Any], report: bool, progress: Sa
 
 def _identity(setup: InfluenceSetup, parts: int, matrix: bool) -> dict[str, Any]:
     """All that the scores depend on; see `psgrad.workflows.identity`."""
-    run, samples = setup.run, setup.query_reader.samples
-    rows = np.ascontiguousarray(setup.query_rows, np.int64)
     return {
-        **identity(run, len(run.samples)),
-        **flattened({"influence": run.config.model_dump(mode="json")["influence"]}),
-        "queries (their content)": samples.fingerprint,
-        "queries (their rows)": digest({"rows": rows.tolist()}),
-        "influence.checkpoints (their content)": [view.sha256 for view in setup.views],
+        **identity_at_first(setup.run),
+        **identity_of_asked(setup.query_reader, setup.query_rows, setup.views),
         _MATRIX: matrix,
         NUMBER_OF_PARTS: parts,
     }

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,9 @@ from psgrad.plugins import METHODS, configured
 from psgrad.results import Say
 from psgrad.user_code import describe_failure
 from psgrad.workflows.checkpoints import at_weights, same_weights
+from psgrad.workflows.identity import digest, flattened, identity
 from psgrad.workflows.influence_queries import chosen_rows, queries_of
+from psgrad.workflows.rank_identity import require_same_on_ranks
 from psgrad.workflows.running import read_ahead
 from psgrad.workflows.setup import Setup, draws_at_random, load, setup_of
 from psgrad.workflows.shared_weights import turn_to_read
@@ -132,6 +135,8 @@ def set_up_influence(
     method = method_from(config.influence.method, config.base)
     run = first_run(config)
     read_ahead(run.samples, len(run.samples), progress)  # before queries are chosen by their ids or losses
+    if processes.size > 1:
+        require_same_on_ranks("training data", identity_at_first(run), processes)
     measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
     last = len(checkpoints_of(config)) - 1
     reader, rows = queries_of(
@@ -142,7 +147,25 @@ def set_up_influence(
         there = run if number == 0 else later_run(run, config, number)
         _require_another(views, there)
         views.append(_view(there, number, measurement, reader, rows, say, processes))
+    require_same_on_ranks("queries", identity_of_asked(reader, rows, views), processes)
     return InfluenceSetup(run, method, measurement, views, reader, rows, rows, np.arange(len(run.samples)))
+
+
+def identity_at_first(run: Setup) -> dict[str, Any]:
+    """All that scores depend on beside queries and checkpoints; see `psgrad.workflows.identity`."""
+    section = run.config.model_dump(mode="json")["influence"]
+    return {**identity(run, len(run.samples)), **flattened({"influence": section})}
+
+
+def identity_of_asked(
+    reader: CheckedReader, rows: np.ndarray, views: Sequence[CheckpointView]
+) -> dict[str, Any]:
+    """The queries and the checkpoints as lines of an identity. rows: the numbers of the queries."""
+    return {
+        "queries (their content)": reader.samples.content(),
+        "queries (their rows)": digest({"rows": np.ascontiguousarray(rows, np.int64).tolist()}),
+        "influence.checkpoints (their content)": [view.sha256 for view in views],
+    }
 
 
 def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:

@@ -63,17 +63,18 @@ class Judging:
         self._found = self._find()
         self._trusted = self._load_trusted()
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, all_rows: bool) -> dict[str, Any]:
         """What a dataset as the reference adds to the identity of a run: rows of it are kept as those of the
-        run are.
+        run are. all_rows: see psgrad.workflows.identity.
         """
         source = self._outliers.reference
         if self._trusted is None or source is None or source.data is None:
             return {}
         described = source.data.model_dump(mode="json", exclude={"class_names"})
+        samples = self._trusted.samples
         return {
             "reference": described,
-            "reference (its content)": self._trusted.samples.content(),
+            "reference (its content)": samples.content() if all_rows else samples.fingerprint,
             "score": self._outliers.score,
         }
 

@@ -100,7 +100,7 @@ def script(place: Workplace, name: str, **variables: str) -> None:
         capture_output=True,
         text=True,
         env={**os.environ, "PATH": tools(place), **variables},
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
@@ -123,12 +123,12 @@ def pods(place: Workplace, name: str, count: int, changes: dict[str, str]) -> No
         for index in range(count)
     ]
     for pod in running:
-        _, said = pod.communicate(timeout=150)
+        _, said = pod.communicate(timeout=400)
         assert pod.returncode == 0, said.decode()
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(1200)
 def test_the_scripts_of_the_guide_run(workplace: Workplace) -> None:
     workplace.config["engine"] = {"chunk_size": 4}
     workplace.succeeded("--no-report")
@@ -145,7 +145,7 @@ def test_the_scripts_of_the_guide_run(workplace: Workplace) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_the_jobs_of_the_guide_run(workplace: Workplace) -> None:
     workplace.config["engine"] = {"chunk_size": 4}
     workplace.succeeded("--no-report")

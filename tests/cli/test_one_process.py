@@ -13,7 +13,13 @@ from psgrad.errors import EXIT_USAGE
 
 @pytest.mark.parametrize(
     "command",
-    [["dp-step", "--plan"], ["merge"]],
+    [
+        ["dp-step", "--plan"],
+        ["merge"],
+        ["analyze", "--part", "1/2"],
+        ["influence", "--part", "1/2"],
+        ["influence", "index", "--part", "1/2"],
+    ],
     ids=" ".join,
 )
 def test_one_of_several_processes_is_refused_before_any_work(

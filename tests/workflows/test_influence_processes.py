@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +40,7 @@ def write(place: InfluenceWorkplace) -> None:
 
 def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "psgrad", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert ended.returncode == code, ended.stderr
     return ended
 
@@ -75,7 +72,7 @@ def test_two_processes_rank_as_one(place: InfluenceWorkplace) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("count", [2, 3])
 def test_index_by_processes_answers_as_that_of_one(place: InfluenceWorkplace, count: int) -> None:
     for name, processes in (("one", 1), ("several", count)):
@@ -92,7 +89,7 @@ def test_index_by_processes_answers_as_that_of_one(place: InfluenceWorkplace, co
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["lds", "loo", "mislabel", "removal"])
 def test_evaluation_by_two_processes_is_that_of_one(place: InfluenceWorkplace, kind: str) -> None:
     train = {"optimizer": "sgd", "epochs": 3, "learning_rate": 0.1}
@@ -103,40 +100,6 @@ def test_evaluation_by_two_processes_is_that_of_one(place: InfluenceWorkplace, k
         run(*options, name, "--processes", processes)
     one, two = (pd.read_csv(place.folder / name / "evaluation.csv") for name in ("one", "two"))
     pd.testing.assert_frame_equal(two, one, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", range(3))
-def test_killed_rank_of_an_index_ends_all_and_is_resumed(place: InfluenceWorkplace, seed: int) -> None:
-    """All processes are gone within 30 seconds, with exit code 3; --resume makes the same index."""
-    choice = random.Random(seed)
-    with_index(place, "undisturbed")
-    place.use_model(
-        "import os, time\n\n\nclass Model(nn.Sequential):\n"
-        "    def __init__(self):\n        torch.manual_seed(0)\n        super().__init__(nn.Linear(4, 3))\n\n"
-        "    def forward(self, x):\n        time.sleep(float(os.environ.get('SECONDS', 0)))\n"
-        "        return super().forward(x)\n"
-    )
-    write(place)
-    run("influence", "index", "config.yaml")
-    with_index(place, "killed")
-    write(place)
-    command = [sys.executable, "-m", "psgrad", "influence", "index", "config.yaml", "--processes", "2"]
-    begun = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "SECONDS": "0.3"})
-    while not list(place.folder.glob("killed/checkpoint-*/*.safetensors")):
-        time.sleep(0.1)
-    ranks = subprocess.run(["pgrep", "-P", str(begun.pid)], capture_output=True, text=True, check=True)
-    os.kill(int(choice.choice(ranks.stdout.split())), signal.SIGKILL)
-    begin = time.monotonic()
-    assert begun.wait(30) == 3
-    assert time.monotonic() - begin < 30
-    run("influence", "index", "config.yaml", "--resume", "--processes", "2")
-    for file in (place.folder / "undisturbed").rglob("gradients*"):
-        assert (
-            file.read_bytes()
-            == (place.folder / "killed" / file.relative_to(place.folder / "undisturbed")).read_bytes()
-        )
 
 
 # -- parts ---------------------------------------------------------------------------------------------------

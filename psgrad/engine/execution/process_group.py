@@ -95,7 +95,7 @@ class RankGroup:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.rank, self.size, self.leads, self._store = rank, size, rank == 0, _Reached(store)
         self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}
-        self._hurried, self._turns = False, Counter[str]()
+        self._hurried, self._turns, self._looked = False, Counter[str](), time.monotonic()
         self._whole = True  # whether no message was broken off
         self._stopped = threading.Event()
         self._beating = threading.Thread(target=self._beat, daemon=True)
@@ -382,15 +382,18 @@ class RankGroup:
                 f"rank {rank} failed: {message}", next_step="mend it there, and run again with --resume"
             )
         now, silence = time.monotonic(), _HURRIED if self._hurried else _SILENCE
+        paused = now - self._looked > silence / 2  # computed, or was stopped, maybe together with the others
+        self._looked = now
         for rank, beat in self._beats().items():
             before, since = self._heard[rank]
-            if beat != before:
+            if beat != before or paused:
                 self._heard[rank] = beat, now
             elif now - since > (silence if before else _TIMEOUT.total_seconds()):  # it may begin late
                 raise DistributedError(
                     f"rank {rank} has given no sign of life for {now - since:.0f} seconds",
                     cause="its process was killed, or its machine is down",
                     next_step="run again with --resume: what is finished is kept",
+                    rank=rank,
                 )
 
     def _beats(self) -> dict[int, bytes]:

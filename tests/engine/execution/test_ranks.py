@@ -261,3 +261,20 @@ def test_store_that_is_gone_is_a_named_error(groups: list[RankGroup]) -> None:
     groups[1]._store = process_group._Reached(Gone())  # type: ignore[arg-type]
     with pytest.raises(DistributedError, match="can't be reached"):
         groups[1].progress("samples", 3)
+
+
+def test_rank_that_was_stopped_itself_takes_no_other_for_dead(
+    groups: list[RankGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-Z stops all ranks; the first that goes on sees signs of life that are as old as the pause."""
+    monkeypatch.setattr(process_group, "_SILENCE", 2.0)
+    groups[0]._require_others()
+    groups[1]._stopped.set()
+    groups[1]._beating.join()
+    groups[0]._require_others()
+    pause = 60.0
+    groups[0]._looked -= pause
+    groups[0]._heard = {rank: (beat, since - pause) for rank, (beat, since) in groups[0]._heard.items()}
+    groups[0]._require_others()
+    with pytest.raises(DistributedError, match=r"rank 1 has given no sign of life for [23] seconds"):
+        groups[0].meet("samples")
