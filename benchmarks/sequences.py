@@ -5,18 +5,21 @@ length; BERT gets texts padded to one length, with the mask. `loop` gives each s
 without padding.
 
     python benchmarks/sequences.py
-    python benchmarks/sequences.py --only lstm --samples 256 --rounds 5
+    python benchmarks/sequences.py --only lstm --samples 256 --rounds 5 --json FILE
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from norms import machine
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -107,7 +110,10 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     options = parser.parse_args()
+    torch.set_num_threads(1)
+    stored: dict[str, dict[str, dict[str, float]]] = {name: {} for name in options.only}
     print(f"{options.samples} samples; rows per second of processor time, medians")
     print(f"{'network':8} {'lengths':8} {'loop':>8} {'psgrad':>8} {'largest error':>14}")
     for name in options.only:
@@ -131,6 +137,16 @@ def main() -> None:
             rates = [options.samples / statistics.median(times[way][1:]) for way in ways]
             error = (found["psgrad"].sqrt() / found["loop"].double().sqrt() - 1).abs().max().item()
             print(f"{name:8} {kind:8} {rates[0]:8.0f} {rates[1]:8.0f} {error:14.1e}", flush=True)
+            stored[name][kind] = {"loop": rates[0], "psgrad": rates[1], "largest_error": error}
+    if options.json is not None:
+        content = {
+            "machine": machine(torch.device("cpu")),
+            "samples": options.samples,
+            "chunk": options.chunk,
+            "rounds": options.rounds,
+            "rows_per_second": stored,
+        }
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -60,6 +60,8 @@ def summary(result: AnalyzeResult) -> str:
         else f"{listed:,} in the review list (a list to look at, not a verdict)"
     )
     lines = [f"{count(len(samples))}, {found}, {nonfinite:,} with a loss or gradient that is not finite"]
+    if skipped := int((samples["status"] == "skipped").sum()):
+        lines.append(f"{count(skipped)} without a rank (status: skipped); the column reasons says why")
     if judged.referenced:
         undecided, limit = f"not evaluable: {judged.why_not}", f"resolution limit: {judged.resolution}"
         lines.append(printable(limit if judged.evaluable else undecided))

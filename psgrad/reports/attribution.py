@@ -90,14 +90,18 @@ def _numbered(ids: Array) -> list[str]:
     return [f"{position}:{value} " for position, value in enumerate(ids.tolist())]
 
 
-def _apart(tokens: list[str]) -> list[str]:
-    """Each token with a space behind it, unless it ends in one or the next begins with one: of tokens in a
-    row none tells where it ends.
+def _apart(tokens: list[str], alone: list[bool]) -> list[str]:
+    """Each token with a mark behind it, unless it ends in a space or the next begins with one: of tokens in a
+    row none tells where it ends. The mark is a space for tokens without spaces of their own, and beside those
+    that are no part of a word, `alone`; else it is a dot, as a space would make two words of one.
     """
-    following = [*tokens[1:], " "]
+    with_spaces = any(token[:1].isspace() or token[-1:].isspace() for token in tokens)
+    following = [*zip(tokens[1:], alone[1:], strict=True), (" ", True)]
     return [
-        token if token[-1:].isspace() or after[:1].isspace() else f"{token} "
-        for token, after in zip(tokens, following, strict=True)
+        token
+        if token[-1:].isspace() or after[:1].isspace()
+        else f"{token}{' ' if not with_spaces or own or other else '·'}"
+        for token, own, (after, other) in zip(tokens, alone, following, strict=True)
     ]
 
 
@@ -143,7 +147,8 @@ def spans_of(
         pieces, sizes = pieces_of(ids, text)
         if pieces == _numbered(ids):
             if vocabulary:
-                pieces = _apart([vocabulary.get(int(each), f"[{each}]") for each in ids.tolist()])
+                named = [vocabulary.get(int(each), f"[{each}]") for each in ids.tolist()]
+                pieces = _apart(named, [each in special or each not in vocabulary for each in ids.tolist()])
             else:
                 notes.append(
                     "position:id, as the dataset has neither tokens(ids) nor a tokenizer that tells the words"
@@ -189,7 +194,8 @@ ATTRIBUTION_NOTE = (
     " compare parts of one sample, not samples. Channels of a picture are added up. For tokens, gradients are"
     " shown by their size alone, which has no sign. A strong colour says what the model looks at, not whether"
     " it is right to. Token losses and token shares are numbers of the tokens themselves; grey tokens"
-    " have no loss of their own, and small ones are special tokens of the tokenizer."
+    " have no loss of their own, and small ones are special tokens of the tokenizer. A dot divides tokens of"
+    " one word."
 )
 
 

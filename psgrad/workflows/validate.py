@@ -191,6 +191,7 @@ class _Checks:
             self._labels(where, header, data)
             self.found.facts[where] = _described(header, data)
             self._texts(where, data)
+            self._images(where, data)
             return header.rows
         return None
 
@@ -203,6 +204,16 @@ class _Checks:
         from psgrad.inputs.text.checks import text_facts
 
         self.found.facts[f"{where} (texts)"] = text_facts(model, data, self.base)
+
+    def _images(self, where: str, data: DataConfig) -> None:
+        """Images for a pretrained model, looked at where nothing is wrong by now."""
+        model = self.sections.get("model")
+        if not data.image or model is None or model.pretrained is None or self.found.problems:
+            return
+        from psgrad.inputs.images.checks import image_facts
+
+        self.found.facts[f"{where} (images)"], notes = image_facts(model, data, self.base)
+        self.found.notes += notes
 
     def _labels(self, where: str, header: DataHeader, data: DataConfig) -> None:
         loss = self.sections.get("loss")

@@ -6,18 +6,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 import psgrad
+from psgrad.config.model import TASKS
 from tests.docs.test_readme import DOCS, README, blocks
-from tests.hugging_face import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+from tests.hugging_face import CHAT_TEMPLATE, tiny_model, tiny_tokenizer, transformers
 from tests.workflows.test_text_commands import write_adapter
 
 GUIDES = DOCS / "guides" / "tasks"
+IMAGES = GUIDES / "image-classification.md"
 EXAMPLES = [
     pytest.param(rows, config, id=f"{page.stem}-{place}")
     for page in sorted(GUIDES.glob("*.md"))
+    if page != IMAGES
     for place, (rows, config) in enumerate(
         zip(*(blocks(page.read_text(encoding="utf-8"), kind) for kind in ("json", "yaml")), strict=True)
     )
@@ -57,8 +62,36 @@ def test_task_guide_config_runs_on_its_rows(
     assert (samples["grad_norm"] > 0).all()
 
 
+def test_image_guide_configs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page names the images of its rows and says how a folder looks; some more are drawn here."""
+    page = IMAGES.read_text(encoding="utf-8")
+    (rows,), configs = blocks(page, "json"), blocks(page, "yaml")
+    monkeypatch.chdir(tmp_path)
+    names = {"id2label": {0: "cat", 1: "dog"}, "label2id": {"cat": 0, "dog": 1}}
+    tiny_model("image-classification", tmp_path / "runs/vit", **names)
+    transformers.ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(tmp_path / "runs/vit")
+    (tmp_path / "labels.jsonl").write_text(rows)
+    listed = [json.loads(line)["file"] for line in rows.splitlines()]
+    drawn, draw = [*listed, "photos/cat/1.png", "photos/dog/0.jpg"], np.random.default_rng(0)
+    for name in drawn:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw.integers(0, 256, (9, 8, 3), dtype=np.uint8)).save(tmp_path / name)
+
+    found = []
+    for config in configs:
+        (tmp_path / "config.yaml").write_text(config)
+        samples = psgrad.analyze(tmp_path / "config.yaml", report=False).samples.sort_values("index")
+        assert (samples["status"] == "ok").all()
+        assert (samples["grad_norm"] > 0).all()
+        found.append(samples["id"].tolist())
+
+    assert found == [sorted(name.removeprefix("photos/") for name in drawn), listed]
+
+
 def test_each_task_has_a_guide_with_a_config() -> None:
-    tasks = {yaml.safe_load(each.values[1])["model"]["task"] for each in EXAMPLES}
+    configs = [str(each.values[1]) for each in EXAMPLES]
+    configs += blocks(IMAGES.read_text(encoding="utf-8"), "yaml")
+    tasks = {yaml.safe_load(config)["model"]["task"] for config in configs}
     overview = (GUIDES / "README.md").read_text(encoding="utf-8")
     assert all(f"`{task}`" in overview for task in tasks)
-    assert len(tasks) == 8
+    assert tasks == set(TASKS)

@@ -134,6 +134,14 @@ def test_a_head_without_weights_is_an_error(tmp_path: Path) -> None:
     assert "saved as BertForMaskedLM" in said
 
 
+def test_a_head_of_another_task_whose_weights_fit_is_an_error(tmp_path: Path) -> None:
+    """classifier.weight is the name of both, with one shape."""
+    tiny_model("sequence-classification", tmp_path / "model")
+    said = refusal(CheckpointError, tmp_path / "model", "token-classification")
+    assert "model.task is token-classification, and the folder" in said
+    assert "was saved as BertForSequenceClassification, whose head is another" in said
+
+
 def test_weights_without_a_place_are_noted(tmp_path: Path) -> None:
     model = tiny_model("causal-lm", tmp_path / "model")
     model.surplus = torch.nn.Linear(2, 2)

@@ -175,7 +175,28 @@ def test_jsonl_without_the_column(tmp_path: Path) -> None:
 
 def test_jsonl_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_bytes(b'{"x": 1}\n{"x": "\xff"}\n')
-    assert "expected: text in UTF-8" in error(tmp_path, "data.jsonl", inputs="x")
+    said = error(tmp_path, "data.jsonl", inputs="x")
+    assert "can't be read as text from line 1 on" in said
+    assert "expected: text in UTF-8\n  next step: convert it, such as with: iconv -f LATIN1 -t UTF-8" in said
+    (tmp_path / "data.jsonl").write_bytes('{"x": 1}\n'.encode("utf-16"))
+    assert "iconv -f UTF-16 -t UTF-8" in error(tmp_path, "data.jsonl", inputs="x")
+
+
+@pytest.mark.parametrize("change", ["byte order mark", "CRLF", "no line break at the end"])
+def test_jsonl_of_other_systems_has_the_same_rows(change: str, tmp_path: Path) -> None:
+    lines = b'{"x": 1, "y": "a"}\n{"x": 2, "y": "b"}\n'
+    changed = {"byte order mark": b"\xef\xbb\xbf" + lines, "CRLF": lines.replace(b"\n", b"\r\n")}
+    (tmp_path / "data.jsonl").write_bytes(changed.get(change, lines.rstrip()))
+    samples = load_data(DataConfig(path=Path("data.jsonl"), inputs="x", target="y"), tmp_path)
+    assert samples.read(0, 2).inputs[0].tolist() == [1, 2]
+    assert samples.class_names == ("a", "b")
+
+
+def test_csv_of_another_separator_is_told(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("x;y\n1;0\n")
+    said = error(tmp_path, "data.csv", ConfigError, inputs="x", target="y")
+    assert "has no column 'x'\n" in said
+    assert "likely cause: a file whose columns are separated by ';'" in said
 
 
 def test_csv_labels_that_are_numbers_and_words(tmp_path: Path) -> None:

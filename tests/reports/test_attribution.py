@@ -317,6 +317,8 @@ def test_tokens_are_told_apart() -> None:
         ({5: "a", 6: " long", 7: " film"}, "a long film"),
         ({5: "a ", 6: "long ", 7: "film "}, "a long film "),
         ({5: "bor", 6: "##ing", 7: "[SEP]"}, "bor ##ing [SEP]"),
+        ({5: "a", 6: " bor", 7: "ing"}, "a bor·ing"),
+        ({5: "bor", 6: "ing ", 7: "film"}, "bor·ing film"),
     ):
         assert shown(ids, weights, None, vocabulary)[0] == expected
 

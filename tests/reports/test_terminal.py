@@ -101,3 +101,11 @@ def test_nasty_ids_and_groups_command_no_terminal_and_stay_within_its_width(
     shown = _printed(result, stream=Screen())
     plain = shown.replace("\x1b[1m", "").replace("\x1b[0m", "")
     assert all(letter.isprintable() for letter in plain.replace("\n", ""))
+
+
+def test_the_summary_counts_samples_without_a_rank() -> None:
+    samples = frames.classification(20)
+    assert "skipped" not in summary(frames.result(samples))
+    status = np.where(samples.index < 3, "skipped", samples["status"])
+    found = summary(frames.result(samples.assign(status=status)))
+    assert "3 samples without a rank (status: skipped); the column reasons says why" in found

@@ -12,7 +12,7 @@ import yaml
 
 from psgrad.workflows.validate import validate
 from psgrad.workflows.validation import Validation
-from tests.hugging_face import tiny_model
+from tests.hugging_face import tiny_model, tiny_tokenizer
 from tests.inputs.test_adapters import KINDS, make_adapter, rename_base
 
 
@@ -165,3 +165,30 @@ def test_what_would_be_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_pattern_without_a_match(folder: Path) -> None:
     problems = found(folder, {}, analyze={"checkpoints": "no-*"}).problems
     assert any("no checkpoint matches 'no-*'" in str(each.error) for each in problems)
+
+
+def test_images_are_counted_and_their_classes_are_the_models(tmp_path: Path) -> None:
+    names = {"id2label": {0: "cat", 1: "dog"}, "label2id": {"cat": 0, "dog": 1}}
+    tiny_model("image-classification", tmp_path / "vit", **names)
+    for name in ("cat/0.png", "cat/1.png", "dog/0.png", "dog/notes.txt"):
+        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "photos" / name).write_bytes(b"not opened")
+    model = {"pretrained": "vit", "task": "image-classification"}
+    looked_at = found(tmp_path, model, data={"images": "photos"})
+    assert not looked_at.problems
+    assert looked_at.facts["data (images)"] == "3 images"
+    assert any("1 file was left out" in note and "dog/notes.txt" in note for note in looked_at.notes)
+
+    (tmp_path / "photos" / "dog").rename(tmp_path / "photos" / "dogs")
+    (each,) = found(tmp_path, model, data={"images": "photos"}).problems
+    assert each.where == "data.images"
+    assert "is 'dogs' in" in str(each.error)
+    assert "which is no class of the model's config (id2label); did you mean dog?" in str(each.error)
+
+
+def test_tokens_beyond_the_vocabulary_are_found(tmp_path: Path) -> None:
+    tiny_model("causal-lm", tmp_path / "base", vocab_size=9)
+    tiny_tokenizer(tmp_path / "base", kind="gpt")
+    (tmp_path / "rows.jsonl").write_text('{"text": "the cat"}\n')
+    (each,) = found(tmp_path, {}).problems
+    assert "and the model has embeddings for 9 tokens" in str(each.error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from functools import cached_property
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from psgrad.inputs.sources.tables import Rows, TableRows
 from psgrad.plugins import SOURCES, configured
 
 IMAGE, LABEL, FILE_NAME = "image", "label", "file_name"
+_SHOWN = 5
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 
 
@@ -55,7 +56,8 @@ def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> Rows
     if metadata is not None:
         return _of_metadata(metadata, config, unit)
     found: list[tuple[Path, str | None]] = []
-    for name in (*class_folders(folder),) or (None,):
+    classes = class_folders(folder)
+    for name in (*classes,) or (None,):
         images = list(_images(folder if name is None else folder / name))
         if not images:
             raise DataError(
@@ -71,7 +73,25 @@ def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> Rows
     require_columns(wanted, list(columns), str(folder))
     rows = FolderRows(pa.table({name: columns[name] for name in wanted}), [])
     rows.source = str(folder)
+    rows.notes = _left_out(folder, set(paths), bool(classes))
     return rows
+
+
+def _left_out(folder: Path, paths: Set[str], classes: bool) -> tuple[str, ...]:
+    """What is to be said of the files of a folder that are no rows; hidden ones are not named."""
+    others = [
+        name
+        for path in sorted(folder.rglob("*"))
+        if not path.is_dir()
+        and not path.name.startswith(".")
+        and (name := path.relative_to(folder).as_posix()) not in paths
+    ]
+    if not others:
+        return ()
+    shown = ", ".join(others[:_SHOWN]) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
+    where = " in the folder of a class" if classes else ""
+    count = "1 file was" if len(others) == 1 else f"{len(others):,} files were"
+    return (f"{count} left out, as no image{where} by name: {shown}",)
 
 
 def required_folder(folder: Path) -> Path:

@@ -21,7 +21,14 @@ from psgrad.inputs.models.checkpoints import load_into
 from psgrad.inputs.models.hub import Location, library, located, quiet
 from psgrad.inputs.models.in_files import built_without_memory, plain_tensors, tensors_in_files
 from psgrad.inputs.models.loaded import Pretrained
-from psgrad.inputs.models.model_folders import dtype_of_weights, require_model_folder, saved_as, weights_file
+from psgrad.inputs.models.model_folders import (
+    config_of,
+    dtype_of_weights,
+    require_model_folder,
+    saved_as,
+    weights_file,
+)
+from psgrad.inputs.models.pretrained_checks import require_head
 
 AUTO_CLASSES: Mapping[Task, str] = {
     "sequence-classification": "AutoModelForSequenceClassification",
@@ -86,6 +93,7 @@ def load_pretrained(
         read = _read_in_files(kind, weights, settings, config, dtype) if in_files else None
         model, report = read or _read(kind, location.folder, settings, config, dtype)
     notes = _checked(report, config, location.folder)
+    require_head(config, location.folder, {**config_of(location.folder), **config.kwargs})
     notes += [location.downloaded] if location.downloaded else []
     if config.trust_remote_code:
         notes.append(f"trust_remote_code is on: Python code in {config.pretrained} was allowed to run")

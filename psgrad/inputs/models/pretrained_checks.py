@@ -66,7 +66,7 @@ def pretrained_facts(model: ModelConfig, base: Path, *, allow_download: bool = F
     require_model_folder(location.folder)
     settings = config_of(location.folder)
     headers = weight_headers(weights_file(location.folder))
-    _require_head(model, location.folder, {**settings, **model.kwargs})
+    require_head(model, location.folder, {**settings, **model.kwargs})
     if headers is None:
         return f"{model.pretrained}: {settings.get('model_type')}, {model.task}, pickled weights"
     numbers: Counter[str] = Counter()
@@ -136,13 +136,17 @@ def _located(
         return f"would download {what_is_fetched(name, revision, key)}"
 
 
-def _require_head(model: ModelConfig, folder: Path, settings: Mapping[str, Any]) -> None:
+def require_head(model: ModelConfig, folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a folder of a model with the head of another task, whose weights may fit by
+    their names and shapes, and ConfigError for a classification whose head has no classes.
+    """
     saved, task = saved_as(folder), str(model.task)
     others = [end for name, ends in _ENDS.items() for end in ends if end not in _ENDS[task]]
     if saved is not None and saved.endswith(tuple(others)) and task != "causal-lm":
         raise CheckpointError(
             f"model.task is {task}, and the folder {folder} was saved as {saved}, whose head is another",
-            cause="a model that was not fine-tuned for this task: its new head would be random numbers",
+            cause="a model that was not fine-tuned for this task: its head would be random numbers, or one"
+            " that was trained for something else",
             next_step="name the fine-tuned folder, or set model.task to what it was trained for",
         )
     single = len(settings.get("id2label") or {"0": 0, "1": 1}) == 1

@@ -5,6 +5,7 @@ Which columns a config names, and whether a dataset has them. No torch.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import io
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,8 +74,18 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
                     yield number, line.rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{path} can't be read as text after line {number}: {error}", expected="text in UTF-8"
+                f"{path} can't be read as text from line {number + 1} on: {error}",
+                expected="text in UTF-8",
+                next_step=f"convert it, such as with: iconv -f {_encoding_of(path)} -t UTF-8",
             ) from error
+
+
+def _encoding_of(path: Path) -> str:
+    """What a file of text that is no UTF-8 may be written in, by its first bytes."""
+    if path.suffix.lower() in COMPRESSIONS:
+        return "ENCODING"
+    with path.open("rb") as file:
+        return "UTF-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "LATIN1"
 
 
 @dataclass(frozen=True)
@@ -230,11 +241,14 @@ def require_columns(wanted: Iterable[str], known: Sequence[str], source: str) ->
     """Raises ConfigError for the first of the wanted columns that is not there."""
     for name in wanted:
         if name not in known:
-            close = nearest(name, known)
+            mark = next((each for each in ";\t|" if len(known) == 1 and each in known[0]), None)
+            close = nearest(name, known) if mark is None else None
             listed = ", ".join(known[:20]) + (f" and {len(known) - 20} more" if len(known) > 20 else "")
             raise ConfigError(
                 f"{source} has no column {name!r}" + (f"; did you mean {close}?" if close else ""),
                 expected=f"one of its columns: {listed}" if known else None,
+                cause=None if mark is None else f"a file whose columns are separated by {mark!r}",
+                next_step=None if mark is None else "separate them by commas (.csv) or by tabs (.tsv)",
             )
 
 

@@ -215,12 +215,17 @@ def _load_images(
     )
     config = config if config.images is None else with_names(config, base)
     if isinstance(trained, Pretrained):
-        names = HeadLabels.of(trained.config, config).given
-        labels = replace(labels, names=names, known_by="the model's config (id2label)") if names else labels
+        labels = labels_of_head(labels, trained.config, config)
         if not isinstance(config.inputs, dict):
             config = config.model_copy(update={"inputs": {"pixel_values": config.image}})
     found = ImageSamples(rows, config, labels, unit, folder=folder, prepared=preparation(config, trained))
     return _noted(found, rows)
+
+
+def labels_of_head(labels: Labels, settings: Any, config: DataConfig) -> Labels:
+    """The labels with the names of a pretrained model's classes. settings: its config, of transformers."""
+    names = HeadLabels.of(settings, config).given
+    return replace(labels, names=names, known_by="the model's config (id2label)") if names else labels
 
 
 def _noted(samples: Samples, rows: Rows) -> Samples:

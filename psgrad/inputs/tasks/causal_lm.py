@@ -53,6 +53,7 @@ class CausalLM(TextTask):
         for name in self.columns:
             if name == self.data.messages:
                 require_kind(schema, name, [_is_chat], "lists of messages, each with role and content")
+                _require_role(schema, name)
             else:
                 require_kind(schema, name, [is_text], "a column of text")
 
@@ -83,6 +84,7 @@ class CausalLM(TextTask):
         found = []
         for i, chat in enumerate(rows.values(column)):
             ids, wrote = chat_tokens(self.tokenizer, chat, rows.where(i))
+            self.tokenizer.require_known(ids, rows.where(i))
             self.tokenizer.require_short(len(ids), rows.where(i))
             kept = self.tokenizer.kept(len(ids))
             ids, wrote = ids[kept], wrote[kept]
@@ -141,3 +143,17 @@ def _shifted(ids: list[int], counts: list[bool]) -> np.ndarray[tuple[int], np.dt
 
 def _is_chat(kind: pa.DataType) -> bool:
     return is_list(kind) and pa.types.is_struct(kind.value_type)
+
+
+def _require_role(schema: pa.Schema, name: str) -> None:
+    """Raises DataError for messages without the key role."""
+    keys = [field.name for field in schema.field(name).type.value_type]
+    if "role" not in keys:
+        raise DataError(
+            f"the messages in {name!r} have the keys {', '.join(keys) or 'none'}",
+            expected="role (system, user, assistant) and content",
+            cause="another form of chats, such as from and value",
+            next_step="rename the keys: from is role, value is content, human is user, gpt is assistant"
+            if {"from", "value"} <= set(keys)
+            else None,
+        )

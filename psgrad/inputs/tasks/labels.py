@@ -15,6 +15,18 @@ from psgrad.inputs.tasks.task import IGNORED, Array, TextRows
 _SHOWN = 20
 
 
+def _require_one_order(config: Any, names: Sequence[str]) -> None:
+    """Raises ConfigError where label2id of a model's config gives a name another number than id2label."""
+    for name, number in (getattr(config, "label2id", None) or {}).items():
+        if name in names and names.index(name) != int(number):
+            raise ConfigError(
+                f"the model's config has {name!r} as class {names.index(name)} in id2label, and as class"
+                f" {number} in label2id",
+                expected="the same number in both, as the model was trained",
+                next_step="correct config.json in the model's folder",
+            )
+
+
 @dataclass(frozen=True)
 class Labels:
     """The classes of a head. names: of the classes 0, 1, ...; generic: whether they are LABEL_0, LABEL_1 and
@@ -28,7 +40,8 @@ class Labels:
     def of(cls, config: Any, data: DataConfig) -> Labels:
         """Those of a model's config; data.class_names come first where the config has no names of its own.
 
-        Raises ConfigError where class_names are not as many as the head has.
+        Raises ConfigError where class_names are not as many as the head has, where they have a name of the
+        model's at another place, and where the model's config contradicts itself.
         """
         found = {int(key): str(name) for key, name in config.id2label.items()}
         names = tuple(found.get(place, f"LABEL_{place}") for place in range(config.num_labels))
@@ -40,6 +53,16 @@ class Labels:
                 expected=f"{len(names)} names"
                 + ("" if generic else f", such as {', '.join(names[:_SHOWN])}"),
             )
+        _require_one_order(config, names)
+        if given is not None and not generic:
+            moved = [name for place, name in enumerate(given) if name in names and names[place] != name]
+            if moved:
+                raise ConfigError(
+                    f"data.class_names has {moved[0]!r} as class {given.index(moved[0])}, and the model's"
+                    f" config (id2label) as class {names.index(moved[0])}",
+                    expected=f"the model's order: {', '.join(names[:_SHOWN])}",
+                    next_step="leave data.class_names out: labels by name are numbered as in the model",
+                )
         return cls(names, generic) if given is None or not generic else cls(tuple(given), False)
 
     @property

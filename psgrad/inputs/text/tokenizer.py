@@ -54,6 +54,7 @@ class Tokenizer:
         inputs: the model's inputs that it makes, in the model's order: input_ids first.
         pad: the token id behind the end of a row.
         limit: the largest number of tokens in a row; None for any.
+        size: how many token ids the model has embeddings for; None where its config does not say.
         truncation: where longer rows are cut.
         fingerprint: a SHA-256 of all that decides its tokens.
         notes: sentences about it for the manifest.
@@ -66,6 +67,7 @@ class Tokenizer:
     truncation: Literal["right", "left", "error"]
     fingerprint: str
     notes: tuple[str, ...] = ()
+    size: int | None = None
 
     def encode(
         self,
@@ -81,13 +83,16 @@ class Tokenizer:
 
         words: each of `first` is a list of words. cut: of a pair, what is cut where it is too long. target:
         the texts are what the model is to write, for tokenizers that tell the two apart. Raises DataError
-        for a row that is too long where truncation is "error".
+        for a row that is too long where truncation is "error", and for one with a token that the model does
+        not have.
         """
         options = {"is_split_into_words": words, "return_special_tokens_mask": True, "verbose": False}
         texts = {"text_target" if target else "text": list(first)}
         if second is not None:
             texts["text_pair"] = list(second)
         found = _encodings(self.inner(**texts, **options))
+        for i, row in enumerate(found):
+            self.require_known(row.ids, where(i))
         long = [] if self.limit is None else [i for i, row in enumerate(found) if len(row.ids) > self.limit]
         if not long:
             return found
@@ -106,6 +111,19 @@ class Tokenizer:
                 expected=f"at most {self.limit:,}, which is data.max_length or else what the model takes",
                 next_step="set data.truncation: right (or left) to cut such rows, or raise data.max_length"
                 " where the model takes more",
+            )
+
+    def require_known(self, ids: Sequence[int], where: str) -> None:
+        """Raises DataError for a row with a token id for which the model has no embedding."""
+        if self.size is not None and ids and (largest := max(ids)) >= self.size:
+            raise DataError(
+                f"{where} has the token {self.inner.convert_ids_to_tokens(largest)!r} with the id"
+                f" {largest:,}, and the model has embeddings for {self.size:,} tokens",
+                expected=f"token ids from 0 to {self.size - 1:,}",
+                cause="the tokenizer of another model, or tokens that were added to the tokenizer and not to"
+                " the model",
+                next_step="name the model's own tokenizer in data.tokenizer, or call the model's"
+                " resize_token_embeddings and save it anew",
             )
 
     def kept(self, length: int) -> slice:
@@ -173,10 +191,12 @@ def load_tokenizer(data: DataConfig, base: Path, pretrained: Pretrained) -> Toke
     inner = _read(folder)
     if data.truncation != "error":
         inner.truncation_side = data.truncation
-    pad, said = _pad_token(inner, pretrained.config)
+    size = _vocabulary_size(pretrained.config)
+    pad, said = _pad_token(inner, pretrained.config, size)
     limit = _limit(data.max_length, inner, pretrained.config)
     inputs = tuple(name for name in _inputs(inner, pretrained))
-    return Tokenizer(inner, inputs, pad, limit, data.truncation, _fingerprint(inner, folder), (*notes, *said))
+    fingerprint = _fingerprint(inner, folder)
+    return Tokenizer(inner, inputs, pad, limit, data.truncation, fingerprint, (*notes, *said), size)
 
 
 def _read(folder: Path) -> Any:
@@ -218,17 +238,33 @@ def _read(folder: Path) -> Any:
 _SAVED = ("tokenizer_config.json",)
 
 
-def _pad_token(inner: Any, config: Any) -> tuple[int, list[str]]:
+def _vocabulary_size(config: Any) -> int | None:
+    """How many token ids the model has embeddings for: of a model of two parts the larger number."""
+    parts = (config, *(getattr(config, name, None) for name in ("text_config", "encoder", "decoder")))
+    sizes = [getattr(part, "vocab_size", None) for part in parts]
+    return max((size for size in sizes if isinstance(size, int)), default=None)
+
+
+def _pad_token(inner: Any, config: Any, size: int | None) -> tuple[int, list[str]]:
     """(the id that pads a row, what is to be said of it). The model's own comes first, by which some models
-    find a row's last token.
+    find a row's last token. An id for which the model has no embedding is not used.
     """
-    own, size = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
-    if isinstance(own, int) and 0 <= own < (size or own + 1):
-        return own, []
-    if inner.pad_token_id is not None:
-        return int(inner.pad_token_id), []
-    name, value = ("the token 0", 0) if inner.eos_token_id is None else (inner.eos_token, inner.eos_token_id)
-    return int(value), [f"the tokenizer has no pad token: rows are padded with {name}"]
+    own, pad, end = getattr(config, "pad_token_id", None), inner.pad_token_id, inner.eos_token_id
+
+    def known(token: Any) -> bool:
+        return isinstance(token, int) and 0 <= token < (size or token + 1)
+
+    if known(own):
+        return int(own), []
+    if known(pad):
+        return int(pad), []
+    name, value = (inner.eos_token, int(end)) if known(end) else ("the token 0", 0)
+    why = (
+        "the tokenizer has no pad token"
+        if pad is None
+        else f"the model has no embedding for the pad token {inner.pad_token}"
+    )
+    return value, [f"{why}: rows are padded with {name}"]
 
 
 def _limit(wanted: int | None, inner: Any, config: Any) -> int | None:
@@ -284,15 +320,18 @@ def require_template(tokenizer: Tokenizer) -> None:
         )
 
 
-def chat_tokens(tokenizer: Tokenizer, chat: Chat | None, where: str) -> tuple[list[int], list[bool]]:
+def chat_tokens(tokenizer: Tokenizer, messages: Chat | None, where: str) -> tuple[list[int], list[bool]]:
     """(the tokens of a chat, whether the assistant wrote each of them).
 
     By the template's {% generation %} where it has that; else by the tokens that each turn of the assistant
-    adds to those before it. Raises DataError for a chat without a turn of the assistant, and where the tokens
-    of a part of the chat do not begin those of the whole.
+    adds to those before it. Keys without a value, which a column of objects has for keys of other rows, are
+    left out. Raises DataError for a chat without a turn of the assistant, for a message without content, and
+    where the tokens of a part of the chat do not begin those of the whole.
     """
+    chat = [_without_nulls(message) for message in messages or []]
+    _require_contents(tokenizer, chat, where)
     if not chat or not any(_role(turn) == "assistant" for turn in chat):
-        roles = ", ".join(dict.fromkeys(_role(turn) for turn in chat or []))
+        roles = ", ".join(dict.fromkeys(_role(turn) or "none" for turn in chat))
         raise DataError(
             f"{where}: the chat has no turn of the assistant" + (f"; its roles: {roles}" if roles else ""),
             expected="at least one message with the role assistant: the loss is of what it says",
@@ -327,9 +366,10 @@ def _by_prefixes(tokenizer: Tokenizer, chat: Chat, where: str) -> tuple[list[int
 
 
 def _rendered(tokenizer: Tokenizer, chat: Chat, where: str, **options: Any) -> Any:
+    given = {"tokenize": True, "return_dict": True, **options}
     try:
         with quiet():
-            return tokenizer.inner.apply_chat_template(chat, tokenize=True, return_dict=True, **options)
+            return tokenizer.inner.apply_chat_template(chat, **given)
     except Exception as error:  # templates raise what they want
         raise DataError(
             f"{where}: the chat template raised {type(error).__name__}:"
@@ -339,7 +379,35 @@ def _rendered(tokenizer: Tokenizer, chat: Chat, where: str, **options: Any) -> A
 
 
 def _role(turn: Any) -> str:
-    return str(turn.get("role")) if isinstance(turn, dict) else ""
+    return str(turn.get("role") or "") if isinstance(turn, dict) else ""
+
+
+def _without_nulls(value: Any) -> Any:
+    """A message without the keys that have no value, in its parts, too."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _require_contents(tokenizer: Tokenizer, chat: Chat, where: str) -> None:
+    """Raises DataError for a message that says nothing, of which a template would make a text of its own, and
+    for one of several parts, of which a template for plain texts would print Python's list.
+    """
+    for place, turn in enumerate(chat):
+        content = turn.get("content") if isinstance(turn, dict) else None
+        if content is None and not (isinstance(turn, dict) and set(turn) - {"role", "name"}):
+            raise DataError(
+                f"{where}: message {place} of the chat has no content",
+                expected="a text in the content of each message, which may be empty",
+                next_step="put the text there, or remove the message or the row",
+            )
+        if isinstance(content, list) and str(content) in _rendered(tokenizer, [turn], where, tokenize=False):
+            raise DataError(
+                f"{where}: message {place} of the chat has its content in parts, and the tokenizer's template"
+                " takes one text",
+                expected="a text in the content of each message",
+                next_step="join the texts of its parts into one text",
+            )
 
 
 def _template_text(tokenizer: Tokenizer) -> str:

@@ -71,3 +71,20 @@ def test_several_labels_become_ones_and_zeros(tmp_path: Path) -> None:
     assert torch.equal(target, torch.tensor([[1.0, 0, 1], [0, 0, 0], [0, 1, 0]]))
     said = refusal_of(DataError, tmp_path, "sequence-classification", rows("odd"), **CLASSIFY)
     assert "expected: lists of labels: the model's problem_type is multi_label_classification" in said
+
+
+def test_labels_class_names_in_another_order_than_the_models_are_refused(tmp_path: Path) -> None:
+    task, names = "sequence-classification", ["odd", "fine", "dull"]
+    said = refusal_of(ConfigError, tmp_path, task, rows("odd"), config=NAMED, class_names=names, **CLASSIFY)
+    assert "data.class_names has 'odd' as class 0, and the model's config (id2label) as class 2" in said
+    assert "expected: the model's order: dull, fine, odd" in said
+    others = samples_of(tmp_path, task, rows("odd"), class_names=["matt", "fine", "new"], **CLASSIFY)
+    assert others.class_names == ("dull", "fine", "odd")
+
+
+def test_labels_of_a_config_that_contradicts_itself_are_refused(tmp_path: Path) -> None:
+    turned = {**NAMED, "label2id": {"odd": 0, "fine": 1, "dull": 2}}
+    said = refusal_of(
+        ConfigError, tmp_path, "sequence-classification", rows("odd"), config=turned, **CLASSIFY
+    )
+    assert "the model's config has 'dull' as class 0 in id2label, and as class 2 in label2id" in said

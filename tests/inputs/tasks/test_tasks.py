@@ -80,6 +80,10 @@ def test_chat_labels_are_the_tokens_of_the_assistant(marked: bool, tmp_path: Pat
             "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
             "the chat template does not tell the tokens of message 1",
         ),
+        ([{"role": "user"}, CHAT[1]], CHAT_TEMPLATE, "message 0 of the chat has no content"),
+        ([{"role": "user", "content": None}, CHAT[1]], CHAT_TEMPLATE, "message 0 of the chat has no content"),
+        ([CHAT[0], {"role": "assistant"}], CHAT_TEMPLATE, "message 1 of the chat has no content"),
+        ([None, CHAT[1]], CHAT_TEMPLATE, "message 0 of the chat has no content"),
     ],
 )
 def test_chat_refused(chat: list[Any], template: str | None, words: str, tmp_path: Path) -> None:
@@ -87,6 +91,55 @@ def test_chat_refused(chat: list[Any], template: str | None, words: str, tmp_pat
     options = {} if template is None else {"chat_template": template}
     said = refusal_of(DataError, tmp_path, "causal-lm", rows, kind="gpt", options=options, messages="m")
     assert words in said
+
+
+def test_chat_of_parts_is_refused_by_a_template_for_texts_and_taken_by_one_for_parts(tmp_path: Path) -> None:
+    parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in CHAT]
+    options = {"chat_template": CHAT_TEMPLATE}
+    said = refusal_of(
+        DataError, tmp_path, "causal-lm", [{"m": parts}], kind="gpt", options=options, messages="m"
+    )
+    assert "message 0 of the chat has its content in parts, and the tokenizer's template takes" in said
+    text = "{{ message['content'] }}"
+    assert text in CHAT_TEMPLATE
+    options = {"chat_template": CHAT_TEMPLATE.replace(text, "{{ message['content'][0]['text'] }}")}
+    of_parts = target_of(
+        tmp_path / "parts", "causal-lm", [{"m": parts}], kind="gpt", options=options, messages="m"
+    )
+    of_texts = target_of(
+        tmp_path / "texts",
+        "causal-lm",
+        [{"m": CHAT}],
+        kind="gpt",
+        options={"chat_template": CHAT_TEMPLATE},
+        messages="m",
+    )
+    assert of_parts.tolist() == of_texts.tolist()
+
+
+def test_chat_keys_of_other_rows_are_not_there_for_the_template(tmp_path: Path) -> None:
+    """A column of objects has each key in each row; a template asks whether it is defined."""
+    called = {"role": "assistant", "content": "a dog", "tool_calls": [{"name": "look"}]}
+    template = CHAT_TEMPLATE.replace(
+        "{{ message['content'] }}",
+        "{% if message.tool_calls is defined %}film{% endif %}{{ message['content'] }}",
+    )
+    options = {"kind": "gpt", "options": {"chat_template": template}, "messages": "m"}
+    alone = target_of(tmp_path / "alone", "causal-lm", [{"m": CHAT}], **options)
+    beside = samples_of(tmp_path / "two", "causal-lm", [{"m": CHAT}, {"m": [CHAT[0], called]}], **options)
+    first, second = (beside.read(row, row + 1).target for row in range(2))
+    assert first is not None
+    assert second is not None
+    assert first[0].tolist() == alone.tolist()
+    assert "film" in "".join(beside.pieces([int(label) for label in second[0] if label != -100]) or [])
+
+
+def test_chats_of_another_form_are_told_how_to_rename_their_keys(tmp_path: Path) -> None:
+    rows = [{"m": [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "sat"}]}]
+    options = {"chat_template": CHAT_TEMPLATE}
+    said = refusal_of(DataError, tmp_path, "causal-lm", rows, kind="gpt", options=options, messages="m")
+    assert "the messages in 'm' have the keys from, value\n  expected: role (system, user, assistant)" in said
+    assert "rename the keys: from is role, value is content" in said
 
 
 def test_masked_tokens_are_the_same_each_time_and_as_many_as_asked(tmp_path: Path) -> None:

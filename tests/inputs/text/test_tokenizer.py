@@ -74,3 +74,39 @@ def test_rows_longer_than_the_models_positions_are_refused(
     assert f"data.max_length is {limit + 1}, and the model has {limit} positions" in said
     fits = samples_of(tmp_path, "masked-lm", ROWS, text="t", truncation="right")
     assert fits.read(0, 1).inputs[0].shape == (1, limit)
+
+
+@pytest.mark.parametrize("task", ["sequence-classification", "causal-lm", "seq2seq-lm"])
+def test_tokens_beyond_the_models_vocabulary_are_refused(task: str, tmp_path: Path) -> None:
+    rows = [{"t": "the", "y": 0 if task == "sequence-classification" else "the cat"}]
+    options = {"target": "y"} if task != "causal-lm" else {}
+    said = refusal_of(DataError, tmp_path, task, rows, text="t", config={"vocab_size": 9}, **options)
+    assert f"row 0 ({tmp_path / 'rows.jsonl'}, line 1) has the token '" in said
+    assert "and the model has embeddings for 9 tokens\n  expected: token ids from 0 to 8" in said
+    assert "tokens that were added to the tokenizer and not to the model" in said
+
+
+def test_largest_token_of_the_vocabulary_is_taken(tmp_path: Path) -> None:
+    ids = samples_of(tmp_path, TASK, ROWS, text="t").read(0, 1).inputs[0]
+    for size in (int(ids.max()) + 1, int(ids.max())):
+        tiny_model(TASK, tmp_path / str(size) / "model", vocab_size=size)
+        options = {"text": "t", "tokenizer": str(tmp_path / "model")}
+        if size > ids.max():
+            block = samples_of(tmp_path / str(size), TASK, ROWS[:1], **options).read(0, 1)
+            assert block.inputs[0].tolist() == ids.tolist()
+        else:
+            assert "has the token" in refusal_of(DataError, tmp_path / str(size), TASK, ROWS[:1], **options)
+
+
+def test_pad_token_that_the_model_has_no_embedding_for_is_not_used(tmp_path: Path) -> None:
+    tiny_model(TASK, tmp_path / "model", architecture="gpt2")
+    tokenizer = tiny_tokenizer(tmp_path / "model", kind="gpt")
+    tokenizer.add_tokens([f"more{number}" for number in range(400 - len(tokenizer))])
+    tokenizer.add_special_tokens({"pad_token": "<PADDING>"})
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert tokenizer.pad_token_id == 400
+    samples = samples_of(tmp_path, TASK, ROWS, text="t")
+    assert samples.notes == (
+        "the model has no embedding for the pad token <PADDING>: rows are padded with </s>",
+    )
+    assert int(samples.read(0, 2).inputs[0][1, -1]) == 6
