@@ -130,7 +130,7 @@ def set_up_influence(
     Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
     """
     method = method_from(config.influence.method, config.base)
-    run = first_run(config)
+    run = first_run(config, processes)
     read_ahead(run.samples, len(run.samples), progress)  # before queries are chosen by their ids or losses
     measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
     last = len(checkpoints_of(config)) - 1
@@ -150,12 +150,17 @@ def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:
     return list(config.influence.checkpoints) if config.influence.checkpoints else [None]
 
 
-def first_run(config: Config) -> Setup:
+def first_run(config: Config, processes: Processes) -> Setup:
     """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at
     random.
     """
     run = setup_of(
-        load(_at(config, 0), trainable=config.influence.parameters, trainable_key="influence.parameters")
+        load(
+            _at(config, 0),
+            trainable=config.influence.parameters,
+            trainable_key="influence.parameters",
+            processes=processes,
+        )
     )
     require_of_weights(config, run)
     require_of_groups(config, run)

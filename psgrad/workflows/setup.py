@@ -19,8 +19,10 @@ from psgrad.engine.execution.buckets import ModelSize, padding_is_masked
 from psgrad.engine.execution.loading import Read, to_device
 from psgrad.engine.execution.objective import Forward, GroupObjective, Objective
 from psgrad.engine.execution.placement import place
+from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.execution.self_check import SelfCheck, self_check, spread_rows
+from psgrad.engine.execution.sharded import WeightParts, shard
 from psgrad.engine.execution.stored import Supply
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import machine
@@ -34,7 +36,7 @@ from psgrad.inputs.models.loaded import LoadedModel
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.load import load_data
-from psgrad.workflows.residence import Residence, residence_of
+from psgrad.workflows.residence import Residence, agreed_residence
 from psgrad.workflows.shared_weights import share_weights, turn_to_read
 
 Loss = Callable[..., Any]
@@ -221,8 +223,9 @@ def load(
     unit: str | None = None,
     kept: Path | None = None,
     updates: bool = False,
+    processes: Processes | None = None,
 ) -> Loaded:
-    """Load all that a config names.
+    """Load all that a config names. All processes of a run do so together, once.
 
     Args:
         trainable: patterns of the parameters that are trained; None for those that the factory left
@@ -231,27 +234,36 @@ def load(
         unit: the column of the data that says whom each row belongs to.
         kept: the folder of a run that keeps the tokens of texts.
         updates: whether the run writes to the parameters that are trained.
+        processes: those that run it; None for this one alone.
 
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
     """
     device = pick_device(config.engine.device)
     use_machine(config, device)
     dtype, autocast = pick_precision(config.engine.dtype)
+    processes = OneProcess() if processes is None else processes
+    residence = agreed_residence(config, device, processes)
+    sharded = residence.where == "sharded"
+    parts = WeightParts(processes, residence.ranks(processes.rank)) if sharded else None
     with turn_to_read(config.model, config.base):
-        residence = residence_of(config, device)
         loaded = load_model(
             config.model,
             config.base,
             trainable,
             trainable_key,
             allow_download=config.allow_download,
-            in_files=residence.supply is not None,
+            in_files=residence.where != "resident",
         )
         identity = identify(loaded.model)  # now: placing converts tensors
+        residence = residence.supplied(loaded.model, device, config.engine.memory == "auto")
+        if parts is not None:
+            shard(loaded.model, dtype, config.model.dtype, parts, trained_too=not updates)
         model = share_weights(
             place(loaded.model, device, dtype, config.model.dtype, residence.supply, trained_too=not updates)
         )
         residence.require_room(model)
+    if parts is not None:  # when no rank waits for its turn
+        parts.serve(identity.weights_sha256)
     how = config.engine.recompute
     recompute = None
     if how != "none":
@@ -360,10 +372,12 @@ def _require_loss_of_the_head(loaded: LoadedModel, criterion: Criterion) -> None
         )
 
 
-def set_up(config: Config, kept: Path | None = None) -> Setup:
+def set_up(config: Config, kept: Path | None = None, processes: Processes | None = None) -> Setup:
     """Load all that a config names, and make the parts of a run of it; see `load`."""
     trainable = config.analyze.trainable
-    return setup_of(load(config, trainable=trainable, trainable_key="analyze.trainable", kept=kept))
+    return setup_of(
+        load(config, trainable=trainable, trainable_key="analyze.trainable", kept=kept, processes=processes)
+    )
 
 
 def setup_of(parts: Loaded) -> Setup:
