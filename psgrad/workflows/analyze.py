@@ -52,6 +52,7 @@ from psgrad.workflows.identity import (
 from psgrad.workflows.judging import Judging
 from psgrad.workflows.measures import frame_of, measures_of, prepare
 from psgrad.workflows.measuring import Measured, Passes, about_rows
+from psgrad.workflows.residence import Ranks
 from psgrad.workflows.running import LOADING, Clock, describe_run, read_ahead, recorded
 from psgrad.workflows.setup import Setup, set_up
 
@@ -115,7 +116,7 @@ def prepared(
     processes = OneProcess() if processes is None else processes
     config = config if sample else _streamed_to(config, limit)
     measures = measures_of(config)
-    run = set_up(config, config.output / SHARDS, processes)
+    run = set_up(config, config.output / SHARDS, Ranks.of(processes))
     in_dataset, count = len(run.samples), limited(len(run.samples), limit)
     if sample:
         require_limit(limit)

@@ -28,8 +28,9 @@ from psgrad.results import Say
 from psgrad.user_code import describe_failure
 from psgrad.workflows.checkpoints import at_weights, same_weights
 from psgrad.workflows.influence_queries import chosen_rows, queries_of
+from psgrad.workflows.residence import Ranks
 from psgrad.workflows.running import read_ahead
-from psgrad.workflows.setup import Setup, draws_at_random, load, setup_of
+from psgrad.workflows.setup import Setup, Trained, draws_at_random, load, setup_of
 from psgrad.workflows.shared_weights import turn_to_read
 
 
@@ -157,9 +158,8 @@ def first_run(config: Config, processes: Processes) -> Setup:
     run = setup_of(
         load(
             _at(config, 0),
-            trainable=config.influence.parameters,
-            trainable_key="influence.parameters",
-            processes=processes,
+            trained=Trained(config.influence.parameters, "influence.parameters"),
+            ranks=Ranks.of(processes),
         )
     )
     require_of_weights(config, run)

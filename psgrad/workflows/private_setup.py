@@ -29,7 +29,8 @@ from psgrad.engine.privacy.snapshot import PublishedTensors
 from psgrad.errors import ConfigError
 from psgrad.inputs.loss import Criterion
 from psgrad.user_code import resolve
-from psgrad.workflows.setup import Loss, Setup, load, setup_of
+from psgrad.workflows.residence import Ranks
+from psgrad.workflows.setup import Loss, Setup, Trained, load, setup_of
 
 # So many rows are run through the model to see whether it keeps them apart.
 _ROWS_LOOKED_AT = 4
@@ -149,7 +150,8 @@ def set_up_privately(
     privacy = require_privacy(config)
     unit = privacy.unit
     column = None if unit is None else unit.column
-    loaded = load(config, trainable=privacy.trainable, unit=column, updates=True, processes=processes)
+    trained = Trained(privacy.trainable, "privacy.trainable")
+    loaded = load(config, trained=trained, unit=column, updates=True, ranks=Ranks.of(processes))
     # What a row of a record draws must be its own in each step.
     loaded = replace(loaded, samples=loaded.samples.anew())
     began = Began(loaded.model, loaded.criterion)

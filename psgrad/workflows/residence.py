@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from psgrad.config import Config, ModelConfig
-from psgrad.engine.execution.ranks import Processes
+from psgrad.engine.execution.ranks import OneProcess, Processes
+from psgrad.engine.execution.sharded import WeightParts
 from psgrad.engine.execution.stored import Stored, Supply
 from psgrad.engine.free_memory import free_memory
 from psgrad.errors import ConfigError
@@ -80,19 +81,36 @@ class Residence:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Of a run: how many there are, and how many of them are on one host."""
+    """The processes of a run, or of one that is planned.
 
-    count: int = 1
-    per_host: int = 1
+    Attributes:
+        processes: with this one; it alone where a run is planned.
+        count: how many the run has. per_host: how many of them are on one host.
+    """
+
+    processes: Processes
+    count: int
+    per_host: int
 
     @classmethod
-    def of(cls, processes: Processes) -> Ranks:
-        return cls(processes.size, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    def of(cls, processes: Processes | None) -> Ranks:
+        found = OneProcess() if processes is None else processes
+        return cls(found, found.size, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+
+    @classmethod
+    def planned(cls, count: int, per_host: int) -> Ranks:
+        return cls(OneProcess(), count, min(count, per_host))
+
+    def parts(self, residence: Residence) -> WeightParts | None:
+        """What this process keeps of sharded weights; None where it keeps them all, or none."""
+        if residence.shard_ranks == 1 or self.processes.size == 1:
+            return None
+        return WeightParts(self.processes, residence.ranks(self.processes.rank))
 
 
-def agreed_residence(config: Config, device: torch.device, processes: Processes) -> Residence:
+def agreed_residence(config: Config, device: torch.device, ranks: Ranks) -> Residence:
     """As rank 0 finds it: what is free differs from rank to rank, and ranks have to take the same steps."""
-    found = residence_of(config, device, Ranks.of(processes))
+    found, processes = residence_of(config, device, ranks), ranks.processes
     if processes.size == 1:
         return found
     own = [int(found.room is not None), found.shard_ranks]
