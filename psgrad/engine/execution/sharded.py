@@ -96,13 +96,13 @@ class InParts:
 
 
 def _flat(data: Tensor, first: int, count: int) -> Tensor:
-    """A copy of so many numbers of a dense tensor, in the order of its memory; of a file these alone are
-    read.
+    """So many numbers of a dense tensor, in the order of its memory, which they do not keep; of a file these
+    alone are read.
     """
-    if not isinstance(data, Stored):
-        return data.as_strided((count,), (1,), data.storage_offset() + first).clone()
-    view = data.view_of_source
-    return data.source.read(view.as_strided((count,), (1,), view.storage_offset() + first)).clone()
+    view = data.view_of_source if isinstance(data, Stored) else data
+    part = view.as_strided((count,), (1,), view.storage_offset() + first)
+    found = data.source.read(part) if isinstance(data, Stored) else part
+    return found.clone() if found.untyped_storage().nbytes() > found.nbytes else found
 
 
 class WeightParts:
@@ -194,7 +194,8 @@ def _sharded(parameter: nn.Parameter, narrow: Any, parts: WeightParts) -> nn.Par
     data = parameter.detach()
     if not is_plain(parameter) or data.nbytes < WHOLE_BELOW:
         return parameter
-    if torch.empty_like(data, device="meta").stride() != data.stride():  # with gaps, or expanded
+    layout = data.view_of_source if isinstance(data, Stored) else data  # of which nothing is read
+    if torch.empty_like(layout, device="meta").stride() != data.stride():  # with gaps, or expanded
         return parameter
     saved = data.stored_dtype if isinstance(data, Stored) else data.dtype
     kept = parts.keep(data, saved if narrow is None else narrow)
