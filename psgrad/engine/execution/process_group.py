@@ -87,6 +87,10 @@ class _Reached:
         return call
 
 
+Watched = Callable[[Callable[[], Any], Callable[[], None], float], Any]
+"""Such as rank_tensors.watched."""
+
+
 class RankGroup:
     """The ranks of one run. See `Processes`."""
 
@@ -357,12 +361,15 @@ class RankGroup:
         self.exchange(lambda: found.update(rank_tensors.received(self._receiver, onwards)))
         return found
 
-    def exchange(self, exchange: Callable[[], Result]) -> Result:
+    def exchange(self, exchange: Callable[[], Result], watched: Watched = rank_tensors.watched) -> Result:
         """What an exchange of tensors returns. Raises DistributedError with the rank that has failed or
         died.
+
+        watched: runs it.
         """
         try:
-            return rank_tensors.watched(exchange, self._require_others, _POLL)
+            found: Result = watched(exchange, self._require_others, _POLL)
+            return found
         except RuntimeError as error:
             self._whole = False
             self.hurry()

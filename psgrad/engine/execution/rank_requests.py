@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from psgrad.engine.execution.rank_tensors import OneThread
 from psgrad.engine.execution.ranks import Answer
 
 _QUESTION, _ANSWER = 1, 2  # tags of messages
@@ -28,9 +29,9 @@ class Group(Protocol):
 
     rank: int
 
-    def exchange(self, exchange: Callable[[], Any]) -> Any:
+    def exchange(self, exchange: Callable[[], Any], watched: Callable[..., Any] = ...) -> Any:
         """What the exchange of tensors returns. Raises DistributedError with the rank that has failed or
-        died.
+        died. watched: runs it, such as rank_tensors.watched.
         """
 
     def fail(self, message: str) -> bool:
@@ -48,7 +49,7 @@ class RankRequests:
     def __init__(self, group: Group, ranks: Sequence[int], answer: Answer) -> None:
         self._group, self._answer = group, answer
         self._others = [rank for rank in ranks if rank != group.rank]
-        self._asking = threading.Lock()
+        self._asking, self._watched = threading.Lock(), OneThread()
         self._messages: ProcessGroup = group.exchange(lambda: _connected(ranks))
         self._answering = [
             threading.Thread(target=self._serve, args=(other,), daemon=True, name=f"psgrad-answers-{other}")
@@ -59,7 +60,7 @@ class RankRequests:
 
     def ask(self, questions: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
         with self._asking:
-            self._group.exchange(lambda: self._asked(questions, into))
+            self._group.exchange(lambda: self._asked(questions, into), self._watched)
 
     def end(self) -> None:
         """This rank asks no more. Returns when the others have said so, too.

@@ -226,8 +226,8 @@ def anonymous_memory() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say what is used")
 def test_a_rank_holds_its_share_of_the_weights_alone(tmp_path: Path) -> None:
-    """64 MiB of weights in a file; each of two ranks has its 32 MiB and 8 MiB of weights in use, at most."""
-    size, layers = 1024, 16
+    """256 MiB of weights in a file; each of two ranks has its 128 MiB and 8 MiB of weights in use, at most."""
+    size, layers = 1024, 64
     all_weights = 4 * size * size * layers
     file = tmp_path / "weights.safetensors"
     save_file({f"{number}.weight": torch.full((size, size), 1e-3) for number in range(layers)}, file)
@@ -262,7 +262,8 @@ def test_a_rank_holds_its_share_of_the_weights_alone(tmp_path: Path) -> None:
     ended = run_in_group(tmp_path, 2, work)
     assert [rank.code for rank in ended] == [0, 0], "\n".join(rank.err for rank in ended)
     for rank in ended:
-        assert all_weights // 2 < int(rank.out) < all_weights // 2 + (8 << 20) + (12 << 20), rank.out
+        used = int(rank.out) - all_weights // 2
+        assert 0 < used < (8 << 20) + (80 << 20), rank.out  # 64 MiB: free places in the parent's heap
 
 
 # -- ranks that do other things ------------------------------------------------------------------------------
