@@ -226,7 +226,7 @@ def anonymous_memory() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say what is used")
 def test_a_rank_holds_its_share_of_the_weights_alone(tmp_path: Path) -> None:
-    """256 MiB of weights in a file; each of two ranks has its 128 MiB and 8 MiB of weights in use, at most."""
+    """256 MiB of weights in a file; each of two ranks has its 128 MiB and 8 MiB of weights in use."""
     size, layers = 1024, 64
     all_weights = 4 * size * size * layers
     file = tmp_path / "weights.safetensors"
