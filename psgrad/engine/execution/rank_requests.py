@@ -49,7 +49,7 @@ class RankRequests:
     def __init__(self, group: Group, ranks: Sequence[int], answer: Answer) -> None:
         self._group, self._answer = group, answer
         self._others = [rank for rank in ranks if rank != group.rank]
-        self._asking, self._watched = threading.Lock(), OneThread()
+        self._in_turn = OneThread()  # questions come one after another, whichever thread asks
         self._messages: ProcessGroup = group.exchange(lambda: _connected(ranks))
         self._answering = [
             threading.Thread(target=self._serve, args=(other,), daemon=True, name=f"psgrad-answers-{other}")
@@ -59,16 +59,14 @@ class RankRequests:
             thread.start()
 
     def ask(self, questions: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
-        with self._asking:
-            self._group.exchange(lambda: self._asked(questions, into), self._watched)
+        self._group.exchange(lambda: self._asked(questions, into), self._in_turn)
 
     def end(self) -> None:
         """This rank asks no more. Returns when the others have said so, too.
 
         Raises DistributedError where one of them has failed or died before.
         """
-        with self._asking:
-            self._group.exchange(self._said_goodbye)
+        self._group.exchange(self._said_goodbye, self._in_turn)
 
     @property
     def ended(self) -> bool:

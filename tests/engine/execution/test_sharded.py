@@ -132,6 +132,7 @@ def test_each_view_of_a_weight_in_parts(ranks: int, shape: tuple[int, ...]) -> N
             fresh = Stored(own, torch.float64, Supply(CPU, 1 << 20))
             assert torch.equal(nn.functional.embedding(ids, fresh), whole.double()[ids])
             assert torch.equal(nn.functional.embedding(ids // 2, fresh[1:]), whole.double()[1:][ids // 2])
+        assert own.own.untyped_storage().nbytes() == own.own.nbytes  # nothing else is kept
         return own.own.numel()
 
     kept = by_ranks(ranks, work)
@@ -270,7 +271,7 @@ def test_a_rank_holds_its_share_of_the_weights_alone(tmp_path: Path) -> None:
 
 
 def test_ranks_that_ask_in_other_orders_and_unequally_often(tmp_path: Path) -> None:
-    """Three ranks, each in an order of its own, at one time, one of them not at all, and in two threads."""
+    """Three ranks at one time, each in an order of its own and reading ahead; one of them asks nothing."""
     weights = [torch.full((40, 50), float(number)) for number in range(12)]
 
     def work(group: Any) -> None:
@@ -286,6 +287,23 @@ def test_ranks_that_ask_in_other_orders_and_unequally_often(tmp_path: Path) -> N
 
     ended = run_in_group(tmp_path, 3, work)
     assert [rank.code for rank in ended] == [0, 0, 0], "\n".join(rank.err for rank in ended)
+
+
+def test_a_rank_that_can_not_answer_ends_the_one_that_asks(tmp_path: Path) -> None:
+    def work(group: Any) -> None:
+        def answer(question: Tensor) -> Tensor:
+            raise IndexError(f"no weight {int(question[1])}")
+
+        requests = group.requests(range(2), answer)
+        if group.rank == 0:
+            with pytest.raises(DistributedError, match="rank 1 failed: IndexError: no weight 9"):
+                requests.ask({1: torch.tensor([0, 9])}, {1: torch.zeros(4, dtype=torch.uint8)})
+            os._exit(7)
+        time.sleep(3)
+
+    first, _ = run_in_group(tmp_path, 2, work)
+    assert first.code == 7, first.err
+    assert first.seconds < 15
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs", "fails"])
