@@ -82,6 +82,13 @@ def test_analyze_in_float64_over_three_ranks_of_which_one_has_no_rows(workplace:
     assert_same_runs(workplace.folder / "out", found)
 
 
+def test_analyze_over_two_groups_of_two_ranks(workplace: Workplace) -> None:
+    workplace.config["engine"] = {"chunk_size": 3, "shard_ranks": 2}
+    workplace.succeeded("--no-report")
+    found = succeeded(workplace, 4, "analyze", "config.yaml", "--no-report")
+    assert_same_runs(workplace.folder / "out", found)
+
+
 @pytest.mark.parametrize(
     "method",
     [pytest.param(each, marks=[] if each == "ekfac" else pytest.mark.sweep, id=each) for each in METHODS],
@@ -100,6 +107,28 @@ def test_influence(
     found = succeeded(place, 2, *command)
     one, other = (load_file(each / "matrix.safetensors")["scores"] for each in (place.folder / "out", found))
     torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-12)
+
+
+def test_index_has_the_gradients_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
+    place.prepare()
+    place.config["engine"] = {"chunk_size": 4}
+    index = {"path": "one", "dimension": 8, "rows_per_shard": 4, "dtype": "float64"}
+    place.config["influence"] |= {"index": index, "method": "projected_influence"}
+    (place.folder / "config.yaml").write_text(yaml.safe_dump(place.config))
+    assert run_ranks(place.folder, 1, "influence", "index", "config.yaml")[0].code == 0
+    place.config["influence"]["index"]["path"] = "several"
+    succeeded(place, 2, "influence", "index", "config.yaml")
+    files = sorted(each.relative_to("one") for each in Path("one").rglob("*.safetensors"))
+    assert files
+    for file in files:
+        one, other = (load_file(Path(folder) / file) for folder in ("one", "several"))
+        assert one.keys() == other.keys()
+        apart = 1e-12 if file.name == "sums.safetensors" else 0  # which are added in another order
+        for name, value in one.items():
+            torch.testing.assert_close(other[name], value, rtol=apart, atol=apart)
 
 
 def test_dp_step_with_frozen_weights(workplace: Workplace) -> None:
