@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 
 from psgrad.cli import main
 from psgrad.engine.execution import process_group
+from psgrad.engine.execution.process_group import RankGroup
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.privacy.accounting import StepEvent, epsilon_rdp
 from psgrad.engine.privacy.sampling import Sampling
@@ -48,6 +50,29 @@ class EndedRank:
 
 def run_ranks(folder: Path, size: int, *arguments: str, plant: Plant = lambda rank: None) -> list[EndedRank]:
     """`psgrad` with these arguments in so many ranks. folder: for what they print."""
+
+    def command(rank: int) -> None:
+        sys.argv = ["psgrad", *arguments]
+        plant(rank)
+        main()
+
+    return fork_ranks(folder, size, command)
+
+
+def run_in_group(folder: Path, size: int, work: Callable[[RankGroup], None]) -> list[EndedRank]:
+    """A function in so many ranks of one group."""
+
+    def joined(rank: int) -> None:
+        group = RankGroup.join()
+        work(group)
+        group.answer_to_the_end()
+        group.leave()
+
+    return fork_ranks(folder, size, joined)
+
+
+def fork_ranks(folder: Path, size: int, run: Callable[[int], None]) -> list[EndedRank]:
+    """A function of the rank in so many processes. folder: for what they print."""
     _import_everything()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -60,7 +85,7 @@ def run_ranks(folder: Path, size: int, *arguments: str, plant: Plant = lambda ra
             )  # of forks beside threads: the child uses none
             child = os.fork()
         if child == 0:
-            _be_the_rank(rank, size, port, arguments, folder, plant)
+            _be_the_rank(rank, size, port, folder, run)
         children[child] = rank
     codes: dict[int, tuple[int, float]] = {}
     for _ in range(size):
@@ -116,9 +141,7 @@ def _next_of(children: set[int]) -> tuple[int, int]:
         time.sleep(0.01)
 
 
-def _be_the_rank(
-    rank: int, size: int, port: int, arguments: tuple[str, ...], folder: Path, plant: Plant
-) -> None:
+def _be_the_rank(rank: int, size: int, port: int, folder: Path, run: Callable[[int], None]) -> None:
     """Never returns: the child must not go on with the tests of its parent."""
     code = 99
     try:
@@ -138,16 +161,15 @@ def _be_the_rank(
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        sys.argv = ["psgrad", *arguments]
-        plant(rank)
         try:
-            main()
+            run(rank)
+            code = 0
         except SystemExit as leave:
             code = leave.code if isinstance(leave.code, int) else 98
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException as error:
-        os.write(2, repr(error).encode())
+        os.write(2, "".join(traceback.format_exception(error)).encode())
     finally:
         os._exit(code)
 

@@ -145,7 +145,12 @@ def joined(folder: Path) -> Iterator[Processes | None]:
     try:
         (run,) = group.agreed("host files", lambda: [secrets.randbits(62)])
         with shared_on_host(str(run), removes=os.environ.get("LOCAL_RANK", "0") == "0"):
-            yield group
+            try:
+                yield group
+            except typer.Exit:  # a verdict
+                group.answer_to_the_end()
+                raise
+            group.answer_to_the_end()
     except (KeyboardInterrupt, typer.Exit) as ended:
         if group.rank == 0 or isinstance(ended, typer.Exit):
             raise

@@ -35,6 +35,7 @@ _BYTES = {
     "tib": 2**40,
 }
 _LEAST_MEMORY = 1 << 20  # less is a forgotten unit
+_ELSEWHERE = ("offloaded", "sharded")  # where weights live that take a share of the memory for chunks
 
 
 def _memory(value: object) -> object:
@@ -135,17 +136,22 @@ class EngineConfig(Section):
     tokens_per_chunk: Annotated[int, Field(ge=1)] | None = None
     """Positions computed together at most, where rows differ in length; null for what fits the memory."""
     memory: Annotated[int | Literal["auto"], BeforeValidator(_memory)] = "auto"
-    """The memory of a chunk, and of offloaded weights, up to half of it each: a size such as 2GiB; auto is a
-    share of the free memory.
+    """The memory of a chunk, and of offloaded or sharded weights, up to half of it each: a size such as
+    2GiB; auto is a share of the free memory.
     """
-    parameters: Literal["auto", "resident", "offloaded"] = "auto"
+    parameters: Literal["auto", "resident", "offloaded", "sharded"] = "auto"
     """Where weights live: on the device (resident); or in the checkpoint's safetensors file or the host's
-    memory, from where operators bring them in (offloaded); auto is resident if they take at most half of the
-    free memory.
+    memory, from where operators bring them in (offloaded); or in parts on the processes of a run, from where
+    operators gather them (sharded); auto is resident if they take at most half of the free memory, else
+    sharded if the processes have room for the parts.
+    """
+    shard_ranks: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
+    """Of how many processes each keeps a part of sharded weights; auto: those of one host, or all, the fewest
+    that have room for the parts.
     """
     recompute: Literal["auto", "none", "blocks"] = "auto"
     """Whether the modules that repeat run again in the backward pass, so that the pass holds the values
-    of one of them; auto for weights that are offloaded, and when a row does not fit into memory.
+    of one of them; auto for weights that are offloaded or sharded, and when a row does not fit into memory.
     """
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Precision; bfloat16 is mixed: products in bfloat16, parameters, sums and norms in float32."""
@@ -161,7 +167,7 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _memory_sizes_automatic_chunks(self) -> EngineConfig:
-        if self.memory != "auto" and self.chunk_size != "auto" and self.parameters != "offloaded":
+        if self.memory != "auto" and self.chunk_size != "auto" and self.parameters not in _ELSEWHERE:
             raise ValueError(
                 f"memory says how large an automatic chunk may get, and chunk_size is {self.chunk_size}; set"
                 " one of the two"

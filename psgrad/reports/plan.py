@@ -47,8 +47,7 @@ def totals(result: PlanResult) -> list[str]:
         f"time         {seconds} for the gradients, {of_chunk} a chunk",
         f"memory       {amount(result.total_bytes)} at its highest: a pass {amount(result.peak_bytes)},"
         f" a chunk's inputs {amount(result.input_bytes)}, the parameters {amount(result.parameter_bytes)}",
-        f"weights      {result.parameters_live}: {result.parameters_reason}"
-        + (f"; {amount(result.moved_bytes)} come to the device a chunk" if result.moved_bytes else ""),
+        f"weights      {_living(result)}: {result.parameters_reason}" + _moved(result),
         *(
             [f"recompute    {len(result.recomputed)} blocks run again: {listed_names(result.recomputed)}"]
             if result.recomputed
@@ -64,6 +63,22 @@ def totals(result: PlanResult) -> list[str]:
     if result.processes is not None:
         lines += processes_lines(result.processes, result.total_bytes)
     return lines
+
+
+def _living(result: PlanResult) -> str:
+    """Where the weights live."""
+    if result.shard_ranks == 1:
+        return result.parameters_live
+    return f"{result.parameters_live} over {result.shard_ranks:,} ranks"
+
+
+def _moved(result: PlanResult) -> str:
+    """What of the weights comes to the device for a chunk, with what other ranks send."""
+    if not result.moved_bytes:
+        return ""
+    moved, ranks = result.moved_bytes, result.shard_ranks
+    sent = "" if ranks == 1 else f", {amount(moved - moved // ranks)} of them from other ranks"
+    return f"; {amount(moved)} come to the device a chunk{sent}"
 
 
 def processes_lines(plan: ProcessesPlan, bytes_each: int) -> list[str]:

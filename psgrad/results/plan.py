@@ -58,8 +58,9 @@ class PlanResult(ShortRepr):
     by a program, `replay_reason` why. `obstacle` is why the pass had to run for the prediction, None if it
     did not. `machine` is the source of prices: the device, and who measured it.
 
-    `parameters_live` is where the weights live (resident, offloaded), `parameters_reason` why, and
-    `moved_bytes` what of them comes to the device for a chunk. `recomputed` are the modules that run again in
+    `parameters_live` is where the weights live (resident, offloaded, sharded), `parameters_reason` why, and
+    `moved_bytes` what of them comes to the device for a chunk; `shard_ranks` is of how many ranks each keeps
+    a part of a weight. `recomputed` are the modules that run again in
     the backward pass. `processes` is the prediction for several processes, where one was asked for.
     """
 
@@ -77,6 +78,7 @@ class PlanResult(ShortRepr):
     machine: str
     parameters_live: str = "resident"
     parameters_reason: str = ""
+    shard_ranks: int = 1
     moved_bytes: int = 0
     recomputed: list[str] = field(default_factory=list)
     processes: ProcessesPlan | None = None

@@ -53,6 +53,7 @@ from psgrad.workflows.judging import Judging
 from psgrad.workflows.measures import frame_of, measures_of, prepare
 from psgrad.workflows.measuring import Measured, Passes, about_rows
 from psgrad.workflows.rank_identity import require_same_on_ranks
+from psgrad.workflows.residence import Ranks
 from psgrad.workflows.running import LOADING, Clock, describe_run, read_ahead, recorded
 from psgrad.workflows.setup import Setup, set_up
 
@@ -106,28 +107,33 @@ class Prepared:
 
 
 def prepared(
-    config: Config, limit: int | float | None, sample: bool, progress: Say, *, read_all: bool = True
+    config: Config,
+    limit: int | float | None,
+    sample: bool,
+    progress: Say,
+    processes: Processes | None = None,
 ) -> Prepared:
     """Load what a config names. Raises PsgradError for everything that can be wrong with it.
 
-    read_all: whether rows that code makes are read now, all of them, and kept.
+    The process that leads, or is alone, reads all rows that code makes now, and keeps them.
     """
+    processes = OneProcess() if processes is None else processes
     config = config if sample else _streamed_to(config, limit)
     measures = measures_of(config)
-    run = set_up(config, config.output / SHARDS)
+    run = set_up(config, config.output / SHARDS, Ranks.of(processes))
     in_dataset, count = len(run.samples), limited(len(run.samples), limit)
     if sample:
         require_limit(limit)
         read_ahead(run.samples, 0, progress)  # ids, where rows hold them
         run = run.with_drawn_rows(count, config.analyze.seed)
-    if read_all:
+    if processes.leads:
         read_ahead(run.samples, count, progress)
     run = run.with_rows_described()
     setting, every = prepare(
         run, measures, count, lambda message: progress(Progress(0, 0, "samples", message))
     )
     judging = Judging(run, measures)
-    if read_all:
+    if processes.leads:
         judging.read_ahead(progress)
     return Prepared(run, setting, every, judging, in_dataset, limit, sample)
 
@@ -174,7 +180,7 @@ def analyze(
     progress(LOADING)
     with clock("load"):
         gate = gate_files(config.gate, config.base)
-        start = prepared(config, limit, sample, progress, read_all=processes.leads)
+        start = prepared(config, limit, sample, progress, processes)
     run, every, stream = start.run, start.every, start.stream
     if processes.size > 1:
         require_same_on_ranks(_RUN, start.identity(all_rows=False), processes)

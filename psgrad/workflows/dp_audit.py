@@ -84,7 +84,9 @@ def dp_audit(
     PrivateRunFolder.require_free(path, overwrite)
     clock = Clock()
     with clock("load"):
-        setup = set_up_privately(config, lambda message: progress(Progress(0, 0, "audit", message)))
+        setup = set_up_privately(
+            config, lambda message: progress(Progress(0, 0, "audit", message)), processes
+        )
         base = base_multiplier(privacy)
         hosts = agree(setup, private_hashes(setup, ""), processes)
     taken = steps if steps is not None else steps_for(privacy, canaries_only)

@@ -124,7 +124,9 @@ def dp_step(
     clock = Clock()
     with clock("load"):
         setup = set_up_privately(
-            config, lambda message: progress(Progress(taken, taken + asked, "steps", message, "step"))
+            config,
+            lambda message: progress(Progress(taken, taken + asked, "steps", message, "step")),
+            processes,
         )
         base = base_multiplier(privacy) if before is None else float(before.header["noise_multiplier"])
         if privacy.noise.multiplier is not None:

@@ -55,7 +55,7 @@ def influence_index(
         progress(Progress(0, 0, "index", message))
 
     with clock("load"):
-        run = first_run(config)
+        run = first_run(config, processes)
         read_ahead(run.samples, len(run.samples), progress)
         description = described_index(config, run)
     if part is not None:

@@ -31,8 +31,9 @@ from psgrad.workflows.checkpoints import at_weights, same_weights
 from psgrad.workflows.identity import digest, flattened, identity
 from psgrad.workflows.influence_queries import chosen_rows, queries_of
 from psgrad.workflows.rank_identity import require_same_on_ranks
+from psgrad.workflows.residence import Ranks
 from psgrad.workflows.running import read_ahead
-from psgrad.workflows.setup import Setup, draws_at_random, load, setup_of
+from psgrad.workflows.setup import Setup, Trained, draws_at_random, load, setup_of
 from psgrad.workflows.shared_weights import turn_to_read
 
 
@@ -133,7 +134,7 @@ def set_up_influence(
     Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
     """
     method = method_from(config.influence.method, config.base)
-    run = first_run(config)
+    run = first_run(config, processes)
     read_ahead(run.samples, len(run.samples), progress)  # before queries are chosen by their ids or losses
     if processes.size > 1:
         require_same_on_ranks("training data", identity_at_first(run), processes)
@@ -173,12 +174,16 @@ def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:
     return list(config.influence.checkpoints) if config.influence.checkpoints else [None]
 
 
-def first_run(config: Config) -> Setup:
+def first_run(config: Config, processes: Processes) -> Setup:
     """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at
     random.
     """
     run = setup_of(
-        load(_at(config, 0), trainable=config.influence.parameters, trainable_key="influence.parameters")
+        load(
+            _at(config, 0),
+            trained=Trained(config.influence.parameters, "influence.parameters"),
+            ranks=Ranks.of(processes),
+        )
     )
     require_of_weights(config, run)
     require_of_groups(config, run)

@@ -18,6 +18,7 @@ from psgrad.errors import ConfigError
 from psgrad.results import ParameterPlan, PlanResult, ProcessesPlan
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.measures import measures_of, prepare
+from psgrad.workflows.residence import Ranks
 from psgrad.workflows.setup import Setup, set_up
 
 # Bytes of a row on the disk, and seconds of verdicts, tables and report for a row: as benchmarks/scale_out.py
@@ -39,7 +40,8 @@ def plan(
     """
     if processes is not None and processes < 1:
         raise ConfigError(f"--processes {processes}", expected="a whole number, at least 1")
-    run = set_up(config)
+    planned = None if processes is None else Ranks.planned(processes, Cluster().ranks_per_host)
+    run = set_up(config, ranks=planned)
     if not machine.is_known(run.device):
         say(f"measuring {machine.device_name(run.device)}, once")
         if machine.keep(measure(run.device), run.device) is None:
@@ -49,6 +51,7 @@ def plan(
     found = replace(
         found,
         parameters_live=run.residence.where,
+        shard_ranks=run.residence.shard_ranks,
         parameters_reason=run.residence.why,
         recomputed=run.recompute.modules if run.recompute is not None and run.recompute.on else [],
     )
@@ -56,7 +59,7 @@ def plan(
         found = replace(
             found,
             moved_bytes=_moved(run.supply, stream, min(found.chunk_size, _FEW, len(run.samples))),
-            parameter_bytes=min(found.parameter_bytes, run.supply.budget),
+            parameter_bytes=_on_device(found.parameter_bytes, run),
         )
     return found if processes is None else replace(found, processes=_of_processes(processes, found, run, say))
 
@@ -94,6 +97,13 @@ def _gathered_bytes(run: Setup, say: Callable[[str], None]) -> int:
     for _ in setting.examples.stream.run(min(_FEW, len(run.samples)), every):
         pass
     return sum(value.nbytes for measure in every for value in measure.state().values())
+
+
+def _on_device(weights: int, run: Setup) -> int:
+    """Bytes that weights take on the device, where not all of them live there. weights: bytes of all."""
+    assert run.supply is not None
+    kept = weights // run.residence.shard_ranks if run.device.type == "cpu" else 0
+    return min(weights, run.supply.budget) + (kept if run.residence.where == "sharded" else 0)
 
 
 def _moved(supply: Supply, stream: Stream, rows: int) -> int:

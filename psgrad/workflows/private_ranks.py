@@ -131,7 +131,7 @@ def follow(
     computation says of a rank's records is not, and is written to private/.
     """
     messages = _Messages(PrivateRunFolder(output), processes.rank)
-    setup = set_up_privately(config, messages)
+    setup = set_up_privately(config, messages, processes)
     agree(setup, private_hashes(setup, ""), processes)
     found = before(setup)
 

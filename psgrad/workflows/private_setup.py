@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.loading import to_device
+from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.privacy.accounting import Events, StepEvent, noise_multiplier_for
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
@@ -28,7 +29,8 @@ from psgrad.engine.privacy.snapshot import PublishedTensors
 from psgrad.errors import ConfigError
 from psgrad.inputs.loss import Criterion
 from psgrad.user_code import resolve
-from psgrad.workflows.setup import Loss, Setup, load, setup_of
+from psgrad.workflows.residence import Ranks
+from psgrad.workflows.setup import Loss, Setup, Trained, load, setup_of
 
 # So many rows are run through the model to see whether it keeps them apart.
 _ROWS_LOOKED_AT = 4
@@ -144,7 +146,9 @@ def require_privacy(config: Config) -> PrivacyConfig:
     return config.privacy
 
 
-def set_up_privately(config: Config, say: Callable[[str], None] = lambda _: None) -> PrivateSetup:
+def set_up_privately(
+    config: Config, say: Callable[[str], None] = lambda _: None, processes: Processes | None = None
+) -> PrivateSetup:
     """Load all that the config of a private run names, and refuse what would break its guarantee.
 
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
@@ -152,7 +156,8 @@ def set_up_privately(config: Config, say: Callable[[str], None] = lambda _: None
     privacy = require_privacy(config)
     unit = privacy.unit
     column = None if unit is None else unit.column
-    loaded = load(config, trainable=privacy.trainable, unit=column, updates=True)
+    trained = Trained(privacy.trainable, "privacy.trainable")
+    loaded = load(config, trained=trained, unit=column, updates=True, ranks=Ranks.of(processes))
     # What a row of a record draws must be its own in each step.
     loaded = replace(loaded, samples=loaded.samples.anew())
     began = Began(loaded.model, loaded.criterion)

@@ -1,14 +1,19 @@
-"""Where a run's weights live: on the device, or where they are stored, from where operators bring them in."""
+"""Where a run's weights live: on the device, or where they are stored, or in parts on the ranks of a group,
+from where operators bring them in.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from psgrad.config import Config, ModelConfig
+from psgrad.engine.execution.ranks import OneProcess, Processes
+from psgrad.engine.execution.sharded import WeightParts
 from psgrad.engine.execution.stored import Stored, Supply
 from psgrad.engine.free_memory import free_memory
 from psgrad.errors import ConfigError
@@ -22,15 +27,38 @@ class Residence:
 
     Attributes:
         why: in words.
+        room: bytes that weights may take on the device where they do not live there; None where they do.
+        shard_ranks: of how many ranks each keeps a part of a weight; 1 where none does.
         supply: brings them to the device; None for weights that live there.
     """
 
     why: str
+    room: int | None = None
+    shard_ranks: int = 1
     supply: Supply | None = None
 
     @property
     def where(self) -> str:
-        return "resident" if self.supply is None else "offloaded"
+        if self.room is None:
+            return "resident"
+        return "offloaded" if self.shard_ranks == 1 else "sharded"
+
+    def ranks(self, rank: int) -> range:
+        """The group of a rank, which keeps all parts."""
+        first = rank // self.shard_ranks * self.shard_ranks
+        return range(first, first + self.shard_ranks)
+
+    def supplied(self, model: nn.Module, device: torch.device, automatic: bool) -> Residence:
+        """The same for a model that is built and on no device yet. automatic: whether the room is what is
+        free, of which sharded weights take no more than a rank's part, or the two largest weights.
+        """
+        if self.room is None:
+            return self
+        room = self.room
+        if automatic and self.shard_ranks > 1:
+            sizes = [each.numel() * each.element_size() for each in model.parameters()]
+            room = min(room, max(sum(sizes) // self.shard_ranks, 2 * max(sizes, default=0)))
+        return replace(self, supply=Supply(device, room))
 
     def require_room(self, model: nn.Module) -> None:
         """Raises ConfigError for a weight that is larger than all that may be on the device at a time."""
@@ -44,23 +72,95 @@ class Residence:
         name = max(sizes, key=lambda name: sizes[name], default=None)
         if name is not None and sizes[name] > self.supply.budget:
             raise ConfigError(
-                f"the weight {name} takes {amount(sizes[name])}, and offloaded weights have"
+                f"the weight {name} takes {amount(sizes[name])}, and {self.where} weights have"
                 f" {amount(self.supply.budget)}, half of engine.memory",
                 expected="room for the largest weight, as an operator needs the whole of it",
                 next_step=f"set engine.memory to {amount(2 * sizes[name])} or more",
             )
 
 
-def residence_of(config: Config, device: torch.device) -> Residence:
-    """As `engine.parameters` says; auto by the size of the model's files and the free memory."""
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a run, or of one that is planned.
+
+    Attributes:
+        processes: with this one; it alone where a run is planned.
+        count: how many the run has. per_host: how many of them are on one host.
+    """
+
+    processes: Processes
+    count: int
+    per_host: int
+
+    @classmethod
+    def of(cls, processes: Processes | None) -> Ranks:
+        found = OneProcess() if processes is None else processes
+        return cls(found, found.size, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+
+    @classmethod
+    def planned(cls, count: int, per_host: int) -> Ranks:
+        return cls(OneProcess(), count, min(count, per_host))
+
+    def parts(self, residence: Residence) -> WeightParts | None:
+        """What this process keeps of sharded weights; None where it keeps them all, or none."""
+        if residence.shard_ranks == 1 or self.processes.size == 1:
+            return None
+        return WeightParts(self.processes, residence.ranks(self.processes.rank))
+
+
+def agreed_residence(config: Config, device: torch.device, ranks: Ranks) -> Residence:
+    """As rank 0 finds it: what is free differs from rank to rank, and ranks have to take the same steps."""
+    found, processes = residence_of(config, device, ranks), ranks.processes
+    if processes.size == 1:
+        return found
+    own = [int(found.room is not None), found.shard_ranks]
+    elsewhere, shard_ranks = processes.agreed("where weights live", lambda: own)
+    if not elsewhere:
+        return Residence(found.why)
+    room = _room(config, free_memory(device)) if found.room is None else found.room
+    return Residence(found.why, room, shard_ranks)
+
+
+def residence_of(config: Config, device: torch.device, ranks: Ranks) -> Residence:
+    """As `engine.parameters` says; auto by the size of the model's files and the free memory. Raises
+    ConfigError for a group that the ranks can't be divided into.
+    """
     engine, free = config.engine, free_memory(device)
     size = weight_bytes(config.model, config.base)
     compared = f"the model's files have {amount(size)}, and {amount(free)} are free"
     if engine.parameters == "resident" or (engine.parameters == "auto" and size <= free // 2):
         return Residence("engine.parameters says so" if engine.parameters == "resident" else compared)
-    room = (free // 2 if engine.memory == "auto" else engine.memory) // 2
-    why = "engine.parameters says so" if engine.parameters == "offloaded" else compared
-    return Residence(why, Supply(device, room))
+    room, why = _room(config, free), compared
+    if engine.parameters != "auto":
+        why = "engine.parameters says so"
+    group = 1 if engine.parameters == "offloaded" else _group(engine.shard_ranks, ranks, size, free)
+    if engine.parameters == "sharded":
+        if ranks.count == 1:
+            return Residence("engine.parameters is sharded, and there is one process: in their file", room)
+        group = group or ranks.count
+    return Residence(why, room, group or 1)
+
+
+def _room(config: Config, free: int) -> int:
+    """Bytes that weights may take on the device where they do not live there."""
+    memory = config.engine.memory
+    return (free // 2 if memory == "auto" else memory) // 2
+
+
+def _group(wanted: int | str, ranks: Ranks, size: int, free: int) -> int | None:
+    """How many ranks keep the parts of a weight: as few as have room for them, those of one host or all; None
+    where these have none, either. size: bytes of all weights. free: bytes of a rank.
+    """
+    if wanted != "auto":
+        if ranks.count > 1 and ranks.count % int(wanted):
+            raise ConfigError(
+                f"engine.shard_ranks: {wanted}, and there are {ranks.count} ranks",
+                expected=f"a number that {ranks.count} can be divided by, or auto",
+                next_step="start another number of processes, or set engine.shard_ranks: auto",
+            )
+        return int(wanted) if ranks.count > 1 else None
+    sizes = [ranks.per_host, ranks.count] if ranks.count % ranks.per_host == 0 else [ranks.count]
+    return next((each for each in sizes if each > 1 and size // each <= free // 2), None)
 
 
 def weight_bytes(config: ModelConfig, base: Path) -> int:

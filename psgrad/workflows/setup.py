@@ -21,6 +21,7 @@ from psgrad.engine.execution.objective import Forward, GroupObjective, Objective
 from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.execution.self_check import SelfCheck, self_check, spread_rows
+from psgrad.engine.execution.sharded import shard
 from psgrad.engine.execution.stored import Supply
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import machine
@@ -34,7 +35,7 @@ from psgrad.inputs.models.loaded import LoadedModel
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.load import load_data
-from psgrad.workflows.residence import Residence, residence_of
+from psgrad.workflows.residence import Ranks, Residence, agreed_residence
 from psgrad.workflows.shared_weights import share_weights, turn_to_read
 
 Loss = Callable[..., Any]
@@ -213,45 +214,63 @@ class Setup(Loaded):
         return self_check(self.objective, stream, len(self.samples), self.config.engine.verify)
 
 
+@dataclass(frozen=True)
+class Trained:
+    """The parameters that are differentiated.
+
+    patterns: of their names; None for those that the factory left trainable. key: the config's name for the
+    patterns.
+    """
+
+    patterns: Sequence[str] | None
+    key: str
+
+
 def load(
     config: Config,
     *,
-    trainable: Sequence[str] | None = None,
-    trainable_key: str = "privacy.trainable",
+    trained: Trained,
     unit: str | None = None,
     kept: Path | None = None,
     updates: bool = False,
+    ranks: Ranks | None = None,
 ) -> Loaded:
-    """Load all that a config names.
+    """Load all that a config names. All processes of a run do so together, once.
 
     Args:
-        trainable: patterns of the parameters that are trained; None for those that the factory left
-            trainable.
-        trainable_key: the config's name for these patterns.
+        trained: the parameters that are differentiated.
         unit: the column of the data that says whom each row belongs to.
         kept: the folder of a run that keeps the tokens of texts.
         updates: whether the run writes to the parameters that are trained.
+        ranks: those that run it; None for this process alone.
 
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
     """
     device = pick_device(config.engine.device)
     use_machine(config, device)
     dtype, autocast = pick_precision(config.engine.dtype)
+    ranks = Ranks.of(None) if ranks is None else ranks
+    residence = agreed_residence(config, device, ranks)
+    parts = ranks.parts(residence)
     with turn_to_read(config.model, config.base):
-        residence = residence_of(config, device)
         loaded = load_model(
             config.model,
             config.base,
-            trainable,
-            trainable_key,
+            trained.patterns,
+            trained.key,
             allow_download=config.allow_download,
-            in_files=residence.supply is not None,
+            in_files=residence.where != "resident",
         )
         identity = identify(loaded.model)  # now: placing converts tensors
+        residence = residence.supplied(loaded.model, device, config.engine.memory == "auto")
+        if parts is not None:
+            shard(loaded.model, dtype, config.model.dtype, parts, trained_too=not updates)
         model = share_weights(
             place(loaded.model, device, dtype, config.model.dtype, residence.supply, trained_too=not updates)
         )
         residence.require_room(model)
+    if parts is not None:  # when no rank waits for its turn
+        parts.serve(identity.weights_sha256)
     how = config.engine.recompute
     recompute = None
     if how != "none":
@@ -360,10 +379,10 @@ def _require_loss_of_the_head(loaded: LoadedModel, criterion: Criterion) -> None
         )
 
 
-def set_up(config: Config, kept: Path | None = None) -> Setup:
+def set_up(config: Config, kept: Path | None = None, ranks: Ranks | None = None) -> Setup:
     """Load all that a config names, and make the parts of a run of it; see `load`."""
-    trainable = config.analyze.trainable
-    return setup_of(load(config, trainable=trainable, trainable_key="analyze.trainable", kept=kept))
+    trained = Trained(config.analyze.trainable, "analyze.trainable")
+    return setup_of(load(config, trained=trained, kept=kept, ranks=ranks))
 
 
 def setup_of(parts: Loaded) -> Setup:

@@ -60,29 +60,41 @@ def place(
 def _placed(
     parameter: nn.Parameter, device: torch.device, dtype: torch.dtype, frozen: str, supply: Supply | None
 ) -> nn.Parameter:
-    plain = type(parameter) in (nn.Parameter, Stored) and type(parameter.data) in (Tensor, Stored)
-    if not plain or parameter.dtype not in _PLAIN:
+    if not is_plain(parameter):
         parameter.data = parameter.data.to(device)
         return parameter
-    kind = parameter.dtype
-    if parameter.requires_grad or (frozen == "as-saved" and dtype == torch.float64):
-        kind = dtype
-    elif frozen != "as-saved":
-        kind = getattr(torch, frozen)
-    narrow = not parameter.requires_grad and kind in _NARROW
+    narrow = narrowed_to(parameter, dtype, frozen)
     data = parameter.detach()
     if supply is not None:
-        found = _offloaded(data, kind if narrow else None, dtype, supply)
+        found = _offloaded(data, narrow, dtype, supply)
         if found is not None:
             return nn.Parameter(found, requires_grad=parameter.requires_grad)
     data = as_stored(data).to(device)
-    if narrow:
-        return nn.Parameter(Stored(InMemory(data.to(kind)), dtype), requires_grad=False)
+    if narrow is not None:
+        return nn.Parameter(Stored(InMemory(data.to(narrow)), dtype), requires_grad=False)
     data = data.to(dtype)
     if isinstance(parameter.data, Stored):
         return nn.Parameter(data, requires_grad=parameter.requires_grad)
     parameter.data = data
     return parameter
+
+
+def is_plain(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is an ordinary tensor of floating-point numbers, wherever they lie; a quantised one
+    is none.
+    """
+    plain = type(parameter) in (nn.Parameter, Stored) and type(parameter.data) in (Tensor, Stored)
+    return plain and parameter.dtype in _PLAIN
+
+
+def narrowed_to(parameter: nn.Parameter, dtype: torch.dtype, frozen: str) -> torch.dtype | None:
+    """The half precision that a frozen parameter is stored in; None for one that is stored as it is used."""
+    kind = parameter.dtype
+    if parameter.requires_grad or (frozen == "as-saved" and dtype == torch.float64):
+        kind = dtype
+    elif frozen != "as-saved":
+        kind = getattr(torch, frozen)
+    return kind if not parameter.requires_grad and kind in _NARROW else None
 
 
 def _offloaded(

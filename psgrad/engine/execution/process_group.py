@@ -26,7 +26,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from psgrad.engine.execution import rank_tensors
-from psgrad.engine.execution.ranks import PROGRESS_EVERY, Arrays, Result, step_within
+from psgrad.engine.execution.rank_requests import RankRequests
+from psgrad.engine.execution.ranks import PROGRESS_EVERY, Answer, Arrays, Result, step_within
 from psgrad.errors import DistributedError, PsgradError, error_of
 
 _SHORTEST_POLL, _POLL = 0.0005, 0.05  # seconds between two looks into the store, at first and at last
@@ -86,6 +87,10 @@ class _Reached:
         return call
 
 
+Watched = Callable[[Callable[[], Any], Callable[[], None], float], Any]
+"""Such as rank_tensors.watched."""
+
+
 class RankGroup:
     """The ranks of one run. See `Processes`."""
 
@@ -97,6 +102,7 @@ class RankGroup:
         self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}
         self._hurried, self._turns, self._looked = False, Counter[str](), time.monotonic()
         self._whole = True  # whether no message was broken off
+        self._requests: list[RankRequests] = []
         self._stopped = threading.Event()
         self._beating = threading.Thread(target=self._beat, daemon=True)
         self._beating.start()
@@ -156,7 +162,8 @@ class RankGroup:
             end = time.monotonic() + _LEAVING
             while self.rank == 0 and self._store.add("left", 0) < self.size and time.monotonic() < end:
                 time.sleep(_SHORTEST_POLL)
-        if self._whole:  # else it may wait for minutes for a message that does not come
+        # Else it may wait for minutes for a message that does not come.
+        if self._whole and all(each.ended for each in self._requests):
             dist.destroy_process_group()
 
     def fail(self, message: str) -> bool:
@@ -304,7 +311,7 @@ class RankGroup:
     def gathered(self, what: str, own: Arrays) -> list[Arrays]:
         self.meet(self.step(what))
         found: list[Arrays] = []
-        self._exchange(lambda: found.extend(rank_tensors.gathered(own, self.rank, self.size)))
+        self.exchange(lambda: found.extend(rank_tensors.gathered(own, self.rank, self.size)))
         return found
 
     def spent(self) -> tuple[float, float]:
@@ -313,10 +320,25 @@ class RankGroup:
     def hurry(self) -> None:
         self._hurried = True
 
+    # -- questions at any time -------------------------------------------------------------------------------
+
+    def requests(self, ranks: Sequence[int], answer: Answer) -> RankRequests:
+        self._requests.append(RankRequests(self, ranks, answer))
+        return self._requests[-1]
+
+    def answer_to_the_end(self) -> None:
+        """This rank's program has ended: answer the others' questions until theirs have, too."""
+        if not self._requests:
+            return
+        with suppress(DistributedError):  # it has all that it needs; who has failed says so itself
+            self.meet("the end")
+            for each in self._requests:
+                each.end()
+
     # -- tensors ---------------------------------------------------------------------------------------------
 
     def _send(self, state: Arrays, to: Sequence[int]) -> None:
-        self._exchange(lambda: rank_tensors.send(state, to))
+        self.exchange(lambda: rank_tensors.send(state, to))
 
     def _received(self, source: int, add: Callable[[str, torch.Tensor], None] | None = None) -> Arrays:
         """What another rank sends; nothing where `add` takes each tensor."""
@@ -326,7 +348,7 @@ class RankGroup:
             for name, value in rank_tensors.received(source):
                 (found.__setitem__ if add is None else add)(name, value)
 
-        self._exchange(take)
+        self.exchange(take)
         return found
 
     def _broadcast(self, arrays: Arrays) -> Arrays:
@@ -336,16 +358,20 @@ class RankGroup:
             self._send(arrays, onwards)
             return {name: value.detach().cpu() for name, value in arrays.items()}
         found: Arrays = {}
-        self._exchange(lambda: found.update(rank_tensors.received(self._receiver, onwards)))
+        self.exchange(lambda: found.update(rank_tensors.received(self._receiver, onwards)))
         return found
 
-    def _exchange(self, exchange: Callable[[], None]) -> None:
-        """Send or receive. Raises DistributedError with the rank that has failed or died."""
-        self._whole = False
+    def exchange(self, exchange: Callable[[], Result], watched: Watched = rank_tensors.watched) -> Result:
+        """What an exchange of tensors returns. Raises DistributedError with the rank that has failed or
+        died.
+
+        watched: runs it.
+        """
         try:
-            rank_tensors.watched(exchange, self._require_others, _POLL)
-            self._whole = True
+            found: Result = watched(exchange, self._require_others, _POLL)
+            return found
         except RuntimeError as error:
+            self._whole = False
             self.hurry()
             end = time.monotonic() + 2 * _HURRIED
             while time.monotonic() < end:
@@ -356,6 +382,9 @@ class RankGroup:
                 cause="the network is down, or a rank was killed and started again",
                 next_step="run again with --resume",
             ) from error
+        except BaseException:
+            self._whole = False
+            raise
 
     # -- waiting ---------------------------------------------------------------------------------------------
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,6 +114,32 @@ def watched(exchange: Callable[[], Result], look: Callable[[], None], seconds: f
     if failures:
         raise failures[0]
     return found[0]
+
+
+class OneThread:
+    """As `watched`, in one thread for all exchanges, which come one after another: a new thread for each
+    would take time, and memory for its stack.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        threading.Thread(target=self._run, daemon=True, name="psgrad-exchanges").start()
+
+    def __call__(self, exchange: Callable[[], Result], look: Callable[[], None], seconds: float) -> Result:
+        done: Future[Result] = Future()
+        self._waiting.put((exchange, done))
+        while not wait([done], seconds).done:
+            look()
+        return done.result()
+
+    def _run(self) -> None:
+        while True:
+            exchange, done = self._waiting.get()
+            try:
+                done.set_result(exchange())
+            except BaseException as error:
+                done.set_exception(error)
+            del exchange, done  # with what they hold
 
 
 def _pieces(facts: Sequence[_Facts]) -> Iterator[list[_Facts]]:

@@ -8,7 +8,7 @@ process. What is gathered over all rows is merged when all ranks have come to th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -18,6 +18,8 @@ from psgrad.errors import DataError, DistributedError
 _SHOWN = 5
 Arrays = dict[str, torch.Tensor]
 Result = TypeVar("Result")
+Answer = Callable[[torch.Tensor], torch.Tensor]
+"""The bytes (uint8) that answer a question: whole numbers [k], k at least 1, int64."""
 
 PROGRESS_EVERY = 0.5
 """Seconds between two requests of a rank that add its finished rows to those of all."""
@@ -25,6 +27,13 @@ PROGRESS_EVERY = 0.5
 # The rows that are left are divided by so many times the number of ranks: ranges become smaller towards the
 # end, so that ranks end at about the same time.
 _RANGES_LEFT = 2
+
+
+class Requests(Protocol):
+    """Questions to other processes, which answer at any time."""
+
+    def ask(self, questions: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
+        """Fill the tensors `into` (uint8, on the CPU) with the answers of these processes."""
 
 
 class Processes(Protocol):
@@ -87,6 +96,11 @@ class Processes(Protocol):
 
     def texts(self, name: str, text: str) -> list[str]:
         """The texts of all processes, in their order, on rank 0; none on the others."""
+
+    def requests(self, ranks: Sequence[int], answer: Answer) -> Requests:
+        """The way to ask the processes `ranks`, all of which call this with the same ranks; this one is among
+        them. answer: what this one answers, called in other threads until the run ends.
+        """
 
     def hurry(self) -> None:
         """This process was asked to end: wait a few seconds only for another one that may be dead."""
@@ -153,6 +167,9 @@ class OneProcess:
     def texts(self, name: str, text: str) -> list[str]:
         return [text]
 
+    def requests(self, ranks: Sequence[int], answer: Answer) -> Requests:
+        return _NobodyElse()
+
     def hurry(self) -> None:
         pass
 
@@ -167,6 +184,13 @@ class OneProcess:
 
     def spent(self) -> tuple[float, float]:
         return 0.0, 0.0
+
+
+class _NobodyElse:
+    """The requests of a process alone."""
+
+    def ask(self, questions: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
+        assert not questions, "there are no other processes"
 
 
 class RowPart(OneProcess):

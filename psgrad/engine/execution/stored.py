@@ -54,8 +54,8 @@ _VIEWS = {
     _aten.view.default,
 }
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Rows of a table are read one by one if they are at most this share of it.
-_FEW_ROWS = 1 / 4
+FEW_ROWS = 1 / 4
+"""Rows of a table are read one by one if they are at most this share of it."""
 
 
 class Source(Protocol):
@@ -162,7 +162,7 @@ class InFile:
 
     def rows(self, view: Tensor, rows: Tensor) -> Tensor:
         chosen, places = rows.unique(return_inverse=True)
-        if not view.is_contiguous() or len(chosen) > _FEW_ROWS * len(view):
+        if not view.is_contiguous() or len(chosen) > FEW_ROWS * len(view):
             return self.read(view)[rows]
         size = view[0].numel()
         found = [self._numbers(int(view.storage_offset()) + row * size, size) for row in chosen.tolist()]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from psgrad.engine.execution.ranks import Arrays, step_within
+import torch
+
+from psgrad.engine.execution.ranks import Answer, Arrays, step_within
 from psgrad.errors import DistributedError, PsgradError
 
 Result = TypeVar("Result")
@@ -17,6 +19,17 @@ class _Shared:
         self.size, self.slots = size, [None] * size
         self.barrier, self.turn = threading.Barrier(size, timeout=20), threading.Lock()
         self.taken = set[str]()
+
+
+class ThreadRequests:
+    """See `Requests`. Ranks answer by a call."""
+
+    def __init__(self, answers: dict[int, Answer]) -> None:
+        self._answers = answers
+
+    def ask(self, questions: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
+        for rank, question in questions.items():
+            into[rank].copy_(self._answers[rank](question))
 
 
 class ThreadRank:
@@ -58,6 +71,9 @@ class ThreadRank:
                 merge(other)
         whole: Arrays = self._exchanged({key: value.clone() for key, value in state().items()})[0]
         return {key: value.clone() for key, value in whole.items()}
+
+    def requests(self, ranks: Sequence[int], answer: Answer) -> ThreadRequests:
+        return ThreadRequests(dict(zip(range(self.size), self._exchanged(answer), strict=True)))
 
     def step(self, what: str) -> str:
         if self._computing:
