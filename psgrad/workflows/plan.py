@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+from torch import nn
+
 from psgrad.config import Config
 from psgrad.engine.execution.calibration import measure
 from psgrad.engine.execution.cluster import Cluster, Workload, efficiencies
+from psgrad.engine.execution.recompute import repeated_modules
+from psgrad.engine.execution.residence_plan import WeightsPlan, weights_plan
 from psgrad.engine.execution.run_plan import RunPlan, plan_run
 from psgrad.engine.execution.stored import Supply
 from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients import machine
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.per_sample import per_sample_square_norms
@@ -75,6 +80,7 @@ def _of_processes(processes: int, one: PlanResult, run: Setup, say: Callable[[st
         table_seconds=_TABLE_SECONDS,
     )
     ((times, efficiency),) = efficiencies(work, cluster, (processes,))
+    weights = _weights_of(processes, one, run)
     return ProcessesPlan(
         processes,
         times.seconds,
@@ -85,7 +91,27 @@ def _of_processes(processes: int, one: PlanResult, run: Setup, say: Callable[[st
         round(times.sent),
         round(times.stored),
         asdict(cluster),
+        weights.where,
+        weights.group,
+        weights.held,
+        weights.moved,
     )
+
+
+def _weights_of(processes: int, one: PlanResult, run: Setup) -> WeightsPlan:
+    """Where the weights of each process live, if each has as much memory as there is here. one: the plan of a
+    process alone, which holds where `engine.parameters` says where.
+    """
+    if run.config.engine.parameters != "auto":
+        return WeightsPlan(run.residence.where, one.parameter_bytes, one.moved_bytes)
+    blocks = [_bytes_of(module) for _, module in repeated_modules(run.model)]
+    return weights_plan(
+        _bytes_of(run.model), free_memory(run.device), processes, max(blocks, default=_bytes_of(run.model))
+    )
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
 def _gathered_bytes(run: Setup, say: Callable[[str], None]) -> int:

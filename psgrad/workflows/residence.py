@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from psgrad.config import Config, ModelConfig
+from psgrad.engine.execution.residence_plan import SHARE, Where
 from psgrad.engine.execution.stored import Stored, Supply
 from psgrad.engine.free_memory import free_memory
 from psgrad.errors import ConfigError
@@ -29,7 +30,7 @@ class Residence:
     supply: Supply | None = None
 
     @property
-    def where(self) -> str:
+    def where(self) -> Where:
         return "resident" if self.supply is None else "offloaded"
 
     def require_room(self, model: nn.Module) -> None:
@@ -56,9 +57,9 @@ def residence_of(config: Config, device: torch.device) -> Residence:
     engine, free = config.engine, free_memory(device)
     size = weight_bytes(config.model, config.base)
     compared = f"the model's files have {amount(size)}, and {amount(free)} are free"
-    if engine.parameters == "resident" or (engine.parameters == "auto" and size <= free // 2):
+    if engine.parameters == "resident" or (engine.parameters == "auto" and size <= free // SHARE):
         return Residence("engine.parameters says so" if engine.parameters == "resident" else compared)
-    room = (free // 2 if engine.memory == "auto" else engine.memory) // 2
+    room = (free // SHARE if engine.memory == "auto" else engine.memory) // SHARE
     why = "engine.parameters says so" if engine.parameters == "offloaded" else compared
     return Residence(why, Supply(device, room))
 
