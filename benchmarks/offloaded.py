@@ -219,7 +219,6 @@ def depth(layers: int, width: int, rows: int) -> Facts:
     """
     from psgrad.engine.execution.chunk_plan import plan_chunk
     from psgrad.engine.execution.objective import Objective
-    from psgrad.engine.execution.pass_costs import NotCapturable
     from psgrad.engine.execution.recompute import Recompute
     from psgrad.engine.gradients import (
         TwoSided,
@@ -252,10 +251,9 @@ def depth(layers: int, width: int, rows: int) -> Facts:
             def computed(params: Any, inputs: Any, target: Any, how: Any = how) -> Any:
                 return how(objective.loss, params, inputs, target, in_dims=(0, 0), has_aux=True)
 
-            try:
+            planned = None
+            if query == "norms":  # the others look at values
                 planned = plan_chunk(computed, objective.params, (ids,), ids).peak_bytes
-            except (NotCapturable, AssertionError):  # it looks at values, or has tables of its own
-                planned = None
             took = allocated(partial(computed, objective.params, (ids,), ids), torch.device("cpu"))
             results = sums if query == "clipped sums" else 0
             found[query if again.on else "norms, all values kept"] = {

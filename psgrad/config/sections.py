@@ -143,9 +143,10 @@ class EngineConfig(Section):
     memory, from where operators bring them in (offloaded); auto is resident if they take at most half of the
     free memory.
     """
-    recompute: Literal["auto", "none", "blocks"] = "auto"
+    recompute: Literal["auto", "none", "blocks"] | Annotated[list[str], Field(min_length=1)] = "auto"
     """Whether the modules that repeat run again in the backward pass, so that the pass holds the values
-    of one of them; auto for weights that are offloaded, and when a row does not fit into memory.
+    of one of them; auto for weights that are offloaded, and when a row does not fit into memory. Patterns
+    such as `encoder.layer.*` name other modules to run again.
     """
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Precision; bfloat16 is mixed: products in bfloat16, parameters, sums and norms in float32."""

@@ -38,7 +38,7 @@ PROJECTIONS: list[Projection] = [
 @pytest.mark.parametrize("projection", PROJECTIONS, ids=lambda projection: projection.kind)
 @pytest.mark.parametrize("architecture", models.ARCHITECTURES, ids=lambda architecture: architecture.name)
 def test_one_pass_projects_as_stored_gradients_do(architecture: Architecture, projection: Projection) -> None:
-    """The rows have the bits of stored gradients', whose tests have their oracles; norms: a loop of autograd."""
+    """Rows have the bits of stored gradients', whose tests have their oracles; norms: a loop of autograd."""
     model = architecture.build(dtype=torch.float64)
     objective = Objective(model, architecture.loss)
     inputs, target = architecture.batch(SAMPLES, dtype=torch.float64)

@@ -11,7 +11,7 @@ import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.groups import in_order
-from psgrad.engine.gradients.per_sample import NormsByName, Pass
+from psgrad.engine.gradients.per_sample import NormsByName, Pass, materialised_if_smaller
 from psgrad.engine.gradients.projections.base import ProjectedRows, Projection
 from psgrad.engine.gradients.queries import SquareNorms
 from psgrad.engine.transforms.levels import Divergence
@@ -60,6 +60,7 @@ def per_sample_projections(
     rows = ProjectedRows(projection, types, job.level.batch.size, next(iter(params.values())).device)
 
     def complete(name: str, gradient: DeferredGradient) -> None:
+        gradient = materialised_if_smaller(gradient)
         norms.add(name, gradient)
         rows.add(name, gradient)
 
