@@ -7,18 +7,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Stream:
     """Work that was given to a stream, in order, and is not done before somebody waits for it."""
 
     def __init__(self, device: Any = None) -> None:
-        self.work: list[Callable[[], None]] = []
+        self.work: list[Callable[[], Any]] = []
         self.given = 0
 
     def wait_event(self, event: Event) -> None:
@@ -55,7 +55,7 @@ class Streams:
         self.copies = 0
         self.unrecorded: set[int] = set()
         self._default = Stream()
-        self._lock = threading.Lock()
+        self._lock, self._here = threading.Lock(), threading.local()
 
     def device(self, device: Any) -> Any:
         return nullcontext()
@@ -65,31 +65,27 @@ class Streams:
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        with _Copies(self, stream):
+        self._here.stream = stream
+        try:
             yield
+        finally:
+            self._here.stream = None
+
+    def to(self, move: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Tensor.to: a copy that does not block is left to the stream that is current in this thread."""
+        stream = getattr(self._here, "stream", None)
+        if stream is None or not kwargs.get("non_blocking"):
+            return move(tensor, *args, **kwargs)
+        there = move(torch.full_like(tensor, float("nan")), *args, **kwargs)
+        self.late(stream, there, tensor)
+        return there
 
     def late(self, stream: Stream, target: Tensor, source: Tensor) -> None:
         with self._lock:
             self.copies += 1
             self.unrecorded.add(target.data_ptr())
         stream.given += 1
-        stream.work.append(lambda: target.copy_(source) and None)
+        stream.work.append(partial(target.copy_, source))
 
     def recorded(self, tensor: Tensor) -> None:
         self.unrecorded.discard(tensor.data_ptr())
-
-
-class _Copies(TorchDispatchMode):
-    """Leaves copies from the CPU to the stream."""
-
-    def __init__(self, streams: Streams, stream: Stream) -> None:
-        super().__init__()
-        self.streams, self.target = streams, stream
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if op is not torch.ops.aten._to_copy.default or not kwargs.get("non_blocking"):
-            return op(*args, **kwargs)
-        there = torch.full_like(args[0], float("nan"), device=kwargs["device"])
-        self.streams.late(self.target, there, args[0])
-        return there

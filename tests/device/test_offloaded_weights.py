@@ -29,18 +29,7 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("PSGRAD_TEST_DEVICE") != CHECKED,
     reason=f"PSGRAD_TEST_DEVICE={CHECKED} pytest tests/device",
 )
-NAMES = {
-    "mlp",
-    "cnn",
-    "gpt",
-    "vit",
-    "bert",
-    "llama",
-    "mixture-of-experts",
-    "lora",
-    "shared-layers",
-    "unet-nearest",
-}
+NAMES = {"gpt", "bert", "mixture-of-experts", "shared-layers", "resnet-batch-norm"}
 SOME = [each for each in ARCHITECTURES if each.name in NAMES]
 
 
@@ -54,6 +43,8 @@ def ordered(monkeypatch: pytest.MonkeyPatch) -> streams.Streams:
         "get_device_module",
         lambda of=None: found if torch.device(of).type == device.type else module(of),
     )
+    move = Tensor.to
+    monkeypatch.setattr(Tensor, "to", lambda tensor, *args, **kwargs: found.to(move, tensor, *args, **kwargs))
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: found.recorded(tensor))
     return found
 
