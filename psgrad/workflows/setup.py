@@ -255,8 +255,8 @@ def load(
     how = config.engine.recompute
     recompute = None
     if how != "none":
-        named = how if isinstance(how, list) else ()
-        recompute = Recompute(how != "auto" or residence.supply is not None, named)
+        patterns = how if isinstance(how, list) else ()
+        recompute = Recompute(how != "auto" or residence.supply is not None, patterns)
         recompute.add(model)
     criterion = resolve_loss(config.loss, config.base)
     _require_loss_of_the_head(loaded, criterion)

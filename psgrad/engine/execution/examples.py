@@ -95,7 +95,7 @@ class Examples:
 
     def each(
         self,
-        query: Query,
+        query: Callable[[Any], dict[str, torch.Tensor]],
         start: int = 0,
         stop: int | None = None,
         compute: Callable[..., Any] | None = None,
