@@ -5,12 +5,16 @@
 
 **Weights in a file.** A checkpoint of GPT-2 XL's shape (1.5 billion parameters) with random weights is
 written to a temporary folder, and the norms of all its parameters' gradients are computed for 8 rows of 128
-tokens, three ways, each in a process of its own:
+tokens, three ways:
 
     resident             all weights in memory
     resident, recompute  the same, each block run again in the backward pass
-    offloaded            weights read from the file when an operator needs them, blocks run again; under a
-                         limit of 2 GiB on the process's memory (RLIMIT_DATA: all but mappings of files)
+    offloaded            weights read from the file when an operator needs them, blocks run again; in a
+                         process under a limit of 2 GiB on its memory (RLIMIT_DATA: all but mappings of files)
+
+The first needs about 17 GB at the full size; `--ways` leaves it out. The ways take turns, and a ratio is of
+two passes of the same round. On a busy machine the ratio of processor seconds, of all threads, says more than
+that of seconds.
 
 *Peak* is the most anonymous memory that the process has had (RssAnon), libraries and Python included. The
 bars: 2 GiB, at most 1.3 times the resident way's time, and the same norms to 1e-5.
@@ -23,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -30,6 +35,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,8 +76,10 @@ def make(folder: Path, layers: int, width: int, dtype: str) -> None:
     model.save_pretrained(folder)
 
 
-def measured(folder: Path, way: str, passes: int) -> Facts:
-    """The norms of a way, in this process."""
+def serve(folder: Path, where: str) -> None:
+    """Computes the norms once for each line that comes in, and prints what that took. The words of a line:
+    `recompute` or `none`, and how many rows.
+    """
     from psgrad.config import ModelConfig
     from psgrad.engine.execution.objective import Forward, Objective
     from psgrad.engine.execution.placement import place
@@ -80,15 +88,15 @@ def measured(folder: Path, way: str, passes: int) -> Facts:
     from psgrad.engine.gradients.per_sample import per_sample_square_norms
     from psgrad.inputs.models.factory import load_model
 
-    where, again = WAYS[way]
     device, offloaded = torch.device("cpu"), where == "offloaded"
     if offloaded:
         resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
     peak = Peak()
-    loaded = load_model(ModelConfig(pretrained=str(folder), task="causal-lm"), Path(), in_files=offloaded)
     supply = Supply(device, 128 << 20) if offloaded else None
+    loaded = load_model(ModelConfig(pretrained=str(folder), task="causal-lm"), Path(), in_files=offloaded)
     model = place(loaded.model, device, torch.float32, "as-saved", supply)
-    Recompute(again).add(model)
+    again = Recompute(False)
+    again.add(model)
     objective = Objective(
         model,
         lambda logits, ids: F.cross_entropy(logits[:-1], ids[1:]),
@@ -96,22 +104,47 @@ def measured(folder: Path, way: str, passes: int) -> Facts:
     )
     torch.manual_seed(1)
     ids = torch.randint(0, loaded.model.config.vocab_size, (ROWS, TOKENS))
-    seconds, moved = [], 0
-    for _ in range(passes):
+    for line in sys.stdin:
+        how, rows = line.split()
+        again.on, some = how == "recompute", ids[: int(rows)]
         before = 0 if supply is None else supply.moved
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         found = per_sample_square_norms(
-            objective.loss, objective.params, (ids,), ids, in_dims=(0, 0), has_aux=True
+            objective.loss, objective.params, (some,), some, in_dims=(0, 0), has_aux=True
         )
-        seconds.append(time.perf_counter() - began)
-        moved = 0 if supply is None else supply.moved - before
-    norms = torch.stack(list(found.by_parameter.values())).sum(0).sqrt()
-    return {
-        "seconds": statistics.median(seconds),
-        "peak_bytes": peak.bytes,
-        "moved_bytes": moved,
-        "norms": norms.tolist(),
-    }
+        facts = {
+            "seconds": time.perf_counter() - began,
+            "processor_seconds": time.process_time() - worked,
+            "peak_bytes": peak.bytes,
+            "moved_bytes": 0 if supply is None else supply.moved - before,
+            "norms": torch.stack(list(found.by_parameter.values())).sum(0).sqrt().tolist(),
+        }
+        print(json.dumps(facts), flush=True)
+
+
+class Server:
+    """A process in which the weights live somewhere, and which computes the norms when it is asked to."""
+
+    def __init__(self, folder: Path, where: str) -> None:
+        self.where = where
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", where, "--folder", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def norms(self, recompute: bool, rows: int) -> Facts:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print("recompute" if recompute else "none", rows, file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        if not answer:
+            sys.exit(f"{self.where} failed with code {self.process.wait()}")
+        return json.loads(answer)  # type: ignore[no-any-return]
+
+    def end(self) -> None:
+        self.process.communicate()
 
 
 class Peak:
@@ -128,57 +161,112 @@ class Peak:
             time.sleep(0.02)
 
 
-def ways(layers: int, width: int, dtype: str, passes: int) -> list[Facts]:
-    """What each way takes, each in a process of its own."""
-    found: list[Facts] = []
+def ways(layers: int, width: int, dtype: str, passes: int, chosen: Sequence[str]) -> list[Facts]:
+    """What each way takes. The ways run in turn, so that what else runs on the machine slows all of them."""
     with tempfile.TemporaryDirectory() as name:
         print(f"writing {layers} layers of width {width} in {dtype}", flush=True)
         make(Path(name), layers, width, dtype)
-        for way in WAYS:
-            command = [sys.executable, __file__, "--way", way, "--folder", name, "--passes", str(passes)]
-            ended = subprocess.run(command, capture_output=True, text=True, check=False)
-            if ended.returncode:
-                sys.exit(f"{way} failed:\n{ended.stderr[-3000:]}")
-            facts = json.loads(ended.stdout.splitlines()[-1])
-            first = found[0] if found else facts
-            apart = max(abs(a - b) / b for a, b in zip(facts["norms"], first["norms"], strict=True))
-            found.append({"way": way, **facts, "times": facts["seconds"] / first["seconds"], "apart": apart})
-            print(
-                f"{way:<20} {facts['seconds']:7.1f} s  {found[-1]['times']:5.2f} x"
-                f"  peak {facts['peak_bytes'] / 2**30:5.2f} GiB"
-                f"  moved {facts['moved_bytes'] / 2**30:5.2f} GiB a pass  norms apart {apart:.1e}",
-                flush=True,
-            )
+        servers = {where: Server(Path(name), where) for where in ("resident", "offloaded")}
+        runs: dict[str, list[Facts]] = {way: [] for way in chosen}
+        for number in range(passes + 1):  # the first of each is not counted, and has one row
+            for way in chosen:
+                where, again = WAYS[way]
+                facts = servers[where].norms(again, ROWS if number else 1)
+                load = os.getloadavg()[0]
+                print(
+                    f"{number or 'warm':>4} {way:<20} {facts['seconds']:7.1f} s, of processors"
+                    f" {facts['processor_seconds']:7.1f} s, load {load:.1f}",
+                    flush=True,
+                )
+                runs[way].append(facts | {"load": load})
+        for server in servers.values():
+            server.end()
+    found = [summary(way, each, runs[chosen[0]]) for way, each in runs.items()]
+    for each in found:
+        print(
+            f"{each['way']:<20} {each['seconds']:7.1f} s  {each['times']:5.2f} x"
+            f"  (of processors {each['processor_times']:5.2f} x)  peak {each['peak_bytes'] / 2**30:5.2f} GiB"
+            f"  moved {each['moved_bytes'] / 2**30:5.2f} GiB a pass  norms apart {each['apart']:.1e}"
+        )
     return found
 
 
+def summary(way: str, runs: list[Facts], first: list[Facts]) -> Facts:
+    """The medians of a way's runs, and of their ratios to those of the first way in the same round."""
+
+    def median(name: str) -> float:
+        return statistics.median(each[name] for each in runs[1:])
+
+    def times(name: str) -> float:
+        return statistics.median(a[name] / b[name] for a, b in zip(runs[1:], first[1:], strict=True))
+
+    return {
+        "way": way,
+        "seconds": median("seconds"),
+        "times": times("seconds"),
+        "processor_seconds": median("processor_seconds"),
+        "processor_times": times("processor_seconds"),
+        "load": median("load"),
+        "peak_bytes": runs[-1]["peak_bytes"],
+        "moved_bytes": runs[-1]["moved_bytes"],
+        "apart": max(abs(a - b) / b for a, b in zip(runs[-1]["norms"], first[-1]["norms"], strict=True)),
+    }
+
+
 def depth(layers: int, width: int, rows: int) -> Facts:
-    """The peaks of a pass over a model of so many layers, and those that its plan predicts."""
+    """The peaks of passes over a model of so many layers, and those that their plans predict; of norms, of
+    projections, and of clipped sums beside the sums themselves, which have the size of the model.
+    """
     from psgrad.engine.execution.chunk_plan import plan_chunk
     from psgrad.engine.execution.objective import Objective
     from psgrad.engine.execution.recompute import Recompute
-    from psgrad.engine.gradients.per_sample import per_sample_square_norms
+    from psgrad.engine.gradients import (
+        TwoSided,
+        per_sample_projections,
+        per_sample_square_norms,
+        per_sample_weighted_sum,
+    )
 
     found: Facts = {"layers": layers}
     torch.manual_seed(0)
     ids = torch.randint(0, 100, (rows, TOKENS))
-    for name, again in {"none": False, "blocks": True}.items():
-        model = GPT(100, TOKENS, width, layers, max(1, width // HEADS))
-        Recompute(again).add(model)
-        objective = Objective(model, lambda logits, ids: F.cross_entropy(logits[:-1], ids[1:]))
+    model = GPT(100, TOKENS, width, layers, max(1, width // HEADS))
+    again = Recompute(False)
+    again.add(model)
+    objective = Objective(model, lambda logits, ids: F.cross_entropy(logits[:-1], ids[1:]))
+    sums = sum(parameter.numel() * parameter.element_size() for parameter in objective.params.values())
+    queries: dict[str, Any] = {
+        "norms": per_sample_square_norms,
+        "projections": partial(per_sample_projections, projection=TwoSided(4, 4, seed=0)),
+        "clipped sums": partial(
+            per_sample_weighted_sum,
+            weights=lambda norms: (1 / norms.square_norms().sqrt()).clamp(max=1),
+            memory=0,
+        ),
+    }
+    for query, how in queries.items():
+        for recomputed in ("none", "blocks") if query == "norms" else ("blocks",):
+            again.on = recomputed == "blocks"
 
-        def norms(params: Any, inputs: Any, target: Any, loss: Any = objective.loss) -> Any:
-            return per_sample_square_norms(loss, params, inputs, target, in_dims=(0, 0), has_aux=True)
+            def computed(params: Any, inputs: Any, target: Any, how: Any = how) -> Any:
+                return how(objective.loss, params, inputs, target, in_dims=(0, 0), has_aux=True)
 
-        planned = plan_chunk(norms, objective.params, (ids,), ids).peak_bytes
-        took = allocated(partial(norms, objective.params, (ids,), ids), torch.device("cpu"))
-        found[name] = {"peak_bytes": took, "planned_bytes": planned}
+            planned = None
+            if query == "norms":  # the others look at values
+                planned = plan_chunk(computed, objective.params, (ids,), ids).peak_bytes
+            took = allocated(partial(computed, objective.params, (ids,), ids), torch.device("cpu"))
+            results = sums if query == "clipped sums" else 0
+            found[query if again.on else "norms, all values kept"] = {
+                "peak_bytes": took - results,
+                "planned_bytes": None if planned is None else planned - results,
+            }
     print(
         f"{layers:3d} layers: "
         + ", ".join(
-            f"{name} {found[name]['peak_bytes'] / 2**20:.1f} MiB"
-            f" (planned {found[name]['planned_bytes'] / 2**20:.1f})"
-            for name in ("none", "blocks")
+            f"{name} {each['peak_bytes'] / 2**20:.1f} MiB"
+            + ("" if each["planned_bytes"] is None else f" (planned {each['planned_bytes'] / 2**20:.1f})")
+            for name, each in found.items()
+            if name != "layers"
         ),
         flush=True,
     )
@@ -192,10 +280,12 @@ def plot(found: list[Facts], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
-    for name, words in {"none": "all values kept", "blocks": "blocks run again"}.items():
-        layers = [each["layers"] for each in found]
-        axes.plot(layers, [each[name]["peak_bytes"] / 2**20 for each in found], "o-", label=words)
-        axes.plot(layers, [each[name]["planned_bytes"] / 2**20 for each in found], "k:", lw=1)
+    layers = [each["layers"] for each in found]
+    for name in [name for name in found[0] if name != "layers"]:
+        label = name if "kept" in name else f"{name}, blocks run again"
+        axes.plot(layers, [each[name]["peak_bytes"] / 2**20 for each in found], "o-", label=label)
+        if found[0][name]["planned_bytes"] is not None:
+            axes.plot(layers, [each[name]["planned_bytes"] / 2**20 for each in found], "k:", lw=1)
     axes.plot([], [], "k:", lw=1, label="planned")
     axes.set(xlabel="layers", ylabel="memory of a pass (MiB)", ylim=(0, None))
     axes.legend()
@@ -210,26 +300,32 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--depths", type=int, nargs="*", default=[4, 8, 16, 32, 48])
     parser.add_argument("--json", type=Path, help="write the figures to this file, and the plot beside it")
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), metavar="WAY")
     parser.add_argument("--small", action="store_true", help="tiny shapes: shows that the script runs")
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=["resident", "offloaded"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.way:
-        print(json.dumps(measured(arguments.folder, arguments.way, arguments.passes)))
+    if arguments.serve:
+        serve(arguments.folder, arguments.serve)
         return
     layers, width, passes = (
         (2, 64, 1) if arguments.small else (arguments.layers, arguments.width, arguments.passes)
     )
     depths = [2, 4] if arguments.small else arguments.depths
-    found = ways(layers, width, arguments.type, passes) if layers else []
+    found = ways(layers, width, arguments.type, passes, arguments.ways) if layers else []
     peaks = [depth(each, 64 if arguments.small else 256, ROWS) for each in depths]
     if found:
         last = found[-1]
         holds = last["times"] <= TIMES and last["peak_bytes"] <= LIMIT and last["apart"] <= APART
         print(f"bar, {TIMES} x, 2 GiB, norms to {APART}: {'met' if holds else 'missed'}")
     if arguments.json:
-        facts = [{name: value for name, value in each.items() if name != "norms"} for each in found]
-        facts = {"machine": machine(torch.device("cpu")), "ways": facts, "depths": peaks}
+        facts = {
+            "machine": machine(torch.device("cpu")),
+            "type": arguments.type,
+            "layers": layers,
+            "ways": found,
+            "depths": peaks,
+        }
         arguments.json.write_text(json.dumps(facts, indent=1) + "\n")
         plot(peaks, arguments.json.with_suffix(".png"))
 

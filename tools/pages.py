@@ -8,9 +8,25 @@ from __future__ import annotations
 
 import sys
 
-from tools import commands_page, config_page, layers, measures_page, operators_page, plugin_options
+from tools import (
+    commands_page,
+    config_page,
+    large_models_page,
+    layers,
+    measures_page,
+    operators_page,
+    plugin_options,
+)
 
-GENERATORS = (plugin_options, commands_page, config_page, layers, measures_page, operators_page)
+GENERATORS = (
+    plugin_options,
+    commands_page,
+    config_page,
+    layers,
+    measures_page,
+    operators_page,
+    large_models_page,
+)
 """Each has a PAGE and a function `page(text) -> str`: the whole page as it has to be, from the page as it is.
 """
 

@@ -149,9 +149,10 @@ class EngineConfig(Section):
     """Of how many processes each keeps a part of sharded weights; auto: those of one host, or all, the fewest
     that have room for the parts.
     """
-    recompute: Literal["auto", "none", "blocks"] = "auto"
+    recompute: Literal["auto", "none", "blocks"] | Annotated[list[str], Field(min_length=1)] = "auto"
     """Whether the modules that repeat run again in the backward pass, so that the pass holds the values
     of one of them; auto for weights that are offloaded or sharded, and when a row does not fit into memory.
+    Patterns such as `encoder.layer.*` name other modules to run again.
     """
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Precision; bfloat16 is mixed: products in bfloat16, parameters, sums and norms in float32."""

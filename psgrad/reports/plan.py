@@ -90,6 +90,14 @@ def processes_lines(plan: ProcessesPlan, bytes_each: int) -> list[str]:
         f" the most that is not computing: {plan.bottleneck}, {held_up}",
         f"             {amount(bytes_each)} in each; {amount(plan.network_bytes)} over the network,"
         f" {amount(plan.storage_bytes)} from and to the storage",
+        _weights_line(plan),
         f"assumed      machines like this one, {amount(int(on['network']))}/s between two processes,"
         f" {amount(int(on['storage']))}/s of storage for all, {on['ranks_per_host']:.0f} processes a host",
     ]
+
+
+def _weights_line(plan: ProcessesPlan) -> str:
+    """Where the weights of each process live."""
+    over = f" over {plan.group} processes" if plan.group > 1 else ""
+    moved = f"; {amount(plan.moved_bytes)} come to each a chunk" if plan.moved_bytes else ""
+    return f"             weights {plan.parameters_live}{over}, {amount(plan.held_bytes)} in each{moved}"

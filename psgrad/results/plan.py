@@ -35,6 +35,10 @@ class ProcessesPlan:
     beside computing. Bytes: `gathered_bytes` is what the measures of one process gather, `network_bytes` goes
     between processes, `storage_bytes` is read from and written to the storage. `assumed` are constants of the
     machines that were not measured.
+
+    `parameters_live` is where the weights of a process would live on such machines: resident, sharded over
+    `group` processes, or offloaded; `held_bytes` are those on a device, and `moved_bytes` come to it for a
+    chunk.
     """
 
     processes: int
@@ -46,6 +50,10 @@ class ProcessesPlan:
     network_bytes: int
     storage_bytes: int
     assumed: dict[str, float]
+    parameters_live: str = "resident"
+    group: int = 1
+    held_bytes: int = 0
+    moved_bytes: int = 0
 
 
 @dataclass(frozen=True, repr=False)

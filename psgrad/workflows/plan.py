@@ -88,6 +88,10 @@ def _of_processes(processes: int, one: PlanResult, run: Setup, say: Callable[[st
         round(times.sent),
         round(times.stored),
         asdict(cluster),
+        run.residence.where,
+        run.residence.shard_ranks,
+        one.parameter_bytes,
+        one.moved_bytes,
     )
 
 

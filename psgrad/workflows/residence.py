@@ -13,6 +13,7 @@ from torch import nn
 
 from psgrad.config import Config, ModelConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
+from psgrad.engine.execution.residence_plan import SHARE, Where
 from psgrad.engine.execution.sharded import WeightParts
 from psgrad.engine.execution.stored import Stored, Supply
 from psgrad.engine.free_memory import free_memory
@@ -38,7 +39,7 @@ class Residence:
     supply: Supply | None = None
 
     @property
-    def where(self) -> str:
+    def where(self) -> Where:
         if self.room is None:
             return "resident"
         return "offloaded" if self.shard_ranks == 1 else "sharded"
@@ -128,7 +129,7 @@ def residence_of(config: Config, device: torch.device, ranks: Ranks) -> Residenc
     engine, free = config.engine, free_memory(device)
     size = weight_bytes(config.model, config.base)
     compared = f"the model's files have {amount(size)}, and {amount(free)} are free"
-    if engine.parameters == "resident" or (engine.parameters == "auto" and size <= free // 2):
+    if engine.parameters == "resident" or (engine.parameters == "auto" and size <= free // SHARE):
         return Residence("engine.parameters says so" if engine.parameters == "resident" else compared)
     room, why = _room(config, free), compared
     if engine.parameters != "auto":
@@ -144,7 +145,7 @@ def residence_of(config: Config, device: torch.device, ranks: Ranks) -> Residenc
 def _room(config: Config, free: int) -> int:
     """Bytes that weights may take on the device where they do not live there."""
     memory = config.engine.memory
-    return (free // 2 if memory == "auto" else memory) // 2
+    return (free // SHARE if memory == "auto" else memory) // SHARE
 
 
 def _group(wanted: int | str, ranks: Ranks, size: int, free: int) -> int | None:
@@ -160,7 +161,7 @@ def _group(wanted: int | str, ranks: Ranks, size: int, free: int) -> int | None:
             )
         return int(wanted) if ranks.count > 1 else None
     sizes = [ranks.per_host, ranks.count] if ranks.count % ranks.per_host == 0 else [ranks.count]
-    return next((each for each in sizes if each > 1 and size // each <= free // 2), None)
+    return next((each for each in sizes if each > 1 and size // each <= free // SHARE), None)
 
 
 def weight_bytes(config: ModelConfig, base: Path) -> int:

@@ -274,7 +274,8 @@ def load(
     how = config.engine.recompute
     recompute = None
     if how != "none":
-        recompute = Recompute(how == "blocks" or residence.supply is not None)
+        patterns = how if isinstance(how, list) else ()
+        recompute = Recompute(how != "auto" or residence.supply is not None, patterns)
         recompute.add(model)
     criterion = resolve_loss(config.loss, config.base)
     _require_loss_of_the_head(loaded, criterion)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch import nn
 
 from psgrad.engine.gradients import machine
 from psgrad.reports.words import amount, duration
@@ -176,12 +177,30 @@ def test_plan_of_processes_follows_the_simulation(reluctant: Workplace) -> None:
     assert found["processes"]["network_bytes"] == 2 * found["processes"]["gathered_bytes"]
 
 
-def test_plan_of_processes_is_three_lines(reluctant: Workplace) -> None:
-    lines = planned(reluctant, "--processes", "64").out.splitlines()[-3:]
+def test_plan_of_processes_is_four_lines(reluctant: Workplace) -> None:
+    lines = planned(reluctant, "--processes", "64").out.splitlines()[-4:]
     assert lines[0].startswith("processes    64: ")
     assert "efficiency" in lines[0]
     assert "over the network" in lines[1]
-    assert lines[2].startswith("assumed      machines like this one, 1.25 GB/s between two processes")
+    assert lines[2] == "             weights resident, 172 B in each"
+    assert lines[3].startswith("assumed      machines like this one, 1.25 GB/s between two processes")
+
+
+@pytest.mark.parametrize(
+    ("free", "words"),
+    [
+        (344, "resident, 172 B"),
+        (343, "sharded over 2 processes, 102 B in each; 172 B"),
+        (150, "offloaded, 75 B in each; 194 B"),
+    ],
+)
+def test_plan_of_processes_says_where_weights_live(
+    reluctant: Workplace, monkeypatch: pytest.MonkeyPatch, free: int, words: str
+) -> None:
+    monkeypatch.setattr("psgrad.workflows.plan.free_memory", lambda device: free)
+    monkeypatch.setattr("psgrad.workflows.plan.repeated_modules", lambda model: [("", nn.Linear(1, 1))])
+    found = planned(reluctant, "--processes", "2").out
+    assert f"weights {words}" in found
 
 
 def test_plan_of_no_process_is_refused(reluctant: Workplace) -> None:

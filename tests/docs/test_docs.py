@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import config_page, layers, pictures
+from tools import config_page, large_models_page, layers, pictures
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -144,7 +144,9 @@ def test_an_avoided_phrase_is_found() -> None:
 # -- Parts that are made from the code -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("generator", [config_page, layers], ids=lambda generator: generator.__name__)
+@pytest.mark.parametrize(
+    "generator", [config_page, layers, large_models_page], ids=lambda generator: generator.__name__
+)
 def test_a_generated_page_is_up_to_date(generator: object) -> None:
     text = generator.PAGE.read_text(encoding="utf-8")  # type: ignore[attr-defined]
     assert generator.page(text) == text, "run python -m tools.pages"  # type: ignore[attr-defined]

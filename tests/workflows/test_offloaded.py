@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from safetensors.numpy import load_file, save_file
 from psgrad import plugins
 from psgrad.engine.execution.loading import Loader
 from psgrad.engine.execution.stored import Supply, WeightFile
+from psgrad.engine.privacy.generators import make_generator
 from tests.hugging_face import tiny_model
 from tests.influence_workplace import InfluenceWorkplace
 from tests.private_workplace import EXACT, PrivateWorkplace
@@ -114,6 +116,89 @@ def test_influence_method(
     assert_same_bits(one, other, "scores.parquet")
     matrices = [load_file(each / "matrix.safetensors")["scores"] for each in (one, other)]
     assert (matrices[0] == matrices[1]).all()
+
+
+def test_influence_over_checkpoints_and_from_an_index(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    both_ways: Run,
+) -> None:
+    place = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
+    place.prepare()
+    for number in range(2):
+        place.save_checkpoint(f"step-{number}.safetensors", number)
+    place.config["engine"] = {"chunk_size": 4}
+    checkpoints = [{"path": f"step-{number}.safetensors", "learning_rate": 0.5} for number in range(2)]
+    place.config["influence"] |= {"method": "tracin", "checkpoints": checkpoints}
+    assert_same_bits(*both_ways(place, "influence", "config.yaml", "--no-report"), "scores.parquet")
+    place.config["influence"] = {"queries": place.section["queries"], "method": "projected_influence"}
+    for where in ("resident", "offloaded"):
+        place.config["engine"]["parameters"] = where
+        place.config["influence"]["index"] = {"path": f"index-{where}", "dimension": 8}
+        assert place.index().code == 0
+        place.config["output"] = f"of-index-{where}"
+        assert place.influence("--no-report").code == 0
+    one, other = (tmp_path / f"of-index-{where}" for where in ("resident", "offloaded"))
+    assert_same_bits(one, other, "scores.parquet")
+
+
+def test_parts_and_their_merge(workplace: Workplace) -> None:
+    workplace.config["engine"] = {"chunk_size": 5}
+    gathering = {"name": "covariance_spectrum", "exact_up_to": 0}
+    workplace.config["analyze"] = {"measures": [gathering, "relative_norm"]}
+    workplace.succeeded("--no-report", "--output", "whole")
+    workplace.config["engine"]["parameters"] = "offloaded"
+    for number in (2, 1):
+        workplace.succeeded("--part", f"{number}/2", "--output", "parts")
+    assert workplace.command("merge", "parts", "--no-report").code == 0
+    assert_same_bits(workplace.folder / "whole", workplace.folder / "parts", "samples.parquet")
+
+
+def test_validate_and_plan(workplace: Workplace) -> None:
+    """The same words as for weights in memory, but for where the weights live."""
+    found = []
+    for where in ("resident", "offloaded"):
+        workplace.config["engine"] = {"chunk_size": 5, "parameters": where}
+        (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
+        deep = workplace.command("validate", "config.yaml", "--deep")
+        planned = workplace.command("plan", "config.yaml", "--json", "--processes", "2")
+        assert (deep.code, planned.code) == (0, 0), deep.err + planned.err
+        losses = [line for line in (deep.out + deep.err).splitlines() if "loss" in line]
+        found.append((losses, json.loads(planned.out)))
+    assert found[0][0]
+    assert found[0][0] == found[1][0]
+    one, other = (plan for _, plan in found)
+    assert [each["parameters_live"] for each in (one, other)] == ["resident", "offloaded"]
+    assert [each["processes"]["parameters_live"] for each in (one, other)] == ["resident", "offloaded"]
+    assert [each["shape"] for each in one["parameters"]] == [each["shape"] for each in other["parameters"]]
+    assert one["moved_bytes"] == 0
+
+
+def test_audit_of_a_private_step(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The canaries, the noise and the verdict of the audit are the same numbers."""
+    place = PrivateWorkplace(workplace)
+    monkeypatch.setattr("psgrad.workflows.dp_audit.coins", lambda: np.random.default_rng(1))
+    place.config["privacy"] |= {"noise": {"multiplier": 1.0, "generator": "torch"}}
+    found = []
+    for where in ("resident", "offloaded"):
+        made = count()
+        monkeypatch.setattr(
+            "psgrad.workflows.dp_audit.make_generator",
+            lambda kind, made=made: make_generator(kind, seed=1, position=next(made)),
+        )
+        monkeypatch.setattr(
+            "psgrad.workflows.neighbours.make_generator",
+            lambda kind, made=made: make_generator(kind, seed=1, position=next(made)),
+        )
+        place.config["engine"] = {"parameters": where}
+        place.config["output"] = where
+        (place.folder / "config.yaml").write_text(yaml.safe_dump(place.config))
+        outcome = workplace.command("dp-audit", "config.yaml", "--json")
+        assert outcome.code == 0, outcome.err
+        found.append(json.loads(outcome.out))
+        found[-1].pop("file")
+    assert found[0] == found[1]
 
 
 def test_private_step_keeps_what_it_trains_in_memory(workplace: Workplace, both_ways: Run) -> None:

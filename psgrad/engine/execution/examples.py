@@ -94,12 +94,18 @@ class Examples:
     # -- passes ----------------------------------------------------------------------------------------------
 
     def each(
-        self, query: Query, start: int = 0, stop: int | None = None
+        self,
+        query: Callable[[Any], dict[str, torch.Tensor]],
+        start: int = 0,
+        stop: int | None = None,
+        compute: Callable[..., Any] | None = None,
     ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """For each chunk of the rows start, ..., stop - 1 (to the last one if None), in order: its rows, and
         the results of `query` for its gradients, name -> [k, ...], on the CPU.
+
+        compute: what is computed of a chunk in place of its gradients, as in Stream.run.
         """
-        return self.run(_Asking(query), start=start, stop=stop)
+        return self.run(_Asking(query), compute, start, stop)
 
     def norms(self) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """For each chunk its rows, `loss` [k], `square_norm` [k], both float64, and what the objective's

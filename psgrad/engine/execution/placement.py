@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from psgrad.engine.execution.stored import InMemory, Stored, Supply, as_stored
-from psgrad.engine.transforms.private_torch import parameter_store
+from psgrad.engine.transforms.private_torch import buffer_store, parameter_store
 
 _NARROW = (torch.float16, torch.bfloat16)
 _PLAIN = (*_NARROW, torch.float32, torch.float64)
@@ -40,10 +40,7 @@ def place(
     """
     if supply is None:
         model.to(device)
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
-        if buffer.dtype in _PLAIN:
-            buffer.data = buffer.data.to(dtype)
+    _place_buffers(model, device, dtype)
     made: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
         for name, parameter in list(parameter_store(module).items()):
@@ -55,6 +52,29 @@ def place(
             if made[id(parameter)] is not parameter:
                 setattr(module, name, made[id(parameter)])  # recurrent layers keep a second list of theirs
     return model
+
+
+def _place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move the buffers; one that several modules share stays one."""
+    moved: dict[int, Tensor] = {}
+    for module in model.modules():
+        buffers = buffer_store(module)
+        for name, buffer in buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in moved:
+                there = buffer.to(device, dtype if buffer.dtype in _PLAIN else buffer.dtype)
+                moved[id(buffer)] = _with_data(buffer, there)
+            buffers[name] = moved[id(buffer)]
+
+
+def _with_data(tensor: Tensor, data: Tensor) -> Tensor:
+    """The tensor itself with these data, or the data where its kind of memory is not compatible with them."""
+    try:
+        tensor.data = data
+    except RuntimeError:
+        return data
+    return tensor
 
 
 def _placed(
@@ -73,7 +93,7 @@ def _placed(
     if narrow is not None:
         return nn.Parameter(Stored(InMemory(data.to(narrow)), dtype), requires_grad=False)
     data = data.to(dtype)
-    if isinstance(parameter.data, Stored):
+    if isinstance(parameter.data, Stored) or parameter.device != data.device:
         return nn.Parameter(data, requires_grad=parameter.requires_grad)
     parameter.data = data
     return parameter

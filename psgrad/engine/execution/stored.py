@@ -334,7 +334,7 @@ class Supply:
         self._last: tuple[Source | None, Source | None] = (None, None)
         self._ahead: tuple[Source, Future[_Arrival]] | None = None
         self._reader: ThreadPoolExecutor | None = None
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = side_stream(device)
         if device.type == "cpu":
             give_freed_memory_back()
         self._using = threading.Lock()
@@ -404,6 +404,14 @@ class Supply:
         return _Arrival(source.read(source.layout, pinned=pinned), self.device, self._side)
 
 
+def side_stream(device: torch.device) -> Any:
+    """A stream for copies beside the one that operators run on; None for a device without streams."""
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    return module.Stream(device) if hasattr(module, "Stream") else None
+
+
 class _Arrival:
     """Numbers that were read, on their way to the device: on a GPU by a copy on a stream of its own."""
 
@@ -411,16 +419,17 @@ class _Arrival:
         self.host, self.device = host, device
         self.copied: Any = None
         if side is not None:
-            with torch.cuda.device(device), torch.cuda.stream(side):
+            module = torch.get_device_module(device)
+            with module.device(device), module.stream(side):
                 self.there = host.to(device, non_blocking=True)
-                self.copied = torch.cuda.Event()
+                self.copied = module.Event()
                 self.copied.record(side)
 
     def on_device(self) -> Tensor:
         """The numbers, for operators of the current stream."""
         if self.copied is None:
             return self.host.to(self.device)
-        here = torch.cuda.current_stream(self.device)
+        here = torch.get_device_module(self.device).current_stream(self.device)
         here.wait_event(self.copied)
         self.there.record_stream(here)  # its memory was asked for on the other stream
         return self.there

@@ -8,6 +8,8 @@ from psgrad.engine.gradients.projections import Rademacher as Rademacher
 from psgrad.engine.gradients.projections import Sparse as Sparse
 from psgrad.engine.gradients.projections import TwoSided as TwoSided
 from psgrad.engine.gradients.projections import projection_from as projection_from
+from psgrad.engine.gradients.projections.one_pass import ProjectedGradients as ProjectedGradients
+from psgrad.engine.gradients.projections.one_pass import per_sample_projections as per_sample_projections
 from psgrad.engine.gradients.queries import PerSampleGradients as PerSampleGradients
 from psgrad.engine.gradients.queries import SquareNorms as SquareNorms
 from psgrad.engine.gradients.weighted_sums import WeightedSum as WeightedSum
@@ -16,6 +18,7 @@ from psgrad.engine.gradients.weighted_sums import per_sample_weighted_sum as per
 __all__ = [
     "Gaussian",
     "PerSampleGradients",
+    "ProjectedGradients",
     "Projection",
     "Rademacher",
     "Sparse",
@@ -23,6 +26,7 @@ __all__ = [
     "TwoSided",
     "WeightedSum",
     "per_sample_gradients",
+    "per_sample_projections",
     "per_sample_square_norms",
     "per_sample_weighted_sum",
     "projection_from",

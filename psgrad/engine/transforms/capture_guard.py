@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from psgrad import random_state
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.operators import Op, aten
+from psgrad.engine.transforms.operators import Op, aten, is_random
 from psgrad.engine.transforms.private_torch import (
     DispatchMode,
     FakeTensor,
@@ -87,7 +87,7 @@ class Watch(_Refuser, DispatchMode):
             self.refuse(f"its operators depend on data, by {op}{diagnostics.where()}")
         if isinstance(kwargs.get("generator"), torch.Generator):
             self.refuse(f"{op} draws from a generator of its own{diagnostics.where()}")
-        if draws(op):
+        if draws(op) and is_random(op, args, kwargs):
             self.random_states.drawn()
         # the result of torch.tensor(..) has a value, but is not from outside
         if op is not aten.lift_fresh.default:

@@ -40,13 +40,16 @@ from psgrad.engine.transforms.tracer import map_tracers, on_active_levels
 from psgrad.errors import TransformError
 
 
-def checkpoint(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def checkpoint(func: Callable[..., Any], *args: Any, settle: bool = False, **kwargs: Any) -> Any:
     """`func(*args, **kwargs)`; reverse mode saves only its arguments, not its intermediate values.
 
     In the backward pass `func` runs again, with the same random draws, autocast settings and swapped
     parameters (`functional_call`), and is differentiated then. This saves the memory of the intermediate
     values, and computes `func` twice. It takes and returns pytrees. Parameters and other traced values that
     it closes over are differentiated too.
+
+    settle: whether cotangents of the arguments are materialised where they would be deferred, as factors that
+    take more memory.
 
     `func` must compute the same when it runs again: values that it reads from elsewhere must not change. It
     must not write in place into its arguments, nor into values that it closes over.
@@ -61,7 +64,9 @@ def checkpoint(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return results
 
     return tree_unflatten(
-        dispatch_call(RecomputedCall(f"checkpoint({getattr(func, '__name__', func)!s})", function), flat),
+        dispatch_call(
+            RecomputedCall(f"checkpoint({getattr(func, '__name__', func)!s})", function, settle=settle), flat
+        ),
         out_spec,
     )
 
@@ -70,15 +75,20 @@ class RecomputedCall(Call):
     """A call whose derivative is that of its function, which runs again in the backward pass.
 
     value: another function with the same results, which computes them the first time.
+    settle: see checkpoint.
     """
 
     follows_captured = True
 
     def __init__(
-        self, name: str, function: Callable[[Flat], Flat], value: Callable[[Flat], Flat] | None = None
+        self,
+        name: str,
+        function: Callable[[Flat], Flat],
+        value: Callable[[Flat], Flat] | None = None,
+        settle: bool = False,
     ) -> None:
         super().__init__(name)
-        self.function, self.value = function, value or function
+        self.function, self.value, self.settle = function, value or function, settle
 
     def run(self, args: Flat) -> Flat:
         return self.value(args)
@@ -95,6 +105,7 @@ class RecomputedCall(Call):
             self.name,
             function,
             self._through(mapped, self.value) if self.value is not self.function else None,
+            self.settle,
         )
 
     def _through(self, mapped: Mapped, function: Callable[[Flat], Flat]) -> Callable[[Flat], Flat]:
@@ -146,6 +157,8 @@ class RecomputedCall(Call):
                     ]
                 starts = [leaf.node for leaf in leaves.values()] + nodes
             cotangents_of_inputs = pull_back(ends, starts, keep=False, attached=level.attached)
+            if self.settle:  # no operator on two of them is deferred
+                cotangents_of_inputs = [g if g is None else torch.maximum(g, g) for g in cotangents_of_inputs]
             of_args = dict(zip(needed, cotangents_of_inputs, strict=False))
             return [of_args.get(i) for i in range(len(values))] + cotangents_of_inputs[len(needed) :]
 

@@ -13,15 +13,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.placement import place
-from psgrad.engine.execution.recompute import Recompute, repeated_modules
+from psgrad.engine.execution.recompute import Recompute, named_modules, repeated_modules
 from psgrad.engine.execution.stored import Stored, Supply
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.gradients.per_sample import per_sample_square_norms
 from psgrad.engine.transforms.private_torch import tree_leaves
-from psgrad.errors import CheckpointError, ModelError
+from psgrad.errors import CheckpointError, ConfigError, ModelError
 from psgrad.inputs.models.checkpoints import load_into
 from psgrad.inputs.models.in_files import built_without_memory, tensors_in_files
 from tests.architectures import ARCHITECTURES
@@ -250,6 +251,59 @@ def test_blocks_that_run_again_give_the_same_numbers(architecture: Architecture)
     recompute.add(model)
     for one, other in zip(found_by(model, architecture, torch.float32), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_blocks_are_named_by_patterns() -> None:
+    inner = lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    model = nn.ModuleDict({"body": nn.ModuleList([inner(), inner()]), "head": inner()})
+    found = [name for name, _ in named_modules(model, ["head", "body.1", "body.1.*", "head.0"])]
+    assert found == ["body.1", "head"]
+    with pytest.raises(ConfigError, match=r"engine\.recompute: no module of the model fits 'tail\.\*'"):
+        list(named_modules(model, ["head", "tail.*"]))
+
+
+class OwnCheckpoints(nn.Module):
+    """A stack whose blocks are under torch.utils.checkpoint; its weights are sliced, tied and used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 4, 4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)
+        )
+        self.blocks[2][0].weight = self.blocks[0][0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False)
+            x = x @ self.experts[number].t() + x @ self.experts[number][:, 1:].sum(1, keepdim=True)
+        return x
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["values kept", "blocks run again"])
+def test_models_with_checkpoints_of_their_own(tmp_path: Path, again: bool) -> None:
+    """The oracle: autograd, sample by sample, with the weights in memory."""
+    torch.manual_seed(0)
+    resident = OwnCheckpoints().double()
+    x, target = torch.randn(2, SAMPLES, 5, 4, dtype=torch.float64)
+    model = in_file(OwnCheckpoints, tmp_path / "w.safetensors")
+    model = place(model, CPU, torch.float64, "as-saved", Supply(CPU, 4096))
+    Recompute(again).add(model)
+    objective = Objective(model, lambda output, target: (output - target).square().sum())
+    gradients = per_sample_gradients(
+        objective.loss, objective.params, (x,), target, in_dims=(0, 0), has_aux=True
+    )
+    norms = per_sample_square_norms(
+        objective.loss, objective.params, (x,), target, in_dims=(0, 0), has_aux=True
+    )
+    found = gradients.materialise()
+    for sample in range(SAMPLES):
+        loss = (resident(x[sample : sample + 1]) - target[sample]).square().sum()
+        expected = torch.autograd.grad(loss, list(resident.parameters()))
+        for (name, _), value in zip(resident.named_parameters(), expected, strict=True):
+            torch.testing.assert_close(found[name][sample], value, rtol=1e-10, atol=1e-12)
+        square = sum(value.square().sum() for value in expected)
+        torch.testing.assert_close(norms.square_norms()[sample], square, rtol=1e-10, atol=0)
 
 
 class Counting(nn.Module):

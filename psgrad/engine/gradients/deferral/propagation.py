@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.deferred import DeferredGradient, Placed, term_of
+from psgrad.engine.gradients.deferred import DeferredGradient, Placed, merged, term_of
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.terms import Dense, Multiples
 from psgrad.engine.gradients.terms import placed as placed_maps
@@ -136,9 +136,10 @@ def _add(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: A
         alpha = -alpha
     one = next(w for w in deferred if w is not None)
     first, second = (terms_of(batch, argument, value) for argument, value in zip(args, deferred, strict=True))
-    return one.with_terms(
-        [*first, *(p if alpha == 1 else Placed(p.term.scaled(float(alpha)), p.layout) for p in second)]
-    )
+    terms = [*first, *(p if alpha == 1 else Placed(p.term.scaled(float(alpha)), p.layout) for p in second)]
+    if all(isinstance(p.term, Dense) for p in terms):  # values need no second one beside them
+        terms = merged(terms)
+    return one.with_terms(terms)
 
 
 def _sum(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:

@@ -196,17 +196,10 @@ class Projection(ABC):
         self, gradients: Mapping[str, DeferredGradient], samples: int, device: torch.device
     ) -> torch.Tensor:
         """[n, width], or [n, parameters * width]: the result of `PerSampleGradients.project`."""
-        types = [accumulating_dtype(gradient.dtype) for gradient in gradients.values()]
-        dtype = torch.float64 if torch.float64 in types else torch.float32
-        sums = [
-            Sums(samples, self.width, dtype, device)
-            for _ in range(1 if self.per == "total" else len(gradients))
-        ]
-        for place, (name, gradient) in enumerate(gradients.items()):
-            if gradient.shape.numel():
-                self.add(sums[place if len(sums) > 1 else 0], name, gradient)
-        rows = [(each.total() * self.scale).to(dtype) for each in sums]
-        return torch.cat(rows, 1) if rows else torch.zeros(samples, 0, dtype=dtype, device=device)
+        rows = ProjectedRows(self, {name: each.dtype for name, each in gradients.items()}, samples, device)
+        for name, gradient in gradients.items():
+            rows.add(name, gradient)
+        return rows.joined()
 
     def columns(self, names: Iterable[str]) -> dict[str, slice]:
         """name -> its columns in the projection of gradients of these parameters; with per='total' all of
@@ -242,6 +235,51 @@ class Projection(ABC):
                 expected="a whole number",
                 cause="a float would seed by its rounding",
             )
+
+
+class ProjectedRows:
+    """Collects the projected gradients of each parameter, in any order of the parameters. The sum over them
+    is in their own order, so that its bits do not depend on which gradient came first.
+
+    Args:
+        dtypes: name -> dtype of the gradient, of all parameters in order.
+    """
+
+    def __init__(
+        self, projection: Projection, dtypes: Mapping[str, torch.dtype], samples: int, device: torch.device
+    ) -> None:
+        self.projection, self.samples, self.device = projection, samples, device
+        types = [accumulating_dtype(dtype) for dtype in dtypes.values()]
+        self.dtype = torch.float64 if torch.float64 in types else torch.float32
+        self._names = list(dtypes)
+        self._found: dict[str, torch.Tensor] = {}
+        self._total: torch.Tensor | None = None
+        self._next = 0  # of the names: the first one that is not in the total
+
+    @torch.no_grad()
+    def add(self, name: str, gradient: DeferredGradient) -> None:
+        """Project a parameter's gradient."""
+        sums = Sums(self.samples, self.projection.width, self.dtype, self.device)
+        if gradient.shape.numel():
+            self.projection.add(sums, name, gradient)
+        self._found[name] = sums.total()
+        while self.projection.per == "total" and self._next < len(self._names):
+            found = self._found.pop(self._names[self._next], None)
+            if found is None:
+                break
+            self._total = found if self._total is None else self._total.add_(found)
+            self._next += 1
+
+    def joined(self) -> torch.Tensor:
+        """[n, width], or [n, parameters * width], once each parameter was added."""
+        if self.projection.per == "total":
+            parts = [] if self._total is None else [self._total]
+        else:
+            parts = [self._found[name] for name in self._names]
+        rows = [(each * self.projection.scale).to(self.dtype) for each in parts]
+        return (
+            torch.cat(rows, 1) if rows else torch.zeros(self.samples, 0, dtype=self.dtype, device=self.device)
+        )
 
 
 class Sums:

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Arrays, Processes
-from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.gradients import (
+    PerSampleGradients,
+    ProjectedGradients,
+    SquareNorms,
+    per_sample_projections,
+)
 from psgrad.engine.gradients.projections.projector import Projector
 from psgrad.engine.transforms import grad_and_value
 from psgrad.errors import InfluenceError
@@ -204,7 +210,7 @@ class RowPass:
 
         Raises InfluenceError where `of` is 'margin' and the loss is no function of one.
         """
-        for place, columns in self.source.each(self._projected, start, stop):
+        for place, columns in self._columns(start, stop):
             weight = columns.get("weight")
             if weight is not None:
                 numbers = self.source.numbers_of(torch.arange(place.start, place.stop))
@@ -220,10 +226,25 @@ class RowPass:
             rows = rows.where(finite.unsqueeze(1), torch.zeros((), dtype=rows.dtype))
             yield RowBlock(place.start, place.stop, rows, **values)
 
+    def _columns(self, start: int, stop: int | None) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
+        """The columns of each chunk; where memory is short, no more than one parameter's gradient is kept."""
+        projection, recompute = self.projector.projection, self.source.stream.recompute
+        if projection is None or recompute is None or not recompute.on:
+            return self.source.each(self._projected, start, stop)
+        compute = partial(per_sample_projections, projection=projection)
+        return self.source.each(self._of_one_pass, start, stop, compute)
+
     def _projected(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
-        result = {"rows": self.projector(gradients), "square_norm": gradients.square_norms()}
+        return self._with_loss(self.projector(gradients), gradients)
+
+    def _of_one_pass(self, found: ProjectedGradients) -> dict[str, torch.Tensor]:
+        return self._with_loss(found.rows, found.norms)
+
+    def _with_loss(
+        self, rows: torch.Tensor, gradients: PerSampleGradients | SquareNorms
+    ) -> dict[str, torch.Tensor]:
         more = gradients.aux if self.of == "margin" else {"loss": gradients.losses.double()}
-        return {**result, **more}
+        return {"rows": rows, "square_norm": gradients.square_norms(), **more}
 
 
 class RowsInMemory:
