@@ -337,6 +337,10 @@ class InfluenceConfig(Section):
     """Patterns of parameter names, such as [head.*]; null for all trainable ones."""
     checkpoints: Annotated[list[CheckpointConfig] | None, BeforeValidator(listed_checkpoints)] = None
     """Checkpoints of one training run, or a pattern such as run/checkpoint-*; by default only the model's."""
+    average: Literal["relative", "plain"] = "relative"
+    """Over several checkpoints: relative divides each one's scores of a query by their root mean square over
+    the training examples first, so that all of them count the same.
+    """
     top: Annotated[int, Field(ge=1)] = 10
     """Examples of either sign ranked for each query."""
     layers: Literal["none", "parameter", "module"] = "none"

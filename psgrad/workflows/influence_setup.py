@@ -17,7 +17,8 @@ import torch
 from psgrad.config import CheckpointConfig, Config, MethodConfig, is_callable_spec
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Processes
-from psgrad.engine.influence.method import REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
+from psgrad.engine.influence.averages import is_relative
+from psgrad.engine.influence.method import RELATIVE, REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.errors import ConfigError, InfluenceError, PsgradError
 from psgrad.inputs.measurements import Measurement, resolve_measurement
@@ -111,9 +112,20 @@ def unit_of(setup: InfluenceSetup, fitted: Sequence[Fitted] = ()) -> str:
         setup.method.unit == UNCALIBRATED and len(fitted) > 0 and all(each.calibrated for each in fitted)
     )
     unit = REMOVAL if calibrated else setup.method.unit
+    if is_on_one_scale(setup):
+        return f"{RELATIVE}{_ONE_SCALE}{_DIVIDED[setup.run.config.influence.normalize]}"
     return unit.format(change=setup.measurement.change) + _DIVIDED[setup.run.config.influence.normalize]
 
 
+def is_on_one_scale(setup: InfluenceSetup) -> bool:
+    """Whether each checkpoint's scores of a query are divided by their own scale before they are averaged."""
+    return is_relative(setup.method, len(setup.views), setup.run.config.influence.average)
+
+
+_ONE_SCALE = (
+    ": the mean over checkpoints of scores that are divided, for each query, by their root mean square over"
+    " the training examples"
+)
 _DIVIDED: dict[str, str] = {
     "none": "",
     "self_influence": ", divided by the square root of the training example's influence on itself",

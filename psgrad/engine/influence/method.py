@@ -103,6 +103,13 @@ class Method(ABC):
         weights = torch.stack([block.weights for block in blocks if block.weights is not None]).mean(0)
         return {label: value * weights.unsqueeze(1) for label, value in scores.items()}
 
+    @property
+    def joins_by_own_rule(self) -> bool:
+        """Whether `across` takes the checkpoints' scores as they are, by a rule that is the method's own;
+        scores of other methods are put on one scale for each query before they are averaged.
+        """
+        return type(self).across is not Method.across
+
     def across_self(self, scores: Sequence[torch.Tensor]) -> torch.Tensor:
         """Self-influence [n] of that of several checkpoints."""
         blocks = [ScoreBlock(0, len(own), {"": own.unsqueeze(1)}) for own in scores]
