@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -26,7 +28,7 @@ def in_blocks(scores: torch.Tensor, *cuts: int) -> list[list[ScoreBlock]]:
     edges = [0, *cuts, scores.shape[1]]
     return [
         [ScoreBlock(start, stop, {"": each[start:stop]}) for each in scores]
-        for start, stop in zip(edges[:-1], edges[1:], strict=True)
+        for start, stop in itertools.pairwise(edges)
     ]
 
 
