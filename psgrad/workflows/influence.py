@@ -182,7 +182,7 @@ def scored_by_all(
     """What all processes compute together, of rows that are finite."""
     wanted = setup.run.config.influence
     with clock("fit"), errors_of_own_method(wanted.method.name):
-        fitted = [setup.method.fit(view.training, view.checkpoint) for view in setup.views]
+        fitted = setup.method.fit_run([(view.training, view.checkpoint) for view in setup.views])
     with clock("normalize"), errors_of_own_method(wanted.method.name):
         divisors = divisors_of(setup, fitted)
     with clock("scores"), errors_of_own_method(wanted.method.name):

@@ -306,8 +306,9 @@ def _view(
     queries = Examples(measured, chosen_rows(reader, rows), len(rows), options, processes=processes)
     checkpoint, path = checkpoints_of(run.config)[number], run.config.model.checkpoint
     learning_rate = None if checkpoint is None else checkpoint.learning_rate
+    step = None if checkpoint is None else checkpoint.step
     return CheckpointView(
-        Checkpoint(number, learning_rate, say, len(rows)),
+        Checkpoint(number, learning_rate, say, len(rows), step),
         training,
         queries,
         None if path is None else str(path),

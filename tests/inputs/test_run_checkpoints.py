@@ -29,9 +29,10 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) 
         optimizer.step()
 
 
-def test_geometric_numbers_end_with_the_run_and_double() -> None:
-    assert geometric(80, 5) == (5, 10, 20, 40, 80)
-    assert geometric(60, 5) == (4, 8, 15, 30, 60)
+def test_geometric_numbers_end_with_the_run() -> None:
+    assert geometric(80, 5) == (2, 5, 13, 32, 80)
+    assert geometric(80, 10) == (1, 2, 3, 4, 7, 11, 19, 30, 49, 80)
+    assert geometric(60, 5) == (2, 4, 10, 24, 60)
     assert geometric(3, 5) == (1, 2, 3)
     assert geometric(1, 5) == (1,)
     assert geometric(1000, 1) == (1000,)
@@ -47,7 +48,7 @@ def test_save_writes_weights_metadata_and_state_at_these_epochs_only(tmp_path: P
         optimizer.param_groups[0]["lr"] = 0.01 / (epoch + 1)
         if path := checkpoints.save(model, epoch + 1, optimizer):
             saved[epoch + 1] = (path, {name: value.clone() for name, value in model.state_dict().items()})
-    assert list(saved) == [2, 4, 8]
+    assert list(saved) == [1, 3, 8]
     for epoch, (path, weights) in saved.items():
         assert path.name == f"epoch-{epoch}.safetensors"
         found = load_file(path)
@@ -70,18 +71,18 @@ def test_save_writes_weights_metadata_and_state_at_these_epochs_only(tmp_path: P
 def test_a_pattern_reads_the_run_in_order_with_its_learning_rates(tmp_path: Path) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    checkpoints = RunCheckpoints(tmp_path / "run", epochs=16, count=4, steps_per_epoch=3)
-    for epoch in range(1, 17):
+    checkpoints = RunCheckpoints(tmp_path / "run", epochs=27, count=4, steps_per_epoch=3)
+    for epoch in range(1, 28):
         optimizer.param_groups[0]["lr"] = 0.5 / epoch
         trained(model, optimizer)
         checkpoints.save(model, epoch, optimizer)
     config = tmp_path / "config.yaml"
     config.write_text(MINIMAL + "influence: {checkpoints: run/*.safetensors, method: tracin}\n")
     found = load_config(config).influence.checkpoints or []
-    names = [f"run/epoch-{epoch:02d}.safetensors" for epoch in (2, 4, 8, 16)]
+    names = [f"run/epoch-{epoch:02d}.safetensors" for epoch in (2, 4, 11, 27)]
     assert [str(each.path) for each in found] == names
-    assert [each.learning_rate for each in found] == [0.25, 0.125, 0.0625, 0.03125]
-    assert [each.step for each in found] == [6, 12, 24, 48]
+    assert [each.learning_rate for each in found] == [0.5 / epoch for epoch in (2, 4, 11, 27)]
+    assert [each.step for each in found] == [6, 12, 33, 81]
 
 
 def test_order_is_that_of_the_metadata_and_not_of_the_names(tmp_path: Path) -> None:

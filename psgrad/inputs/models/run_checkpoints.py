@@ -123,10 +123,14 @@ class RunCheckpoints:
 
 def geometric(length: int, count: int) -> tuple[int, ...]:
     """At most `count` whole numbers up to `length`, the last one, each about the same factor larger than the
-    one before. The factor is at most 2: later checkpoints tell more than the first ones.
+    one before: from 1 on, where a factor of 2.5 reaches so far. On digits the scores of these checkpoints
+    agreed better with retraining than those of as many late ones.
     """
-    factor = min(2.0, length ** (1 / max(1, count - 1)))
+    factor = min(_LARGEST_FACTOR, length ** (1 / max(1, count - 1)))
     return tuple(sorted({max(1, round(length / factor**back)) for back in range(count)}))
+
+
+_LARGEST_FACTOR = 2.5
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -138,7 +138,7 @@ CheckpointExamples = tuple[Examples, Checkpoint]
 
 def fitted_to(method: Method, places: Sequence[CheckpointExamples]) -> list[Fitted]:
     """The method at each checkpoint, to the training examples as its model sees them."""
-    return [method.fit(training, checkpoint) for training, checkpoint in places]
+    return method.fit_run(places)
 
 
 def score_matrix(
