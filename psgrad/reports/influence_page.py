@@ -307,11 +307,19 @@ def meaning(result: InfluenceResult) -> Section:
         items += _PREDICTED
     else:
         items += _RANKED
+    if len(result.facts) == 1 and "(uncalibrated)" in result.unit:
+        items.append(_ONE_CHECKPOINT)
     if damping := _damping(result):
         items.append(_DAMPING.format(damping))
     return Section("What the scores mean, and what they do not", [Bullets([*items, *_LIMITS])])
 
 
+_ONE_CHECKPOINT = Markup(
+    "These are scores of one checkpoint. Those of several checkpoints of the same training run, put on one"
+    " scale and averaged, agreed better with retraining in our measurements."
+    " <code>psgrad.RunCheckpoints</code> saves them from a training loop, and"
+    " <code>influence.checkpoints: run/*.safetensors</code> names them."
+)
 _PREDICTED = (
     "For a convex model that is what retraining shows, with a little less than the full effect for examples"
     " that the model leans on. A network with hidden layers ends elsewhere after each training run, and"
