@@ -142,6 +142,8 @@ def set_up_influence(
     Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
     """
     method = method_from(config.influence.method, config.base)
+    if method.fits_whole_run and len(checkpoints_of(config)) == 1:
+        say(_ALONE.format(config.influence.method.name))
     run = first_run(config)
     read_ahead(run.samples, len(run.samples), progress)  # before queries are chosen by their ids or losses
     measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
@@ -155,6 +157,12 @@ def set_up_influence(
         _require_another(views, there)
         views.append(_view(there, number, measurement, reader, rows, say, processes))
     return InfluenceSetup(run, method, measurement, views, reader, rows, rows, np.arange(len(run.samples)))
+
+
+_ALONE = (
+    "influence.checkpoints has one checkpoint, and {} follows a training run: from the beginning to there,"
+    " gradients and curvature are taken to be as they are at its end. psgrad.RunCheckpoints saves more"
+)
 
 
 def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:
