@@ -14,6 +14,7 @@ psgrad/engine/influence/methods.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -245,7 +246,11 @@ class CheckpointConfig(Section):
     path: FilePath
     """The weights, relative to this config."""
     learning_rate: Annotated[Finite, Field(gt=0)] | None = None
-    """The optimiser's learning rate there, which tracin needs; null for that of its trainer_state.json."""
+    """The optimiser's learning rate there, which tracin needs; null for that of its trainer_state.json, or
+    its metadata.
+    """
+    step: Annotated[int, Field(ge=0)] | None = None
+    """Optimiser steps up to there; null for those of its trainer_state.json, or its metadata."""
 
     @model_validator(mode="before")
     @classmethod
@@ -336,7 +341,13 @@ class InfluenceConfig(Section):
     parameters: ParameterPatterns = None
     """Patterns of parameter names, such as [head.*]; null for all trainable ones."""
     checkpoints: Annotated[list[CheckpointConfig] | None, BeforeValidator(listed_checkpoints)] = None
-    """Checkpoints of one training run, or a pattern such as run/checkpoint-*; by default only the model's."""
+    """Checkpoints of one training run, or a pattern such as run/*.safetensors or run/checkpoint-*; by default
+    only the model's.
+    """
+    average: Literal["relative", "plain"] = "relative"
+    """Over several checkpoints: relative divides each one's scores of a query by their root mean square over
+    the training examples first, so that all of them count the same.
+    """
     top: Annotated[int, Field(ge=1)] = 10
     """Examples of either sign ranked for each query."""
     layers: Literal["none", "parameter", "module"] = "none"
@@ -364,6 +375,17 @@ class InfluenceConfig(Section):
             raise ValueError(f"the checkpoint {twice} is listed twice; it would count double")
         if self.checkpoints is not None and not paths:
             raise ValueError("checkpoints is an empty list; leave it out to use model.checkpoint")
+        return self
+
+    @model_validator(mode="after")
+    def _checkpoints_in_order(self) -> InfluenceConfig:
+        steps = [(each.path, each.step) for each in self.checkpoints or [] if each.step is not None]
+        for (one, before), (other, after) in pairwise(steps):
+            if one.parent == other.parent and after < before:
+                raise ValueError(
+                    f"{other} is of step {after} and is listed after {one}, of step {before}; list the"
+                    " checkpoints of a run in the order of its steps"
+                )
         return self
 
     @model_validator(mode="after")

@@ -50,7 +50,8 @@ class Example:
     """A query, or a training example beside it.
 
     score: written out, with a ! behind it where it is beyond what the query's loss can fall by; empty for a
-    query. spread: its standard deviation over checkpoints, "± 0.002"; empty where there is none. differs:
+    query. spread: its standard deviation over checkpoints, "± 0.002"; empty where there is none. stability:
+    the share of the checkpoints that rank it among the strongest, "80%"; empty where there is one. differs:
     whether the model's prediction is another class than the label.
     """
 
@@ -62,6 +63,7 @@ class Example:
     prediction: str
     differs: bool
     input: TopSample | None
+    stability: str = ""
 
 
 def signed(score: float) -> str:
@@ -103,6 +105,25 @@ def beyond_note(result: InfluenceResult) -> str:
     """What the mark of a score beyond the query's loss says; empty where no ranked score has it."""
     scores = result.scores
     return BEYOND_NOTE if "beyond_loss" in scores and bool(scores["beyond_loss"].any()) else ""
+
+
+def agreement_words(result: InfluenceResult) -> str:
+    """How far the checkpoints agree; empty of one checkpoint."""
+    if "agreement" not in result.queries:
+        return ""
+    known = result.queries["agreement"].dropna()
+    middle = f"{known.median():.2f}" if len(known) else MISSING
+    words = (
+        f"rank stability over {len(result.facts)} checkpoints: the scores of two of them correlate by"
+        f" {middle} (median over queries)"
+    )
+    pairs = result.scores[result.scores["query_index"] != ALL_INDEX]
+    if "rank_stability" in pairs and len(pairs):
+        words += (
+            f"; a ranked example is among the strongest of {pairs['rank_stability'].mean():.0%} of them by"
+            " themselves (column stable)"
+        )
+    return words
 
 
 def check_table(result: InfluenceResult) -> Table:
@@ -180,7 +201,7 @@ def _described(frame: pd.DataFrame, rows: set[int]) -> dict[int, dict[Any, Any]]
 def _example(result: InfluenceResult, pair: dict[Any, Any], known: dict[int, dict[Any, Any]]) -> Example:
     index = int(pair["train_index"])
     row = known[index]
-    spread = pair.get("score_std")
+    spread, stability = pair.get("score_std"), pair.get("rank_stability")
     return Example(
         rank=int(pair["rank"]),
         score=signed(pair["score"]) + (BEYOND if pair.get("beyond_loss") is True else ""),
@@ -190,6 +211,7 @@ def _example(result: InfluenceResult, pair: dict[Any, Any], known: dict[int, dic
         prediction=label(row.get("prediction"), result.class_names),
         differs=row["differs"],
         input=result.training_inputs.get(index),
+        stability="" if stability is None or pd.isna(stability) else f"{stability:.0%}",
     )
 
 
@@ -206,6 +228,8 @@ def write_influence(result: InfluenceResult, top: int, style: str, stream: TextI
     stream.write(header(result) + "\n")
     if note := beyond_note(result):
         stream.write(note + "\n")
+    if words := agreement_words(result):
+        stream.write(words + "\n")
     if result.check is not None:
         stream.write("\nLargest changes, predicted and found\n")
         print_table(check_table(result), stream)
@@ -225,6 +249,7 @@ def influence_content(result: InfluenceResult) -> dict[str, Any]:
         "unit": result.unit,
         "predicts_removal": result.predicts_removal,
         "measurement": result.measurement,
+        "rank_stability": stability_numbers(result),
         "check": None if result.check is None else {**asdict(result.check), "words": result.check.words},
         "warnings": result.warnings,
         "folder": result.folder,
@@ -232,14 +257,26 @@ def influence_content(result: InfluenceResult) -> dict[str, Any]:
     }
 
 
+def stability_numbers(result: InfluenceResult) -> dict[str, float | None] | None:
+    """Medians and means of `agreement` and `rank_stability` over the queries; None of one checkpoint."""
+    if "agreement" not in result.queries:
+        return None
+    pairs = result.scores[result.scores["query_index"] != ALL_INDEX]
+    among = pairs["rank_stability"].mean() if "rank_stability" in pairs else float("nan")
+    found = {"agreement": result.queries["agreement"].median(), "among_strongest": among}
+    return {name: None if pd.isna(value) else float(value) for name, value in found.items()}
+
+
 def sides_table(proponents: list[Example], opponents: list[Example]) -> Table:
     """Proponents and opponents side by side, a row a rank."""
     both = [*proponents, *opponents]
     spread, classes = any(each.spread for each in both), any(each.label != MISSING for each in both)
+    stability = any(each.stability for each in both)
     columns = [Column("rank", lambda pair: str(pair[0]), True)]
     for place, heading in ((1, "helps"), (2, "hurts")):
         columns.append(Column(heading, _of(place, "score"), True))
         columns += [Column("±", _of(place, "spread"))] if spread else []
+        columns += [Column("stable", _of(place, "stability"), True)] if stability else []
         columns.append(Column("id", _of(place, "id")))
         columns += [Column("label", _of(place, "label")), Column("model", _of(place, "prediction"))] * classes
     pairs = enumerate(zip_longest(proponents, opponents), start=1)

@@ -18,6 +18,7 @@ from torch import nn
 from psgrad.config import Config, EvaluationConfig, MethodConfig
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Forward
+from psgrad.engine.influence.averages import Average
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe
 from psgrad.engine.influence.evaluation.retraining import (
     EnsembleTrainer,
@@ -86,6 +87,11 @@ class Bench:
         """What the scores of the config's method are divided by."""
         wanted = self.setup.run.config.influence.normalize
         return None if wanted == "none" else wanted
+
+    @property
+    def average(self) -> Average:
+        """How scores of several checkpoints are averaged."""
+        return self.setup.run.config.influence.average
 
     def places(self) -> list[CheckpointExamples]:
         """The training examples as the model of each checkpoint sees them."""

@@ -18,7 +18,8 @@ import torch
 from psgrad.config import CheckpointConfig, Config, MethodConfig, is_callable_spec
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Processes
-from psgrad.engine.influence.method import REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
+from psgrad.engine.influence.averages import is_relative
+from psgrad.engine.influence.method import RELATIVE, REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.errors import ConfigError, InfluenceError, PsgradError
 from psgrad.inputs.measurements import Measurement, resolve_measurement
@@ -115,9 +116,20 @@ def unit_of(setup: InfluenceSetup, fitted: Sequence[Fitted] = ()) -> str:
         setup.method.unit == UNCALIBRATED and len(fitted) > 0 and all(each.calibrated for each in fitted)
     )
     unit = REMOVAL if calibrated else setup.method.unit
+    if is_on_one_scale(setup):
+        return f"{RELATIVE}{_ONE_SCALE}{_DIVIDED[setup.run.config.influence.normalize]}"
     return unit.format(change=setup.measurement.change) + _DIVIDED[setup.run.config.influence.normalize]
 
 
+def is_on_one_scale(setup: InfluenceSetup) -> bool:
+    """Whether each checkpoint's scores of a query are divided by their own scale before they are averaged."""
+    return is_relative(setup.method, len(setup.views), setup.run.config.influence.average)
+
+
+_ONE_SCALE = (
+    ": the mean over checkpoints of scores that are divided, for each query, by their root mean square over"
+    " the training examples"
+)
 _DIVIDED: dict[str, str] = {
     "none": "",
     "self_influence": ", divided by the square root of the training example's influence on itself",
@@ -134,6 +146,8 @@ def set_up_influence(
     Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
     """
     method = method_from(config.influence.method, config.base)
+    if method.fits_whole_run and len(checkpoints_of(config)) == 1:
+        say(_ALONE.format(config.influence.method.name))
     run = first_run(config, processes)
     read_ahead(run.samples, len(run.samples), progress)  # before queries are chosen by their ids or losses
     if processes.size > 1:
@@ -150,6 +164,12 @@ def set_up_influence(
         views.append(_view(there, number, measurement, reader, rows, say, processes))
     require_same_on_ranks("queries", identity_of_asked(reader, rows, views), processes)
     return InfluenceSetup(run, method, measurement, views, reader, rows, rows, np.arange(len(run.samples)))
+
+
+_ALONE = (
+    "influence.checkpoints has one checkpoint, and {} follows a training run: from the beginning to there,"
+    " gradients and curvature are taken to be as they are at its end. psgrad.RunCheckpoints saves more"
+)
 
 
 def identity_at_first(run: Setup) -> dict[str, Any]:
@@ -322,8 +342,9 @@ def _view(
     queries = Examples(measured, chosen_rows(reader, rows), len(rows), options, processes=processes)
     checkpoint, path = checkpoints_of(run.config)[number], run.config.model.checkpoint
     learning_rate = None if checkpoint is None else checkpoint.learning_rate
+    step = None if checkpoint is None else checkpoint.step
     return CheckpointView(
-        Checkpoint(number, learning_rate, say, len(rows)),
+        Checkpoint(number, learning_rate, say, len(rows), step),
         training,
         queries,
         None if path is None else str(path),
