@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from psgrad.cli import processes as several
 from psgrad.cli.boundary import boundary
 from psgrad.cli.check import show_check
 from psgrad.cli.command import Panel, command
@@ -24,7 +23,7 @@ from psgrad.cli.options import (
     read_config,
     require_one_of,
 )
-from psgrad.cli.processes import ProcessesOption
+from psgrad.cli.processes import ProcessesOption, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 from psgrad.errors import EXIT_OK
 
@@ -114,9 +113,8 @@ def analyze(
             require_one_of(overwrite, "--part", "--overwrite")
             _measure_part(resolved, part, limit, sample, ProgressStyle.none if quiet else shown)
             return
-        several.start(processes)
         style = ProgressStyle.none if quiet else shown
-        with several.joined() as group, several.display(style, group, resolved.output) as progress:
+        with shared_run(processes, style, resolved.output) as (group, progress):
             result = run_analyze(
                 resolved,
                 overwrite=overwrite,

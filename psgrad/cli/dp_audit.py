@@ -8,11 +8,10 @@ from typing import Annotated
 
 import typer
 
-from psgrad.cli import processes as several
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import ConfigPath, Debug, Overwrite, Settings, read_config
-from psgrad.cli.processes import ProcessesOption
+from psgrad.cli.options import AsJson, ConfigPath, Debug, Overwrite, Settings, read_config
+from psgrad.cli.processes import ProcessesOption, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle
 from psgrad.errors import EXIT_GATE_FAILED
 
@@ -52,7 +51,6 @@ AuditOutput = Annotated[
         "--output", metavar="DIR", help="Folder of the audit, instead of the config's `output`-audit."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")]
 
 
 @command(Panel.PRIVACY, 2)
@@ -84,9 +82,7 @@ def dp_audit(
         from psgrad.workflows.dp_audit import audit_folder
         from psgrad.workflows.dp_audit import dp_audit as run_dp_audit
 
-        several.start(processes)
-        folder = audit_folder(resolved, output)
-        with several.joined() as group, several.display(shown, group, folder) as progress:
+        with shared_run(processes, shown, audit_folder(resolved, output)) as (group, progress):
             result = run_dp_audit(
                 resolved,
                 canaries=canaries,

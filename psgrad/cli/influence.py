@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from psgrad.cli import processes as several
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
 from psgrad.cli.options import (
+    AsJson,
     ConfigPath,
     Debug,
     Output,
@@ -28,8 +28,8 @@ from psgrad.cli.options import (
     read_config,
     require_one_of,
 )
-from psgrad.cli.processes import ProcessesOption
-from psgrad.cli.progress import ProgressOption, ProgressStyle
+from psgrad.cli.processes import ProcessesOption, shared_run
+from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 
 if TYPE_CHECKING:
     from psgrad.config import Config
@@ -101,7 +101,6 @@ Wrong = Annotated[bool, typer.Option("--wrong", help="Ask only about rows that a
 Worst = Annotated[
     int | None, typer.Option("--worst", metavar="N", min=1, help="Ask only about the N rows of largest loss.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an index that was interrupted.")]
 OverwriteIndex = Annotated[bool, typer.Option("--overwrite", help="Replace an index that is there already.")]
 
@@ -149,21 +148,32 @@ def influence(
             _require_an_evaluation_alone(matrix, top)
             # The folder of an evaluation is its own: the config's is that of the scores.
             resolved = _read(config, settings, None, method, top)
-            several.start(processes)
-            _evaluate(resolved, evaluate, output, overwrite, style, shown)
+            from psgrad.reports.evaluation import write_evaluation
+            from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
+
+            with shared_run(processes, shown, resolved.output) as (group, progress):
+                evaluation = run_evaluate_influence(
+                    resolved,
+                    evaluate.value,
+                    output=output,
+                    overwrite=overwrite,
+                    progress=progress,
+                    processes=group,
+                )
+            if evaluation is not None:  # on the first rank
+                write_evaluation(evaluation, style, sys.stdout)
             return
         resolved = _read(config, settings, output, method, top)
         if part is not None:
             from psgrad.workflows.influence_parts import influence_part
 
-            with several.display(shown, None, resolved.output) as progress:
+            with progress_display(shown) as progress:
                 folder = influence_part(resolved, *part_of(part), matrix=matrix, progress=progress)
             typer.echo(str(folder))
             return
         from psgrad.workflows.influence import influence as run_influence
 
-        several.start(processes)
-        with several.joined() as group, several.display(shown, group, resolved.output) as progress:
+        with shared_run(processes, shown, resolved.output) as (group, progress):
             result = run_influence(
                 resolved,
                 overwrite=overwrite,
@@ -200,8 +210,7 @@ def influence_index(
             require_one_of(processes > 1, "--part", "--processes")
             require_one_of(overwrite, "--part", "--overwrite")
         which = None if part is None else part_of(part)
-        several.start(processes)
-        with several.joined() as group, several.display(shown, group, resolved.output) as progress:
+        with shared_run(processes, shown, resolved.output) as (group, progress):
             result = run_influence_index(
                 resolved, resume=resume, overwrite=overwrite, progress=progress, processes=group, part=which
             )
@@ -227,20 +236,6 @@ def _read(
 def _settings(section: str, values: Mapping[str, object]) -> list[str]:
     """Changes of a config as `--set` takes them, of those values that are given."""
     return [f"{section}.{key}={json.dumps(value)}" for key, value in values.items() if value]
-
-
-def _evaluate(
-    config: Config, kind: Kind, output: Path | None, overwrite: bool, style: str, shown: ProgressStyle
-) -> None:
-    from psgrad.reports.evaluation import write_evaluation
-    from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
-
-    with several.joined() as group, several.display(shown, group, config.output) as progress:
-        result = run_evaluate_influence(
-            config, kind.value, output=output, overwrite=overwrite, progress=progress, processes=group
-        )
-    if result is not None:  # on the first rank
-        write_evaluation(result, style, sys.stdout)
 
 
 def show_scores(result: InfluenceResult, top: int, style: str) -> None:

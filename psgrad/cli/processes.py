@@ -119,6 +119,18 @@ def _without_option(arguments: list[str]) -> list[str]:
 
 
 @contextmanager
+def shared_run(
+    count: int, style: ProgressStyle, output: Path
+) -> Iterator[tuple[Processes | None, ProgressDisplay]]:
+    """Run the block in `count` processes, or in those that torchrun or srun started: the processes (None for
+    this one alone), and the progress of a run in the folder `output`.
+    """
+    start(count)
+    with joined() as processes, _progress_of(processes, style, output) as progress:
+        yield processes, progress
+
+
+@contextmanager
 def joined() -> Iterator[Processes | None]:
     """The processes that run this command; None for this one alone. An error is printed by the rank that
     failed first.
@@ -148,7 +160,7 @@ def joined() -> Iterator[Processes | None]:
         group.leave()
 
 
-def display(style: ProgressStyle, processes: Processes | None, output: Path) -> ProgressDisplay:
+def _progress_of(processes: Processes | None, style: ProgressStyle, output: Path) -> ProgressDisplay:
     """The progress of the first rank on stderr; that of each other one in logs/ of the run folder."""
     if processes is None or processes.rank == 0:
         return progress_display(style)
