@@ -22,7 +22,7 @@ from markupsafe import Markup
 from psgrad.reports.drawing import Plot
 from psgrad.reports.pictures import data_uri
 from psgrad.reports.tables import Column, Pairs, Table
-from psgrad.reports.words import brief, number
+from psgrad.reports.words import FACT_LIMIT, brief, number
 from psgrad.results.manifest import RunManifest, SelfCheckFacts
 
 
@@ -194,7 +194,6 @@ def _script() -> tuple[Markup, str]:
     return Markup(source), base64.b64encode(hashlib.sha256(source.encode()).digest()).decode("ascii")
 
 
-FACT_LIMIT = 300
 MAX_NOTES = 20
 
 

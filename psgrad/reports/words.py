@@ -14,6 +14,7 @@ MISSING = "–"
 LABEL_LIMIT = 40
 ID_LIMIT = 80
 VALUE_LIMIT = 120
+FACT_LIMIT = 300
 _BYTES = ("B", "kB", "MB", "GB", "TB")
 
 
