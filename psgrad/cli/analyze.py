@@ -160,18 +160,15 @@ def show_result(
 
 def _say(result: AnalyzeResult, quiet: bool, verbose: bool) -> None:
     from psgrad.reports.analyze_terminal import summary
+    from psgrad.results.manifest import read_manifest
 
-    counts: dict[str, Any] = result.manifest.get("counts") or {}
-    looked_at, there = counts.get("samples"), counts.get("in_dataset")
     if quiet:
         return
-    if looked_at is not None and there is not None and looked_at < there:
-        seed = result.manifest.get("sampled_by")
-        which = (
-            f"the first {looked_at:,} of {there:,} samples"
-            if seed is None
-            else f"{looked_at:,} of {there:,} samples, drawn at random by seed {seed}"
-        )
+    run = read_manifest(result.manifest)
+    if run.partial:
+        which = f"{run.counts.samples:,} of {run.counts.in_dataset:,} samples"
+        seed = run.sampled_by
+        which = f"the first {which}" if seed is None else f"{which}, drawn at random by seed {seed}"
         typer.echo(f"PARTIAL: {which}", err=True)
     typer.echo(summary(result), err=True)
     if verbose:

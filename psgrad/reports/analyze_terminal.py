@@ -91,9 +91,8 @@ def run_record(result: AnalyzeResult, top: int) -> dict[str, Any]:
     self_check, engine, timings (s) as in manifest.json; check: the gate's verdict without its findings, which
     are in findings.jsonl, or null.
     """
-    counts = result.manifest.get("counts") or {}
     samples = result.samples
-    in_dataset = counts.get("in_dataset", len(samples))
+    in_dataset = read_manifest(result.manifest).counts.in_dataset or len(samples)
     record = {
         "schema_version": SCHEMA_VERSION,
         "folder": str(result.folder),

@@ -17,22 +17,23 @@ from psgrad.quality.findings import counts_of, in_order, named_samples, read_ign
 from psgrad.quality.gates import evaluate
 from psgrad.results import GateOutcome
 from psgrad.results.findings import Baseline, Known
+from psgrad.results.manifest import read_manifest
 from tests.verdicts import NO_REFERENCE, REFERENCE, table
 
 TODAY = datetime.date(2026, 6, 15)
 
 
 def named(frame: pd.DataFrame, facts: dict[str, Any] = REFERENCE) -> pd.DataFrame:
-    return named_samples(frame, {"outliers": facts})
+    return named_samples(frame, read_manifest({"outliers": facts}))
 
 
 def outcomes(
     frame: pd.DataFrame, gate: GateConfig, facts: dict[str, Any] = REFERENCE, rows: pd.DataFrame | None = None
 ) -> dict[str, GateOutcome]:
     rows = named(frame, facts) if rows is None else rows
-    return {
-        each.rule: each for each in evaluate(gate, in_order(rows, frame), counts_of(rows), facts, len(frame))
-    }
+    judged = read_manifest({"outliers": facts}).outliers
+    found = evaluate(gate, in_order(rows, frame), counts_of(rows), judged, len(frame))
+    return {each.rule: each for each in found}
 
 
 @pytest.mark.parametrize(("limit", "outcome"), [(0, "failed"), (1, "failed"), (2, "passed"), (3, "passed")])
