@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from psgrad.config import Config, QueriesConfig, nearest
-from psgrad.config.conditions import names_in_condition, rows_where
+from psgrad.config.conditions import names_in_condition
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.ranks import Processes
@@ -18,6 +18,7 @@ from psgrad.errors import ConfigError, DataError, LossError, ModelError
 from psgrad.inputs.measurements import Measurement
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Block, Samples
+from psgrad.results.conditions import rows_where
 from psgrad.workflows.setup import Setup
 
 

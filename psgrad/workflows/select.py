@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from psgrad.config import DataConfig
-from psgrad.config.conditions import rows_where
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
 from psgrad.inputs.images.folder import folder_rows
 from psgrad.inputs.sources.arrow import plain
 from psgrad.inputs.sources.files import Wanted
 from psgrad.inputs.sources.source import ArraySource, TableSource, source_of
+from psgrad.results.conditions import rows_where
 from psgrad.storage.files import folder_atomically, written_atomically
 from psgrad.storage.finished import finished_manifest, require_there
 from psgrad.workflows.select_origins import Origin, in_folder, origin_of

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from psgrad.config.conditions import names_in_condition, rows_where
+from psgrad.config.conditions import names_in_condition
 from psgrad.errors import ConfigError
+from psgrad.results.conditions import rows_where
 
 FRAME = pd.DataFrame(
     {
