@@ -49,7 +49,9 @@ def test_models_page_example_is_valid(number: int, folder: Path, monkeypatch: py
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "timm" or find(name))
     found = validation.validate(folder / "config.yaml")
-    assert [str(each.error) for each in found.problems if each.where.startswith(("model", "influence"))] == []
+    assert [
+        str(each.error) for each in found.problems if each.where.startswith(("model", "influence", "engine"))
+    ] == []
     assert found.facts["model"]
 
 
