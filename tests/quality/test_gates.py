@@ -23,12 +23,15 @@ from tests.verdicts import NO_REFERENCE, REFERENCE, table
 TODAY = datetime.date(2026, 6, 15)
 
 
-def named(frame: pd.DataFrame, facts: dict[str, Any] = REFERENCE) -> pd.DataFrame:
+def named(frame: pd.DataFrame, facts: dict[str, Any] | None = REFERENCE) -> pd.DataFrame:
     return named_samples(frame, read_manifest({"outliers": facts}))
 
 
 def outcomes(
-    frame: pd.DataFrame, gate: GateConfig, facts: dict[str, Any] = REFERENCE, rows: pd.DataFrame | None = None
+    frame: pd.DataFrame,
+    gate: GateConfig,
+    facts: dict[str, Any] | None = REFERENCE,
+    rows: pd.DataFrame | None = None,
 ) -> dict[str, GateOutcome]:
     rows = named(frame, facts) if rows is None else rows
     judged = read_manifest({"outliers": facts}).outliers
@@ -53,6 +56,12 @@ def test_gate_without_reference_not_evaluable() -> None:
     assert (outcome.outcome, outcome.found) == ("not evaluable", None)
     assert "there is no reference" in outcome.message
     assert "Next step: give analyze.outliers.reference" in outcome.message
+
+
+def test_gate_of_a_run_that_says_nothing_of_outliers_not_evaluable() -> None:
+    outcome = outcomes(table(listed=(3,)), GateConfig(max_outliers=5), None)["max_outliers"]
+    assert (outcome.outcome, outcome.found) == ("not evaluable", None)
+    assert "a review list, and no verdict" in outcome.message
 
 
 def test_gate_small_reference_not_evaluable() -> None:
