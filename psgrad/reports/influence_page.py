@@ -12,15 +12,15 @@ import pandas as pd
 from markupsafe import Markup
 
 from psgrad.reports.drawing import Plot
-from psgrad.reports.influence_facts import fit_facts
 from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.influence_sheets import DIFFERS_NOTE, MAX_SHEETS, PER_SIDE
-from psgrad.reports.influence_terminal import (
+from psgrad.reports.influence_words import (
     Example,
     agreement_words,
     beyond_note,
     check_table,
     examples,
+    fit_facts,
     is_uncalibrated,
     method_words,
     query_example,
@@ -31,7 +31,6 @@ from psgrad.reports.influence_terminal import (
 )
 from psgrad.reports.pictures import PICTURE_NOTE, excerpt, original_uri, picture_uri, shown_text
 from psgrad.reports.sections import (
-    FACT_LIMIT,
     Beside,
     Bullets,
     Card,
@@ -49,7 +48,7 @@ from psgrad.reports.sections import (
     title_of,
 )
 from psgrad.reports.tables import Column, Table, table
-from psgrad.reports.words import MISSING, brief, identifier, label, number
+from psgrad.reports.words import FACT_LIMIT, MISSING, brief, identifier, label, number
 from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, disagrees, has_classes
 from psgrad.results.manifest import read_manifest
 

@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from psgrad.reports.influence_facts import flattened
 from psgrad.reports.influence_page import render_influence, write_influence_report
 from psgrad.reports.influence_plots import draw_influence_plots
-from psgrad.reports.influence_terminal import examples, signed, summary, write_influence
+from psgrad.reports.influence_terminal import summary, write_influence
+from psgrad.reports.influence_words import examples, flattened, signed
 from psgrad.results import (
     ALL_INDEX,
     SIGN,

@@ -251,7 +251,7 @@ def _pad_token(inner: Any, config: Any, size: int | None) -> tuple[int, list[str
     """
     own, pad, end = getattr(config, "pad_token_id", None), inner.pad_token_id, inner.eos_token_id
 
-    def known(token: Any) -> bool:
+    def known(token: Any) -> TypeGuard[int]:
         return isinstance(token, int) and 0 <= token < (size or token + 1)
 
     if known(own):
