@@ -22,6 +22,7 @@ from psgrad.config.influence import (
     MethodConfig,
     QueriesConfig,
     TrainConfig,
+    TrainingConfig,
     TuningConfig,
 )
 from psgrad.config.mechanism import (
@@ -84,6 +85,7 @@ __all__ = [
     "ScheduleConfig",
     "Task",
     "TrainConfig",
+    "TrainingConfig",
     "TuningConfig",
     "UnitConfig",
     "config_from",

@@ -28,6 +28,7 @@ from psgrad.results import Say
 from psgrad.user_code import describe_failure
 from psgrad.workflows.checkpoints import at_weights, same_weights
 from psgrad.workflows.influence_queries import chosen_rows, queries_of
+from psgrad.workflows.influence_training import replayed
 from psgrad.workflows.running import read_ahead
 from psgrad.workflows.setup import Setup, draws_at_random, load, setup_of
 from psgrad.workflows.shared_weights import turn_to_read
@@ -133,6 +134,10 @@ def set_up_influence(
     run = first_run(config)
     read_ahead(run.samples, len(run.samples), progress)  # before queries are chosen by their ids or losses
     measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
+    training = None
+    if config.influence.training is not None:
+        require_one_process(processes)
+        run, training = replayed(config, run, say)
     last = len(checkpoints_of(config)) - 1
     reader, rows = queries_of(
         config, run, measurement, lambda: later_run(run, config, last) if last else run, processes
@@ -141,8 +146,18 @@ def set_up_influence(
     for number in range(len(checkpoints_of(config))):
         there = run if number == 0 else later_run(run, config, number)
         _require_another(views, there)
-        views.append(_view(there, number, measurement, reader, rows, say, processes))
+        view = _view(there, number, measurement, reader, rows, say, processes)
+        views.append(replace(view, checkpoint=replace(view.checkpoint, run=training)))
     return InfluenceSetup(run, method, measurement, views, reader, rows, rows, np.arange(len(run.samples)))
+
+
+def require_one_process(processes: Processes) -> None:
+    """Raises ConfigError where several processes would each compute the whole run."""
+    if processes.size > 1:
+        raise ConfigError(
+            "replay computes one training run, step after step, and can't be shared by several processes",
+            next_step="run it in one process",
+        )
 
 
 def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:
