@@ -42,6 +42,9 @@ def rows_of(count: int, seed: int) -> LoadedRows:
     return LoadedRows((inputs,), torch.randint(0, 3, (count,), generator=random))
 
 
+ASKED = rows_of(QUERIES, 1)
+
+
 def run_of(recipe: Recipe, kept: int | None = None) -> TrainingRun:
     objective = Objective(fresh_model(fresh, SEED), nn.functional.cross_entropy)
     return TrainingRun(objective, rows_of(ROWS, 0), recipe, SEED, objective.params, kept)
@@ -49,18 +52,16 @@ def run_of(recipe: Recipe, kept: int | None = None) -> TrainingRun:
 
 def losses_of(run: TrainingRun, params: Any) -> torch.Tensor:
     """[m]: the losses of the queries."""
-    queries = rows_of(QUERIES, 1)
     each = vmap(lambda *sample: run.objective.loss(*sample)[0], in_dims=(None, 0, 0))
-    return each(params, queries.inputs, queries.target)
+    return each(params, ASKED.inputs, ASKED.target)
 
 
 def derivatives(run: TrainingRun) -> torch.Tensor:
     """[m, n] of the queries' losses, their own derivatives taken by PyTorch's autograd."""
     leaves = {name: value.clone().requires_grad_() for name, value in run.final.items()}
     model = fresh_model(fresh, SEED)
-    queries = rows_of(QUERIES, 1)
     losses = nn.functional.cross_entropy(
-        torch.func.functional_call(model, leaves, queries.inputs), queries.target, reduction="none"
+        torch.func.functional_call(model, leaves, ASKED.inputs), ASKED.target, reduction="none"
     )
     each = [torch.autograd.grad(loss, list(leaves.values()), retain_graph=True) for loss in losses]
     cotangents = {name: torch.stack([one[place] for one in each]) for place, name in enumerate(leaves)}
@@ -131,6 +132,6 @@ def test_training_batches_have_each_row_once_an_epoch() -> None:
 
 
 def test_training_run_that_diverges_is_an_error() -> None:
-    run = run_of(Recipe("sgd", epochs=60, batch_size=16, learning_rate=1e200))
+    run = run_of(Recipe("sgd", epochs=60, batch_size=16, learning_rate=1e200, weight_decay=1e200))
     with pytest.raises(InfluenceError, match=r"diverged.*not finite"):
         _ = run.final
