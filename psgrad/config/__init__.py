@@ -21,6 +21,7 @@ from psgrad.config.influence import MeasurementConfig as MeasurementConfig
 from psgrad.config.influence import MethodConfig as MethodConfig
 from psgrad.config.influence import QueriesConfig as QueriesConfig
 from psgrad.config.influence import TrainConfig as TrainConfig
+from psgrad.config.influence import TrainingConfig as TrainingConfig
 from psgrad.config.influence import TuningConfig as TuningConfig
 from psgrad.config.mechanism import RELATIONS as RELATIONS
 from psgrad.config.mechanism import AdaptiveConfig as AdaptiveConfig

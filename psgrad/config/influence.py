@@ -56,7 +56,49 @@ _TAKES: Mapping[str, frozenset[str]] = {
 _ALWAYS = frozenset({"optimizer", "weight_decay", "together"})
 
 
-class TrainConfig(Section):
+class RecipeConfig(Section):
+    """How a model is trained by mini-batches."""
+
+    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
+    """As torch.optim has it."""
+    epochs: Annotated[int, Field(ge=1)] = 50
+    """Passes over the training rows; of sgd, adam and adamw."""
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    """Rows in each step; of sgd, adam and adamw."""
+    learning_rate: Annotated[Finite, Field(gt=0)] = 1e-3
+    """Of sgd, adam and adamw."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls to zero; of sgd, adam and adamw."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of sgd."""
+    weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
+    """As in torch's optimisers."""
+
+    @model_validator(mode="after")
+    def _momentum_of_sgd(self) -> RecipeConfig:
+        if self.momentum and self.optimizer in ("adam", "adamw"):
+            raise ValueError(f"{self.optimizer} does not take momentum")
+        return self
+
+
+class TrainingConfig(RecipeConfig):
+    """The training run that led to the model, which `method: replay` computes again: from its initial weights
+    in an order of the rows that is known by the seed, each step along the mean loss of its batch.
+    """
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of the fresh weights of the model's factory, and of the order of the rows, which is that of
+    psgrad.engine.influence.training_run.training_batches.
+    """
+    initial: FilePath | None = None
+    """A checkpoint of the weights that training began with; null for the factory's fresh ones."""
+    tolerance: Annotated[Finite, Field(gt=0)] = 1e-3
+    """How far the end of the run may be from model.checkpoint, as a share of the way from the initial
+    weights.
+    """
+
+
+class TrainConfig(RecipeConfig):
     """How a model is trained again, from the fresh weights of the model's factory. A bare string is a
     training function of your own.
 
@@ -68,18 +110,8 @@ class TrainConfig(Section):
 
     function: CallableSpec | None = None
     """module:callable, called as train(model, inputs, target, seed); null for the built-in trainer."""
-    optimizer: Literal["sgd", "adam", "adamw", "newton"] = "adam"
+    optimizer: Literal["sgd", "adam", "adamw", "newton"] = "adam"  # type: ignore[assignment]
     """Of the built-in trainer; newton is for convex objectives only."""
-    epochs: Annotated[int, Field(ge=1)] = 50
-    """Passes over the training rows; of sgd, adam and adamw."""
-    batch_size: Annotated[int, Field(ge=1)] = 64
-    """Rows in each step; of sgd, adam and adamw."""
-    learning_rate: Annotated[Finite, Field(gt=0)] = 1e-3
-    """Of sgd, adam and adamw."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls to zero; of sgd, adam and adamw."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of sgd."""
     weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
     """As in torch's optimisers; newton keeps n * weight_decay fixed on removal."""
     tolerance: Annotated[Finite, Field(gt=0)] = 1e-10
@@ -348,6 +380,8 @@ class InfluenceConfig(Section):
     """Over several checkpoints: relative divides each one's scores of a query by their root mean square over
     the training examples first, so that all of them count the same.
     """
+    training: TrainingConfig | None = None
+    """The training run, for method: replay."""
     top: Annotated[int, Field(ge=1)] = 10
     """Examples of either sign ranked for each query."""
     layers: Literal["none", "parameter", "module"] = "none"
@@ -386,6 +420,26 @@ class InfluenceConfig(Section):
                     f"{other} is of step {after} and is listed after {one}, of step {before}; list the"
                     " checkpoints of a run in the order of its steps"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _replay_needs_its_training(self) -> InfluenceConfig:
+        replays = self.method.name == "replay"
+        if replays and self.training is None:
+            raise ValueError(
+                "replay computes the training run again: describe it in influence.training (optimizer,"
+                " epochs, batch_size, learning_rate, seed)"
+            )
+        if self.training is not None and not replays:
+            raise ValueError(
+                f"training is of method: replay, and the method is {self.method.name}; leave it out"
+            )
+        if replays and self.checkpoints:
+            raise ValueError(
+                "replay has one model, the end of its run: name that as model.checkpoint, or leave it out"
+            )
+        if replays and self.index is not None:
+            raise ValueError("replay does not read an index; leave index out")
         return self
 
     @model_validator(mode="after")

@@ -31,6 +31,7 @@ from psgrad.user_code import describe_failure
 from psgrad.workflows.checkpoints import at_weights, same_weights
 from psgrad.workflows.identity import digest, flattened, identity
 from psgrad.workflows.influence_queries import chosen_rows, queries_of
+from psgrad.workflows.influence_training import replayed
 from psgrad.workflows.rank_identity import require_same_on_ranks
 from psgrad.workflows.residence import Ranks
 from psgrad.workflows.running import read_ahead
@@ -153,6 +154,10 @@ def set_up_influence(
     if processes.size > 1:
         require_same_on_ranks("training data", identity_at_first(run), processes)
     measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
+    training = None
+    if config.influence.training is not None:
+        require_one_process(processes)
+        run, training = replayed(config, run, say)
     last = len(checkpoints_of(config)) - 1
     reader, rows = queries_of(
         config, run, measurement, lambda: later_run(run, config, last) if last else run, processes
@@ -161,7 +166,8 @@ def set_up_influence(
     for number in range(len(checkpoints_of(config))):
         there = run if number == 0 else later_run(run, config, number)
         _require_another(views, there)
-        views.append(_view(there, number, measurement, reader, rows, say, processes))
+        view = _view(there, number, measurement, reader, rows, say, processes)
+        views.append(replace(view, checkpoint=replace(view.checkpoint, run=training)))
     require_same_on_ranks("queries", identity_of_asked(reader, rows, views), processes)
     return InfluenceSetup(run, method, measurement, views, reader, rows, rows, np.arange(len(run.samples)))
 
@@ -187,6 +193,15 @@ def identity_of_asked(
         "queries (their rows)": digest({"rows": np.ascontiguousarray(rows, np.int64).tolist()}),
         "influence.checkpoints (their content)": [view.sha256 for view in views],
     }
+
+
+def require_one_process(processes: Processes) -> None:
+    """Raises ConfigError where several processes would each compute the whole run."""
+    if processes.size > 1:
+        raise ConfigError(
+            "replay computes one training run, step after step, and can't be shared by several processes",
+            next_step="run it in one process",
+        )
 
 
 def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:

@@ -14,6 +14,7 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors, as_gradients
+from psgrad.engine.influence.training_run import TrainingRun
 from psgrad.errors import InfluenceError
 
 Per = Literal["total", "parameter", "module"]
@@ -64,7 +65,8 @@ class Checkpoint:
     number: from 0. learning_rate: the optimiser's when the checkpoint was saved; None where the config names
     none. say: called with messages for a person while it runs. queries: how many will be scored, for methods
     that choose what is the least work; None where that is not known. step: optimiser steps up to it; None
-    where that is not known.
+    where that is not known. run: the training run that led here; None where
+    the config does not describe it.
     """
 
     number: int = 0
@@ -72,6 +74,7 @@ class Checkpoint:
     say: Callable[[str], None] = field(default=lambda _: None)
     queries: int | None = None
     step: int | None = None
+    run: TrainingRun | None = None
 
 
 class Method(ABC):
