@@ -61,6 +61,12 @@ class Replay(Method):
                 "replay has no training run to compute again",
                 expected="influence.training: the optimiser, epochs, batches and seed of the run",
             )
+        if len(training) != len(checkpoint.run.rows):
+            raise InfluenceError(
+                f"{len(checkpoint.run.rows) - len(training):,} training examples have a loss or a gradient"
+                " that is not finite at the end of the run, of which they are a part",
+                next_step="leave them out of the data: psgrad analyze names them",
+            )
         return Replayed(checkpoint.run, self.subsets, checkpoint)
 
 
