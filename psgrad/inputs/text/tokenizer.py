@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
@@ -251,14 +251,14 @@ def _pad_token(inner: Any, config: Any, size: int | None) -> tuple[int, list[str
     """
     own, pad, end = getattr(config, "pad_token_id", None), inner.pad_token_id, inner.eos_token_id
 
-    def known(token: Any) -> bool:
+    def known(token: Any) -> TypeGuard[int]:
         return isinstance(token, int) and 0 <= token < (size or token + 1)
 
     if known(own):
-        return int(own), []
+        return own, []
     if known(pad):
-        return int(pad), []
-    name, value = (inner.eos_token, int(end)) if known(end) else ("the token 0", 0)
+        return pad, []
+    name, value = (inner.eos_token, end) if known(end) else ("the token 0", 0)
     why = (
         "the tokenizer has no pad token"
         if pad is None
