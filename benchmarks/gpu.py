@@ -44,7 +44,7 @@ from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_gradients
-from psgrad.engine.measures.norms import GradientNorms
+from psgrad.engine.measures.gradient_norms import GradientNorms
 from psgrad.engine.transforms import capture
 
 Facts = dict[str, Any]

@@ -37,8 +37,8 @@ from norms import machine
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective, Summary
+from psgrad.engine.measures.gradient_norms import GradientNorms
 from psgrad.engine.measures.measure import Measure, Setting
-from psgrad.engine.measures.norms import GradientNorms
 from psgrad.engine.measures.output_values import Predictions, summary_for
 from psgrad.engine.measures.passes import SecondPass
 from psgrad.errors import MeasureError

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from psgrad.config import EvaluationKind
     from psgrad.engine.gradients import per_sample_gradients as per_sample_gradients
     from psgrad.engine.privacy.loop import make_private as make_private
+    from psgrad.inputs.models.run_checkpoints import RunCheckpoints as RunCheckpoints
     from psgrad.results import (
         AnalyzeResult,
         CheckResult,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Config",
     "PsgradError",
+    "RunCheckpoints",
     "analyze",
     "check",
     "diff",
@@ -64,14 +66,18 @@ __all__ = [
     "validate",
 ]
 
-_ENGINE = {"per_sample_gradients": "psgrad.engine.gradients", "make_private": "psgrad.engine.privacy.loop"}
+_WITH_TORCH = {
+    "RunCheckpoints": "psgrad.inputs.models.run_checkpoints",
+    "make_private": "psgrad.engine.privacy.loop",
+    "per_sample_gradients": "psgrad.engine.gradients",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Names of the engine, whose import takes torch."""
-    if name not in _ENGINE:
+    """Names of modules whose import takes torch."""
+    if name not in _WITH_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_ENGINE[name]), name)
+    return getattr(import_module(_WITH_TORCH[name]), name)
 
 
 AnyConfig = Config | Mapping[str, Any] | str | PathLike[str]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from psgrad.cli import processes as several
 from psgrad.cli.boundary import boundary
 from psgrad.cli.check import show_check
 from psgrad.cli.command import Panel, command
@@ -24,9 +23,8 @@ from psgrad.cli.options import (
     read_config,
     require_one_of,
 )
-from psgrad.cli.processes import ProcessesOption
+from psgrad.cli.processes import ProcessesOption, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
-from psgrad.cli.rank_logs import display
 from psgrad.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -108,7 +106,7 @@ def analyze(
         require_one_of(quiet and verbose, "--quiet", "--verbose")
         require_one_of(resume and overwrite, "--resume", "--overwrite")
         if part is not None:
-            several.require_one("analyze --part")
+            require_one("analyze --part")
         resolved = read_config(config, settings, output)
         from psgrad.workflows.analyze import analyze as run_analyze
 
@@ -117,9 +115,8 @@ def analyze(
             require_one_of(overwrite, "--part", "--overwrite")
             _measure_part(resolved, part, limit, sample, ProgressStyle.none if quiet else shown)
             return
-        several.start(processes, resolved.output)
         style = ProgressStyle.none if quiet else shown
-        with several.joined(resolved.output) as group, display(style, group, resolved.output) as progress:
+        with shared_run(processes, style, resolved.output) as (group, progress):
             result = run_analyze(
                 resolved,
                 overwrite=overwrite,
@@ -165,18 +162,15 @@ def show_result(
 
 def _say(result: AnalyzeResult, quiet: bool, verbose: bool) -> None:
     from psgrad.reports.analyze_terminal import summary
+    from psgrad.results.manifest import read_manifest
 
-    counts: dict[str, Any] = result.manifest.get("counts") or {}
-    looked_at, there = counts.get("samples"), counts.get("in_dataset")
     if quiet:
         return
-    if looked_at is not None and there is not None and looked_at < there:
-        seed = result.manifest.get("sampled_by")
-        which = (
-            f"the first {looked_at:,} of {there:,} samples"
-            if seed is None
-            else f"{looked_at:,} of {there:,} samples, drawn at random by seed {seed}"
-        )
+    run = read_manifest(result.manifest)
+    if run.partial:
+        which = f"{run.counts.samples:,} of {run.counts.in_dataset:,} samples"
+        seed = run.sampled_by
+        which = f"the first {which}" if seed is None else f"{which}, drawn at random by seed {seed}"
         typer.echo(f"PARTIAL: {which}", err=True)
     typer.echo(summary(result), err=True)
     if verbose:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psgrad.cli.boundary import boundary
-from psgrad.cli.check import Run
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import Debug
+from psgrad.cli.options import Debug, RunPath
 
 if TYPE_CHECKING:
     from psgrad.results.findings import BaselineChange
@@ -28,7 +27,10 @@ Grow = Annotated[
 
 @command(Panel.QUALITY, 4, "baseline save")
 def baseline_save(
-    run: Run, output: BaselinePath = Path("psgrad-baseline.json"), grow: Grow = False, debug: Debug = False
+    run: RunPath,
+    output: BaselinePath = Path("psgrad-baseline.json"),
+    grow: Grow = False,
+    debug: Debug = False,
 ) -> None:
     """Accept the findings of a finished run, so that later gates count only new ones; store its scores as a
     reference for later samples.

@@ -12,7 +12,7 @@ import typer
 
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import Debug
+from psgrad.cli.options import Debug, RunPath
 from psgrad.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ class Format(StrEnum):
     markdown = "markdown"
 
 
-Run = Annotated[
-    Path, typer.Argument(metavar="RUN", help="The folder of a finished psgrad analyze.", show_default=False)
-]
 BaselineFile = Annotated[
     Path | None,
     typer.Option(
@@ -61,7 +58,7 @@ ExitZero = Annotated[
 
 @command(Panel.QUALITY, 3)
 def check(
-    run: Run,
+    run: RunPath,
     baseline: BaselineFile = None,
     settings: GateSettings = None,
     style: AFormat = Format.terminal,

@@ -61,6 +61,7 @@ def diff(
     nor the data.
     """
     with boundary(debug):
+        from psgrad.reports.comparison import render_comparison, sentences
         from psgrad.workflows.diff import diff as compared
 
         result = compared(a, b, top=top)
@@ -68,18 +69,14 @@ def diff(
         if output is not None and suffix in (".html", ".png", ".svg"):
             _draw(result, output, suffix)
         else:
-            from psgrad.reports.comparison import render_comparison
-
             write_text(render_comparison(result, style.value), output)
         if output is not None:
-            from psgrad.reports.comparison import sentences
-
             for line in sentences(result):
                 typer.echo(line, err=True)
 
 
 def _draw(result: Comparison, output: Path, suffix: str) -> None:
-    from psgrad.reports.comparison import draw_comparison, render_page
+    from psgrad.reports.comparison_page import draw_comparison, render_page
     from psgrad.storage import RunFolder
 
     if suffix == ".html":

@@ -8,13 +8,11 @@ from typing import Annotated
 
 import typer
 
-from psgrad.cli import processes as several
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import ConfigPath, Debug, Overwrite, Settings, read_config
-from psgrad.cli.processes import ProcessesOption
+from psgrad.cli.options import AsJson, ConfigPath, Debug, Overwrite, Settings, read_config
+from psgrad.cli.processes import ProcessesOption, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle
-from psgrad.cli.rank_logs import display
 from psgrad.errors import EXIT_GATE_FAILED
 
 CanaryCount = Annotated[
@@ -53,7 +51,6 @@ AuditOutput = Annotated[
         "--output", metavar="DIR", help="Folder of the audit, instead of the config's `output`-audit."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")]
 
 
 @command(Panel.PRIVACY, 2)
@@ -85,9 +82,7 @@ def dp_audit(
         from psgrad.workflows.dp_audit import audit_folder
         from psgrad.workflows.dp_audit import dp_audit as run_dp_audit
 
-        folder = audit_folder(resolved, output)
-        several.start(processes, folder)
-        with several.joined(folder) as group, display(shown, group, folder, private=True) as progress:
+        with shared_run(processes, shown, audit_folder(resolved, output), private=True) as (group, progress):
             result = run_dp_audit(
                 resolved,
                 canaries=canaries,

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from psgrad.cli import processes as several
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
 from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, read_config
-from psgrad.cli.processes import ProcessesOption
+from psgrad.cli.processes import OPTION, ProcessesOption, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle
-from psgrad.cli.rank_logs import display
 from psgrad.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,7 +93,7 @@ def dp_step(
     with boundary(debug):
         if plan:
             _require_a_plan_alone(resume, show_private, processes > 1)
-            several.require_one("dp-step --plan")
+            require_one("dp-step --plan")
             _show_plan(_plan(read_config(config, settings, output)), style)
             return
         if moved and not resume:
@@ -106,11 +104,7 @@ def dp_step(
         resolved = read_config(config, settings, output)
         from psgrad.workflows.dp_step import dp_step as run_dp_step
 
-        several.start(processes, resolved.output)
-        with (
-            several.joined(resolved.output) as group,
-            display(shown, group, resolved.output, private=True) as progress,
-        ):
+        with shared_run(processes, shown, resolved.output, private=True) as (group, progress):
             result = run_dp_step(
                 resolved,
                 steps=steps,
@@ -151,8 +145,8 @@ def _show_plan(result: DPPlanResult, style: str) -> None:
     write_plan_of_noise(result, style, sys.stdout)
 
 
-def _require_a_plan_alone(resume: bool, show_private: bool, several_processes: bool) -> None:
-    options = ((resume, "--resume"), (show_private, "--show-private"), (several_processes, several.OPTION))
+def _require_a_plan_alone(resume: bool, show_private: bool, with_processes: bool) -> None:
+    options = ((resume, "--resume"), (show_private, "--show-private"), (with_processes, OPTION))
     for given, option in options:
         if given:
             raise ConfigError(

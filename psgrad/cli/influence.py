@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from psgrad.cli import processes as several
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
 from psgrad.cli.options import (
+    AsJson,
     ConfigPath,
     Debug,
     Output,
@@ -28,9 +28,8 @@ from psgrad.cli.options import (
     read_config,
     require_one_of,
 )
-from psgrad.cli.processes import ProcessesOption
-from psgrad.cli.progress import ProgressOption, ProgressStyle
-from psgrad.cli.rank_logs import display
+from psgrad.cli.processes import ProcessesOption, require_one, shared_run
+from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 
 if TYPE_CHECKING:
     from psgrad.config import Config
@@ -102,7 +101,6 @@ Wrong = Annotated[bool, typer.Option("--wrong", help="Ask only about rows that a
 Worst = Annotated[
     int | None, typer.Option("--worst", metavar="N", min=1, help="Ask only about the N rows of largest loss.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an index that was interrupted.")]
 OverwriteIndex = Annotated[bool, typer.Option("--overwrite", help="Replace an index that is there already.")]
 
@@ -147,25 +145,39 @@ def influence(
         ):
             require_one_of(part is not None and given, "--part", option)
         if part is not None:
-            several.require_one("influence --part")
+            require_one("influence --part")
         if evaluate is not None:
             _require_an_evaluation_alone(matrix, top)
             # The folder of an evaluation is its own: the config's is that of the scores.
             resolved = _read(config, settings, None, method, top)
-            _evaluate(resolved, evaluate, output, overwrite, style, shown, processes)
+            from psgrad.reports.evaluation import write_evaluation
+            from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
+            from psgrad.workflows.influence_evaluate import evaluation_folder
+
+            folder = evaluation_folder(resolved, evaluate.value, output)
+            with shared_run(processes, shown, folder) as (group, progress):
+                evaluation = run_evaluate_influence(
+                    resolved,
+                    evaluate.value,
+                    output=output,
+                    overwrite=overwrite,
+                    progress=progress,
+                    processes=group,
+                )
+            if evaluation is not None:  # on the first rank
+                write_evaluation(evaluation, style, sys.stdout)
             return
         resolved = _read(config, settings, output, method, top)
         if part is not None:
             from psgrad.workflows.influence_parts import influence_part
 
-            with display(shown, None, resolved.output) as progress:
+            with progress_display(shown) as progress:
                 folder = influence_part(resolved, *part_of(part), matrix=matrix, progress=progress)
             typer.echo(str(folder))
             return
         from psgrad.workflows.influence import influence as run_influence
 
-        several.start(processes, resolved.output)
-        with several.joined(resolved.output) as group, display(shown, group, resolved.output) as progress:
+        with shared_run(processes, shown, resolved.output) as (group, progress):
             result = run_influence(
                 resolved,
                 overwrite=overwrite,
@@ -197,7 +209,7 @@ def influence_index(
         if part is not None:
             require_one_of(processes > 1, "--part", "--processes")
             require_one_of(overwrite, "--part", "--overwrite")
-            several.require_one("influence index --part")
+            require_one("influence index --part")
         resolved = read_config(config, settings, None)
         from psgrad.reports.influence_terminal import index_summary
         from psgrad.workflows.influence_index import influence_index as run_influence_index
@@ -205,8 +217,7 @@ def influence_index(
         which = None if part is None else part_of(part)
         wanted = resolved.influence.index
         folder = resolved.output if wanted is None else wanted.path
-        several.start(processes, folder)
-        with several.joined(folder) as group, display(shown, group, folder) as progress:
+        with shared_run(processes, shown, folder) as (group, progress):
             result = run_influence_index(
                 resolved, resume=resume, overwrite=overwrite, progress=progress, processes=group, part=which
             )
@@ -232,29 +243,6 @@ def _read(
 def _settings(section: str, values: Mapping[str, object]) -> list[str]:
     """Changes of a config as `--set` takes them, of those values that are given."""
     return [f"{section}.{key}={json.dumps(value)}" for key, value in values.items() if value]
-
-
-def _evaluate(
-    config: Config,
-    kind: Kind,
-    output: Path | None,
-    overwrite: bool,
-    style: str,
-    shown: ProgressStyle,
-    processes: int,
-) -> None:
-    from psgrad.reports.evaluation import write_evaluation
-    from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
-    from psgrad.workflows.influence_evaluate import evaluation_folder
-
-    folder = evaluation_folder(config, kind.value, output)
-    several.start(processes, folder)
-    with several.joined(folder) as group, display(shown, group, folder) as progress:
-        result = run_evaluate_influence(
-            config, kind.value, output=output, overwrite=overwrite, progress=progress, processes=group
-        )
-    if result is not None:  # on the first rank
-        write_evaluation(result, style, sys.stdout)
 
 
 def show_scores(result: InfluenceResult, top: int, style: str) -> None:

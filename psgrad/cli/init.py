@@ -48,6 +48,12 @@ _HOW = (
     " has the value that it shows. Paths are relative to this file, output to the current directory."
 )
 
+_RUN = (
+    "Scores over the checkpoints of one training run agree better with retraining than those of the last one."
+    ' Two lines of a training loop save them: checkpoints = psgrad.RunCheckpoints("run", epochs=60), and'
+    " checkpoints.save(model, epoch + 1, optimizer) after each epoch. Then: checkpoints: run/*.safetensors"
+)
+
 Folder = Annotated[
     Path,
     typer.Argument(
@@ -158,6 +164,7 @@ def _with_schema(settings: Mapping[str, Any], remarks: Mapping[str, str]) -> dic
     """The commented config, and the schema that it names."""
     from psgrad.config.schema import commented, schema
 
+    remarks = {"influence.checkpoints": _RUN, **remarks}
     config = f"# yaml-language-server: $schema={SCHEMA}\n{commented(settings, remarks)}"
     return {SCHEMA: json.dumps(schema(), indent=1).encode() + b"\n", CONFIG: config.encode()}
 

@@ -62,6 +62,9 @@ ConfigPath = Annotated[
         metavar="CONFIG", help="YAML file that names the model, the loss and the data.", show_default=False
     ),
 ]
+RunPath = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The folder of a finished psgrad analyze.", show_default=False)
+]
 Output = Annotated[
     Path | None, typer.Option("--output", metavar="DIR", help="Run folder, instead of the config's `output`.")
 ]

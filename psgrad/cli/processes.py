@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psgrad.cli.boundary import Terminated
-from psgrad.cli.rank_logs import with_last_lines
+from psgrad.cli.progress import ProgressDisplay, ProgressStyle
+from psgrad.cli.rank_logs import display, with_last_lines
 from psgrad.errors import (
     EXIT_INTERRUPTED,
     EXIT_RUNTIME,
@@ -127,6 +128,18 @@ def _without_option(arguments: list[str]) -> list[str]:
             result.append(argument)
         skip = argument == OPTION
     return result
+
+
+@contextmanager
+def shared_run(
+    count: int, style: ProgressStyle, folder: Path, *, private: bool = False
+) -> Iterator[tuple[Processes | None, ProgressDisplay]]:
+    """Run the block in `count` processes, or in those that torchrun or srun started: the processes (None for
+    this one alone), and the progress of a run in a folder. private: as of rank_logs.display.
+    """
+    start(count, folder)
+    with joined(folder) as processes, display(style, processes, folder, private=private) as progress:
+        yield processes, progress
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 from rich.text import Text
 
-from psgrad.reports.words import count
+from psgrad.reports.words import count, duration
 
 if TYPE_CHECKING:
     from psgrad.results import Progress
@@ -207,15 +207,5 @@ def progress_words(done: int, total: int, rate: float, unit: str = "sample", det
     if rate > 0:
         words += f", {rate:,.0f} {unit}s/s" if rate >= 10 else f", {rate:.2g} {unit}s/s"
         if done < total:
-            words += f", {duration((total - done) / rate)} left"
+            words += f", {duration((total - done) / rate, whole=True)} left"
     return f"{words}, {detail}" if detail else words
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them: 8 s, 3 min 20 s, 2 h 5 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -9,11 +9,8 @@ import typer
 
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import Debug
+from psgrad.cli.options import Debug, RunPath
 
-Run = Annotated[
-    Path, typer.Argument(metavar="RUN", help="The folder of a finished psgrad analyze.", show_default=False)
-]
 Where = Annotated[
     str,
     typer.Option(
@@ -38,7 +35,7 @@ OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace the ou
 
 @command(Panel.QUALITY, 6)
 def select(
-    run: Run,
+    run: RunPath,
     where: Where,
     output: ToFile,
     drop: Drop = False,

@@ -2,93 +2,48 @@
 suggestion.
 """
 
-from psgrad.config.analysis import (
-    AnalyzeConfig,
-    DetectorConfig,
-    GateConfig,
-    MeasureConfig,
-    OutlierConfig,
-    ReferenceConfig,
-)
-from psgrad.config.data import DATA_SUFFIXES, DataConfig
-from psgrad.config.influence import (
-    MEASUREMENTS,
-    CheckpointConfig,
-    EvaluationConfig,
-    EvaluationKind,
-    IndexConfig,
-    InfluenceConfig,
-    MeasurementConfig,
-    MethodConfig,
-    QueriesConfig,
-    TrainConfig,
-    TuningConfig,
-)
-from psgrad.config.mechanism import (
-    RELATIONS,
-    AdaptiveConfig,
-    AugmentationConfig,
-    ClippingConfig,
-    NoiseConfig,
-    SamplingConfig,
-    ScheduleConfig,
-    UnitConfig,
-)
-from psgrad.config.model import TASKS, ModelConfig, NewAdapterConfig, Task
-from psgrad.config.privacy import OptimizerConfig, PrivacyConfig
-from psgrad.config.reading import config_from, load_config, read_config
-from psgrad.config.sections import (
-    LOSS_OPTIONS,
-    EngineConfig,
-    LossConfig,
-    ReportConfig,
-)
-from psgrad.config.values import NamedSection, is_callable_spec, nearest
-from psgrad.config.whole import Config
-
-__all__ = [
-    "DATA_SUFFIXES",
-    "LOSS_OPTIONS",
-    "MEASUREMENTS",
-    "RELATIONS",
-    "TASKS",
-    "AdaptiveConfig",
-    "AnalyzeConfig",
-    "AugmentationConfig",
-    "CheckpointConfig",
-    "ClippingConfig",
-    "Config",
-    "DataConfig",
-    "DetectorConfig",
-    "EngineConfig",
-    "EvaluationConfig",
-    "EvaluationKind",
-    "GateConfig",
-    "IndexConfig",
-    "InfluenceConfig",
-    "LossConfig",
-    "MeasureConfig",
-    "MeasurementConfig",
-    "MethodConfig",
-    "ModelConfig",
-    "NamedSection",
-    "NewAdapterConfig",
-    "NoiseConfig",
-    "OptimizerConfig",
-    "OutlierConfig",
-    "PrivacyConfig",
-    "QueriesConfig",
-    "ReferenceConfig",
-    "ReportConfig",
-    "SamplingConfig",
-    "ScheduleConfig",
-    "Task",
-    "TrainConfig",
-    "TuningConfig",
-    "UnitConfig",
-    "config_from",
-    "is_callable_spec",
-    "load_config",
-    "nearest",
-    "read_config",
-]
+from psgrad.config.analysis import AnalyzeConfig as AnalyzeConfig
+from psgrad.config.analysis import DetectorConfig as DetectorConfig
+from psgrad.config.analysis import GateConfig as GateConfig
+from psgrad.config.analysis import MeasureConfig as MeasureConfig
+from psgrad.config.analysis import OutlierConfig as OutlierConfig
+from psgrad.config.analysis import ReferenceConfig as ReferenceConfig
+from psgrad.config.config import Config as Config
+from psgrad.config.data import DATA_SUFFIXES as DATA_SUFFIXES
+from psgrad.config.data import DataConfig as DataConfig
+from psgrad.config.influence import MEASUREMENTS as MEASUREMENTS
+from psgrad.config.influence import CheckpointConfig as CheckpointConfig
+from psgrad.config.influence import EvaluationConfig as EvaluationConfig
+from psgrad.config.influence import EvaluationKind as EvaluationKind
+from psgrad.config.influence import IndexConfig as IndexConfig
+from psgrad.config.influence import InfluenceConfig as InfluenceConfig
+from psgrad.config.influence import MeasurementConfig as MeasurementConfig
+from psgrad.config.influence import MethodConfig as MethodConfig
+from psgrad.config.influence import QueriesConfig as QueriesConfig
+from psgrad.config.influence import TrainConfig as TrainConfig
+from psgrad.config.influence import TrainingConfig as TrainingConfig
+from psgrad.config.influence import TuningConfig as TuningConfig
+from psgrad.config.mechanism import RELATIONS as RELATIONS
+from psgrad.config.mechanism import AdaptiveConfig as AdaptiveConfig
+from psgrad.config.mechanism import AugmentationConfig as AugmentationConfig
+from psgrad.config.mechanism import ClippingConfig as ClippingConfig
+from psgrad.config.mechanism import NoiseConfig as NoiseConfig
+from psgrad.config.mechanism import SamplingConfig as SamplingConfig
+from psgrad.config.mechanism import ScheduleConfig as ScheduleConfig
+from psgrad.config.mechanism import UnitConfig as UnitConfig
+from psgrad.config.model import TASKS as TASKS
+from psgrad.config.model import ModelConfig as ModelConfig
+from psgrad.config.model import NewAdapterConfig as NewAdapterConfig
+from psgrad.config.model import Task as Task
+from psgrad.config.privacy import OptimizerConfig as OptimizerConfig
+from psgrad.config.privacy import PrivacyConfig as PrivacyConfig
+from psgrad.config.reading import config_from as config_from
+from psgrad.config.reading import load_config as load_config
+from psgrad.config.reading import read_config as read_config
+from psgrad.config.sections import LOSS_OPTIONS as LOSS_OPTIONS
+from psgrad.config.sections import EngineConfig as EngineConfig
+from psgrad.config.sections import LossConfig as LossConfig
+from psgrad.config.sections import ReportConfig as ReportConfig
+from psgrad.config.values import NamedSection as NamedSection
+from psgrad.config.values import is_callable_spec as is_callable_spec
+from psgrad.config.values import nearest as nearest

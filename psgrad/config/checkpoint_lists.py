@@ -1,4 +1,6 @@
-"""The checkpoints of a training run by a pattern, such as `run/checkpoint-*`, in the order of its steps."""
+"""The checkpoints of a training run by a pattern, such as `run/*.safetensors` or `run/checkpoint-*`, in the
+order of its steps, and what their files say of step and learning rate.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ def listed_paths(value: object, info: ValidationInfo) -> object:
 
 
 def listed_checkpoints(value: object, info: ValidationInfo) -> object:
-    """The same of checkpoints with learning rates. A rate that is left out is what trainer_state.json in the
-    checkpoint's folder says, if it does.
+    """The same of checkpoints with learning rates and steps. What is left out is what trainer_state.json in
+    the checkpoint's folder says, or the metadata of a safetensors file, if they do.
     """
     base = _base_of(info)
     if not isinstance(value, str | list):
@@ -37,10 +39,29 @@ def listed_checkpoints(value: object, info: ValidationInfo) -> object:
         if not isinstance(group, dict) or not isinstance(group.get("path"), str):
             found.append(entry)
             continue
-        for path in _matched(group["path"], base):
-            rate = None if group.get("learning_rate") is not None else _learning_rate(base / path)
-            found.append({**group, "path": path, **({} if rate is None else {"learning_rate": rate})})
+        paths = _matched(group["path"], base)
+        for path, own in zip(paths, _one_each(group, len(paths)), strict=True):
+            known = {"learning_rate": _learning_rate(base / path), "step": _whole(base / path, "step")}
+            filled = {
+                key: value for key, value in known.items() if value is not None and own.get(key) is None
+            }
+            found.append({**own, "path": path, **filled})
     return found
+
+
+def _one_each(group: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
+    """The group once for each of the checkpoints that its pattern matches; a list of learning rates has one
+    for each.
+    """
+    rates = group.get("learning_rate")
+    if not isinstance(rates, list):
+        return [group] * count
+    if len(rates) != count:
+        raise ValueError(
+            f"{group['path']!r} matches {count} checkpoint{'' if count == 1 else 's'}, and learning_rate"
+            f" lists {len(rates)} numbers; give one for each checkpoint, in the order of the steps"
+        )
+    return [{**group, "learning_rate": rate} for rate in rates]
 
 
 def _base_of(info: ValidationInfo) -> Path:
@@ -69,18 +90,53 @@ def _matched(pattern: str, base: Path) -> list[str]:
 
 def step_of(path: Path) -> tuple[int, ...]:
     """The step of a checkpoint: what its trainer_state.json says, else the numbers in its name."""
-    step = (_trainer_state(path) or _trainer_state(path.parent)).get("global_step")
-    return (step,) if type(step) is int else tuple(int(each) for each in re.findall(r"\d+", path.name))
+    known = [each for each in (_whole(path, "step"), _whole(path, "epoch")) if each is not None]
+    return tuple(known[:1]) or tuple(int(each) for each in re.findall(r"\d+", path.name))
+
+
+def _whole(path: Path, unit: str) -> int | None:
+    """The step or epoch that the files of a checkpoint name; None where they name none."""
+    if unit == "step":
+        step = (_trainer_state(path) or _trainer_state(path.parent)).get("global_step")
+        if type(step) is int:
+            return step
+    text = _metadata(path).get(unit, "")
+    return int(text) if re.fullmatch(r"\d{1,18}", text) else None
 
 
 def _learning_rate(path: Path) -> float | None:
-    """The last learning rate that a Trainer logged up to this checkpoint."""
+    """The last learning rate that a Trainer logged up to this checkpoint, or that of the file's metadata."""
     log = _trainer_state(path).get("log_history")
     rates = (
         [each.get("learning_rate") for each in log if isinstance(each, dict)] if isinstance(log, list) else []
     )
     given = [float(rate) for rate in rates if isinstance(rate, int | float) and rate > 0]
-    return given[-1] if given else None
+    if given:
+        return given[-1]
+    try:
+        rate = float(_metadata(path).get("learning_rate", ""))
+    except ValueError:
+        return None
+    return rate if 0 < rate < float("inf") else None
+
+
+# The header of a safetensors file: its size in eight bytes, and JSON. Larger ones are not read for a number.
+_LARGEST_HEADER = 1 << 26
+
+
+def _metadata(path: Path) -> Mapping[str, str]:
+    """What a safetensors file says of itself; nothing of any other file, or a damaged one."""
+    if path.suffix.lower() != ".safetensors":
+        return {}
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            content = json.loads(file.read(size)) if size <= _LARGEST_HEADER else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    found = content.get("__metadata__") if isinstance(content, dict) else None
+    texts = found if isinstance(found, dict) else {}
+    return {key: value for key, value in texts.items() if isinstance(value, str)}
 
 
 def _trainer_state(path: Path) -> Mapping[str, Any]:

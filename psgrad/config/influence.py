@@ -14,6 +14,7 @@ psgrad/engine/influence/methods.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -55,7 +56,49 @@ _TAKES: Mapping[str, frozenset[str]] = {
 _ALWAYS = frozenset({"optimizer", "weight_decay", "together"})
 
 
-class TrainConfig(Section):
+class RecipeConfig(Section):
+    """How a model is trained by mini-batches."""
+
+    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
+    """As torch.optim has it."""
+    epochs: Annotated[int, Field(ge=1)] = 50
+    """Passes over the training rows; of sgd, adam and adamw."""
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    """Rows in each step; of sgd, adam and adamw."""
+    learning_rate: Annotated[Finite, Field(gt=0)] = 1e-3
+    """Of sgd, adam and adamw."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls to zero; of sgd, adam and adamw."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of sgd."""
+    weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
+    """As in torch's optimisers."""
+
+    @model_validator(mode="after")
+    def _momentum_of_sgd(self) -> RecipeConfig:
+        if self.momentum and self.optimizer in ("adam", "adamw"):
+            raise ValueError(f"{self.optimizer} does not take momentum")
+        return self
+
+
+class TrainingConfig(RecipeConfig):
+    """The training run that led to the model, which `method: replay` computes again: from its initial weights
+    in an order of the rows that is known by the seed, each step along the mean loss of its batch.
+    """
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of the fresh weights of the model's factory, and of the order of the rows, which is that of
+    psgrad.engine.influence.training_run.training_batches.
+    """
+    initial: FilePath | None = None
+    """A checkpoint of the weights that training began with; null for the factory's fresh ones."""
+    tolerance: Annotated[Finite, Field(gt=0)] = 1e-3
+    """How far the end of the run may be from model.checkpoint, as a share of the way from the initial
+    weights.
+    """
+
+
+class TrainConfig(RecipeConfig):
     """How a model is trained again, from the fresh weights of the model's factory. A bare string is a
     training function of your own.
 
@@ -67,18 +110,8 @@ class TrainConfig(Section):
 
     function: CallableSpec | None = None
     """module:callable, called as train(model, inputs, target, seed); null for the built-in trainer."""
-    optimizer: Literal["sgd", "adam", "adamw", "newton"] = "adam"
+    optimizer: Literal["sgd", "adam", "adamw", "newton"] = "adam"  # type: ignore[assignment]
     """Of the built-in trainer; newton is for convex objectives only."""
-    epochs: Annotated[int, Field(ge=1)] = 50
-    """Passes over the training rows; of sgd, adam and adamw."""
-    batch_size: Annotated[int, Field(ge=1)] = 64
-    """Rows in each step; of sgd, adam and adamw."""
-    learning_rate: Annotated[Finite, Field(gt=0)] = 1e-3
-    """Of sgd, adam and adamw."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls to zero; of sgd, adam and adamw."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of sgd."""
     weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
     """As in torch's optimisers; newton keeps n * weight_decay fixed on removal."""
     tolerance: Annotated[Finite, Field(gt=0)] = 1e-10
@@ -245,7 +278,11 @@ class CheckpointConfig(Section):
     path: FilePath
     """The weights, relative to this config."""
     learning_rate: Annotated[Finite, Field(gt=0)] | None = None
-    """The optimiser's learning rate there, which tracin needs; null for that of its trainer_state.json."""
+    """The optimiser's learning rate there, which tracin needs; null for that of its trainer_state.json, or
+    its metadata.
+    """
+    step: Annotated[int, Field(ge=0)] | None = None
+    """Optimiser steps up to there; null for those of its trainer_state.json, or its metadata."""
 
     @model_validator(mode="before")
     @classmethod
@@ -336,7 +373,15 @@ class InfluenceConfig(Section):
     parameters: ParameterPatterns = None
     """Patterns of parameter names, such as [head.*]; null for all trainable ones."""
     checkpoints: Annotated[list[CheckpointConfig] | None, BeforeValidator(listed_checkpoints)] = None
-    """Checkpoints of one training run, or a pattern such as run/checkpoint-*; by default only the model's."""
+    """Checkpoints of one training run, or a pattern such as run/*.safetensors or run/checkpoint-*; by default
+    only the model's.
+    """
+    average: Literal["relative", "plain"] = "relative"
+    """Over several checkpoints: relative divides each one's scores of a query by their root mean square over
+    the training examples first, so that all of them count the same.
+    """
+    training: TrainingConfig | None = None
+    """The training run, for method: replay."""
     top: Annotated[int, Field(ge=1)] = 10
     """Examples of either sign ranked for each query."""
     layers: Literal["none", "parameter", "module"] = "none"
@@ -364,6 +409,37 @@ class InfluenceConfig(Section):
             raise ValueError(f"the checkpoint {twice} is listed twice; it would count double")
         if self.checkpoints is not None and not paths:
             raise ValueError("checkpoints is an empty list; leave it out to use model.checkpoint")
+        return self
+
+    @model_validator(mode="after")
+    def _checkpoints_in_order(self) -> InfluenceConfig:
+        steps = [(each.path, each.step) for each in self.checkpoints or [] if each.step is not None]
+        for (one, before), (other, after) in pairwise(steps):
+            if one.parent == other.parent and after < before:
+                raise ValueError(
+                    f"{other} is of step {after} and is listed after {one}, of step {before}; list the"
+                    " checkpoints of a run in the order of its steps"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _replay_needs_its_training(self) -> InfluenceConfig:
+        replays = self.method.name == "replay"
+        if replays and self.training is None:
+            raise ValueError(
+                "replay computes the training run again: describe it in influence.training (optimizer,"
+                " epochs, batch_size, learning_rate, seed)"
+            )
+        if self.training is not None and not replays:
+            raise ValueError(
+                f"training is of method: replay, and the method is {self.method.name}; leave it out"
+            )
+        if replays and self.checkpoints:
+            raise ValueError(
+                "replay has one model, the end of its run: name that as model.checkpoint, or leave it out"
+            )
+        if replays and self.index is not None:
+            raise ValueError("replay does not read an index; leave index out")
         return self
 
     @model_validator(mode="after")

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from psgrad.config.analysis import GateConfig
+from psgrad.config.config import Config
 from psgrad.config.model import FOLDERS, MADE
 from psgrad.config.values import Section, described, nearest
-from psgrad.config.whole import Config
 from psgrad.errors import ConfigError
 from psgrad.yaml12 import KeyPath, parse
 

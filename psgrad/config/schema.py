@@ -19,10 +19,10 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from psgrad.config.config import Config
 from psgrad.config.plugin_options import Group, own_plugins
 from psgrad.config.sections import LOSS_OPTIONS
 from psgrad.config.values import Section
-from psgrad.config.whole import Config
 from psgrad.yaml12 import parse
 
 FILLED_IN: Mapping[str, tuple[str, ...]] = {

@@ -30,6 +30,7 @@ from psgrad.config.values import Section, described, nearest
 from psgrad.errors import ConfigError
 from psgrad.results import RULES, Finding, Location
 from psgrad.results.findings import FINDINGS_OF_A_RULE, Level
+from psgrad.results.manifest import RunManifest
 from psgrad.wording import short_repr
 from psgrad.yaml12 import parse
 
@@ -63,19 +64,18 @@ NEW, KNOWN, IGNORED = "new", "known", "ignored"
 _STATES = (NEW, KNOWN, IGNORED)
 
 
-def named_samples(samples: pd.DataFrame, manifest: Mapping[str, Any]) -> pd.DataFrame:
+def named_samples(samples: pd.DataFrame, run: RunManifest) -> pd.DataFrame:
     """A row for each sample and rule that names it, the most severe rule first: rule, row (its place in
     `samples`), id, fingerprint.
 
-    State and the reason for ignoring are added by `settle`. `manifest` shows whether a reference has decided
-    which samples are outliers.
+    State and the reason for ignoring are added by `settle`. `run` shows whether a reference has decided which
+    samples are outliers.
     """
     ok = samples["status"].to_numpy(object) == "ok"
     listed = samples["is_outlier_issue"].to_numpy(bool) & ok
-    decided = manifest.get("outliers", {}).get("decided_by") == "reference"
     masks = {
         "nonfinite": samples["status"].to_numpy(object) == "nonfinite",
-        "outlier" if decided else "review": listed,
+        "outlier" if run.judged.referenced else "review": listed,
         "zero-gradient": ok & (samples["grad_norm"].to_numpy("float64") == 0),
     }
     plain = samples.reset_index(drop=True)

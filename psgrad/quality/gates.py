@@ -19,7 +19,7 @@ from psgrad.quality.findings import KNOWN, NEW
 from psgrad.quality.references import Reference
 from psgrad.results import GateOutcome
 from psgrad.results.findings import FINDINGS_OF_A_GATE
-from psgrad.results.manifest import GroupFacts, LossAgreement, Separability
+from psgrad.results.manifest import GroupFacts, LossAgreement, OutlierFacts, Separability
 from psgrad.wording import correlation
 
 
@@ -31,16 +31,19 @@ def share_of(fraction: float, count: int) -> Fraction:
 
 
 def evaluate(
-    gate: GateConfig, ordered: pd.DataFrame, counts: Mapping[str, Mapping[str, int]], facts: Any, samples: int
+    gate: GateConfig,
+    ordered: pd.DataFrame,
+    counts: Mapping[str, Mapping[str, int]],
+    facts: OutlierFacts | None,
+    samples: int,
 ) -> list[GateOutcome]:
     """One outcome for each rule that the gate sets.
 
-    `ordered` are the findings, the most severe first; `counts` counts them by rule and state. `facts` is what
-    judging left in the manifest under "outliers": whether a verdict was possible (`evaluable`, `why_not`),
-    and how few outliers can't be flagged at all (`smallest_flaggable`). Ignored findings don't count; with
-    `new_only` those of the baseline don't either.
+    `ordered` are the findings, the most severe first; `counts` counts them by rule and state. `facts` says
+    how samples were judged; None if that is not known, and then no verdict was possible. Ignored findings
+    don't count; with `new_only` those of the baseline don't either.
     """
-    run = _JudgedRun(gate, ordered, counts, facts or {}, samples)
+    run = _JudgedRun(gate, ordered, counts, facts or OutlierFacts(evaluable=False), samples)
     outcomes = [] if gate.nonfinite == "ignore" else [run.nonfinite()]
     if gate.max_outliers is not None:
         outcomes.append(run.outliers("max_outliers", gate.max_outliers))
@@ -56,7 +59,7 @@ class _JudgedRun:
     gate: GateConfig
     ordered: pd.DataFrame
     counts: Mapping[str, Mapping[str, int]]
-    facts: Mapping[str, Any]
+    facts: OutlierFacts
     samples: int
 
     def nonfinite(self) -> GateOutcome:
@@ -88,26 +91,26 @@ class _JudgedRun:
             return GateOutcome(
                 rule, "failed", f"{what}, and {allowed}. Next step: {step}", count, limit, counted
             )
-        if not self.facts.get("evaluable", False):
+        if not self.facts.evaluable:
             why = str(
-                self.facts.get("why_not") or "without a reference there is a review list, and no verdict"
+                self.facts.why_not or "without a reference there is a review list, and no verdict"
             ).rstrip(".")
             step = (
                 "give analyze.outliers.reference a trusted set, a run or a baseline, and run psgrad analyze"
                 " again"
             )
-            if self.facts.get("decided_by") == "reference":
+            if self.facts.referenced:
                 step = (
                     "give a larger reference, or a larger analyze.outliers.fdr, and run psgrad analyze again"
                 )
             return GateOutcome(rule, "not evaluable", f"{why}. Next step: {step}", None, limit, counted)
         # Flagged samples that do not count help to flag the next: the smallest p-value is compared with fdr *
         # flagged / tested.
-        smallest, exceeding = self.facts.get("smallest_flaggable"), limit + 1 + flagged - count
+        smallest, exceeding = self.facts.smallest_flaggable, limit + 1 + flagged - count
         if smallest is not None and smallest > exceeding:
             # So many trusted samples make fdr * exceeding / tested reachable: (1 / (n + 1)) <= fdr *
             # exceeding / tested.
-            tested, fdr = self.facts.get("counts", {}).get("tested", self.samples), self.facts.get("fdr", 0.1)
+            tested, fdr = self.facts.counts.tested or self.samples, self.facts.fdr or 0.1
             needed = math.ceil(tested / (fdr * exceeding))
             least = smallest - 1 - (flagged - count)
             message = (

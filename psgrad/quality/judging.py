@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from psgrad.config import AnalyzeConfig
+from psgrad.config import AnalyzeConfig, nearest
+from psgrad.errors import ConfigError
 from psgrad.quality.conformal import grouped_p_values, q_values, resolution
-from psgrad.quality.detector_scores import DetectorScores, detector_scores, require_score, robust_z
+from psgrad.quality.detector_scores import DetectorScores, detector_scores
 from psgrad.quality.gates import (
     caveats_of,
     loss_agreement,
@@ -24,7 +25,7 @@ from psgrad.quality.gates import (
     share_of,
     why_not_evaluable,
 )
-from psgrad.quality.groups import OTHER, join_small, labels_of
+from psgrad.quality.groups import OTHER, join_small, labels_of, robust_z
 from psgrad.quality.references import Reference, scored_by
 from psgrad.results import SAMPLE_COLUMNS
 from psgrad.results.manifest import (
@@ -146,7 +147,7 @@ def judge(
     outliers = config.outliers
     detected = detector_scores(config, reference, rows, base)
     frame = frame.assign(**{f"{each.name}_score": each.scores for each in detected})
-    require_score(frame, outliers.score)
+    _require_score(frame, outliers.score)
     whole = reference
     decides = next((each for each in detected if outliers.score == f"{each.name}_score"), None)
     if decides is not None:
@@ -194,6 +195,24 @@ def judge(
     facts = replace(facts, robust_z={"groups_without": without_z}, detectors=detectors)
     columns = [column for column in SAMPLE_COLUMNS if column in ranked]
     return Judged(ranked[columns + [column for column in ranked if column not in SAMPLE_COLUMNS]], facts)
+
+
+def _require_score(frame: pd.DataFrame, score: str) -> None:
+    """Raises ConfigError if samples can't be judged by this column."""
+    numbers = [
+        str(name)
+        for name in frame
+        if pd.api.types.is_numeric_dtype(frame[name]) and not pd.api.types.is_bool_dtype(frame[name])
+    ]
+    columns = [name for name in [*numbers, "log_norm"] if name not in ("id", "index", "target")]
+    if score not in columns:
+        close = nearest(score, columns)
+        raise ConfigError(
+            f"analyze.outliers.score: the samples have no column of numbers {score!r}"
+            + (f"; did you mean {close}?" if close else ""),
+            expected=f"one of {', '.join(columns)}",
+            cause="the measure that gives this column is not in analyze.measures",
+        )
 
 
 @dataclass(frozen=True)

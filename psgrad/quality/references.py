@@ -12,6 +12,7 @@ import pandas as pd
 
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality.groups import labels_of
+from psgrad.results.manifest import RunManifest
 from psgrad.wording import short_repr
 
 Array = npt.NDArray[Any]
@@ -90,16 +91,15 @@ def reference_of(
     return Reference(kind, source, scores, labels_of(samples, by), prints, rows)
 
 
-def measured_as(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def measured_as(run: RunManifest) -> dict[str, Any]:
     """The part of a run's manifest that scores depend on: two runs can be compared if it is the same."""
-    config = manifest.get("config", {})
-    model, analyze = config.get("model", {}), config.get("analyze", {})
-    hashes, loss = manifest.get("hashes", {}), config.get("loss") or {}
-    code, measures = hashes.get("code", {}), [each.get("name") for each in analyze.get("measures", [])]
+    model, analyze = run.config.get("model", {}), run.config.get("analyze", {})
+    loss, code = run.config.get("loss") or {}, run.hashes.get("code", {})
+    measures = [each.get("name") for each in analyze.get("measures", [])]
     return {
-        "checkpoint": manifest.get("model", {}).get("sha256"),
-        "weights": hashes.get("weights"),
-        "modules": hashes.get("modules"),
+        "checkpoint": run.model.sha256,
+        "weights": run.hashes.get("weights"),
+        "modules": run.hashes.get("modules"),
         "code": {
             "the model": code.get(model.get("factory"), {}),
             "the loss": code.get(loss.get("name"), {}),
@@ -109,9 +109,9 @@ def measured_as(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "model": str(model.get("factory")).rpartition("/")[2],
         "kwargs": model.get("kwargs", {}),
         "mode": model.get("mode"),
-        "trainable": manifest.get("model", {}).get("trainable"),
-        "loss": config.get("loss"),
-        "dtype": config.get("engine", {}).get("dtype"),
+        "trainable": run.model.trainable,
+        "loss": run.config.get("loss"),
+        "dtype": run.setting("engine", "dtype"),
         "measures": analyze.get("measures", []),
         "checkpoints": analyze.get("checkpoints"),
         "seed": analyze.get("seed"),
@@ -198,13 +198,13 @@ def code_changes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
     return [*changes, *(["classes or attributes of the model's modules"] if "modules" in changed else [])]
 
 
-def saved_reference(samples: pd.DataFrame, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def saved_reference(samples: pd.DataFrame, run: RunManifest) -> dict[str, Any]:
     """The scores of a finished run for a baseline, as plain values: of all samples with one.
 
     Of more than SAVED_ROWS those with the smallest fingerprints stay, which is a random choice: a fingerprint
     is a digest. Flagged samples stay, too: a reference without the large scores would flag sound samples.
     """
-    outliers = manifest.get("config", {}).get("analyze", {}).get("outliers", {})
+    outliers = run.setting("analyze", "outliers") or {}
     score = scored_by(
         outliers.get("score", "grad_norm"), [each["name"] for each in outliers.get("detectors", [])]
     )
@@ -224,8 +224,8 @@ def saved_reference(samples: pd.DataFrame, manifest: Mapping[str, Any]) -> dict[
         "score": score,
         "tail": outliers.get("tail", "upper"),
         "group_by": by,
-        "measured_as": measured_as(manifest),
-        "versions": {name: manifest.get("versions", {}).get(name) for name in ("psgrad", "torch")},
+        "measured_as": measured_as(run),
+        "versions": {name: run.versions.get(name) for name in ("psgrad", "torch")},
         "samples": len(samples),
         "nonfinite": len(samples) - len(scored),
         "groups": groups,

@@ -11,7 +11,7 @@ from psgrad.reports.outliers import OFFER, OPTION, rankings_of
 from psgrad.reports.tables import Column, Table, table
 from psgrad.reports.words import count, group_words, identifier, label, number, percentile, printable
 from psgrad.results import AnalyzeResult, top_samples
-from psgrad.results.analyze import check_record
+from psgrad.results.findings import check_record
 from psgrad.results.manifest import read_manifest
 
 SCHEMA_VERSION = 1
@@ -93,9 +93,8 @@ def run_record(result: AnalyzeResult, top: int) -> dict[str, Any]:
     self_check, engine, timings (s) as in manifest.json; check: the gate's verdict without its findings, which
     are in findings.jsonl, or null.
     """
-    counts = result.manifest.get("counts") or {}
     samples = result.samples
-    in_dataset = counts.get("in_dataset", len(samples))
+    in_dataset = read_manifest(result.manifest).counts.in_dataset or len(samples)
     record = {
         "schema_version": SCHEMA_VERSION,
         "folder": str(result.folder),

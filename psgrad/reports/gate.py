@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from psgrad.reports.sections import FACT_LIMIT, Bullets, Fold, Part, Subtitle, Text
+from psgrad.reports.sections import Bullets, Fold, Part, Subtitle, Text
 from psgrad.reports.tables import Column, Mark, Table, table
-from psgrad.reports.words import brief, cell, identifier
+from psgrad.reports.words import FACT_LIMIT, brief, cell, identifier
 from psgrad.results.findings import RULES, CheckResult, Finding
 
 MAX_FINDINGS = 100

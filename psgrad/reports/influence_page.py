@@ -12,14 +12,15 @@ import pandas as pd
 from markupsafe import Markup
 
 from psgrad.reports.drawing import Plot
-from psgrad.reports.influence_facts import fit_facts
 from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.influence_sheets import DIFFERS_NOTE, MAX_SHEETS, PER_SIDE
-from psgrad.reports.influence_terminal import (
+from psgrad.reports.influence_words import (
     Example,
+    agreement_words,
     beyond_note,
     check_table,
     examples,
+    fit_facts,
     is_uncalibrated,
     method_words,
     query_example,
@@ -30,7 +31,6 @@ from psgrad.reports.influence_terminal import (
 )
 from psgrad.reports.pictures import PICTURE_NOTE, excerpt, original_uri, picture_uri, shown_text
 from psgrad.reports.sections import (
-    FACT_LIMIT,
     Beside,
     Bullets,
     Card,
@@ -48,7 +48,7 @@ from psgrad.reports.sections import (
     title_of,
 )
 from psgrad.reports.tables import Column, Table, table
-from psgrad.reports.words import MISSING, brief, identifier, label, number
+from psgrad.reports.words import FACT_LIMIT, MISSING, brief, identifier, label, number
 from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, disagrees, has_classes
 from psgrad.results.manifest import read_manifest
 
@@ -105,6 +105,8 @@ def headline(result: InfluenceResult) -> list[tuple[str, str]]:
     ]
     if len(result.facts) > 1:
         found.append((f"{len(result.facts):,}", "checkpoints"))
+        if "agreement" in result.queries and result.queries["agreement"].notna().any():
+            found.append((f"{result.queries['agreement'].median():.2f}", "correlation of two checkpoints"))
     if has_classes(result.queries) and (wrong := int(disagrees(result.queries).sum())):
         queries = "queries" if wrong != 1 else "query"
         found.append((f"{wrong:,}", f"{queries} the model gets wrong"))
@@ -128,6 +130,8 @@ def asked(result: InfluenceResult) -> Section:
             " any loss after removal."
         )
         parts.append(Text(no_removal, "quiet"))
+    if words := agreement_words(result):
+        parts.append(Text(f"{words[:1].upper()}{words[1:]}."))
     if result.check is not None and result.check.removals:
         checked = replace(check_table(result), tall=False, note=result.check.words)
         parts += [Subtitle(checked.caption), checked]
@@ -205,6 +209,8 @@ def example_card(example: Example, sign: str = "") -> Card:
     if sign:
         words += Markup('<b class="{}">{}</b>').format(sign, example.score)
         words += Markup(' <span class="quiet">{}</span>').format(example.spread) if example.spread else ""
+        if example.stability:
+            words += Markup(' <span class="quiet">stable {}</span>').format(example.stability)
         words += Markup("<br>\n")
     words += Markup("<bdi>{}</bdi>").format(example.id)
     if example.label != MISSING:
@@ -236,6 +242,8 @@ def example_table(shown: Sequence[Example], sign: str) -> Table:
     ]
     if any(each.spread for each in shown):
         columns.append(Column("over checkpoints", lambda each: each.spread))
+    if any(each.stability for each in shown):
+        columns.append(Column("stable", lambda each: each.stability, True))
     columns.append(Column("id", lambda each: each.id, key="id"))
     if any(each.label != MISSING for each in shown):
         columns += [
@@ -298,11 +306,19 @@ def meaning(result: InfluenceResult) -> Section:
         items += _PREDICTED
     else:
         items += _RANKED
+    if len(result.facts) == 1 and "(uncalibrated)" in result.unit:
+        items.append(_ONE_CHECKPOINT)
     if damping := _damping(result):
         items.append(_DAMPING.format(damping))
     return Section("What the scores mean, and what they do not", [Bullets([*items, *_LIMITS])])
 
 
+_ONE_CHECKPOINT = Markup(
+    "These are scores of one checkpoint. Those of several checkpoints of the same training run, put on one"
+    " scale and averaged, agreed better with retraining in our measurements."
+    " <code>psgrad.RunCheckpoints</code> saves them from a training loop, and"
+    " <code>influence.checkpoints: run/*.safetensors</code> names them."
+)
 _PREDICTED = (
     "For a convex model that is what retraining shows, with a little less than the full effect for examples"
     " that the model leans on. A network with hidden layers ends elsewhere after each training run, and"

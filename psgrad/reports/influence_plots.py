@@ -23,7 +23,7 @@ from psgrad.reports.drawing import (
     scatter,
 )
 from psgrad.reports.influence_sheets import draw_sheets
-from psgrad.reports.influence_terminal import own_words, query_name, reported_queries, unit_words
+from psgrad.reports.influence_words import own_words, query_name, reported_queries, unit_words
 from psgrad.reports.ticks import log_axis
 from psgrad.reports.words import count, percent, shorten_middle
 from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, carriers, cumulative_influence, disagrees

@@ -24,7 +24,7 @@ from psgrad.reports.drawing import (
     sheet,
     write,
 )
-from psgrad.reports.influence_terminal import (
+from psgrad.reports.influence_words import (
     Example,
     examples,
     query_example,

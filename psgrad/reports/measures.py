@@ -8,9 +8,9 @@ from typing import Any
 import pandas as pd
 
 from psgrad.reports.drawing import Plot
-from psgrad.reports.sections import FACT_LIMIT, Facts, Fold, Meanings, Part, Section, Subtitle, Text, image
+from psgrad.reports.sections import Facts, Fold, Meanings, Part, Section, Subtitle, Text, image
 from psgrad.reports.tables import Column, Table, Writer, table
-from psgrad.reports.words import brief, cell, key_of, label, listed, number, words_of
+from psgrad.reports.words import FACT_LIMIT, brief, cell, key_of, label, listed, number, words_of
 from psgrad.results import AnalyzeResult, MeasureResult
 from psgrad.wording import listed_names
 

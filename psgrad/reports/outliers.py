@@ -10,9 +10,19 @@ from dataclasses import dataclass
 import pandas as pd
 from markupsafe import Markup
 
-from psgrad.reports.sections import FACT_LIMIT, Bullets, Facts, Part, Subtitle, Text
+from psgrad.reports.sections import Bullets, Facts, Part, Subtitle, Text
 from psgrad.reports.tables import Column, Mark, Table, table
-from psgrad.reports.words import brief, cell, count, group_words, identifier, number, percent, words_of
+from psgrad.reports.words import (
+    FACT_LIMIT,
+    brief,
+    cell,
+    count,
+    group_words,
+    identifier,
+    number,
+    percent,
+    words_of,
+)
 from psgrad.results import AnalyzeResult, disagrees, has_classes
 from psgrad.results.manifest import OutlierFacts, read_manifest
 from psgrad.wording import correlation

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import io
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from psgrad.reports.sections import data_uri
 from psgrad.reports.words import brief, values_line
 from psgrad.results import TopSample
 
@@ -92,11 +92,6 @@ def original_uri(sample: TopSample, side: int) -> str | None:
     buffer = io.BytesIO()
     picture.save(buffer, format="jpeg", quality=80)
     return data_uri("image/jpeg", buffer.getvalue())
-
-
-def data_uri(kind: str, data: bytes) -> str:
-    """Bytes of a file, to stand where a page names one."""
-    return f"data:{kind};base64,{base64.b64encode(data).decode('ascii')}"
 
 
 def shown_text(sample: TopSample) -> str | None:

@@ -14,16 +14,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import jinja2
 from markupsafe import Markup
 
-from psgrad.reports.drawing import Plot
-from psgrad.reports.pictures import data_uri
 from psgrad.reports.tables import Column, Pairs, Table
-from psgrad.reports.words import brief, number
+from psgrad.reports.words import FACT_LIMIT, brief, number
 from psgrad.results.manifest import RunManifest, SelfCheckFacts
+
+if TYPE_CHECKING:
+    import jinja2
+
+    from psgrad.reports.drawing import Plot
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,11 @@ class Image:
     alt: str
     plate: bool = False
     kind: ClassVar[str] = "image"
+
+
+def data_uri(kind: str, data: bytes) -> str:
+    """Bytes of a file, to stand where a page names one."""
+    return f"data:{kind};base64,{base64.b64encode(data).decode('ascii')}"
 
 
 def image(plot: Plot) -> Image:
@@ -171,30 +178,34 @@ class Page:
     interactive: bool = False
 
 
-_templates = jinja2.Environment(
-    loader=jinja2.PackageLoader("psgrad.reports", "templates"),
-    autoescape=True,
-    undefined=jinja2.StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
-
-
 def render(page: Page) -> str:
     """The page as HTML that needs nothing else and opens offline."""
     script, digest = _script()
-    return _templates.get_template("page.html").render(page=page, script=script, digest=digest)
+    return _templates().get_template("page.html").render(page=page, script=script, digest=digest)
+
+
+@cache
+def _templates() -> jinja2.Environment:
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("psgrad.reports", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
 
 
 @cache
 def _script() -> tuple[Markup, str]:
     """The page's script, and the hash by which a browser knows it: the policy lets no other one run."""
-    assert _templates.loader is not None
-    source, _, _ = _templates.loader.get_source(_templates, "page.js")
+    templates = _templates()
+    assert templates.loader is not None
+    source, _, _ = templates.loader.get_source(templates, "page.js")
     return Markup(source), base64.b64encode(hashlib.sha256(source.encode()).digest()).decode("ascii")
 
 
-FACT_LIMIT = 300
 MAX_NOTES = 20
 
 

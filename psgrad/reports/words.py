@@ -14,6 +14,7 @@ MISSING = "–"
 LABEL_LIMIT = 40
 ID_LIMIT = 80
 VALUE_LIMIT = 120
+FACT_LIMIT = 300
 _BYTES = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -130,16 +131,16 @@ def amount(size: float) -> str:
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
 
 
-def duration(seconds: float) -> str:
-    """Seconds with a unit that suits them: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 5 min."""
-    if seconds < 1:
+def duration(seconds: float, whole: bool = False) -> str:
+    """Seconds with a unit that suits them: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 5 min. whole: 0 s, 5 s."""
+    if whole:
+        seconds = round(seconds)
+    elif seconds < 1:
         return f"{1e3 * seconds:.3g} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def identifier(value: Any) -> str:

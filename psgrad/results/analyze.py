@@ -1,10 +1,9 @@
-"""The results of `psgrad analyze`: its tables, the values that measures gather over a dataset, its progress,
-and verdict and findings as plain values for findings.jsonl, check.json and the CI formats.
+"""The results of `psgrad analyze`: its tables, the values that measures gather over a dataset, its
+progress.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.results.findings import CheckResult, Finding
+from psgrad.results.findings import CheckResult
 from psgrad.wording import ShortRepr
 
 
@@ -170,23 +169,3 @@ class Progress:
 
 Say = Callable[[Progress], None]
 """Shows how far a run has come."""
-
-
-def check_record(result: CheckResult) -> dict[str, Any]:
-    """A verdict without its findings, as plain values."""
-    return {
-        "version": 1,
-        "run": result.run,
-        "samples": result.samples,
-        "exit_code": result.exit_code,
-        "outcomes": [dataclasses.asdict(outcome) for outcome in result.outcomes],
-        "warnings": list(result.warnings),
-        "facts": dict(result.facts),
-    }
-
-
-def finding_record(finding: Finding) -> dict[str, Any]:
-    """A finding as a line of findings.jsonl, as plain values."""
-    record = {field.name: getattr(finding, field.name) for field in dataclasses.fields(finding)}
-    location = {"path": finding.location.path, "line": finding.location.line}
-    return {**record, "location": location, "reasons": list(finding.reasons), "values": dict(finding.values)}

@@ -1,9 +1,10 @@
-"""Findings and gate outcomes of a run, accepted findings and stored scores (a baseline), and the differences
-between two runs.
+"""Findings and gate outcomes of a run, as objects and as plain values for findings.jsonl, check.json and the
+CI formats; accepted findings and stored scores (a baseline); and the differences between two runs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -137,6 +138,26 @@ class CheckResult(ShortRepr):
         if "failed" in outcomes:
             return EXIT_GATE_FAILED
         return EXIT_GATE_NOT_EVALUABLE if "not evaluable" in outcomes else EXIT_OK
+
+
+def check_record(result: CheckResult) -> dict[str, Any]:
+    """A verdict without its findings, as plain values."""
+    return {
+        "version": 1,
+        "run": result.run,
+        "samples": result.samples,
+        "exit_code": result.exit_code,
+        "outcomes": [dataclasses.asdict(outcome) for outcome in result.outcomes],
+        "warnings": list(result.warnings),
+        "facts": dict(result.facts),
+    }
+
+
+def finding_record(finding: Finding) -> dict[str, Any]:
+    """A finding as a line of findings.jsonl, as plain values."""
+    record = {field.name: getattr(finding, field.name) for field in dataclasses.fields(finding)}
+    location = {"path": finding.location.path, "line": finding.location.line}
+    return {**record, "location": location, "reasons": list(finding.reasons), "values": dict(finding.values)}
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,16 @@ SCORE_COLUMNS = (
     "rank_stability",
     "beyond_loss",
 )
-QUERY_COLUMNS = ("id", "index", "target", "prediction", "confidence", "measurement", "status")
+QUERY_COLUMNS = (
+    "id",
+    "index",
+    "target",
+    "prediction",
+    "confidence",
+    "measurement",
+    "agreement",
+    "status",
+)
 TRAINING_COLUMNS = (
     "id",
     "index",
@@ -116,7 +125,8 @@ class InfluenceResult(ShortRepr):
     is. With several checkpoints `score_std` is the score's standard deviation over them, and `rank_stability`
     the share of them in which the example is among that query's strongest of its sign by itself.
 
-    `queries` has one row a query with QUERY_COLUMNS (`measurement`: its value), `training` one a training
+    `queries` has one row a query with QUERY_COLUMNS (`measurement`: its value; `agreement`, with several
+    checkpoints: the mean over pairs of them of the correlation of their scores), `training` one a training
     example with TRAINING_COLUMNS (`overall`: the mean of its scores over the queries); columns that a run has
     not are left out. `status` is "ok", or "nonfinite" for rows that are excluded.
 

@@ -233,6 +233,7 @@ class InfluenceFacts:
     predicts_removal: bool | None = None
     measurement: str | None = None
     normalize: str | None = None
+    average: str | None = field(default=None, metadata=OPTIONAL)
     parameters: list[str] = field(default_factory=list)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     queries: dict[str, Any] = field(default_factory=dict)

@@ -3,10 +3,10 @@
 A file that was written is not on the disk until fsync, and its name is not until the folder's fsync. All
 files of psgrad are written by the few functions here, so that one place decides the order.
 
-Each operation on the disk stands behind a `point`: opening a temporary file, writing it, syncing it, renaming
-it, syncing the folder, and each line of a ledger. With PSGRAD_CRASH_AT=N in the environment when psgrad is
-imported, the process sends itself SIGKILL at point number N, from 1, as tests need it. Without it a point
-does nothing.
+Each operation on the disk stands behind a `crash_point`: opening a temporary file, writing it, syncing it,
+renaming it, syncing the folder, and each line of a ledger. With PSGRAD_CRASH_AT=N in the environment when
+psgrad is imported, the process sends itself SIGKILL at point number N, from 1, as tests need it. Without it a
+point does nothing.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class _Hook:
 _hook = _Hook()
 
 
-def arm(at: int) -> None:
+def crash_at(at: int) -> None:
     """Count points from here on, and die at point number `at`; at 0, or one that never comes, they are only
     counted.
     """
     _hook.at, _hook.passed = at, 0
 
 
-def passed() -> int:
-    """How many points there were since `arm`."""
+def crash_points_passed() -> int:
+    """How many points there were since `crash_at`."""
     return _hook.passed
 
 
-def point(half: Callable[[], object] = lambda: None) -> None:
+def crash_point(half: Callable[[], object] = lambda: None) -> None:
     """One place where the process may be killed; there, `half` does half of what was to follow, such as a
     torn write.
     """
@@ -56,7 +56,7 @@ def point(half: Callable[[], object] = lambda: None) -> None:
 
 
 if VARIABLE in os.environ:
-    arm(int(os.environ[VARIABLE]))
+    crash_at(int(os.environ[VARIABLE]))
 
 
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -71,14 +71,14 @@ def _replacing(target: Path) -> Iterator[int]:
     """
     temporary = temporary_for(target)
     try:
-        point()
+        crash_point()
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             yield descriptor
             sync(descriptor)
         finally:
             os.close(descriptor)
-        point()
+        crash_point()
         os.replace(temporary, target)  # noqa: PTH105 (one module, one style: everything here is a call of os)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -111,7 +111,7 @@ def folder_atomically(target: Path) -> Iterator[Path]:
     """
     temporary = temporary_for(target)
     try:
-        point()
+        crash_point()
         temporary.mkdir()
         yield temporary
         for path in [*temporary.rglob("*"), temporary]:
@@ -120,7 +120,7 @@ def folder_atomically(target: Path) -> Iterator[Path]:
             else:
                 with path.open("rb") as file:
                     sync(file.fileno())
-        point()
+        crash_point()
         os.rename(temporary, target)  # noqa: PTH104 (as above)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -140,8 +140,8 @@ def leftovers_of(target: Path) -> list[Path]:
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
     """Write every byte at the descriptor's place, in one call if the system allows it. Raises OSError."""
-    point()
-    point(lambda: os.write(descriptor, data[: max(1, len(data) // 2)]))
+    crash_point()
+    crash_point(lambda: os.write(descriptor, data[: max(1, len(data) // 2)]))
     written = os.write(descriptor, data)
     while written < len(
         data
@@ -151,7 +151,7 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 def sync(descriptor: int) -> None:
     """Wait until what was written is on the disk. Raises OSError."""
-    point()
+    crash_point()
     os.fsync(descriptor)
 
 
@@ -159,7 +159,7 @@ def sync_folder(folder: Path) -> None:
     """Wait until the names in the folder are on the disk: without it a power cut may undo a rename. Raises
     OSError.
     """
-    point()
+    crash_point()
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -175,6 +175,6 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
         return
     if folder.parent != folder:
         make_folder(folder.parent)
-    point()
+    crash_point()
     folder.mkdir(mode=mode, exist_ok=True)
     sync_folder(folder.parent)

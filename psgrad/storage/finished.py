@@ -24,7 +24,7 @@ from psgrad.results import (
     MeasureResult,
     TopSample,
 )
-from psgrad.results.analyze import check_record, finding_record
+from psgrad.results.findings import check_record, finding_record
 from psgrad.storage.folders import MEASURES, RunFolder, file_name, manifest_of
 
 FINDINGS = "findings.jsonl"

@@ -15,8 +15,8 @@ import torch
 from psgrad.config import Config
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.measures.gradient_norms import GradientNorms
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
-from psgrad.engine.measures.norms import GradientNorms
 from psgrad.errors import ConfigError, DistributedError
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.shown import input_of, vocabulary_of

@@ -124,7 +124,7 @@ def save_baseline(folder: Path, *, output: Path = BASELINE, grow: bool = False) 
     gate, base = _gate_of(run, ())
     before = read_baseline(output) if output.exists() else None
     samples = _samples(folder, run)
-    named, _ = settle(named_samples(samples, manifest), gate_files(gate, base).ignored, _today())
+    named, _ = settle(named_samples(samples, run), gate_files(gate, base).ignored, _today())
     about = {
         "psgrad": run.versions.get("psgrad"),
         "data": run.data.fingerprint,
@@ -132,7 +132,7 @@ def save_baseline(folder: Path, *, output: Path = BASELINE, grow: bool = False) 
         "weights": run.hashes.get("weights"),
         "samples": len(samples),
     }
-    change = changed(before, named, about, saved_reference(samples, manifest), output, grow)
+    change = changed(before, named, about, saved_reference(samples, run), output, grow)
     RunFolder(output.parent).write_json(output.name, written(change.baseline))
     return change
 
@@ -140,7 +140,7 @@ def save_baseline(folder: Path, *, output: Path = BASELINE, grow: bool = False) 
 def _check(samples: pd.DataFrame, manifest: Mapping[str, Any], folder: str, files: GateFiles) -> CheckResult:
     run, gate, warnings = read_manifest(manifest), files.gate, list(files.warnings)
     partial = f"the run {run.partial}" if run.partial else None
-    named = named_samples(samples, manifest)
+    named = named_samples(samples, run)
     if files.baseline is not None:
         named = mark_known(named, files.baseline)
         # Of a part of the dataset nothing is known of the rest.
@@ -155,7 +155,7 @@ def _check(samples: pd.DataFrame, manifest: Mapping[str, Any], folder: str, file
     if partial:
         warnings.append(f"PARTIAL: {partial}; the gate speaks of these alone")
     counts, ordered = counts_of(named), in_order(named, samples)
-    outcomes = evaluate(gate, ordered, counts, manifest.get("outliers"), len(samples))
+    outcomes = evaluate(gate, ordered, counts, run.outliers, len(samples))
     location, lines = _located(run, samples, ordered)
     facts = {
         "counts": counts,

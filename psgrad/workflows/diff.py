@@ -75,7 +75,7 @@ def _judged_by(run: RunManifest) -> tuple[str, str, str | None]:
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """What of the two runs is not the same, so that scores may differ for another reason than the data."""
-    before, after = measured_as(a), measured_as(b)
+    before, after = measured_as(read_manifest(a)), measured_as(read_manifest(b))
     shown = [key for key in changed_keys(before, after) if key not in ("weights", "modules", "code")]
     changed = [f"{key}: {short_repr(before[key], 70)} and {short_repr(after[key], 70)}" for key in shown]
     changed += [f"code: {words}" for words in code_changes(before, after)]

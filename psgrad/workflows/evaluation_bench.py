@@ -18,6 +18,7 @@ from torch import nn
 from psgrad.config import Config, EvaluationConfig, MethodConfig
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Forward
+from psgrad.engine.influence.averages import Average
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe
 from psgrad.engine.influence.evaluation.retraining import (
     EnsembleTrainer,
@@ -30,13 +31,13 @@ from psgrad.engine.influence.evaluation.statistics import CheckpointExamples
 from psgrad.engine.influence.method import Fitted, Method
 from psgrad.engine.influence.ranking import Normalize
 from psgrad.engine.transforms.private_torch import tree_leaves
-from psgrad.errors import ConfigError
-from psgrad.inputs.models.factory import load_model, resolve_training
+from psgrad.inputs.models.factory import resolve_training
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.workflows.identity import code_of
 from psgrad.workflows.influence_queries import chosen_rows
 from psgrad.workflows.influence_setup import InfluenceSetup, method_from
+from psgrad.workflows.influence_training import fresh_models
 
 Array = np.ndarray[Any, Any]
 Fits = dict[str, tuple[Method, list[Fitted]]]
@@ -86,6 +87,11 @@ class Bench:
         """What the scores of the config's method are divided by."""
         wanted = self.setup.run.config.influence.normalize
         return None if wanted == "none" else wanted
+
+    @property
+    def average(self) -> Average:
+        """How scores of several checkpoints are averaged."""
+        return self.setup.run.config.influence.average
 
     def places(self) -> list[CheckpointExamples]:
         """The training examples as the model of each checkpoint sees them."""
@@ -150,7 +156,7 @@ def bench_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Bench:
     there.
     """
     config, wanted = setup.run.config, setup.run.config.influence.evaluate
-    fresh = fresh_models(config, setup)
+    fresh = fresh_models(config, setup.run)
     rows = LoadedRows.of(setup.views[0].training)
     notes, methods = list[str](), compared(config, setup.method)
     if same_for_all_seeds(fresh):
@@ -214,28 +220,6 @@ def limited(rows: Array, wanted: EvaluationConfig) -> Array:
     if wanted.queries is None or wanted.queries >= len(rows):
         return rows
     return np.sort(np.random.default_rng([wanted.seed, 2]).choice(rows, wanted.queries, replace=False))
-
-
-def fresh_models(config: Config, setup: InfluenceSetup) -> Callable[[int], nn.Module]:
-    """seed -> a model with fresh weights, never a copy of the trained one. Those of its parameters are
-    trained that the factory left so.
-    """
-    if config.model.pretrained is not None and not (config.model.checkpoint or config.influence.checkpoints):
-        raise ConfigError(
-            "models would be trained again from the trained weights: model.pretrained has the only ones",
-            expected="the weights that training began with, and those that it ended with",
-            next_step=(
-                "set model.pretrained to the model that was fine-tuned, and model.checkpoint to the folder of"
-                " the result"
-            ),
-        )
-    bare = config.model.model_copy(update={"checkpoint": None, "state_dict_key": None})
-
-    def fresh(seed: int) -> nn.Module:
-        loaded = load_model(bare, config.base, allow_download=config.allow_download)
-        return loaded.model.to(setup.run.device, setup.run.dtype)
-
-    return fresh
 
 
 def same_for_all_seeds(fresh: Callable[[int], nn.Module]) -> bool:

@@ -79,10 +79,13 @@ def _curve(
     """damping -> score of one method."""
     (method, fitted), queries = fits[name], bench.queries(asked)
     normalize, curve = bench.normalize if name == bench.main else None, {}
+    average = bench.average
     for damping in sorted(set(tuning.dampings)):
         try:
             changed, there = damped(method, fitted, bench.places(), damping)
-            curve[damping] = lds_mean(score_matrix(changed, there, queries, normalize), subsets, outcomes)
+            curve[damping] = lds_mean(
+                score_matrix(changed, there, queries, normalize, average), subsets, outcomes
+            )
         except InfluenceError as error:
             bench.notes.append(f"no candidate for {name}: damping {damping:g}, as {error.arrived}")
     return curve
@@ -320,7 +323,7 @@ def all_scores(
     for name, (method, fitted) in fits.items():
         normalize = bench.normalize if name == bench.main else None
         with _or_left_out(bench, name):
-            scores[name] = score_matrix(method, fitted, queries, normalize)
+            scores[name] = score_matrix(method, fitted, queries, normalize, bench.average)
     beside, notes = controls(bench.training, queries[0], bench.wanted.seed)
     beside = {name: matrix for name, matrix in beside.items() if only is None or name in only}
     bench.notes += [note for note in notes if note not in bench.notes]
@@ -343,7 +346,7 @@ def own_influence(bench: Bench, fits: Fits) -> Array:
     """
     _, fitted = fits[bench.main]
     if all(one.has_self_influence for one in fitted):
-        return self_influences(bench.methods[bench.main], fitted)
+        return self_influences(bench.methods[bench.main], fitted, bench.average)
     bench.notes.append(
         f"{bench.main} has no cheap self-influence: the removals with the highest gradient norm are taken in"
         " its place"

@@ -12,6 +12,7 @@ import torch
 
 from psgrad.config import Config
 from psgrad.engine.execution.ranks import OneProcess, Processes
+from psgrad.engine.influence.averages import joined_self
 from psgrad.engine.influence.index.build import from_index
 from psgrad.engine.influence.method import Fitted, Screened, screened
 from psgrad.engine.influence.ranking import divisor
@@ -39,6 +40,7 @@ from psgrad.workflows.influence_ranking import Rankings, check_removals, marked_
 from psgrad.workflows.influence_setup import (
     InfluenceSetup,
     errors_of_own_method,
+    is_on_one_scale,
     set_up_influence,
     unit_of,
 )
@@ -180,7 +182,7 @@ def scored_by_all(
     """What all processes compute together, of rows that are finite."""
     wanted = setup.run.config.influence
     with clock("fit"), errors_of_own_method(wanted.method.name):
-        fitted = [setup.method.fit(view.training, view.checkpoint) for view in setup.views]
+        fitted = setup.method.fit_run([(view.training, view.checkpoint) for view in setup.views])
     with clock("normalize"), errors_of_own_method(wanted.method.name):
         divisors = divisors_of(setup, fitted)
     with clock("scores"), errors_of_own_method(wanted.method.name):
@@ -188,6 +190,8 @@ def scored_by_all(
         shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
         rankings = rank(setup, fitted, divisors, shown, matrix, progress)
         tell_of_unranked(setup, rankings, warnings)
+        tell_of_plain_mean(setup, rankings, warnings)
+        queries = with_agreement(queries, setup.query_rows, rankings.agreement)
     spent = setup.agreed_seconds(clock.seconds["scores"])
     with clock("self-influence"), errors_of_own_method(wanted.method.name):
         own = self_influence(setup, fitted, spent, warnings)
@@ -224,9 +228,12 @@ def described(setup: InfluenceSetup) -> InfluenceFacts:
         method=setup.method.name,
         sign=SIGN,
         unit=unit_of(setup),
-        predicts_removal=setup.method.predicts_removal and wanted.normalize == "none",
+        predicts_removal=(
+            setup.method.predicts_removal and wanted.normalize == "none" and not is_on_one_scale(setup)
+        ),
         measurement=setup.measurement.name,
         normalize=wanted.normalize,
+        average=wanted.average if len(setup.views) > 1 else None,
         parameters=list(setup.views[0].training.params),
         checkpoints=[
             {
@@ -315,6 +322,29 @@ def tell_of_unranked(setup: InfluenceSetup, rankings: Rankings, say: Callable[[s
         )
 
 
+def tell_of_plain_mean(setup: InfluenceSetup, rankings: Rankings, say: Callable[[str], None]) -> None:
+    """Warn of a plain mean over checkpoints of scores that are on a scale of their own at each."""
+    config, shares = setup.run.config.influence, rankings.largest_share
+    if config.average != "plain" or len(shares) == 0 or setup.method.joins_by_own_rule:
+        return
+    share = float(np.nanmedian(shares)) if np.isfinite(shares).any() else float("nan")
+    say(
+        f"influence.average: plain: this is a plain mean of the scores of {len(setup.views)} checkpoints, and"
+        f" their sizes differ: for half of the queries one checkpoint makes {share:.0%} of it or more"
+        f" ({1 / len(setup.views):.0%} if all were alike). Such means of the loss rank much worse than"
+        " average: relative, the default"
+    )
+
+
+def with_agreement(queries: pd.DataFrame, rows: np.ndarray, agreement: np.ndarray) -> pd.DataFrame:
+    """The table of queries with the agreement of the checkpoints on these rows; as it is without any."""
+    if not len(agreement):
+        return queries
+    known = pd.Series(agreement, index=rows)
+    found = queries.assign(agreement=known.reindex(queries["index"]).to_numpy())
+    return found[[name for name in QUERY_COLUMNS if name in found]]
+
+
 def self_influence(
     setup: InfluenceSetup, fitted: Sequence[Fitted], seconds: float, say: Callable[[str], None]
 ) -> np.ndarray | None:
@@ -344,7 +374,7 @@ def self_influence(
         if predicted > _SELF_SECONDS:
             say(f"{words}; {cheaper}; self_influence: never leaves it out")
     found = [torch.cat([block.self_influence for block in each.self_influence()]) for each in fitted]
-    return setup.method.across_self(found).numpy()
+    return joined_self(setup.method, found, setup.run.config.influence.average).numpy()
 
 
 def divisors_of(setup: InfluenceSetup, fitted: Sequence[Fitted]) -> list[torch.Tensor] | None:

@@ -33,6 +33,7 @@ from psgrad.workflows.influence import (
     loaded,
     manifest_for,
     scored_by_all,
+    with_agreement,
     with_overall,
     without_nonfinite,
     written,
@@ -164,7 +165,7 @@ def _store(folder: RunFolder, place: str, scored: Scored | None, warnings: list[
         rankings = scored.rankings
         for name, table in zip(_TABLES, (rankings.pairs, scored.queries, scored.training), strict=True):
             folder.write_table(f"{place}/{name}.parquet", table)
-        arrays = {"training_rows": scored.setup.training_rows}
+        arrays = {"training_rows": scored.setup.training_rows, "agreement": rankings.agreement}
         arrays |= {f"sums.{label}": value.numpy() for label, value in rankings.sums.items()}
         arrays |= {f"shown.{row}": column for row, column in rankings.shown.items()}
         arrays |= {f"matrix.{name}": value for name, value in (rankings.matrix or {}).items()}
@@ -220,7 +221,10 @@ def _joined(setup: InfluenceSetup, parts: Sequence[_Part]) -> Scored:
         if name.startswith("shown.")
     }
     training = with_overall(training, setup.training_rows, overall)
-    rankings = Rankings(pairs, sums, scores, overall, shown, _matrix(parts))
+    agreement = np.concatenate([part.arrays["agreement"] for part in parts])
+    queries = with_agreement(queries, setup.query_rows, agreement)
+    # Each part has said of its own plain mean.
+    rankings = Rankings(pairs, sums, scores, overall, shown, _matrix(parts), agreement, np.empty(0))
     return Scored(setup, queries, training, rankings, first.fit, first.unit)
 
 

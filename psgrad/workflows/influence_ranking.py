@@ -16,12 +16,13 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.influence.amounts import continued
+from psgrad.engine.influence.averages import Agreement
 from psgrad.engine.influence.method import Fitted, with_total
 from psgrad.engine.influence.ranking import JoinedBlock, Strongest, joined_scores
 from psgrad.errors import InfluenceError
 from psgrad.results import Progress
 from psgrad.results.influence import ALL_INDEX, ALL_QUERIES, CheckedRemoval, RemovalCheck, ranked_pairs
-from psgrad.workflows.influence_setup import InfluenceSetup
+from psgrad.workflows.influence_setup import InfluenceSetup, is_on_one_scale
 
 # What the prepared gradients of a block of queries may take, as a share of the memory that is free.
 _SHARE = 0.25
@@ -35,7 +36,8 @@ class Rankings:
     together. overall: [n], the mean over the queries that have a score. sums: label of a layer -> [2, n, 1 +
     checkpoints], of all checkpoints together and of each: the sum over the queries of the scores that are not
     NaN, and how many are not. shown: query row -> all scores, [rows of the training data], NaN where a row
-    was excluded. matrix: where it was wanted, scores [n, m], train_index [n] and query_index [m].
+    was excluded. matrix: where it was wanted, scores [n, m], train_index [n] and query_index [m]. agreement,
+    largest_share: [m], of several checkpoints, see `Agreement`; empty of one.
     """
 
     pairs: pd.DataFrame
@@ -44,6 +46,8 @@ class Rankings:
     overall: np.ndarray
     shown: dict[int, np.ndarray]
     matrix: dict[str, np.ndarray] | None
+    agreement: np.ndarray
+    largest_share: np.ndarray
 
 
 def rank(
@@ -70,9 +74,8 @@ def rank(
             for view in setup.views
         ]
         block = _Block(wanted.top, [place - first for place in kept if place in places])
-        for joined in joined_scores(
-            setup.method, fitted, asked, "total" if wanted.layers == "none" else wanted.layers, divisors
-        ):
+        per = "total" if wanted.layers == "none" else wanted.layers
+        for joined in joined_scores(setup.method, fitted, asked, per, divisors, wanted.average):
             totals = tuple(map(with_total, joined.single))
             block.add(replace(joined, scores=with_total(joined.scores), single=totals))
             progress(Progress(joined.stop, n, "scores", unit="training example"))
@@ -82,11 +85,15 @@ def rank(
 
 def queries_at_once(setup: InfluenceSetup) -> int:
     """How many queries' gradients may be held for all checkpoints: each in float64, and once more while it is
-    made.
+    made. Where checkpoints are put on one scale, so are all of their scores.
     """
-    training, budget = setup.views[0].training, setup.run.config.engine.memory
-    room = training.room() * _SHARE if budget == "auto" else budget
-    return max(1, int(room / (2 * 8 * training.flat.size * len(setup.views))))
+    training, wanted = setup.views[0].training, setup.run.config
+    room = training.room() * _SHARE if wanted.engine.memory == "auto" else wanted.engine.memory
+    numbers = training.flat.size
+    if is_on_one_scale(setup):
+        labels = 1 if wanted.influence.layers == "none" else len(training.params) + 1
+        numbers += labels * len(setup.training_rows)
+    return max(1, int(room / (2 * 8 * numbers * len(setup.views))))
 
 
 def _some(read: Read, first: int) -> Read:
@@ -106,8 +113,11 @@ class _Block:
         self.strongest: dict[str, list[Strongest]] = {}
         self.columns: list[torch.Tensor] = []
         self.sums: dict[str, list[torch.Tensor]] = {}
+        self.agreement = Agreement()
 
     def add(self, block: JoinedBlock) -> None:
+        if len(block.single) > 1:
+            self.agreement.add([each[""] for each in block.single])
         for label, scores in block.scores.items():
             self.m = scores.shape[1]
             single = [each[label] for each in block.single] if len(block.single) > 1 else []
@@ -146,7 +156,14 @@ def _assembled(setup: InfluenceSetup, blocks: list[_Block], shown: Sequence[int]
         if row in shown
     }
     everything = {"scores": columns, "train_index": rows, "query_index": setup.query_rows} if matrix else None
-    return Rankings(pairs, sums, scores, overall, first, everything)
+    several = len(setup.views) > 1
+    agreement = [block.agreement.correlation() for block in blocks if several]
+    shares = [block.agreement.largest_share() for block in blocks if several]
+    return Rankings(pairs, sums, scores, overall, first, everything, _numbers(agreement), _numbers(shares))
+
+
+def _numbers(parts: Sequence[torch.Tensor]) -> np.ndarray:
+    return torch.cat(list(parts)).numpy() if parts else np.empty(0)
 
 
 def with_all_queries(

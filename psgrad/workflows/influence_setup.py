@@ -18,7 +18,8 @@ import torch
 from psgrad.config import CheckpointConfig, Config, MethodConfig, is_callable_spec
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Processes
-from psgrad.engine.influence.method import REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
+from psgrad.engine.influence.averages import is_relative
+from psgrad.engine.influence.method import RELATIVE, REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.errors import ConfigError, InfluenceError, PsgradError
 from psgrad.inputs.measurements import Measurement, resolve_measurement
@@ -30,6 +31,7 @@ from psgrad.user_code import describe_failure
 from psgrad.workflows.checkpoints import at_weights, same_weights
 from psgrad.workflows.identity import digest, flattened, identity
 from psgrad.workflows.influence_queries import chosen_rows, queries_of
+from psgrad.workflows.influence_training import replayed
 from psgrad.workflows.rank_identity import require_same_on_ranks
 from psgrad.workflows.residence import Ranks
 from psgrad.workflows.running import read_ahead
@@ -115,9 +117,20 @@ def unit_of(setup: InfluenceSetup, fitted: Sequence[Fitted] = ()) -> str:
         setup.method.unit == UNCALIBRATED and len(fitted) > 0 and all(each.calibrated for each in fitted)
     )
     unit = REMOVAL if calibrated else setup.method.unit
+    if is_on_one_scale(setup):
+        return f"{RELATIVE}{_ONE_SCALE}{_DIVIDED[setup.run.config.influence.normalize]}"
     return unit.format(change=setup.measurement.change) + _DIVIDED[setup.run.config.influence.normalize]
 
 
+def is_on_one_scale(setup: InfluenceSetup) -> bool:
+    """Whether each checkpoint's scores of a query are divided by their own scale before they are averaged."""
+    return is_relative(setup.method, len(setup.views), setup.run.config.influence.average)
+
+
+_ONE_SCALE = (
+    ": the mean over checkpoints of scores that are divided, for each query, by their root mean square over"
+    " the training examples"
+)
 _DIVIDED: dict[str, str] = {
     "none": "",
     "self_influence": ", divided by the square root of the training example's influence on itself",
@@ -134,11 +147,17 @@ def set_up_influence(
     Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
     """
     method = method_from(config.influence.method, config.base)
+    if method.fits_whole_run and len(checkpoints_of(config)) == 1:
+        say(_ALONE.format(config.influence.method.name))
     run = first_run(config, processes)
     read_ahead(run.samples, len(run.samples), progress)  # before queries are chosen by their ids or losses
     if processes.size > 1:
         require_same_on_ranks("training data", identity_at_first(run), processes)
     measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
+    training = None
+    if config.influence.training is not None:
+        require_one_process(processes)
+        run, training = replayed(config, run, say)
     last = len(checkpoints_of(config)) - 1
     reader, rows = queries_of(
         config, run, measurement, lambda: later_run(run, config, last) if last else run, processes
@@ -147,9 +166,16 @@ def set_up_influence(
     for number in range(len(checkpoints_of(config))):
         there = run if number == 0 else later_run(run, config, number)
         _require_another(views, there)
-        views.append(_view(there, number, measurement, reader, rows, say, processes))
+        view = _view(there, number, measurement, reader, rows, say, processes)
+        views.append(replace(view, checkpoint=replace(view.checkpoint, run=training)))
     require_same_on_ranks("queries", identity_of_asked(reader, rows, views), processes)
     return InfluenceSetup(run, method, measurement, views, reader, rows, rows, np.arange(len(run.samples)))
+
+
+_ALONE = (
+    "influence.checkpoints has one checkpoint, and {} follows a training run: from the beginning to there,"
+    " gradients and curvature are taken to be as they are at its end. psgrad.RunCheckpoints saves more"
+)
 
 
 def identity_at_first(run: Setup) -> dict[str, Any]:
@@ -167,6 +193,15 @@ def identity_of_asked(
         "queries (their rows)": digest({"rows": np.ascontiguousarray(rows, np.int64).tolist()}),
         "influence.checkpoints (their content)": [view.sha256 for view in views],
     }
+
+
+def require_one_process(processes: Processes) -> None:
+    """Raises ConfigError where several processes would each compute the whole run."""
+    if processes.size > 1:
+        raise ConfigError(
+            "replay computes one training run, step after step, and can't be shared by several processes",
+            next_step="run it in one process",
+        )
 
 
 def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:
@@ -322,8 +357,9 @@ def _view(
     queries = Examples(measured, chosen_rows(reader, rows), len(rows), options, processes=processes)
     checkpoint, path = checkpoints_of(run.config)[number], run.config.model.checkpoint
     learning_rate = None if checkpoint is None else checkpoint.learning_rate
+    step = None if checkpoint is None else checkpoint.step
     return CheckpointView(
-        Checkpoint(number, learning_rate, say, len(rows)),
+        Checkpoint(number, learning_rate, say, len(rows), step),
         training,
         queries,
         None if path is None else str(path),

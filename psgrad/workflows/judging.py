@@ -28,6 +28,7 @@ from psgrad.quality.references import (
     scored_by,
 )
 from psgrad.results import SAMPLE_COLUMNS, Progress, Say
+from psgrad.results.manifest import ModelFacts, RunManifest, read_manifest
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import finished_manifest, load_run
 from psgrad.workflows.identity import hashes_of, measure_specs
@@ -176,7 +177,9 @@ class Judging:
         else:
             path = base / str(source.run)
             manifest = finished_manifest(path)
-            caveats = require_comparable(ours, measured_as(manifest), outliers.score, str(source.run))
+            caveats = require_comparable(
+                ours, measured_as(read_manifest(manifest)), outliers.score, str(source.run)
+            )
             finished = load_run(path)
             rows = (
                 finished.measures[PROJECTED].arrays.get(PROJECTED) if PROJECTED in finished.measures else None
@@ -275,16 +278,16 @@ def _with_log(frame: pd.DataFrame) -> pd.DataFrame:
         return frame.assign(log_norm=np.log10(frame["grad_norm"].to_numpy("float64")))
 
 
-def _described(run: Setup) -> dict[str, Any]:
+def _described(run: Setup) -> RunManifest:
     """Of a run's manifest the parts that scores depend on."""
     trainable = sum(
         parameter.numel() for parameter in run.loaded.model.parameters() if parameter.requires_grad
     )
-    return {
-        "config": run.config.model_dump(mode="json"),
-        "model": {"sha256": run.loaded.sha256, "trainable": trainable},
-        "hashes": hashes_of(run, measure_specs(run.config)),
-    }
+    return RunManifest(
+        config=run.config.model_dump(mode="json"),
+        model=ModelFacts(sha256=run.loaded.sha256, trainable=trainable),
+        hashes=hashes_of(run, measure_specs(run.config)),
+    )
 
 
 def _source_of(config: DataConfig) -> str:

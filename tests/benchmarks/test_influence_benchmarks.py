@@ -83,6 +83,28 @@ def test_the_table_of_quality(
     assert "control: random" in capsys.readouterr().out
 
 
+def test_the_table_of_a_training_run(
+    bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of checkpoints of one epoch's runs; a second report computes nothing again."""
+    trajectory = script("influence_trajectory")
+    monkeypatch.setattr(trajectory, "RECIPE", replace(bench.recipe, epochs=2))
+    monkeypatch.setattr(trajectory, "RUNS", (0, 1))
+    dot = trajectory.GradientDot()
+    wanted = [
+        trajectory.Row("last", dot, 1, "last"),
+        trajectory.Row("whole run", dot, 1, "all"),
+        trajectory.Row("two runs", trajectory.TracIn(), 2, "all"),
+    ]
+    content = trajectory.report(bench, trajectory.Scorer(bench), wanted)
+    assert [row["name"] for row in content["rows"]] == ["last", "whole run", "two runs"]
+    assert content["rows"][0]["mean"] != content["rows"][1]["mean"]
+    assert len(list((bench.cache / "run-0-10").glob("*.safetensors"))) == 2
+    monkeypatch.setattr(trajectory.Scorer, "_compute", lambda *_: pytest.fail("computed again"))
+    assert trajectory.report(bench, trajectory.Scorer(bench), wanted)["rows"] == content["rows"]
+    assert "ceiling" in capsys.readouterr().out
+
+
 def test_mislabels_are_found_by_their_loss(bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mislabel = script("influence_mislabel")
     monkeypatch.setattr(mislabel, "METHODS", {"gradient_dot": mislabel.GradientDot()})

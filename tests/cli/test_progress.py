@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from psgrad.cli.progress import BarDisplay, PlainDisplay, duration, progress_display
+from psgrad.cli.progress import BarDisplay, PlainDisplay, progress_display
+from psgrad.reports.words import duration
 from psgrad.results import Progress
 
 
@@ -148,4 +149,4 @@ def test_the_display_fits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     ("seconds", "words"), [(0.4, "0 s"), (59.4, "59 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
 )
 def test_durations(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+    assert duration(seconds, whole=True) == words

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("PSGRAD_TEST_DEVICE") != CHECKED,
     reason=f"PSGRAD_TEST_DEVICE={CHECKED} pytest tests/device",
 )
-METHODS = sorted(set(plugins.own_classes(plugins.METHODS)) - {"tracin"})  # which has a test of its own
+# without those that have a test of their own
+METHODS = sorted(set(plugins.own_classes(plugins.METHODS)) - {"tracin", "source", "replay"})
 CNN = """class Model(nn.Sequential):
     def __init__(self):
         torch.manual_seed(0)

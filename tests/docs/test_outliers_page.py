@@ -17,7 +17,7 @@ from psgrad.cli.app import app
 from psgrad.config import load_config
 from psgrad.plugins import DETECTORS, own_classes
 from psgrad.quality.conformal import resolution
-from psgrad.quality.detector_scores import LEAST_ROWS
+from psgrad.quality.groups import LEAST_ROWS
 from psgrad.quality.references import SAVED_ROWS
 from psgrad.results import SAMPLE_COLUMNS
 

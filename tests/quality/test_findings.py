@@ -10,13 +10,14 @@ from psgrad.config import GateConfig
 from psgrad.quality import findings
 from psgrad.quality.findings import counts_of, in_order, levels_of, named_samples, records
 from psgrad.results import Finding, Location
+from psgrad.results.manifest import read_manifest
 from tests.verdicts import NO_REFERENCE, REFERENCE, table
 
 
 def found(
     frame: pd.DataFrame, outliers: dict[str, object] = REFERENCE, gate: GateConfig | None = None
 ) -> list[Finding]:
-    ordered = in_order(named_samples(frame, {"outliers": outliers}), frame)
+    ordered = in_order(named_samples(frame, read_manifest({"outliers": outliers})), frame)
     return list(records(ordered, frame, gate or GateConfig(), "grad_norm", Location("data.csv"), {2: 7}))
 
 
@@ -84,7 +85,7 @@ def test_finding_levels_follow_the_gate() -> None:
 def test_findings_limit_per_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(findings, "FINDINGS_OF_A_RULE", 3)
     frame = table(20, listed=tuple(range(10)), nonfinite=(15, 16, 17, 18))
-    named = named_samples(frame, {"outliers": REFERENCE})
+    named = named_samples(frame, read_manifest({"outliers": REFERENCE}))
     kept = in_order(named, frame)
     assert kept["rule"].tolist() == ["nonfinite"] * 3 + ["outlier"] * 3
     assert kept["id"].tolist()[3:] == ["s9", "s8", "s7"]

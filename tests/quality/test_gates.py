@@ -17,22 +17,26 @@ from psgrad.quality.findings import counts_of, in_order, named_samples, read_ign
 from psgrad.quality.gates import evaluate
 from psgrad.results import GateOutcome
 from psgrad.results.findings import Baseline, Known
+from psgrad.results.manifest import read_manifest
 from tests.verdicts import NO_REFERENCE, REFERENCE, table
 
 TODAY = datetime.date(2026, 6, 15)
 
 
-def named(frame: pd.DataFrame, facts: dict[str, Any] = REFERENCE) -> pd.DataFrame:
-    return named_samples(frame, {"outliers": facts})
+def named(frame: pd.DataFrame, facts: dict[str, Any] | None = REFERENCE) -> pd.DataFrame:
+    return named_samples(frame, read_manifest({"outliers": facts}))
 
 
 def outcomes(
-    frame: pd.DataFrame, gate: GateConfig, facts: dict[str, Any] = REFERENCE, rows: pd.DataFrame | None = None
+    frame: pd.DataFrame,
+    gate: GateConfig,
+    facts: dict[str, Any] | None = REFERENCE,
+    rows: pd.DataFrame | None = None,
 ) -> dict[str, GateOutcome]:
     rows = named(frame, facts) if rows is None else rows
-    return {
-        each.rule: each for each in evaluate(gate, in_order(rows, frame), counts_of(rows), facts, len(frame))
-    }
+    judged = read_manifest({"outliers": facts}).outliers
+    found = evaluate(gate, in_order(rows, frame), counts_of(rows), judged, len(frame))
+    return {each.rule: each for each in found}
 
 
 @pytest.mark.parametrize(("limit", "outcome"), [(0, "failed"), (1, "failed"), (2, "passed"), (3, "passed")])
@@ -52,6 +56,12 @@ def test_gate_without_reference_not_evaluable() -> None:
     assert (outcome.outcome, outcome.found) == ("not evaluable", None)
     assert "there is no reference" in outcome.message
     assert "Next step: give analyze.outliers.reference" in outcome.message
+
+
+def test_gate_of_a_run_that_says_nothing_of_outliers_not_evaluable() -> None:
+    outcome = outcomes(table(listed=(3,)), GateConfig(max_outliers=5), None)["max_outliers"]
+    assert (outcome.outcome, outcome.found) == ("not evaluable", None)
+    assert "a review list, and no verdict" in outcome.message
 
 
 def test_gate_small_reference_not_evaluable() -> None:

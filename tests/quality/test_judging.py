@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from psgrad.errors import ConfigError
-from psgrad.quality.detector_scores import robust_z
-from psgrad.quality.groups import OTHER, join_small, labels_of
+from psgrad.quality.groups import OTHER, join_small, labels_of, robust_z
 from psgrad.quality.judging import judge, rank_samples
 from psgrad.results import SAMPLE_COLUMNS
 from psgrad.results.manifest import content_of

@@ -14,12 +14,12 @@ from psgrad.quality import references
 from psgrad.quality.detector_scores import detector_scores
 from psgrad.quality.judging import judge
 from psgrad.quality.references import (
-    measured_as,
     read_reference,
     reference_of,
     require_comparable,
     saved_reference,
 )
+from psgrad.results.manifest import read_manifest
 from tests.quality.frames import config, samples, trusted
 
 MANIFEST: dict[str, Any] = {
@@ -44,6 +44,10 @@ MANIFEST: dict[str, Any] = {
 }
 
 
+def described(manifest: dict[str, Any]) -> dict[str, Any]:
+    return references.measured_as(read_manifest(manifest))
+
+
 def with_outliers(**outliers: Any) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(json.dumps(MANIFEST))
     content["config"]["analyze"]["outliers"] = outliers
@@ -59,7 +63,7 @@ def test_reference_saved_judges_as_the_run(by: str | None) -> None:
         fingerprint=[f"k{row:031x}" for row in range(301)],
     )
     asked = samples(random.lognormal(size=40), target=np.arange(40) % 3)
-    saved = json.loads(json.dumps(saved_reference(known, with_outliers(group_by=by))))
+    saved = json.loads(json.dumps(saved_reference(known, read_manifest(with_outliers(group_by=by)))))
     assert saved["nonfinite"] == 1
     read = read_reference(saved, "b.json", "grad_norm", by)
     assert len(read) == 300
@@ -73,7 +77,7 @@ def test_reference_saved_subsample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(references, "SAVED_ROWS", 100)
     random = np.random.default_rng(0)
     prints = [random.bytes(16).hex() for _ in range(1000)]
-    saved = saved_reference(samples(np.arange(1000.0), fingerprint=prints), MANIFEST)
+    saved = saved_reference(samples(np.arange(1000.0), fingerprint=prints), read_manifest(MANIFEST))
     kept = saved["groups"]["all"]
     assert len(kept["scores"]) == 100
     assert set(kept["fingerprints"]) == {each[:16] for each in sorted(prints)[:100]}
@@ -85,7 +89,7 @@ def test_reference_saved_subsample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reference_shortened_fingerprints() -> None:
     frame = samples([1.0, 2.0], fingerprint=["ab" * 16, "cd" * 16])
-    read = read_reference(saved_reference(frame, MANIFEST), "b.json", "grad_norm", None)
+    read = read_reference(saved_reference(frame, read_manifest(MANIFEST)), "b.json", "grad_norm", None)
     assert read.holds(frame["fingerprint"].to_numpy(), np.array([1.0, 2.5])).tolist() == [True, False]
 
 
@@ -113,7 +117,7 @@ def test_reference_shortened_fingerprints() -> None:
 )
 def test_reference_of_another_model_or_loss_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        require_comparable(measured_as(MANIFEST), measured_as(MANIFEST | change), "grad_norm", "b.json")
+        require_comparable(described(MANIFEST), described(MANIFEST | change), "grad_norm", "b.json")
     assert words in str(caught.value)
     assert "can't be compared" in str(caught.value)
 
@@ -125,25 +129,25 @@ def test_reference_of_other_measures() -> None:
     other["hashes"]["code"] = {
         "../elsewhere/nets/model.py:build": MANIFEST["hashes"]["code"]["nets/model.py:build"]
     }
-    assert require_comparable(measured_as(MANIFEST), measured_as(other), "grad_norm", "b.json") == ()
+    assert require_comparable(described(MANIFEST), described(other), "grad_norm", "b.json") == ()
     with pytest.raises(ConfigError, match="measures"):
-        require_comparable(measured_as(MANIFEST), measured_as(other), "el2n", "b.json")
+        require_comparable(described(MANIFEST), described(other), "el2n", "b.json")
 
 
 @pytest.mark.parametrize("checkpoint", [None, "abc"])
 def test_reference_of_older_psgrad_without_hashes(checkpoint: str | None) -> None:
-    now = measured_as(MANIFEST | {"model": {"sha256": checkpoint, "trainable": 10}})
+    now = described(MANIFEST | {"model": {"sha256": checkpoint, "trainable": 10}})
     old = {key: value for key, value in now.items() if key not in ("weights", "modules", "code")}
     (caveat,) = require_comparable(now, old, "loss", "b.json")
     assert "kept no hash of weights and imported code: whether they are the same is not known" in caveat
 
 
 def test_reference_checkpoint_saved_again() -> None:
-    again = measured_as(MANIFEST | {"model": {"sha256": "saved again", "trainable": 10}})
-    assert require_comparable(measured_as(MANIFEST), again, "loss", "b.json") == ()
-    trained = measured_as(MANIFEST | {"hashes": MANIFEST["hashes"] | {"weights": "x" * 64}})
+    again = described(MANIFEST | {"model": {"sha256": "saved again", "trainable": 10}})
+    assert require_comparable(described(MANIFEST), again, "loss", "b.json") == ()
+    trained = described(MANIFEST | {"hashes": MANIFEST["hashes"] | {"weights": "x" * 64}})
     with pytest.raises(ConfigError, match="weights: 'xxx"):
-        require_comparable(measured_as(MANIFEST), trained, "loss", "b.json")
+        require_comparable(described(MANIFEST), trained, "loss", "b.json")
 
 
 @pytest.mark.parametrize(
@@ -157,8 +161,8 @@ def test_reference_checkpoint_saved_again() -> None:
     ],
 )
 def test_reference_of_edited_code_has_a_caveat(change: dict[str, Any], words: str) -> None:
-    edited = measured_as(MANIFEST | {"hashes": MANIFEST["hashes"] | change})
-    (caveat,) = require_comparable(measured_as(MANIFEST), edited, "loss", "b.json")
+    edited = described(MANIFEST | {"hashes": MANIFEST["hashes"] | change})
+    (caveat,) = require_comparable(described(MANIFEST), edited, "loss", "b.json")
     assert words in caveat
 
 
@@ -173,13 +177,13 @@ def test_reference_of_edited_code_has_a_caveat(change: dict[str, Any], words: st
     ],
 )
 def test_reference_damaged(damage: dict[str, Any]) -> None:
-    saved = saved_reference(samples([1.0]), MANIFEST) | damage
+    saved = saved_reference(samples([1.0]), read_manifest(MANIFEST)) | damage
     with pytest.raises(DataError, match=r"the reference in b\.json can't be read"):
         read_reference(saved, "b.json", "grad_norm", None)
 
 
 def test_reference_of_another_score_or_groups_refused() -> None:
-    saved = saved_reference(samples([1.0]), MANIFEST)
+    saved = saved_reference(samples([1.0]), read_manifest(MANIFEST))
     with pytest.raises(ConfigError, match=r"with score grad_norm, and analyze\.outliers\.score is loss"):
         read_reference(saved, "b.json", "loss", None)
     with pytest.raises(ConfigError, match=r"with group_by None, and analyze\.outliers\.group_by is class"):

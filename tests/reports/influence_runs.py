@@ -89,6 +89,7 @@ def result(
     table = pd.concat(pairs, ignore_index=True)
     if checkpoints > 1:
         table = table.assign(score_std=table["score"].abs() / 7, rank_stability=0.5)
+        queries = queries.assign(agreement=np.linspace(0.2, 0.6, m))
     shown, rows = shown_rows(table, queries, 6, 6)
     return InfluenceResult(
         **{

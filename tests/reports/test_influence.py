@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from psgrad.reports.influence_facts import flattened
 from psgrad.reports.influence_page import render_influence, write_influence_report
 from psgrad.reports.influence_plots import draw_influence_plots
-from psgrad.reports.influence_terminal import examples, signed, summary, write_influence
+from psgrad.reports.influence_terminal import summary, write_influence
+from psgrad.reports.influence_words import examples, flattened, signed
 from psgrad.results import (
     ALL_INDEX,
     SIGN,
@@ -233,6 +233,9 @@ def test_several_checkpoints_have_a_spread_and_each_its_facts() -> None:
     assert "0.25, 0.75" in page.text
     pair = pairs_of(found.scores, shown_queries(found.queries, 1)[0], 1)[0].iloc[0]
     assert f"± {pair['score_std']:.2g}" in page.text
+    assert "correlate by 0.40 (median over queries)" in page.text
+    assert "among the strongest of 50% of them" in page.text
+    assert "correlation of two checkpoints" in page.text
 
 
 def test_markup_from_ids_classes_texts_and_facts_stays_text() -> None:

@@ -21,7 +21,7 @@ from psgrad.reports.influence_plots import (
     self_influence_against_loss,
 )
 from psgrad.reports.influence_sheets import PER_SIDE, query_sheet
-from psgrad.reports.influence_terminal import signed
+from psgrad.reports.influence_words import signed
 from psgrad.results import ALL_INDEX, SIGN, TopSample, carriers, pairs_of, shown_queries
 from tests.reports.influence_runs import UNIT, result
 

@@ -15,7 +15,8 @@ from psgrad.reports.analyze_page import input_cards
 from psgrad.reports.analyze_terminal import top_table
 from psgrad.reports.classes import class_pages, class_statistics, class_table
 from psgrad.reports.influence_page import self_influences
-from psgrad.reports.influence_terminal import examples, sides_table, signed
+from psgrad.reports.influence_terminal import sides_table
+from psgrad.reports.influence_words import examples, signed
 from psgrad.reports.sample_table import sample_table
 from psgrad.reports.tables import Table
 from psgrad.reports.terminal import print_table

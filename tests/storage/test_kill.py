@@ -115,6 +115,6 @@ def test_crash_hook_environment(tmp_path: Path) -> None:
 
 def test_crash_hook_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crash._hook, "at", None)
-    before = crash.passed()
-    crash.point(lambda: pytest.fail("half of what?"))
-    assert crash.passed() == before
+    before = crash.crash_points_passed()
+    crash.crash_point(lambda: pytest.fail("half of what?"))
+    assert crash.crash_points_passed() == before

@@ -225,8 +225,67 @@ def test_two_checkpoints_are_not_the_first_one_twice(place: InfluenceWorkplace) 
         place.section["checkpoints"] = names
         place.ranked("--matrix", "--overwrite")
         matrices.append(load_file(place.folder / "out" / "matrix.safetensors")["scores"])
-    np.testing.assert_allclose(matrices[2], (matrices[0] + matrices[1]) / 2, rtol=1e-4, atol=1e-7)
+    alike = [scores / np.sqrt(np.mean(scores**2, axis=0)) for scores in matrices[:2]]
+    np.testing.assert_allclose(matrices[2], (alike[0] + alike[1]) / 2, rtol=1e-4, atol=1e-7)
     assert not np.allclose(matrices[0], matrices[1])
+    influence = place.manifest()["influence"]
+    assert influence["average"] == "relative"
+    assert influence["unit"].startswith("relative, no unit: the mean over checkpoints")
+    assert influence["predicts_removal"] is False
+    queries = pd.read_parquet(place.folder / "out" / "queries.parquet")
+    expected = [np.corrcoef(*(each[:, query] for each in matrices[:2]))[0, 1] for query in range(5)]
+    np.testing.assert_allclose(queries["agreement"], expected, rtol=1e-4)
+
+
+def test_source_reads_steps_and_learning_rates_and_warns_of_one_checkpoint(
+    place: InfluenceWorkplace,
+) -> None:
+    for seed in (3, 4):
+        place.save_checkpoint(f"{seed}.safetensors", seed)
+    entries = [{"path": f"{seed}.safetensors", "learning_rate": 0.1, "step": 10 * seed} for seed in (3, 4)]
+    place.section.update({"method": "source", "checkpoints": entries})
+    both = place.ranked("--matrix", "--no-report")
+    assert {"score_std", "rank_stability"} <= set(both)
+    facts = place.manifest()["influence"]["fit"]
+    assert [each["sum_of_learning_rates"] for each in facts] == pytest.approx([3.0, 1.0])
+    assert place.manifest()["influence"]["unit"] == "relative, no unit"
+    place.section["checkpoints"] = entries[:1]
+    alone = place.influence("--overwrite", "--no-report")
+    assert (alone.code, "one checkpoint, and source follows a training run" in alone.err) == (0, True)
+    place.section["checkpoints"] = [{"path": "3.safetensors", "learning_rate": 0.1}]
+    place.influence("--overwrite").refused(3, "checkpoint 0 has no step", "psgrad.RunCheckpoints")
+
+
+def test_a_plain_mean_over_checkpoints_is_warned_of_and_keeps_its_unit(place: InfluenceWorkplace) -> None:
+    """With the share of the checkpoint of the largest scores."""
+    matrices = []
+    for name, seed in (("a.safetensors", 3), ("b.safetensors", 4)):
+        place.save_checkpoint(name, seed)
+    place.section["average"] = "plain"
+    for names in (["a.safetensors"], ["b.safetensors"], ["a.safetensors", "b.safetensors"]):
+        place.section["checkpoints"] = names
+        ran = place.influence("--matrix", "--overwrite")
+        assert ran.code == 0, ran.err
+        assert ("influence.average: plain" in ran.err) == (len(names) == 2)
+        matrices.append(load_file(place.folder / "out" / "matrix.safetensors")["scores"])
+    np.testing.assert_allclose(matrices[2], (matrices[0] + matrices[1]) / 2, rtol=1e-4, atol=1e-7)
+    sizes = [np.sqrt(np.mean(scores**2, axis=0)) for scores in matrices[:2]]
+    share = np.median(np.maximum(*sizes) / (sizes[0] + sizes[1]))
+    assert f"one checkpoint makes {share:.0%} of it or more" in ran.err
+    assert "per unit of learning rate" in place.manifest()["influence"]["unit"]
+
+
+def test_stability_over_checkpoints_is_on_the_terminal_and_in_json(place: InfluenceWorkplace) -> None:
+    for seed in (3, 4):
+        place.save_checkpoint(f"{seed}.safetensors", seed)
+    place.section["checkpoints"] = ["3.safetensors", "4.safetensors"]
+    ran = place.influence("--top", "3")
+    assert ran.code == 0, ran.err
+    queries = pd.read_parquet(place.folder / "out" / "queries.parquet")
+    assert f"correlate by {queries['agreement'].median():.2f} (median over queries)" in ran.out
+    assert "stable" in ran.out
+    content = json.loads(place.influence("--json", "--overwrite").out)
+    assert content["rank_stability"]["agreement"] == pytest.approx(queries["agreement"].median())
 
 
 # -- An index ------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors, as_gradients
+from psgrad.engine.influence.training_run import TrainingRun
 from psgrad.errors import InfluenceError
 
 Per = Literal["total", "parameter", "module"]
@@ -63,13 +64,17 @@ class Checkpoint:
 
     number: from 0. learning_rate: the optimiser's when the checkpoint was saved; None where the config names
     none. say: called with messages for a person while it runs. queries: how many will be scored, for methods
-    that choose what is the least work; None where that is not known.
+    that choose what is the least work; None where that is not known. step: optimiser steps up to it; None
+    where that is not known. run: the training run that led here; None where
+    the config does not describe it.
     """
 
     number: int = 0
     learning_rate: float | None = None
     say: Callable[[str], None] = field(default=lambda _: None)
     queries: int | None = None
+    step: int | None = None
+    run: TrainingRun | None = None
 
 
 class Method(ABC):
@@ -90,6 +95,21 @@ class Method(ABC):
         Raises InfluenceError where this training set, or this checkpoint, has no such scores.
         """
 
+    @property
+    def fits_whole_run(self) -> bool:
+        """Whether the fit at one checkpoint depends on the others, as `fit_run` then has it."""
+        return type(self).fit_run is not Method.fit_run
+
+    def fit_run(self, run: Sequence[tuple[Examples, Checkpoint]]) -> list[Fitted]:
+        """The method at each checkpoint of a run, in order: by itself, unless a method overrides this."""
+        return [self.fit(training, checkpoint) for training, checkpoint in run]
+
+    def queries_of_run(self, queries: Sequence[Examples]) -> Sequence[Examples]:
+        """What the fit at each checkpoint is asked about: the queries as that checkpoint sees them, unless a
+        method overrides this.
+        """
+        return queries
+
     def across(self, blocks: Sequence[ScoreBlock]) -> Scores:
         """Scores, label -> [k, m], from those of several checkpoints: their mean, unless a method overrides
         this.
@@ -102,6 +122,13 @@ class Method(ABC):
             return scores
         weights = torch.stack([block.weights for block in blocks if block.weights is not None]).mean(0)
         return {label: value * weights.unsqueeze(1) for label, value in scores.items()}
+
+    @property
+    def joins_by_own_rule(self) -> bool:
+        """Whether `across` takes the checkpoints' scores as they are, by a rule that is the method's own;
+        scores of other methods are put on one scale for each query before they are averaged.
+        """
+        return type(self).across is not Method.across
 
     def across_self(self, scores: Sequence[torch.Tensor]) -> torch.Tensor:
         """Self-influence [n] of that of several checkpoints."""

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.influence.averages import Average, is_relative, on_one_scale
 from psgrad.engine.influence.method import Fitted, Method, Per, ScoreBlock, Scores, SelfBlock
 
 
@@ -106,17 +107,24 @@ def joined_scores(
     queries: Sequence[Examples],
     per: Per = "total",
     divisors: Sequence[torch.Tensor] | None = None,
+    average: Average = "relative",
 ) -> Iterator[JoinedBlock]:
     """The scores of all training examples in blocks, in order.
 
     Args:
         fitted, queries: one of each for every checkpoint.
         divisors: for each checkpoint [n], what each training example's scores are divided by; see `divisor`.
+        average: 'relative' puts the checkpoints' scores on one scale for each query before they are averaged
+            (see `is_relative`), which takes all of them in memory; 'plain' takes them as they are.
     """
-    streams = [each.scores(query, per) for each, query in zip(fitted, queries, strict=True)]
-    for blocks in aligned(streams):
-        if divisors is not None:
-            blocks = [_divided(block, divisor) for block, divisor in zip(blocks, divisors, strict=True)]
+    asked = method.queries_of_run(queries)
+    streams = [each.scores(query, per) for each, query in zip(fitted, asked, strict=True)]
+    parts = aligned(streams)
+    if divisors is not None:
+        parts = ([_divided(*pair) for pair in zip(blocks, divisors, strict=True)] for blocks in parts)
+    if is_relative(method, len(fitted), average):
+        parts = on_one_scale(list(parts))
+    for blocks in parts:
         first = blocks[0]
         yield JoinedBlock(
             first.start, first.stop, method.across(blocks), tuple(method.across([block]) for block in blocks)

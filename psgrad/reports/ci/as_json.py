@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 
 from psgrad.results import CheckResult
-from psgrad.results.analyze import check_record, finding_record
+from psgrad.results.findings import check_record, finding_record
 
 
 def render(result: CheckResult) -> str:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from psgrad.engine.measures.gradient_norms import GradientNorms
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
-from psgrad.engine.measures.norms import GradientNorms
 
 
 def measured(

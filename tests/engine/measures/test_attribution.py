@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from psgrad.config import LossConfig
-from psgrad.engine.measures.attribution import Attribution
+from psgrad.engine.measures.attribution_base import Attribution
 from psgrad.engine.measures.builtin.attribution import (
     GradientXInput,
     InputGradient,

@@ -19,7 +19,7 @@ import pytest
 from psgrad.reports.ci import FORMATS, github, markdown, render_check
 from psgrad.reports.ci.sarif import LIMIT
 from psgrad.results import RULES, CheckResult, GateOutcome, Location
-from psgrad.results.analyze import finding_record
+from psgrad.results.findings import finding_record
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import read_check, write_check
 from tests.nasty import NASTY

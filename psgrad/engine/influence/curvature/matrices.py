@@ -68,7 +68,25 @@ class _Part:
     columns: torch.Tensor
 
     def with_itself(self) -> torch.Tensor:
-        return own_products(self._materialised()) if self.shared.shape[1] == 1 else self.times(self)
+        """[a * b, a * b]: the sum over rows of their outer products with themselves.
+
+        Both factors of a sample's part, (sum_r u_r u_r') and v v', are symmetric, so that a quarter of the
+        products of their entries is all of them.
+        """
+        a, b = self.own.shape[2], self.shared.shape[1]
+        step = _NUMBERS // (a * a + b * b)
+        if b == 1 or step < _SAMPLES:
+            return own_products(self._materialised())
+        (of_own, own_places), (of_shared, shared_places) = (_half(size, self.own.device) for size in (a, b))
+        total = self.own.new_zeros(len(of_own[0]), len(of_shared[0]))
+        for start in range(0, len(self.own), step):
+            some = slice(start, start + step)
+            owns = torch.bmm(self.own[some].transpose(1, 2), self.own[some])
+            shared = self.shared[some]
+            total.addmm_(owns[:, of_own[0], of_own[1]].t(), shared[:, of_shared[0]] * shared[:, of_shared[1]])
+        # [a * a, b * b], by rows first, which are contiguous
+        whole = total[own_places.flatten()][:, shared_places.flatten()]
+        return whole.reshape(a, a, b, b).transpose(1, 2).reshape(a * b, a * b)
 
     def times(self, other: _Part) -> torch.Tensor:
         """[a * b, a' * b']: the sum over rows of the outer products of this part with another's."""
@@ -87,6 +105,18 @@ class _Part:
     def _materialised(self) -> torch.Tensor:
         """[n * R, a * b]"""
         return (self.own.unsqueeze(3) * self.shared.unsqueeze(1).unsqueeze(1)).flatten(2).flatten(0, 1)
+
+
+def _half(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a symmetric matrix [size, size]: (the rows and columns [2, h] of its upper half, which of these h
+    entries each of the whole is, [size, size]).
+    """
+    places = torch.triu_indices(size, size, device=device)
+    which = torch.empty(size, size, dtype=torch.int64, device=device)
+    numbers = torch.arange(places.shape[1], device=device)
+    which[places[0], places[1]] = numbers
+    which[places[1], places[0]] = numbers
+    return places, which
 
 
 def _parts(gradients: PerSampleGradients, flat: Flat, per_sample: int) -> list[_Part]:

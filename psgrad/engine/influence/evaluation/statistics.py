@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.influence.averages import Average, joined_self
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method
 from psgrad.engine.influence.ranking import Normalize, divisor, joined_scores
 from psgrad.errors import InfluenceError
@@ -137,26 +138,31 @@ CheckpointExamples = tuple[Examples, Checkpoint]
 
 def fitted_to(method: Method, places: Sequence[CheckpointExamples]) -> list[Fitted]:
     """The method at each checkpoint, to the training examples as its model sees them."""
-    return [method.fit(training, checkpoint) for training, checkpoint in places]
+    return method.fit_run(places)
 
 
 def score_matrix(
-    method: Method, fitted: Sequence[Fitted], queries: Sequence[Examples], normalize: Normalize | None = None
+    method: Method,
+    fitted: Sequence[Fitted],
+    queries: Sequence[Examples],
+    normalize: Normalize | None = None,
+    average: Average = "relative",
 ) -> Array:
     """[n, m] float64, positive where an example helps a query: of the checkpoints together.
 
-    normalize: scores are divided as `divisor` says; None leaves them as they are.
+    normalize: scores are divided as `divisor` says; None leaves them as they are. average: over checkpoints,
+    see `joined_scores`.
     """
     divisors = None if normalize is None else [divisor(each.self_influence(), normalize) for each in fitted]
-    blocks = [block.scores[""] for block in joined_scores(method, fitted, queries, divisors=divisors)]
-    scores: Array = torch.cat(blocks).double().cpu().numpy()
+    joined = joined_scores(method, fitted, queries, divisors=divisors, average=average)
+    scores: Array = torch.cat([block.scores[""] for block in joined]).double().cpu().numpy()
     return scores
 
 
-def self_influences(method: Method, fitted: Sequence[Fitted]) -> Array:
+def self_influences(method: Method, fitted: Sequence[Fitted], average: Average = "relative") -> Array:
     """[n] float64: each example's influence on itself, of the checkpoints together."""
     each = [torch.cat([block.self_influence for block in one.self_influence()]) for one in fitted]
-    result: Array = method.across_self(each).double().cpu().numpy()
+    result: Array = joined_self(method, each, average).double().cpu().numpy()
     return result
 
 

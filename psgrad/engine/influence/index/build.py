@@ -148,6 +148,10 @@ class _Indexed(Method):
             )
         return _fitted(self.method, StoredRows(self.store, checkpoint.number), training, checkpoint)
 
+    @property
+    def joins_by_own_rule(self) -> bool:
+        return self.method.joins_by_own_rule
+
     def across(self, blocks: Sequence[ScoreBlock]) -> Scores:
         return self.method.across(blocks)
 

@@ -75,6 +75,10 @@ class GradientCosine(Method):
     unit = "cosine of the angle between the two gradients, from -1 to 1"
     predicts_removal = False
 
+    @property
+    def joins_by_own_rule(self) -> bool:
+        return True  # cosines are on one scale already
+
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         return GradientCosines(training)
 

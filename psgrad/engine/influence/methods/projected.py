@@ -79,6 +79,10 @@ class TRAK(Projected):
     name = "trak"
     of = "margin"
 
+    @property
+    def joins_by_own_rule(self) -> bool:
+        return True  # each of the two factors is averaged by itself
+
     def fit_rows(self, source: RowSource) -> Fitted:
         """The method fitted to existing rows. Raises InfluenceError for rows of the loss."""
         if source.of != "margin":

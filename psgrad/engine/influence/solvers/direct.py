@@ -83,6 +83,10 @@ def _rounding(size: int) -> float:
     return size * torch.finfo(torch.float64).eps
 
 
+# Products that mostly give the largest eigenvalue to this share of it.
+_FEW, _CLOSE = 14, 1e-7
+
+
 def _ends(matrix: torch.Tensor, lower: torch.Tensor, shift: float) -> tuple[float, float]:
     """(smallest, largest) eigenvalue of a matrix whose Cholesky factor with the shift is at hand; by Lanczos
     where there are many.
@@ -91,7 +95,10 @@ def _ends(matrix: torch.Tensor, lower: torch.Tensor, shift: float) -> tuple[floa
         values = torch.linalg.eigvalsh(matrix)
         return float(values[0]), float(values[-1])
     start = random_block(1, len(matrix), seed=0, device=matrix.device)[0]
-    largest = extremes(lambda block: block @ matrix, start).values[-1]
+    ritz = extremes(lambda block: block @ matrix, start, _FEW)
+    if ritz.bounds[-1] > _CLOSE * ritz.values[-1].abs():
+        ritz = extremes(lambda block: block @ matrix, start)
+    largest = ritz.values[-1]
 
     def apply(
         block: torch.Tensor,

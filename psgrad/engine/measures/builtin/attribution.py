@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from psgrad.engine.measures.attribution import Attribution, Point, sum_of
+from psgrad.engine.measures.attribution_base import Attribution, Point, sum_of
 from psgrad.engine.measures.attribution_points import Of, Values
 from psgrad.engine.measures.measure import Arrays, Setting
 from psgrad.engine.measures.passes import random_normals

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.measures.gradient_norms import NormDistribution
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting, finite_rows, nan_elsewhere
-from psgrad.engine.measures.norms import NormDistribution
 
 OF_THE_MODEL = "(model)"
 """What parameters of the model itself are said to belong to."""

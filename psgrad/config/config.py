@@ -1,4 +1,4 @@
-"""One whole config."""
+"""`Config`: all sections of the YAML file, and the rules between sections."""
 
 from __future__ import annotations
 
