@@ -23,7 +23,7 @@ IMAGES = """\
 version: 1
 model: {pretrained: vit, task: image-classification}
 data: {images: photos}
-influence: {queries: {rows: [0, 1, 2]}, method: {curvature: fisher}}
+influence: {queries: {rows: [0, 1, 2]}, method: METHOD}
 engine: {dtype: float64, verify: 0}
 output: runs/photos
 """
@@ -35,7 +35,7 @@ data:
   path: SOURCE
   inputs: {words: words, lengths: {length_of: words}}
   target: kind
-influence: {queries: {rows: [0, 1, 2]}}
+influence: {queries: {rows: [0, 1, 2]}, method: METHOD}
 engine: {dtype: float64, verify: 0}
 output: runs/sequences
 """
@@ -63,6 +63,10 @@ def tagger():
 """
 LENGTHS = (4, 9, 2, 4, 7, 9, 1, 4, 3, 2, 8, 4)
 KINDS = ("b", "a", "c")
+# Influence with a curvature takes up to a minute, and its numbers are tested elsewhere.
+each_method = pytest.mark.parametrize(
+    "method", ["gradient_dot", pytest.param("influence", marks=pytest.mark.sweep)]
+)
 
 
 def both_commands(
@@ -89,8 +93,9 @@ def norm_of(loss: torch.Tensor, model: Any) -> float:
     return float(torch.cat([gradient.flatten() for gradient in gradients]).norm())
 
 
+@each_method
 def test_image_folder_and_pretrained_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     names = {"id2label": {0: "dog", 1: "cat"}, "label2id": {"dog": 0, "cat": 1}}
     model = tiny_model("image-classification", tmp_path / "vit", **names).double()
@@ -103,7 +108,7 @@ def test_image_folder_and_pretrained_model(
         pixels = draw.integers(0, 256, (9 + row, 12, 3), dtype=np.uint8)
         Image.fromarray(pixels if row else pixels[:, :, 0]).save(paths[-1])
 
-    samples = both_commands(tmp_path, IMAGES, monkeypatch, capfd)
+    samples = both_commands(tmp_path, IMAGES.replace("METHOD", method), monkeypatch, capfd)
 
     assert samples["id"].tolist() == [path.relative_to(tmp_path / "photos").as_posix() for path in paths]
     for path, norm in zip(paths, samples["grad_norm"], strict=True):
@@ -112,9 +117,14 @@ def test_image_folder_and_pretrained_model(
         assert norm == pytest.approx(norm_of(model(inputs, labels=label).loss, model), rel=1e-9)
 
 
-@pytest.mark.parametrize("source", ["rows.parquet", pytest.param("rows.csv", marks=pytest.mark.sweep)])
+@each_method
+@pytest.mark.parametrize("source", ["rows.parquet", "rows.csv"])
 def test_sequences_of_unequal_length_and_lstm(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    source: str,
+    method: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     draw = np.random.default_rng(0)
@@ -127,7 +137,8 @@ def test_sequences_of_unequal_length_and_lstm(
             lines = ((" ".join(map(str, words)), kind) for words, kind in zip(rows, kinds, strict=True))
             csv.writer(file).writerows([("words", "kind"), *lines])
 
-    samples = both_commands(tmp_path, SEQUENCES.replace("SOURCE", source), monkeypatch, capfd)
+    config = SEQUENCES.replace("SOURCE", source).replace("METHOD", method)
+    samples = both_commands(tmp_path, config, monkeypatch, capfd)
 
     namespace: dict[str, Any] = {}
     exec(MODEL, namespace)

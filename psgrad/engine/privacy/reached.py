@@ -8,7 +8,9 @@ open file).
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import random
 import site
 import sys
@@ -113,6 +115,8 @@ def _parts(where: str, value: Any) -> list[Step]:
             return []
         parts = [(f"{where}.{key}", item) for key, item in vars(value).items() if _is_of_the_user(key, item)]
         return [*parts, (f"{where}'s class", type(value))]
+    if _is_unused_context(value):
+        return [(f"{where}.{name}", getattr(value, name)) for name in ("func", "args", "kwds")]
     if isinstance(value, weakref.ReferenceType):
         return [(where, value())]
     if isinstance(value, ContextVar):
@@ -138,6 +142,17 @@ def _parts(where: str, value: Any) -> list[Step]:
     slots = [(f"{where}.{key}", item) for key, item in attributes(value, slots_of(type(value))).items()]
     classes = [(f"{where}'s class", base) for base in type(value).__mro__]
     return [*slots, *classes, (f"{where}.", getattr(value, "__dict__", None))]
+
+
+def _is_unused_context(value: Any) -> bool:
+    """Whether a value is a context of contextlib's that was not entered. As a decorator it is made anew for
+    each call, from its function; and entered, its generator is advanced, so that the next one to enter it
+    fails.
+    """
+    return (
+        isinstance(value, contextlib._GeneratorContextManager)
+        and inspect.getgeneratorstate(value.gen) == inspect.GEN_CREATED
+    )
 
 
 # Containers of other objects, and their names.

@@ -255,10 +255,10 @@ def _pad_token(inner: Any, config: Any, size: int | None) -> tuple[int, list[str
         return isinstance(token, int) and 0 <= token < (size or token + 1)
 
     if known(own):
-        return int(own), []
+        return own, []
     if known(pad):
-        return int(pad), []
-    name, value = (inner.eos_token, int(end)) if known(end) else ("the token 0", 0)
+        return pad, []
+    name, value = (inner.eos_token, end) if known(end) else ("the token 0", 0)
     why = (
         "the tokenizer has no pad token"
         if pad is None

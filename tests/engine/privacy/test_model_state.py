@@ -4,6 +4,7 @@ found.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -456,6 +457,38 @@ def test_model_state_iterator_refused(make: Callable[[], Iterator[Any]]) -> None
     model = nn.Linear(2, 2)
     model.parts = [make()]
     with pytest.raises(ModelError, match=r"keeps an iterator, parts\[0\]"):
+        ModelState(model)
+
+
+@contextlib.contextmanager
+def noted(names: list[str]) -> Iterator[None]:
+    names.append("entered")
+    yield
+
+
+def test_model_state_context_as_decorator_is_looked_into() -> None:
+    """Classes of transformers have such methods. What it was made with is put back; its generator is new in
+    each call.
+    """
+    names: list[str] = []
+
+    class Noting(nn.Linear):
+        @noted(names)
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return input @ self.weight.T
+
+    model = Noting(2, 2)
+    with ModelState(model).held():
+        model(torch.ones(2))
+        assert names == ["entered"]
+    assert names == []
+
+
+def test_model_state_entered_context_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.context = noted([])
+    model.context.__enter__()
+    with pytest.raises(ModelError, match="keeps an iterator"):
         ModelState(model)
 
 

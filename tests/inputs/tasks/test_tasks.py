@@ -119,19 +119,22 @@ def test_chat_of_parts_is_refused_by_a_template_for_texts_and_taken_by_one_for_p
 
 def test_chat_keys_of_other_rows_are_not_there_for_the_template(tmp_path: Path) -> None:
     """A column of objects has each key in each row; a template asks whether it is defined."""
-    called = {"role": "assistant", "content": "a dog", "tool_calls": [{"name": "look"}]}
+    calls = [{"name": "look"}, {"name": "look", "where": "hill"}]
+    chats = [[CHAT[0], {**CHAT[1], "tool_calls": [call]}] for call in calls]
     template = CHAT_TEMPLATE.replace(
         "{{ message['content'] }}",
-        "{% if message.tool_calls is defined %}film{% endif %}{{ message['content'] }}",
+        "{% for call in message.tool_calls or [] %}{% if call.where is defined %}film{% endif %}{% endfor %}"
+        "{{ message['content'] }}",
     )
-    options = {"kind": "gpt", "options": {"chat_template": template}, "messages": "m"}
-    alone = target_of(tmp_path / "alone", "causal-lm", [{"m": CHAT}], **options)
-    beside = samples_of(tmp_path / "two", "causal-lm", [{"m": CHAT}, {"m": [CHAT[0], called]}], **options)
-    first, second = (beside.read(row, row + 1).target for row in range(2))
-    assert first is not None
-    assert second is not None
-    assert first[0].tolist() == alone.tolist()
-    assert "film" in "".join(beside.pieces([int(label) for label in second[0] if label != -100]) or [])
+    rows = [{"m": chat} for chat in chats]
+    samples = samples_of(
+        tmp_path, "causal-lm", rows, kind="gpt", options={"chat_template": template}, messages="m"
+    )
+    for row, has_word in enumerate((False, True)):
+        target = samples.read(row, row + 1).target
+        assert target is not None
+        labels = [int(label) for label in target[0] if label != -100]
+        assert ("film" in "".join(samples.pieces(labels) or [])) == has_word
 
 
 def test_chats_of_another_form_are_told_how_to_rename_their_keys(tmp_path: Path) -> None:
