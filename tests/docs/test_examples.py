@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 
 import psgrad
@@ -121,7 +121,14 @@ WHOLE = [name for name, content in SHOWN.items() if not name.endswith(PART)]
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_every_config_that_is_shown_is_valid(name: str) -> None:
+def test_every_config_that_is_shown_is_valid(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder with the checkpoints of a run, which patterns of a page name."""
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    for epoch in (1, 2):
+        save_file({"weight": torch.zeros(1)}, f"run/epoch-{epoch}.safetensors")
     psgrad.load_config(SHOWN[name])
 
 

@@ -129,7 +129,9 @@ def test_index_has_the_gradients_of_one_process(
         assert one.keys() == other.keys()
         apart = 1e-12 if file.name == "sums.safetensors" else 0  # which are added in another order
         for name, value in one.items():
-            torch.testing.assert_close(other[name], value, rtol=apart, atol=apart)
+            # where blocks run again, norms are those of the pass that keeps no factors: another float32 sum
+            bound = 1e-6 if name == "square_norm" else apart
+            torch.testing.assert_close(other[name], value, rtol=bound, atol=apart)
 
 
 def test_dp_step_with_frozen_weights(workplace: Workplace) -> None:

@@ -264,7 +264,8 @@ def test_a_rank_holds_its_share_of_the_weights_alone(tmp_path: Path) -> None:
     assert [rank.code for rank in ended] == [0, 0], "\n".join(rank.err for rank in ended)
     for rank in ended:
         used = int(rank.out) - all_weights // 2
-        assert 0 < used < (8 << 20) + (80 << 20), rank.out  # 64 MiB: free places in the parent's heap
+        # 64 MiB: free places in the parent's heap, which a part may fill, or which may stay beside it
+        assert -(64 << 20) < used < (8 << 20) + (80 << 20), rank.out
 
 
 # -- ranks that do other things ------------------------------------------------------------------------------
