@@ -31,7 +31,12 @@ SECONDS_TO_START = 400.0  # on a machine that has much else to do
 SECONDS_A_CHUNK = 0.15
 STARTERS = ("--processes", "torchrun", "torchrun that restarts")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d")
-NAMED = ("was ended by SIGKILL", "has given no sign of life", "a connection to another rank is lost")
+NAMED = (
+    "was ended by SIGKILL",
+    "has given no sign of life",
+    "a connection to another rank is lost",
+    "Signal 9 (SIGKILL) received by PID",  # of torchrun, which may end the other rank before that notices
+)
 # Slow enough to be killed in the middle.
 MODEL = """
 import os, time
