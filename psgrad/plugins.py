@@ -20,8 +20,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from psgrad.config import is_callable_spec, nearest
-from psgrad.config.plugin_options import Group, did_you_mean, installed_plugins, own_plugins, plugin_names
+from psgrad.config import did_you_mean, is_callable_spec
+from psgrad.config.plugin_options import Group, installed_plugins, own_plugins, plugin_names
 from psgrad.config.reading import explain
 from psgrad.errors import ConfigError, DataError, InfluenceError, LossError, MeasureError, PsgradError
 from psgrad.user_code import describe_failure, resolve
@@ -200,9 +200,8 @@ def _checked(kind: Kind, name: str, found: Any) -> type[Any]:
 
 def _unknown_option(kind: Kind, plugin: type[Any], name: str, option: str, known: list[str]) -> str:
     refused: Mapping[str, str] = getattr(plugin, "not_taken", {})
-    close = nearest(option, known)
     takes = f"it takes {', '.join(known)}" if known else "it takes none"
-    meant = f"did you mean {close}? " if close else ""
+    meant = did_you_mean(option, known, before="", after=" ")
     if kind is METHODS:
         return f"{kind.key}.{option}: unknown option; {meant}{name}: {takes}"
     return f"{kind.key}: {option}: unknown option of {name}; {refused.get(option, meant + takes)}"

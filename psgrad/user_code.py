@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from psgrad.config import Config, nearest
+from psgrad.config import Config, did_you_mean
 from psgrad.errors import ConfigError, PsgradError
 
 _FILE_MODULE = "psgrad_file_"
@@ -292,10 +292,8 @@ def _attribute(module: ModuleType, location: str, name: str) -> Callable[..., An
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            close = nearest(part, [known for known in dir(found) if not known.startswith("_")])
-            raise ConfigError(
-                f"{location} has no {name!r}", next_step=f"did you mean {close}?" if close else None
-            )
+            public = [known for known in dir(found) if not known.startswith("_")]
+            raise ConfigError(f"{location} has no {name!r}", next_step=did_you_mean(part, public, before=""))
         found = getattr(found, part)
         if inspect.ismodule(found):
             raise ConfigError(

@@ -99,6 +99,16 @@ def listed_names(names: Sequence[str], most: int = 5, limit: int = 60) -> str:
     return f"{shown} (all below {printable(prefix.rstrip('.'))})" if prefix else shown
 
 
+def first_of(names: Sequence[str], most: int) -> str:
+    """The first names, and how many more there are: "a, b and 3 more"."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; its type where it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def printable(text: str, keep: str = "") -> str:
     """The text with control characters spelled out: text from a dataset may carry escape sequences for the
     terminal.

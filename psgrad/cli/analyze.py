@@ -40,9 +40,8 @@ def _limit(text: str | float) -> float:
         try:
             return float(text)
         except ValueError:
-            raise typer.BadParameter(
-                f"{text!r} is neither a number of samples nor a fraction of them"
-            ) from None
+            problem = f"{text!r} is neither a number of samples nor a fraction of them"
+            raise typer.BadParameter(problem) from None
 
 
 Limit = Annotated[
@@ -177,9 +176,8 @@ def _say(result: AnalyzeResult, quiet: bool, verbose: bool) -> None:
         _say_ranks(result)
         for about in ("versions", "engine", "timings"):
             facts: dict[str, Any] = result.manifest.get(about) or {}
-            typer.echo(
-                f"{about}: " + ", ".join(f"{key} {_brief(value)}" for key, value in facts.items()), err=True
-            )
+            words = ", ".join(f"{key} {_brief(value)}" for key, value in facts.items())
+            typer.echo(f"{about}: {words}", err=True)
 
 
 def _say_ranks(result: AnalyzeResult) -> None:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, read_config
+from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, read_config, require_alone
 from psgrad.cli.processes import OPTION, ProcessesOption, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle
 from psgrad.errors import ConfigError
-
-if TYPE_CHECKING:
-    from psgrad.config import Config
-    from psgrad.results import DPPlanResult, DPStepResult
 
 
 def _steps(text: str | int) -> int | str:
@@ -92,9 +88,16 @@ def dp_step(
     style = "json" if as_json else "terminal"
     with boundary(debug):
         if plan:
-            _require_a_plan_alone(resume, show_private, processes > 1)
+            given = {"--resume": resume, "--show-private": show_private, OPTION: processes > 1}
+            require_alone("--plan", "takes no step", "a run", given)
             require_one("dp-step --plan")
-            _show_plan(_plan(read_config(config, settings, output)), style)
+            resolved = read_config(config, settings, output)
+            from psgrad.reports.privacy import write_plan_of_noise
+            from psgrad.workflows.dp_plan import dp_plan as run_dp_plan
+
+            planned = run_dp_plan(resolved)
+            _say_notes(planned.notes)
+            write_plan_of_noise(planned, style, sys.stdout)
             return
         if moved and not resume:
             raise ConfigError(
@@ -117,40 +120,15 @@ def dp_step(
             )
         if result is None:  # on all ranks but the first
             return
-        _show(result, style, show_private)
+        from psgrad.reports.privacy import write_private_steps, write_step
+
+        _say_notes(result.notes)
+        write_step(result, style, sys.stdout)
+        if show_private:
+            # Never on stdout: what is piped on, or kept as the record of a run, is public.
+            write_private_steps(result, sys.stderr)
 
 
-def _plan(config: Config) -> DPPlanResult:
-    from psgrad.workflows.dp_plan import dp_plan as run_dp_plan
-
-    return run_dp_plan(config)
-
-
-def _show(result: DPStepResult, style: str, show_private: bool) -> None:
-    from psgrad.reports.privacy import write_private_steps, write_step
-
-    for note in result.notes:
+def _say_notes(notes: list[str]) -> None:
+    for note in notes:
         typer.echo(note, err=True)
-    write_step(result, style, sys.stdout)
-    if show_private:
-        # Never on stdout: what is piped on, or kept as the record of a run, is public.
-        write_private_steps(result, sys.stderr)
-
-
-def _show_plan(result: DPPlanResult, style: str) -> None:
-    from psgrad.reports.privacy import write_plan_of_noise
-
-    for note in result.notes:
-        typer.echo(note, err=True)
-    write_plan_of_noise(result, style, sys.stdout)
-
-
-def _require_a_plan_alone(resume: bool, show_private: bool, with_processes: bool) -> None:
-    options = ((resume, "--resume"), (show_private, "--show-private"), (with_processes, OPTION))
-    for given, option in options:
-        if given:
-            raise ConfigError(
-                f"--plan was given together with {option}",
-                expected="--plan, which takes no step, or an option of a run",
-                next_step="leave one of them out",
-            )

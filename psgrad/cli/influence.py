@@ -26,6 +26,7 @@ from psgrad.cli.options import (
     complete_method,
     part_of,
     read_config,
+    require_alone,
     require_one_of,
 )
 from psgrad.cli.processes import ProcessesOption, require_one, shared_run
@@ -138,16 +139,14 @@ def influence(
     chosen = {"ids": ids, "where": where, "wrong": wrong or None, "worst": worst}
     settings = [*(settings or ()), *_settings("influence.queries", chosen)]
     with boundary(debug):
-        for given, option in (
-            (processes > 1, "--processes"),
-            (overwrite, "--overwrite"),
-            (evaluate is not None, "--evaluate"),
-        ):
-            require_one_of(part is not None and given, "--part", option)
         if part is not None:
+            require_one_of(processes > 1, "--part", "--processes")
+            require_one_of(overwrite, "--part", "--overwrite")
+            require_one_of(evaluate is not None, "--part", "--evaluate")
             require_one("influence --part")
         if evaluate is not None:
-            _require_an_evaluation_alone(matrix, top)
+            given = {"--matrix": matrix, "--top": top is not None}
+            require_alone("--evaluate", "ranks nothing", "a ranking", given)
             # The folder of an evaluation is its own: the config's is that of the scores.
             resolved = _read(config, settings, None, method, top)
             from psgrad.reports.evaluation import write_evaluation
@@ -250,15 +249,3 @@ def show_scores(result: InfluenceResult, top: int, style: str) -> None:
 
     typer.echo(summary(result), err=True)
     write_influence(result, top, style, sys.stdout)
-
-
-def _require_an_evaluation_alone(matrix: bool, top: int | None) -> None:
-    from psgrad.errors import ConfigError
-
-    for given, option in ((matrix, "--matrix"), (top is not None, "--top")):
-        if given:
-            raise ConfigError(
-                f"--evaluate was given together with {option}",
-                expected="--evaluate, which ranks nothing, or an option of a ranking",
-                next_step="leave one of them out",
-            )

@@ -14,9 +14,9 @@ import typer
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
 from psgrad.cli.options import Debug
+from psgrad.errors import ConfigError, OutputError, OutputExistsError
 
 if TYPE_CHECKING:
-    from psgrad.errors import PsgradError
     from psgrad.workflows.proposals import Proposal
 
 CONFIG = "psgrad.yaml"
@@ -95,24 +95,30 @@ def init(
     with boundary(debug):
         _require_no_kind(folder)
         proposal = _proposal(folder, kind, model, data)
-        content = _content(kind or Kind.image) if proposal is None else _config_of(proposal)
+        if proposal is None:
+            content = _content(kind or Kind.image)
+        else:
+            content = _with_schema(proposal.settings, {"version": _HOW, **proposal.remarks})
         _require_free(folder, content, overwrite)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name, text in content.items():
                 (folder / name).write_bytes(text)
         except OSError as error:
-            raise _unwritable(folder, error) from error
+            raise OutputError(
+                f"the files can't be written to {folder}: {error.strerror or error}",
+                next_step="name another folder",
+            ) from error
         for name in content:
             typer.echo(str(folder / name))
         for note in [] if proposal is None else proposal.notes:
             typer.echo(note, err=True)
-        typer.echo(_next_steps(folder / CONFIG), err=True)
+        config = folder / CONFIG
+        typer.echo(f"next: psgrad validate {config}, then psgrad analyze {config}", err=True)
 
 
 def _proposal(folder: Path, kind: Kind | None, model: Path | None, data: Path | None) -> Proposal | None:
     """A config for what there is; None for an example."""
-    from psgrad.errors import ConfigError
     from psgrad.workflows.proposals import MODEL, has_own_files, own_files, pretrained
 
     if (model is None and data is not None) or (model is not None and kind is not None):
@@ -128,15 +134,8 @@ def _proposal(folder: Path, kind: Kind | None, model: Path | None, data: Path | 
     return None if (folder / MODEL).read_bytes() in examples else own_files(folder)
 
 
-def _config_of(proposal: Proposal) -> dict[str, bytes]:
-    """The files of a config: name -> content."""
-    return _with_schema(proposal.settings, {"version": _HOW, **proposal.remarks})
-
-
 def _require_no_kind(folder: Path) -> None:
     """Raises ConfigError for `psgrad init tabular`, which would put the images into a folder of that name."""
-    from psgrad.errors import ConfigError
-
     if str(folder) in list(Kind):
         raise ConfigError(
             f"psgrad init {folder} names a folder, and {folder} is a kind of samples",
@@ -170,8 +169,6 @@ def _with_schema(settings: Mapping[str, Any], remarks: Mapping[str, str]) -> dic
 
 
 def _require_free(folder: Path, content: dict[str, bytes], overwrite: bool) -> None:
-    from psgrad.errors import OutputError, OutputExistsError
-
     if folder.exists() and not folder.is_dir():
         raise OutputExistsError(f"{folder} exists and is not a folder", next_step="name another folder")
     try:
@@ -184,15 +181,3 @@ def _require_free(folder: Path, content: dict[str, bytes], overwrite: bool) -> N
             expected="a folder without files of these names",
             next_step="name another folder, or replace the files with --overwrite",
         )
-
-
-def _unwritable(folder: Path, error: OSError) -> PsgradError:
-    from psgrad.errors import OutputError
-
-    return OutputError(
-        f"the files can't be written to {folder}: {error.strerror or error}", next_step="name another folder"
-    )
-
-
-def _next_steps(config: Path) -> str:
-    return f"next: psgrad validate {config}, then psgrad analyze {config}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,7 @@ import typer
 from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
 from psgrad.cli.options import Debug
+from psgrad.errors import ConfigError
 
 if TYPE_CHECKING:
     from psgrad.engine.transforms.rules.registry import Coverage
@@ -52,7 +54,12 @@ def ops(
 
         found = [row for row in coverage() if matches(row.operator, pattern)]
         if not found:
-            raise no_match(str(pattern))
+            raise ConfigError(
+                f"no operator has {pattern!r} in its name",
+                expected="a part of a name as PyTorch writes it (aten::add.Tensor), or a pattern with * and"
+                " ?",
+                next_step="psgrad ops without a pattern lists them all",
+            )
         write_listing(Coverage._fields, found, style.value, sys.stdout)
         typer.echo(summary(found), err=True)
 
@@ -61,8 +68,6 @@ def matches(name: str, pattern: str | None) -> bool:
     """Whether the pattern is in the name; one with * or ? has to fit it whole, with or without what stands
     before the `::`.
     """
-    from fnmatch import fnmatchcase
-
     if pattern is None or pattern in name:
         return True
     return any(fnmatchcase(part, pattern) for part in (name, name.split("::")[-1]))
@@ -73,14 +78,4 @@ def summary(rows: list[Coverage]) -> str:
     kinds = Counter(row.vjp for row in rows)
     return f"{len(rows):,} operators; VJP: " + ", ".join(
         f"{count:,} {kind}" for kind, count in kinds.most_common()
-    )
-
-
-def no_match(pattern: str) -> Exception:
-    from psgrad.errors import ConfigError
-
-    return ConfigError(
-        f"no operator has {pattern!r} in its name",
-        expected="a part of a name as PyTorch writes it (aten::add.Tensor), or a pattern with * and ?",
-        next_step="psgrad ops without a pattern lists them all",
     )

@@ -52,7 +52,7 @@ def validate(
 
 
 def _show(found: Validation) -> None:
-    from psgrad.reports.words import printable
+    from psgrad.reports.words import count, printable
 
     for about, words in found.facts.items():
         typer.echo(printable(f"{about}: {words}"))
@@ -61,8 +61,8 @@ def _show(found: Validation) -> None:
     if not found.problems:
         typer.echo(printable(f"{found.config}: no problems found"))
         return
-    count = "1 problem" if len(found.problems) == 1 else f"{len(found.problems)} problems"
-    typer.echo(printable(f"error: the config {found.config} has {count}:"), err=True)
+    problems = count(len(found.problems), "problem")
+    typer.echo(printable(f"error: the config {found.config} has {problems}:"), err=True)
     for problem in found.problems:
         where = f"{problem.where}: " if problem.where else ""
         typer.echo(printable(f"  {where}{problem.error}".replace("\n", "\n  "), keep="\n\t"), err=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection
 
-from psgrad.config.values import nearest
+from psgrad.config.values import did_you_mean
 
 _ALLOWED = (
     ast.Expression,
@@ -54,7 +54,6 @@ def names_in_condition(text: str, columns: Collection[str] | None = None) -> lis
     names = list(dict.fromkeys(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)))
     for name in names:
         if columns is not None and name not in columns:
-            close = nearest(name, list(columns))
-            meant = f"did you mean {close}? " if close else ""
+            meant = did_you_mean(name, list(columns), before="", after=" ")
             raise ValueError(f"{text!r}: there is no column {name!r}; {meant}known: {', '.join(columns)}")
     return names

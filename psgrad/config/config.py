@@ -118,9 +118,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _only_masked_lm_hides_tokens(self) -> Config:
-        for key in ("masked", "seed"):
-            default = DataConfig.model_fields[key].get_default()
-            if self.model.task != "masked-lm" and getattr(self.data, key) != default:
+        for key in sorted(self.data.not_default() & {"masked", "seed"}):
+            if self.model.task != "masked-lm":
                 raise ValueError(
                     f"data.{key} is given, and nothing reads it; expected the task masked-lm, or no {key}"
                 )

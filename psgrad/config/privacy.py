@@ -150,11 +150,7 @@ class PrivacyConfig(Section):
     @property
     def checkpoint_seconds(self) -> float | None:
         """Seconds between two checkpoints; None where they are given in steps."""
-        written = (
-            _DURATION.fullmatch(self.checkpoint_every.strip())
-            if isinstance(self.checkpoint_every, str)
-            else None
-        )
+        written = _DURATION.fullmatch(str(self.checkpoint_every).strip())
         return None if written is None else float(written[1]) * _SECONDS[written[2]]
 
     @model_validator(mode="before")
@@ -207,10 +203,7 @@ class PrivacyConfig(Section):
         sampling = value.get("sampling")
         scheme = sampling.get("scheme") if isinstance(sampling, dict) else getattr(sampling, "scheme", None)
         # A scheme that is unknown is one problem; the relation is not a second one.
-        known = next(
-            (relations for name, relations in RELATIONS.items() if name == scheme), RELATIONS["poisson"]
-        )
-        return {**value, "relation": known[0]}
+        return {**value, "relation": RELATIONS[scheme if scheme in [*RELATIONS] else "poisson"][0]}
 
     @model_validator(mode="after")
     def _accounted(self) -> PrivacyConfig:

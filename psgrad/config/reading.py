@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from psgrad.config.analysis import GateConfig
 from psgrad.config.config import Config
 from psgrad.config.model import FOLDERS, MADE
-from psgrad.config.values import Section, described, nearest
+from psgrad.config.values import Section, described, did_you_mean, nearest
 from psgrad.errors import ConfigError
 from psgrad.yaml12 import KeyPath, parse
 
@@ -83,19 +83,20 @@ def load_gate(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Gate
             for details in error.errors(include_url=False)
         ]
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError("\n".join([f"the gate has {count}:", *(f"  {problem}" for problem in problems)]))
+        raise problems_found("the gate", problems)
     return gate
 
 
 def _whole(path: Path | None, reading: Reading) -> Config:
     if reading.problems or reading.config is None:
-        count = "1 problem" if len(reading.problems) == 1 else f"{len(reading.problems)} problems"
-        of = "" if path is None else f" {path}"
-        raise ConfigError(
-            "\n".join([f"the config{of} has {count}:", *(f"  {problem}" for problem in reading.problems)])
-        )
+        raise problems_found("the config" if path is None else f"the config {path}", reading.problems)
     return reading.config
+
+
+def problems_found(what: str, problems: Sequence[str]) -> ConfigError:
+    """The error for what has these problems, one on a line."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return ConfigError("\n  ".join([f"{what} has {count}:", *problems]))
 
 
 def _read(document: _Document, overrides: Sequence[str], base: Path) -> Reading:
@@ -228,10 +229,8 @@ def explain(details: ErrorDetails) -> str:
     got = described(details["input"])
     if kind == "literal_error":
         allowed = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        close = nearest(str(details["input"]), allowed)
-        return f"got {got}, expected one of {', '.join(allowed)}" + (
-            f"; did you mean {close}?" if close else ""
-        )
+        meant = did_you_mean(str(details["input"]), allowed)
+        return f"got {got}, expected one of {', '.join(allowed)}{meant}"
     expected = _EXPECTED[kind].format(**context) if kind in _EXPECTED else details["msg"]
     return f"got {got}, expected {expected}"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from psgrad.config import nearest
+from psgrad.config import did_you_mean
 from psgrad.errors import ConfigError, ModelError, PsgradError
 from psgrad.user_code import importing_beside
 
@@ -49,10 +49,8 @@ def spec_problems(
     known, certain = _names_in(tree.body)
     first = name.split(".")[0]
     if first not in known and certain:
-        close = nearest(first, [each for each in known if not each.startswith("_")])
-        yield ConfigError(
-            f"{location} has no {first!r}", next_step=f"did you mean {close}?" if close else None
-        )
+        public = [each for each in known if not each.startswith("_")]
+        yield ConfigError(f"{location} has no {first!r}", next_step=did_you_mean(first, public, before=""))
     elif name in known and kwargs is not None:
         yield from _argument_problems(known[name], spec, kwargs)
 

@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from psgrad.config import DataConfig
 from psgrad.errors import DataError
 from psgrad.inputs.sources.files import Stamp, not_numbers
 from psgrad.inputs.sources.tables import runs
@@ -154,22 +155,15 @@ def to_tensor(value: Array | Tensor, name: str) -> Tensor:
     if isinstance(value, Tensor):
         if value.is_complex():
             raise not_numbers(name, value.dtype)
-        kind = (
-            torch.float32
-            if value.is_floating_point()
-            else torch.bool
-            if value.dtype == torch.bool
-            else torch.int64
-        )
+        kind = torch.float32 if value.is_floating_point() else torch.int64
+        kind = torch.bool if value.dtype == torch.bool else kind
         return value.detach().to(device="cpu", dtype=kind, copy=True)
     types = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float32}
     if value.dtype.kind not in types:
         raise not_numbers(name, value.dtype)
     if value.dtype == np.uint64 and value.size and value.max() > np.iinfo(np.int64).max:
         raise DataError(f"{name!r} holds {value.max()}, more than a 64-bit signed integer can")
-    with np.errstate(
-        over="ignore"
-    ):  # beyond float32's range is infinite, and its row is reported as nonfinite
+    with np.errstate(over="ignore"):  # what is beyond float32 is infinite, and its row reported as nonfinite
         return torch.from_numpy(np.array(value, dtype=types[value.dtype.kind]))
 
 
@@ -241,6 +235,16 @@ def _ids(series: pd.Series[Any], name: str) -> Array:
     raise DataError(
         f"the ids in {name!r} are of type {type(values[0]).__name__}", expected="texts or whole numbers"
     )
+
+
+def ids_and_units(
+    config: DataConfig, unit: str | None, count: int, column: Callable[[str], Any]
+) -> tuple[Array, Array | None]:
+    """(the ids of the rows, whom each belongs to) by the columns that a config names. column: the values of
+    one by its name.
+    """
+    ids = row_numbers(count) if config.id is None else unique_ids(column(config.id), config.id)
+    return ids, None if unit is None else unit_ids(column(unit), unit)
 
 
 def row_numbers(count: int) -> Array:

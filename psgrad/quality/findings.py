@@ -25,8 +25,8 @@ import pandas as pd
 from pydantic import BeforeValidator, PrivateAttr, ValidationError, model_validator
 
 from psgrad.config import GateConfig
-from psgrad.config.reading import explain
-from psgrad.config.values import Section, described, nearest
+from psgrad.config.reading import explain, problems_found
+from psgrad.config.values import Section, described, did_you_mean
 from psgrad.errors import ConfigError
 from psgrad.results import RULES, Finding, Location
 from psgrad.results.findings import FINDINGS_OF_A_RULE, Level
@@ -207,11 +207,8 @@ def _date(value: object) -> object:
 def _rule(value: object) -> object:
     if value in RULES:
         return value
-    close = nearest(str(value), list(RULES))
-    raise ValueError(
-        f"got {described(value)}, expected one of {', '.join(RULES)}"
-        + (f"; did you mean {close}?" if close else "")
-    )
+    meant = did_you_mean(str(value), list(RULES))
+    raise ValueError(f"got {described(value)}, expected one of {', '.join(RULES)}{meant}")
 
 
 class IgnoreEntry(Section):
@@ -270,13 +267,12 @@ def read_ignore_list(path: Path) -> tuple[IgnoreEntry, ...]:
         except ValidationError as error:
             for details in error.errors(include_url=False):
                 where = parsed.places.get((number, *details["loc"]), place)
-                problems.append(f"  {where}: {_problem(details)}")
+                problems.append(f"{where}: {_problem(details)}")
             continue
         entry._place = place
         entries.append(entry)
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError("\n".join([f"the ignore list {path} has {count}:", *problems]))
+        raise problems_found(f"the ignore list {path}", problems)
     return tuple(entries)
 
 
@@ -323,11 +319,9 @@ def settle(
 def _problem(details: Any) -> str:
     key = str(details["loc"][-1]) if details["loc"] else ""
     if details["type"] == "extra_forbidden":
-        close = nearest(key, list(IgnoreEntry.model_fields))
-        return (
-            f"{key}: unknown key; {f'did you mean {close}? ' if close else ''}known here:"
-            f" {', '.join(IgnoreEntry.model_fields)}"
-        )
+        known = list(IgnoreEntry.model_fields)
+        meant = did_you_mean(key, known, before="", after=" ")
+        return f"{key}: unknown key; {meant}known here: {', '.join(known)}"
     if details["type"] == "missing":
         return f"{key}: missing; every entry needs a reason" if key == "reason" else f"{key}: missing"
     return f"{key + ': ' if key else ''}{explain(details)}"

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from psgrad.config import AnalyzeConfig, nearest
+from psgrad.config import AnalyzeConfig, did_you_mean
 from psgrad.errors import ConfigError
 from psgrad.quality.conformal import grouped_p_values, q_values, resolution
 from psgrad.quality.detector_scores import DetectorScores, detector_scores
@@ -206,10 +206,9 @@ def _require_score(frame: pd.DataFrame, score: str) -> None:
     ]
     columns = [name for name in [*numbers, "log_norm"] if name not in ("id", "index", "target")]
     if score not in columns:
-        close = nearest(score, columns)
         raise ConfigError(
             f"analyze.outliers.score: the samples have no column of numbers {score!r}"
-            + (f"; did you mean {close}?" if close else ""),
+            f"{did_you_mean(score, columns)}",
             expected=f"one of {', '.join(columns)}",
             cause="the measure that gives this column is not in analyze.measures",
         )

@@ -26,6 +26,7 @@ from psgrad.results import (
 )
 from psgrad.results.findings import check_record, finding_record
 from psgrad.storage.folders import MEASURES, RunFolder, file_name, manifest_of
+from psgrad.wording import first_line
 
 FINDINGS = "findings.jsonl"
 CHECK = "check.json"
@@ -245,7 +246,7 @@ def _arrays(path: Path) -> dict[str, Array]:
 
 def _unreadable(path: Path, error: Exception) -> DataError:
     return DataError(
-        f"{path} can't be read: {next(iter(str(error).splitlines()), type(error).__name__)}",
+        f"{path} can't be read: {first_line(error)}",
         expected="the file as psgrad analyze wrote it",
         cause="it was changed or cut short after the run",
         next_step="run psgrad analyze again",

@@ -17,6 +17,7 @@ from psgrad.inputs.sources.files import Wanted, require_columns
 from psgrad.inputs.sources.source import TableSource
 from psgrad.inputs.sources.tables import Rows, TableRows
 from psgrad.plugins import SOURCES, configured
+from psgrad.wording import first_of
 
 IMAGE, LABEL, FILE_NAME = "image", "label", "file_name"
 _SHOWN = 5
@@ -88,10 +89,9 @@ def _left_out(folder: Path, paths: Set[str], classes: bool) -> tuple[str, ...]:
     ]
     if not others:
         return ()
-    shown = ", ".join(others[:_SHOWN]) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
     where = " in the folder of a class" if classes else ""
     count = "1 file was" if len(others) == 1 else f"{len(others):,} files were"
-    return (f"{count} left out, as no image{where} by name: {shown}",)
+    return (f"{count} left out, as no image{where} by name: {first_of(others, _SHOWN)}",)
 
 
 def required_folder(folder: Path) -> Path:

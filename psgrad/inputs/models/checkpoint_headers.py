@@ -15,6 +15,7 @@ import safetensors
 
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.sources.files import require_file
+from psgrad.wording import first_line
 
 INDEX_SUFFIX = ".safetensors.index.json"
 FOLDERS = ("config.json", "adapter_config.json", ".metadata")
@@ -213,7 +214,3 @@ def require_plain_archive(path: Path) -> None:
             f"the checkpoint {path} is compressed",
             expected="an archive as torch.save writes it, uncompressed",
         )
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

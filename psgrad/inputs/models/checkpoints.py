@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from psgrad.inputs.models.distributed_checkpoints import read_distributed
 from psgrad.inputs.models.in_files import fill_from_files
 from psgrad.inputs.models.torch_files import Inert, TorchFile, holds_code, read_torch, refers_to
 from psgrad.inputs.sources.files import require_file
+from psgrad.wording import first_of
 
 _PREFIXES = ("module.", "_orig_mod.", "model.")  # put there by DataParallel, torch.compile and Lightning
 _SHOWN = 10
@@ -198,7 +199,7 @@ class _Chosen:
             return []
         found = [f"stripped the prefix {self.prefix!r} from the {len(self.tensors)} names of {source}"]
         if self.rest:
-            found.append(f"left out {len(self.rest)} others: {_shortened(self.rest)}")
+            found.append(f"left out {len(self.rest)} others: {first_of(self.rest, _SHOWN)}")
         return found
 
 
@@ -216,7 +217,7 @@ def _chosen(model: nn.Module, state_dict: Mapping[str, Tensor], source: str, pre
         if not found.tensors:
             raise CheckpointError(
                 f"no name in the checkpoint {source} begins with {prefix!r} (model.state_dict_prefix)",
-                expected=f"names such as {_shortened(list(state_dict))}",
+                expected=f"names such as {first_of(list(state_dict), _SHOWN)}",
             )
         return found
     if _fit(model, state_dict).exact:
@@ -234,11 +235,6 @@ def _wrappings(state_dict: Mapping[str, Tensor], outer: str = "") -> list[str]:
         if prefix.count(".") < _DEEPEST:
             found += _wrappings(state_dict, prefix)
     return sorted(found, key=len)
-
-
-def _shortened(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 @dataclass(frozen=True)
@@ -271,7 +267,7 @@ class _Fit:
             ("have another shape or type", self.mismatched),
             ("are not in it, and the model keeps what it was built with", self.missing),
         )
-        said = [f"{len(names)} {words}: {_shortened(names)}" for words, names in groups if names]
+        said = [f"{len(names)} {words}: {first_of(names, _SHOWN)}" for words, names in groups if names]
         return f"strict is false: of {source} " + "; ".join(said)
 
     def likely_cause(self) -> str:

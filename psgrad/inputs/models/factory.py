@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from psgrad.config import ModelConfig, nearest
+from psgrad.config import ModelConfig, did_you_mean
 from psgrad.errors import ConfigError, ModelError
 from psgrad.inputs.models.adapter_folders import adapter_weights
 from psgrad.inputs.models.adapters import Adapted, with_adapters
@@ -34,6 +34,7 @@ from psgrad.inputs.models.pretrained import load_pretrained, pick_for
 from psgrad.inputs.models.timm_models import load_timm
 from psgrad.inputs.sources.files import sha256_of
 from psgrad.user_code import call_factory, describe_failure, module_of, resolve
+from psgrad.wording import first_of
 
 _SHOWN = 8
 
@@ -84,11 +85,9 @@ def _no_match(pattern: str, names: list[str], key: str) -> ConfigError:
     modules = dict.fromkeys(
         ".".join(name.split(".")[:depth]) + ".*" for name in names for depth in range(1, name.count(".") + 1)
     )
-    close = nearest(pattern, [*names, *modules])
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     return ConfigError(
-        f"{key}: no parameter matches {pattern!r}" + (f"; did you mean {close}?" if close else ""),
-        expected=f"patterns of the model's parameters: {shown}",
+        f"{key}: no parameter matches {pattern!r}{did_you_mean(pattern, [*names, *modules])}",
+        expected=f"patterns of the model's parameters: {first_of(names, _SHOWN)}",
         next_step="a pattern is matched with the whole name: head.* is all inside head",
     )
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from psgrad.errors import CheckpointError
-from psgrad.inputs.models.checkpoint_headers import SAVE_SAFELY, damaged, first_line, require_plain_archive
+from psgrad.inputs.models.checkpoint_headers import SAVE_SAFELY, damaged, require_plain_archive
+from psgrad.wording import first_line, first_of
 
 # CVE-2025-32434 and CVE-2026-24747: before this version a file could run code or corrupt memory in spite of
 # weights_only.
@@ -54,9 +55,8 @@ def read_torch(path: Path, device: str = "cpu") -> TorchFile:
         )
     require_plain_archive(path)
     try:
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # about pickle protocols, which the error below tells better
+        # Warnings are about pickle protocols, which the error below tells better.
+        with warnings.catch_warnings(action="ignore"):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             stubs: list[Any] = [(Inert, name) for name in names]  # their names mean nothing else in there
             with torch.serialization.safe_globals(stubs):
@@ -80,8 +80,7 @@ def holds_code(path: Path, cause: str) -> CheckpointError:
 
 def refers_to(names: tuple[str, ...]) -> str:
     """The likely cause of a file whose objects are code."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"it refers to {', '.join(names[:_SHOWN])}{more}, which is code"
+    return f"it refers to {first_of(names, _SHOWN)}, which is code"
 
 
 def _refused_object(error: Exception) -> str:

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.files import not_numbers
+from psgrad.wording import first_line
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -46,9 +47,8 @@ def errors_of_damage(path: Path, kind: str) -> Iterator[None]:
                     "set TMPDIR to a folder with as much room as the file takes, or save the data as parquet"
                 ),
             ) from error
-        reason = next(iter(str(error).splitlines()), "")
         raise DataError(
-            f"{path} can't be read as {kind}: {reason}",
+            f"{path} can't be read as {kind}: {first_line(error)}",
             cause="an interrupted copy or download, or another format",
         ) from error
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from psgrad.config import DataConfig, nearest
+from psgrad.config import DataConfig, did_you_mean
 from psgrad.config.data import COMPRESSIONS
 from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.inputs.sources.host_files import made_once
+from psgrad.wording import first_of
 
 _LFS_POINTER = b"version https://git-lfs"
 _HASH_BLOCK = 1 << 20
@@ -238,25 +239,21 @@ def require_rows(count: int, source: str) -> None:
 
 
 def require_columns(wanted: Iterable[str], known: Sequence[str], source: str) -> None:
-    """Raises ConfigError for the first of the wanted columns that is not there."""
+    """Raises ConfigError for the first of the wanted columns that is not there, DataError for the first that
+    is there more than once.
+    """
     for name in wanted:
         if name not in known:
             mark = next((each for each in ";\t|" if len(known) == 1 and each in known[0]), None)
-            close = nearest(name, known) if mark is None else None
-            listed = ", ".join(known[:20]) + (f" and {len(known) - 20} more" if len(known) > 20 else "")
+            meant = did_you_mean(name, known) if mark is None else ""
             raise ConfigError(
-                f"{source} has no column {name!r}" + (f"; did you mean {close}?" if close else ""),
-                expected=f"one of its columns: {listed}" if known else None,
+                f"{source} has no column {name!r}{meant}",
+                expected=f"one of its columns: {first_of(known, 20)}" if known else None,
                 cause=None if mark is None else f"a file whose columns are separated by {mark!r}",
                 next_step=None if mark is None else "separate them by commas (.csv) or by tabs (.tsv)",
             )
-
-
-def require_single_names(names: Sequence[str], wanted: Sequence[str], path: Path) -> None:
-    """Raises DataError where a wanted column is there more than once."""
-    for name in wanted:
-        if names.count(name) > 1:
+        if known.count(name) > 1:
             raise DataError(
-                f"{path} has {names.count(name)} columns named {name!r}",
+                f"{source} has {known.count(name)} columns named {name!r}",
                 expected="a name of its own for every column",
             )

@@ -23,7 +23,6 @@ from psgrad.inputs.sources.files import (
     require_columns,
     require_file,
     require_rows,
-    require_single_names,
 )
 from psgrad.plugins import SOURCES, configured
 
@@ -178,7 +177,6 @@ def header_problems(
     yield from _error_of(require_rows, header.rows if header.rows is not None else 1, str(header.path))
     for name in wanted:
         yield from _error_of(require_columns, [name], header.names, str(header.path))
-    yield from _error_of(require_single_names, header.names, wanted, header.path)
     for name in wanted:
         if name in header.unusable:
             yield header.unusable[name]

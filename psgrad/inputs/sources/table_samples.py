@@ -12,16 +12,7 @@ from torch import Tensor
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.rows import (
-    Block,
-    Samples,
-    checked_weights,
-    row_numbers,
-    stacked,
-    to_tensor,
-    unique_ids,
-    unit_ids,
-)
+from psgrad.inputs.rows import Block, Samples, checked_weights, ids_and_units, stacked, to_tensor
 from psgrad.inputs.sources.arrow import is_list, is_text, plain, require_numbers
 from psgrad.inputs.sources.columns import RowName, axis_lengths, numbers
 from psgrad.inputs.sources.files import input_names, length_inputs, require_rows, target_names
@@ -58,12 +49,9 @@ class TableSamples(Samples):
         self._layout = self._laid_out(config)
         self._weight = config.weight
         self._lengths = axis_lengths(rows, [name for name in self._columns() if self._is_list(name)])
-        ids = (
-            row_numbers(rows.count)
-            if config.id is None
-            else unique_ids(plain(rows.column(config.id)).to_pandas(), config.id)
+        ids, units = ids_and_units(
+            config, unit, rows.count, lambda name: plain(rows.column(name)).to_pandas()
         )
-        units = None if unit is None else unit_ids(plain(rows.column(unit)).to_pandas(), unit)
         super().__init__(ids, self._scalar_targets(), rows.fingerprint, units)
         self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
         self.weighted = config.weight is not None

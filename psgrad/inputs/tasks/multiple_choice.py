@@ -7,19 +7,20 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
+from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
+from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.tasks.task import (
     IGNORED,
-    TARGET,
     Array,
     EncodedRow,
-    Field,
     TextRows,
     TextTask,
-    is_text,
     is_texts,
     require_kind,
+    require_text,
 )
+from psgrad.inputs.text.tokenizer import Tokenizer
 
 
 class MultipleChoice(TextTask):
@@ -34,23 +35,21 @@ class MultipleChoice(TextTask):
         " choice, ...]; and target, the place of the right one from 0"
     )
 
-    def _prepare(self) -> None:
-        self.require_keys("text", "target", most=99)
+    most: ClassVar[int] = 99
+    axis: ClassVar[tuple[int, int]] = (1, 0)
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, pretrained: Pretrained) -> None:
+        super().__init__(data, tokenizer, pretrained)
         if len(self.texts) < 2:
             raise ConfigError("data.text names one column for the task multiple-choice", expected=self.keys)
-        assert self.data.target_column is not None
-        self.target: str = self.data.target_column
-        self.columns = (*self.texts, self.target)
-        self.fields = (*self.input_fields((1, 0)), Field(TARGET))
         self.count: int | None = None
 
     def check(self, schema: pa.Schema) -> None:
         question, *choices = self.texts
-        require_kind(schema, question, [is_text], "a column of text")
+        for name in (question, *(choices if len(choices) > 1 else ())):
+            require_text(schema, name)
         if len(choices) == 1:
             require_kind(schema, choices[0], [is_texts], "a list of choices in each row")
-        for name in choices if len(choices) > 1 else []:
-            require_kind(schema, name, [is_text], "a column of text")
 
     def encode(self, rows: TextRows) -> list[EncodedRow]:
         questions, choices = rows.texts(self.texts[0]), self._choices(rows)

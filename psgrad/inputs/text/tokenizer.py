@@ -15,8 +15,9 @@ from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.models.hub import library, located, quiet
 from psgrad.inputs.models.loaded import Pretrained
+from psgrad.inputs.models.pretrained import model_inputs
 from psgrad.inputs.sources.files import sha256_of
-from psgrad.inputs.text.forward import model_inputs
+from psgrad.wording import first_line
 
 Where = Callable[[int], str]
 """The number of a text in a call to where it is written, for messages."""
@@ -220,7 +221,7 @@ def _read(folder: Path) -> Any:
         if not any((folder / name).exists() for name in ("tokenizer.json", *_SAVED)):
             raise missing from error
         raise DataError(
-            f"the tokenizer in {folder} can't be read: {next(iter(str(error).splitlines()), '')}",
+            f"the tokenizer in {folder} can't be read: {first_line(error)}",
             cause="a damaged file, code of its own that psgrad does not run, or a library that is missing",
             next_step="load it with transformers.AutoTokenizer.from_pretrained to see more",
         ) from error
@@ -372,8 +373,7 @@ def _rendered(tokenizer: Tokenizer, chat: Chat, where: str, **options: Any) -> A
             return tokenizer.inner.apply_chat_template(chat, **given)
     except Exception as error:  # templates raise what they want
         raise DataError(
-            f"{where}: the chat template raised {type(error).__name__}:"
-            f" {next(iter(str(error).splitlines()), '')}",
+            f"{where}: the chat template raised {type(error).__name__}: {first_line(error)}",
             expected="messages of the roles and in the order that the template takes",
         ) from error
 

@@ -1,4 +1,4 @@
-"""Datasets in csv: a header, comma-separated, in UTF-8.
+"""Datasets in csv and tsv: a header, separated by commas or tabs, in UTF-8.
 
 A file is read twice, block by block: to find the type of every column, then to convert it into a
 memory-mapped table in the temporary folder, which the system pages in and out.
@@ -19,7 +19,7 @@ import pyarrow.csv
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow import errors_of_damage
-from psgrad.inputs.sources.files import Wanted, not_numbers, open_text, require_columns, require_single_names
+from psgrad.inputs.sources.files import Wanted, not_numbers, open_text, require_columns
 from psgrad.inputs.sources.source import Column, DataHeader, TableSource
 from psgrad.inputs.sources.tables import MappedRows, Rows
 
@@ -50,17 +50,19 @@ class CSV(TableSource):
         return DataHeader(path, cells.names, columns, rows, texts)
 
     def rows(self, path: Path, wanted: Wanted) -> Rows:
-        """The wanted columns, converted into a memory-mapped table in the temporary folder.
-
-        The file is read twice, block by block: to find the type of every column, then to convert it.
-        """
         with errors_of_damage(path, self.name):
             cells = _Cells(path, self.name, self.delimiter)
             require_columns(wanted.columns, cells.names, str(path))
-            require_single_names(cells.names, wanted.columns, path)
             schema = _schema(cells, wanted)
             blocks = cells.blocks(wanted.columns)
             return MappedRows(schema, (_converted(block, schema, wanted) for block in blocks), [path])
+
+
+class TSV(CSV):
+    """A table of text, separated by tabs, with the names of the columns in its first line."""
+
+    name: ClassVar[str] = "tsv"
+    delimiter: ClassVar[str] = "\t"
 
 
 class _Cells:

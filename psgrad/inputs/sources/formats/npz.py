@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.lib import format as npy
 
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.sources.files import Wanted, is_archive, require_columns
@@ -28,19 +29,12 @@ class NPZ(ArraySource):
             with zipfile.ZipFile(path) as archive:
                 for entry in archive.namelist():
                     with archive.open(entry) as file:
-                        version = np.lib.format.read_magic(file)
-                        read = (
-                            np.lib.format.read_array_header_1_0
-                            if version == (1, 0)
-                            else np.lib.format.read_array_header_2_0
-                        )
+                        version = npy.read_magic(file)
+                        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
                         shape, _, dtype = read(file)
-                    columns[entry.removesuffix(".npy")] = Column(
-                        _KINDS.get(dtype.kind, dtype.name), str(dtype), shape
-                    )
-        except (
-            Exception
-        ) as error:  # zipfile, zlib and numpy's header parser have a dozen errors for a damaged file
+                    kind = _KINDS.get(dtype.kind, dtype.name)
+                    columns[entry.removesuffix(".npy")] = Column(kind, str(dtype), shape)
+        except Exception as error:  # zipfile, zlib and numpy have a dozen errors for a damaged file
             raise unreadable(path, error) from error
         objects = {
             name: unreadable(path, ValueError("allow_pickle"))
@@ -59,9 +53,7 @@ class NPZ(ArraySource):
                 return {name: file[name] for name in wanted.columns}
         except (DataError, ConfigError):
             raise
-        except (
-            Exception
-        ) as error:  # zipfile, zlib and numpy's header parser have a dozen errors for a damaged file
+        except Exception as error:  # as above
             raise unreadable(path, error) from error
 
 

@@ -24,14 +24,9 @@ class Safetensors(ArraySource):
             with safetensors.safe_open(path, framework="numpy") as file:
                 for name in sorted(file.keys()):
                     found = file.get_slice(name)
-                    kind = (
-                        "boolean"
-                        if found.get_dtype() == "BOOL"
-                        else "integer"
-                        if found.get_dtype()[0] in "IU"
-                        else "fraction"
-                    )
-                    columns[name] = Column(kind, found.get_dtype(), tuple(found.get_shape()))
+                    dtype = found.get_dtype()
+                    kind = "boolean" if dtype == "BOOL" else "integer" if dtype[0] in "IU" else "fraction"
+                    columns[name] = Column(kind, dtype, tuple(found.get_shape()))
         except Exception as error:
             raise damaged(path, error) from error
         return DataHeader(path, list(columns), columns, row_count(columns))
