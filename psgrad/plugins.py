@@ -131,9 +131,7 @@ def configured(kind: Kind, name: str, options: Mapping[str, Any], base: Path) ->
 
 
 def find(kind: Kind, name: str, base: Path) -> type[Any]:
-    """The class of the plugin that a config names. Raises ConfigError where there is none, or where it can't
-    be used.
-    """
+    """The class of the plugin that a config names. Raises ConfigError where none can be used."""
     own = own_plugins(kind.group).get(name)
     if own is not None:
         return _located(own.location)

@@ -206,9 +206,7 @@ def without_digest(module: str) -> str:
 
 
 def call_factory(spec: str, base: Path, kwargs: Mapping[str, Any], *, raises: type[PsgradError]) -> Any:
-    """What the callable named by `spec` returns for `kwargs`; `raises` is the error for a factory
-    that fails.
-    """
+    """What the callable named by `spec` returns for `kwargs`; `raises` is the error where it fails."""
     factory = resolve(spec, base, raises=raises)
     _check_arguments(factory, spec, kwargs)
     try:
@@ -223,9 +221,7 @@ def call_factory(spec: str, base: Path, kwargs: Mapping[str, Any], *, raises: ty
 
 
 def describe_failure(error: BaseException) -> str:
-    """An exception out of the user's code: its type, its first line, and the user's line that it came
-    from.
-    """
+    """An exception out of the user's code: its type, its first line, and the user's line it came from."""
     first_line = next(iter(str(error).splitlines()), "")
     place = _users_line(error)
     return f"{type(error).__name__}{f': {first_line}' if first_line else ''}{f' ({place})' if place else ''}"

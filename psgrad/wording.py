@@ -48,9 +48,7 @@ def shorten_middle(text: str, limit: int, sixths: int = 4) -> str:
 
 
 def common_prefix(names: Sequence[str]) -> str:
-    """What all names begin with, up to a dot, where it is long and there are at least two: to be told once,
-    above them.
-    """
+    """What all names begin with, up to a dot, where that is long and there are at least two names."""
     if len(names) < 2:
         return ""
     first, last = min(names), max(names)  # what the two outermost share, all share
@@ -89,9 +87,7 @@ def prefix_note(prefix: str) -> str:
 
 
 def listed_names(names: Sequence[str], most: int = 5, limit: int = 60) -> str:
-    """The first of several parameters in a sentence, and how many more there are: "a.weight, b.weight and 3
-    more".
-    """
+    """The first parameters in a sentence, and how many more there are: "a.weight, b.weight and 3 more"."""
     prefix = common_prefix(names)
     shown = ", ".join(parameter_names(names, limit, prefix)[:most]) + (
         f" and {len(names) - most:,} more" if len(names) > most else ""
@@ -110,9 +106,7 @@ def first_line(error: BaseException) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text with control characters spelled out: text from a dataset may carry escape sequences for the
-    terminal.
-    """
+    """The text with control characters, which may be sequences for the terminal, spelled out."""
     return "".join(
         letter if letter.isprintable() or letter in keep else repr(letter)[1:-1] for letter in text
     )

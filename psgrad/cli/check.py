@@ -82,9 +82,7 @@ def check(
 
 
 def show_check(result: CheckResult, style: str, output: Path | None = None) -> None:
-    """Print a verdict, or write it to a file and say the verdict on stderr; in a step of GitHub Actions its
-    summary is written, too.
-    """
+    """Print a verdict, or write it to a file and say it on stderr; on GitHub its summary is written, too."""
     from psgrad.reports.ci import render_check
 
     write_text(render_check(result, style), output)

@@ -144,9 +144,7 @@ def _require_no_kind(folder: Path) -> None:
 
 
 def _content(kind: Kind) -> dict[str, bytes]:
-    """The files of a kind: name -> content, the config last, so that a config never stands without what it
-    names.
-    """
+    """The files of a kind: name -> content; the config last, as it names the others."""
     from psgrad.yaml12 import parse
 
     template = files("psgrad") / "cli" / "templates" / kind.value

@@ -65,9 +65,7 @@ def ops(
 
 
 def matches(name: str, pattern: str | None) -> bool:
-    """Whether the pattern is in the name; one with * or ? has to fit it whole, with or without what stands
-    before the `::`.
-    """
+    """Whether the pattern is in the name; one with * or ? has to fit all of it, or all behind the `::`."""
     if pattern is None or pattern in name:
         return True
     return any(fnmatchcase(part, pattern) for part in (name, name.split("::")[-1]))

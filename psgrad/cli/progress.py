@@ -69,9 +69,7 @@ ProgressOption = Annotated[
 def progress_display(
     style: ProgressStyle = ProgressStyle.auto, stream: TextIO | None = None
 ) -> ProgressDisplay:
-    """The display of that style on the stream (stderr where none is given); FORCE_COLOR and the like make no
-    terminal of a log file.
-    """
+    """The display of that style on the stream, by default stderr; FORCE_COLOR makes no terminal of a file."""
     stream = stream or sys.stderr
     if style is ProgressStyle.none:
         return ProgressDisplay()

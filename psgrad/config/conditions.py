@@ -1,6 +1,4 @@
-"""Conditions on the columns of a table, such as `label == 3 and loss > 2`: comparisons, and nothing that runs
-code.
-"""
+"""Conditions on the columns of a table, such as `label == 3 and loss > 2`: nothing that runs code."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ _EXPECTED = "comparisons of columns with values, joined by and, or, not, such as
 
 
 def names_in_condition(text: str, columns: Collection[str] | None = None) -> list[str]:
-    """The columns that a condition reads. Raises ValueError for what is no condition, and for a name that is
-    none of `columns`.
-    """
+    """The columns that a condition reads. Raises ValueError for what is none, or names one not there."""
     try:
         tree = ast.parse(" ".join(text.split()), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

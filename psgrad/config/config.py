@@ -50,9 +50,7 @@ def _inherited(content: Any, path: tuple[str, ...]) -> Any:
 
 
 class Config(Section):
-    """One whole config. Paths of the model, data and factories are relative to `base`, `output` to the
-    current directory.
-    """
+    """One config. Paths of inputs are relative to `base`, `output` is relative to the current directory."""
 
     version: Annotated[Literal[1], BeforeValidator(_version)]  # a Literal alone takes true for 1
     """Version of this format."""
@@ -99,9 +97,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _other_data_are_read_as_the_data_are(cls, value: Any) -> Any:
-        """Keys that the trusted data and the queries leave out are those of data; another path or factory
-        brings its own source.
-        """
+        """Keys that the trusted data and the queries leave out are those of data, but for its source."""
         for path in (("analyze", "outliers", "reference", "data"), ("influence", "queries")):
             value = _inherited(value, path)
         return value

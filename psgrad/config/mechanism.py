@@ -308,9 +308,7 @@ class UnitConfig(Section):
 
 
 class AugmentationConfig(Section):
-    """Each row stands for `copies` of what `function(*inputs of one row)` returns, averaged inside the
-    record.
-    """
+    """Each row stands for `copies` results of `function(*inputs of one row)`, averaged inside the record."""
 
     function: CallableSpec
     """module:callable(*inputs of one row)."""

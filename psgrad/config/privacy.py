@@ -28,9 +28,7 @@ from psgrad.config.values import Finite, ParameterPatterns, Section, described
 
 
 class OptimizerConfig(Section):
-    """An optimiser of torch.optim by name. It sees the noisy gradient alone, so that whatever it makes of it
-    costs no privacy.
-    """
+    """An optimiser of torch.optim by name. It sees the noisy gradient alone, and costs no privacy."""
 
     not_taken: ClassVar[Mapping[str, str]] = {"lr": "an optimiser's arguments go to privacy.optimizer.kwargs"}
 
@@ -156,9 +154,7 @@ class PrivacyConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _steps_of_epochs(cls, value: object) -> object:
-        """Where epochs and batch_size are given: the steps, the divisor and the sampling that they stand
-        for.
-        """
+        """Where epochs and batch_size are given: the steps, the divisor and the sampling that they mean."""
         if not isinstance(value, dict) or not isinstance(value.get("sampling"), dict):
             return value
         found, sampling = dict(value), dict(value["sampling"])

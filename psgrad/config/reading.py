@@ -24,9 +24,7 @@ _MAX_BYTES = 1 << 20
 
 
 class Reading(NamedTuple):
-    """What could be made of a config: all of it, or the sections that are right by themselves, and what is
-    wrong with the rest.
-    """
+    """What could be made of a config, or of the sections that are right, and what is wrong with the rest."""
 
     config: Config | None
     sections: Mapping[str, Any]
@@ -169,9 +167,7 @@ def _read_document(path: Path) -> _Document:
 
 @dataclass
 class _Document:
-    """A config before validation: plain values, and the place (`file:line`, or `--set ...`) that each of them
-    came from.
-    """
+    """A config before validation: plain values, and the place (`file:line`, or `--set ...`) of each."""
 
     name: str
     content: dict[Any, Any]
@@ -295,9 +291,7 @@ def _sections(section: type[Section]) -> dict[str, type[Section]]:
 
 
 def _all_sections(section: type[Section], above: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Every group of keys with its dotted name; those that all commands share come before those inside
-    others.
-    """
+    """Every group of keys with its dotted name; those at the top come before those inside others."""
     inside = [(f"{above}{name}", kind) for name, kind in _sections(section).items()]
     yield from inside
     for name, kind in inside:

@@ -106,9 +106,7 @@ PLUGINS: Mapping[str, Group] = {
 
 
 def _with_plugins(content: dict[str, Any], group: Group) -> dict[str, Any]:
-    """The definition of a section that names a plugin: a bare name, or the name with options. Those of
-    psgrad's own plugins are known.
-    """
+    """The definition of a section that names a plugin: a bare name, or the name with options."""
     own, name = own_plugins(group), content["properties"]["name"]
     outside = {**content, "properties": {"name": {**name, "not": {"enum": list(own)}}}, "required": ["name"]}
     known = [

@@ -81,9 +81,7 @@ def _loss_options() -> dict[str, Any]:
 
 
 class LossConfig(create_model("_LossOptions", __base__=_LossName, **_loss_options())):  # type: ignore[misc]
-    """The loss of one sample: a known name with its options, or a callable of the user's own. A bare string
-    is the name alone.
-    """
+    """The loss of one sample: a known name with options, or a callable. A bare string is the name alone."""
 
     later: ClassVar[frozenset[str]] = frozenset({"columns", "reduction"})
 

@@ -57,9 +57,7 @@ def spec_problems(
 
 @dataclass(frozen=True)
 class TopCallable:
-    """A function or a class at the top of a file. required: its arguments without a default; bases: of a
-    class, as written.
-    """
+    """A function or class at the top of a file. required: arguments without a default; bases: as written."""
 
     name: str
     required: tuple[str, ...]
@@ -67,9 +65,7 @@ class TopCallable:
 
 
 def callables_in(path: Path) -> list[TopCallable]:
-    """The public functions and classes at the top of a file, in order. Raises ModelError for a file that is
-    no Python.
-    """
+    """The public functions and classes at the top of a file. Raises ModelError for what is no Python."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except (OSError, SyntaxError, ValueError) as error:
@@ -155,9 +151,7 @@ def _argument_problems(node: ast.stmt, spec: str, kwargs: Mapping[str, Any]) -> 
 
 
 def _signature(node: ast.stmt) -> inspect.Signature | None:
-    """Of a plain function, or a class with an __init__ of its own; None for what a decorator or a base class
-    may change.
-    """
+    """Of a plain function, or a class with an __init__; None for what a decorator or a base may change."""
     skip = 0
     if isinstance(node, ast.ClassDef) and not node.decorator_list and not node.keywords:
         node = next(

@@ -62,9 +62,7 @@ class _Walk:
         self._met: set[str] = set()
 
     def meet(self, name: str, whole: bool = False) -> None:
-        """Add a module and what it imports; with `whole` also the file of an installed one, which else has
-        its package's version.
-        """
+        """Add a module and what it imports; with `whole` also the file of an installed one."""
         waiting = [name]
         while waiting:
             name = waiting.pop()
@@ -89,9 +87,7 @@ class _Walk:
 
 
 def _file_of(name: str) -> Path | None:
-    """The file of a module, imported or not; nothing is imported. None for what has none: a folder, a part of
-    Python, an absent module.
-    """
+    """The file of a module, which is not imported; None for a folder, a part of Python, an absent module."""
     module = sys.modules.get(name)
     if module is not None:
         file = getattr(module, "__file__", None)

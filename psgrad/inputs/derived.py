@@ -52,9 +52,7 @@ class SamplesOf(Samples):
 
 
 class DrawnSamples(SamplesOf):
-    """The given rows of a dataset, counted from 0; each keeps its id. rows: [n], rising, their numbers in the
-    dataset.
-    """
+    """The given rows of a dataset; each keeps its id. rows: [n], rising, their numbers in the dataset."""
 
     def __init__(self, samples: Samples, rows: Array) -> None:
         super().__init__(samples)

@@ -1,6 +1,4 @@
-"""What can be known of rows of text, or of images, and their labels without a model's weights, for
-`psgrad validate`.
-"""
+"""What is known of rows of text or images and their labels without weights, for `psgrad validate`."""
 
 from __future__ import annotations
 

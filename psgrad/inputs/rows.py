@@ -1,6 +1,4 @@
-"""What every dataset looks like once it is loaded: ids, targets where they are at hand, and rows read block
-by block.
-"""
+"""A dataset once it is loaded: ids, targets where they are at hand, and rows read block by block."""
 
 from __future__ import annotations
 
@@ -78,9 +76,7 @@ class Samples(ABC):
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Block:
-        """The rows start, ..., stop - 1, which must exist. Raises DataError where one of them can't
-        be used.
-        """
+        """The rows start, ..., stop - 1, which must exist. Raises DataError for one that can't be used."""
 
     def take(self, rows: Array) -> Block:
         """Any rows, at least one, in the given order; [n] whole numbers, of which one may occur more than
@@ -104,9 +100,7 @@ class Samples(ABC):
         return iter(())
 
     def content(self, count: int | None = None) -> str:
-        """A SHA-256 of what the first `count` rows hold, None for all; of the whole file, where one holds
-        them.
-        """
+        """A SHA-256 of what the first `count` rows hold, None for all; or of the file that holds them."""
         return self.fingerprint
 
     def content_of(self, rows: Sequence[int]) -> str:
@@ -132,9 +126,7 @@ class Samples(ABC):
         return sample
 
     def picture(self, row: int) -> Any:
-        """A row's image as it is in the data, of Pillow; None where rows are no images. `read` has it as the
-        model sees it.
-        """
+        """A row's image as it is in the data, of Pillow; None where rows are no images."""
         return None
 
     def input_names(self) -> list[str]:
@@ -196,9 +188,7 @@ def checked_weights(weights: Tensor, name: str, row_name: Callable[[int], str]) 
 
 
 def unit_ids(ids: Sequence[Any] | Array, name: str) -> Array:
-    """Whom each row belongs to, as an array of text or int64. Raises DataError where one is missing or is
-    neither.
-    """
+    """Whom each row belongs to, as text or int64. Raises DataError where one is missing or is neither."""
     return _ids(pd.Series(ids), name)
 
 
@@ -240,9 +230,7 @@ def _ids(series: pd.Series[Any], name: str) -> Array:
 def ids_and_units(
     config: DataConfig, unit: str | None, count: int, column: Callable[[str], Any]
 ) -> tuple[Array, Array | None]:
-    """(the ids of the rows, whom each belongs to) by the columns that a config names. column: the values of
-    one by its name.
-    """
+    """(the ids of the rows, whom each belongs to), as a config names them. column: values of one by name."""
     ids = row_numbers(count) if config.id is None else unique_ids(column(config.id), config.id)
     return ids, None if unit is None else unit_ids(column(unit), unit)
 

@@ -55,9 +55,7 @@ def read_baseline(path: Path) -> Baseline:
 
 
 def written(baseline: Baseline) -> dict[str, Any]:
-    """The baseline as what is in its file, findings in the order of rule and fingerprint, so that changes are
-    few lines.
-    """
+    """The baseline as its file has it, findings by rule and fingerprint, so that changes are few lines."""
     places = {rule: place for place, rule in enumerate(RULES)}
     findings = sorted(
         baseline.findings, key=lambda each: (places.get(each.rule, len(places)), each.fingerprint)

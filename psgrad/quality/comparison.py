@@ -58,9 +58,7 @@ def counts_of(both: pd.DataFrame) -> dict[str, int]:
 
 
 def changes_of(both: pd.DataFrame, tail: str, top: int) -> pd.DataFrame:
-    """The first few of each change: the samples that moved furthest, and of those that came and went the most
-    suspect.
-    """
+    """The first few of each change: samples that moved furthest, or came and went as the most suspect."""
     suspect = (both[["score_a", "score_b"]] * (1 if tail == "upper" else -1)).fillna(-np.inf)
     parts = {
         "came": suspect["score_b"][both["row_a"].isna()],
@@ -74,9 +72,7 @@ def changes_of(both: pd.DataFrame, tail: str, top: int) -> pd.DataFrame:
 
 
 def spearman(a: pd.Series[Any], b: pd.Series[Any]) -> float | None:
-    """Spearman's rank correlation over the rows with a finite value in both; None for fewer than two, or
-    where all are equal.
-    """
+    """Spearman's correlation over the rows with two finite values; None for fewer than two, or for ties."""
     values = (
         pd.DataFrame({"a": a.to_numpy("float64"), "b": b.to_numpy("float64")})
         .replace([np.inf, -np.inf], np.nan)
@@ -88,9 +84,7 @@ def spearman(a: pd.Series[Any], b: pd.Series[Any]) -> float | None:
 
 
 def groups_of(both: pd.DataFrame) -> pd.DataFrame:
-    """A row a group, the least alike first; nothing where there is one group alone, or more than
-    MAX_GROUPS.
-    """
+    """A row a group, the least alike first; nothing for one group, or for more than MAX_GROUPS."""
     columns = ["group", "samples", "spearman", "median_a", "median_b", "entered", "left"]
     common = both[both["row_a"].notna() & both["row_b"].notna()]
     if "group" not in common or not 2 <= common["group"].nunique() <= MAX_GROUPS:

@@ -113,9 +113,7 @@ def levels_of(gate: GateConfig) -> dict[str, Level]:
 
 
 def in_order(named: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
-    """The most severe rule first, of a rule new findings first, then by rank, then by row; at most
-    FINDINGS_OF_A_RULE of each rule.
-    """
+    """By severity of the rule, state, rank and row; at most FINDINGS_OF_A_RULE of each rule."""
     rank = (
         samples["rank"].to_numpy("float64", na_value=np.inf)[named["row"].to_numpy(int)]
         if "rank" in samples

@@ -216,9 +216,7 @@ def _require_score(frame: pd.DataFrame, score: str) -> None:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Of each sample, [n] each: p- and q-values, the outlier score, and whether it is in the reference
-    itself.
-    """
+    """Of each sample, [n] each: p- and q-value, the outlier score, and whether it is in the reference."""
 
     p: Array
     q: Array

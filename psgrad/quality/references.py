@@ -27,9 +27,7 @@ _DIGITS = 16
 
 
 def scored_by(score: str, detectors: Iterable[str]) -> str:
-    """The column of the trusted samples' scores. A detector's scores are computed anew; the norm then
-    identifies samples.
-    """
+    """The column of the trusted samples' scores; the norm where a detector's scores are computed anew."""
     return "grad_norm" if score in {f"{name}_score" for name in detectors} else score
 
 

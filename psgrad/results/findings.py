@@ -34,9 +34,7 @@ FINDINGS_OF_A_GATE = 100
 
 @dataclass(frozen=True)
 class Location:
-    """The place of a sample: the data file as the config names it, and its line there, from 1, if the file
-    has lines.
-    """
+    """The place of a sample: the data file as the config names it, and its line, from 1, if it has lines."""
 
     path: str
     line: int | None = None
@@ -119,9 +117,7 @@ class CheckResult(ShortRepr):
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def count(self, rule: str | None = None, state: str | None = None) -> int:
-        """How many findings there are, of a rule and in a state where these are given, those that are not
-        kept included.
-        """
+        """How many findings there are, of a rule and in a state; also those that are not kept."""
         counts: Mapping[str, Mapping[str, int]] = self.facts.get("counts", {})
         return sum(
             n

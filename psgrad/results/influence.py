@@ -241,9 +241,7 @@ def shown_rows(
 
 
 def cumulative_influence(scores: Array) -> Array:
-    """The share of the positive total that the 1, 2, ... strongest proponents carry; empty where no score is
-    positive.
-    """
+    """The share of the positive total that the 1, 2, ... strongest proponents carry; empty for none."""
     positive = np.sort(scores[scores > 0])[::-1]
     sums = np.cumsum(positive, dtype=np.float64)
     return sums / sums[-1] if len(sums) else sums
@@ -354,9 +352,7 @@ def evaluation_content(result: EvaluationResult) -> dict[str, Any]:
 
 
 def _values(kind: str, row: dict[str, Any]) -> dict[str, Any]:
-    """A row of the table by the names of evaluation.json: intervals as lists, numbers that are missing as
-    null.
-    """
+    """A row of the table as in evaluation.json: intervals as lists, missing numbers as null."""
     values: dict[str, Any] = {}
     for column in EVALUATION_COLUMNS[kind]:
         if column in _INTERVALS:

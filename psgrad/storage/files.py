@@ -32,9 +32,7 @@ _hook = _Hook()
 
 
 def crash_at(at: int) -> None:
-    """Count points from here on, and die at point number `at`; at 0, or one that never comes, they are only
-    counted.
-    """
+    """Count points from here on, and die at point number `at`; at 0 they are only counted."""
     _hook.at, _hook.passed = at, 0
 
 
@@ -44,9 +42,7 @@ def crash_points_passed() -> int:
 
 
 def crash_point(half: Callable[[], object] = lambda: None) -> None:
-    """One place where the process may be killed; there, `half` does half of what was to follow, such as a
-    torn write.
-    """
+    """A place where the process may be killed, after `half` of what was to follow, such as a torn write."""
     if _hook.at is None:
         return
     _hook.passed += 1
@@ -156,9 +152,7 @@ def sync(descriptor: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in the folder are on the disk: without it a power cut may undo a rename. Raises
-    OSError.
-    """
+    """Wait until the folder's names are on the disk, so that no power cut undoes a rename. Raises OSError."""
     crash_point()
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -168,9 +162,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """Make a folder, and those above it, durably; nothing where it exists. `mode` is that of the folder
-    itself. Raises OSError.
-    """
+    """Make a folder of this mode, and those above it, durably; nothing where it exists. Raises OSError."""
     if folder.is_dir():
         return
     if folder.parent != folder:

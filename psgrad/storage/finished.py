@@ -96,9 +96,7 @@ def write_check(folder: RunFolder, result: CheckResult) -> None:
 
 
 def read_check(folder: Path) -> CheckResult | None:
-    """The content of a run's last check; None if there was none. Raises DataError for files that can't be
-    read.
-    """
+    """A run's last check; None if there was none. Raises DataError for files that can't be read."""
     if not (folder / CHECK).exists():
         return None
     try:
@@ -133,9 +131,7 @@ _GROUPS = ("config", "counts", "data", "model", "versions", "outliers")
 
 
 def load_run(folder: Path) -> AnalyzeResult:
-    """The result of `psgrad analyze` in a folder. Raises DataError if it is not a finished run, or a file of
-    it can't be read.
-    """
+    """The result of a finished `psgrad analyze` in a folder. Raises DataError where it can't be read."""
     manifest = finished_manifest(folder)
     samples = _table(folder / "samples.parquet")
     require_there(list(map(str, samples)), _COLUMNS, folder / "samples.parquet")

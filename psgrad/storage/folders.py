@@ -58,9 +58,7 @@ _FORMULA = re.compile(
 
 
 class RunFolder:
-    """The folder of one run. Every write is atomic: a temporary file beside the target, fsync, rename, fsync
-    of the folder.
-    """
+    """The folder of one run. Every write is atomic: temporary file, fsync, rename, fsync of the folder."""
 
     after_more_space = "free some space, or choose an --output on another disk, and run again"
 
@@ -115,9 +113,7 @@ class RunFolder:
 
     @staticmethod
     def require_free(path: Path, overwrite: bool = False) -> None:
-        """Raises OutputExistsError if `create` would: to be called before any work is done. Changes
-        nothing.
-        """
+        """Raises OutputExistsError if `create` would, and changes nothing: to be called before any work."""
         try:
             if not path.exists() and not path.is_symlink():
                 return
@@ -258,9 +254,7 @@ class RunFolder:
         self.write_json(MANIFEST, {"tool": "psgrad", **content})
 
     def write_json(self, name: str, content: Any) -> None:
-        """Write JSON that every reader accepts: numpy values as plain ones, paths as text, NaN and infinities
-        as null.
-        """
+        """Write JSON for every reader: numpy values as plain ones, paths as text, what is not finite null."""
         text = json.dumps(_plain(content), indent=2, ensure_ascii=False, allow_nan=False)
         self.write_bytes(name, (text + "\n").encode("utf-8", "backslashreplace"))
 
@@ -330,9 +324,7 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
 
 
 def ledger_lost(folder: Path) -> bool:
-    """Whether a private run's checkpoint is there without its ledger. The first checkpoint is written when
-    the ledger has begun.
-    """
+    """Whether a private run's checkpoint, which is written when a ledger has begun, has no ledger."""
     checkpoint = folder / CHECKPOINT
     return (checkpoint.exists() or checkpoint.is_symlink()) and not has_begun(folder / LEDGER)
 

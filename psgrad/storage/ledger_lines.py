@@ -44,9 +44,7 @@ class LedgerContent:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The lines of the steps that were paid for; a process killed right after it paid has released
-        nothing for the last one.
-        """
+        """The lines of the steps that were paid for; for the last one nothing may have been released."""
         return [line for line in self.lines if line["kind"] == STEP]
 
     @property
@@ -124,9 +122,7 @@ def torn(unfinished: bytes) -> dict[str, Any] | None:
 
 
 def is_torn_header(unfinished: bytes) -> bool:
-    """Whether the bytes may be those of a process that was killed while it began a ledger; zeros are what a
-    power cut leaves.
-    """
+    """Whether the bytes may be of a process killed while it began a ledger; a power cut leaves zeros."""
     tries = [tried.removesuffix(UNFINISHED[:-1]).lstrip(b"\0") for tried in unfinished.split(b"\n")]
     return all(tried.startswith(_BEGINNING[: len(tried)]) for tried in tries)
 
@@ -222,9 +218,7 @@ def require_same(
 
 
 def _differences(key: str, was: Any, now: Any) -> list[str]:
-    """The differences of two values, in words; of two objects too long to be shown whole, the keys that
-    differ.
-    """
+    """The differences of two values, in words; of two long objects, those of the keys that differ."""
     if (
         isinstance(was, dict)
         and isinstance(now, dict)

@@ -30,9 +30,7 @@ _AT_CURRENT, _BIRTH, _SIZE, _BIRTH_AT = -100, 0x800, 256, 80
 
 
 def place_of(ledger: Path) -> dict[str, Any]:
-    """The place of a file: path, inode, born (nanoseconds; None where the file system does not tell) and
-    machine. Raises OSError.
-    """
+    """A file's path, inode, born (nanoseconds; None where it is not told) and machine. Raises OSError."""
     return {
         "path": str(ledger.resolve()),
         "inode": ledger.stat().st_ino,
@@ -57,9 +55,7 @@ def born(path: Path) -> int | None:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Evidence that a file is not the earlier one, in words. The machine is no evidence: folders are shared
-    among machines.
-    """
+    """Evidence that a file is not the earlier one, in words; folders are shared among machines."""
     changed = [
         key
         for key in _IN_WORDS

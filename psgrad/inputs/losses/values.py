@@ -87,9 +87,7 @@ class Huber(Loss):
 
 
 def mean_of(loss: Callable[[Tensor, Tensor], Tensor], output: Tensor, target: Tensor) -> Tensor:
-    """The mean [] over the elements; the shapes may differ in axes of size 1 only, so that nothing is
-    broadcast by mistake.
-    """
+    """The mean [] over the elements; shapes may differ in axes of size 1 only: nothing is broadcast."""
     same = [size for size in output.shape if size != 1] == [size for size in target.shape if size != 1]
     require_shapes(same, "this loss", "the same shape, but for axes of size 1", output, target)
     return loss(output, target.reshape(output.shape).to(output.dtype))

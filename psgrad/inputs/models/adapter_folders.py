@@ -1,6 +1,4 @@
-"""What the folder of an adapter holds, before anything is loaded, and whether it was made for the base model.
-No torch.
-"""
+"""The folder of an adapter, before anything is loaded, and whether it fits the base model. No torch."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def read_adapter_settings(folder: Path) -> dict[str, Any]:
-    """The content of a folder's adapter_config.json. Raises ConfigError where there is none, CheckpointError
-    where it can't be read.
-    """
+    """A folder's adapter_config.json. Raises ConfigError without one, CheckpointError for a damaged one."""
     path = folder / SETTINGS
     if not path.is_file():
         raise ConfigError(

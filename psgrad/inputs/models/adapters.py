@@ -1,6 +1,4 @@
-"""Adapters of peft on a pretrained model: read from their folders or made new. Only their parameters are
-differentiated.
-"""
+"""Adapters of peft on a pretrained model, read or made new. Only their parameters are differentiated."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What checkpoint files say of themselves before anything is loaded: which files there are, and the tensors
-in them. No torch.
-"""
+"""What checkpoint files say of themselves before anything is loaded: files and tensors. No torch."""
 
 from __future__ import annotations
 
@@ -192,9 +190,7 @@ def damaged(path: Path, kind: str, reason: str) -> CheckpointError:
 
 
 def require_plain_archive(path: Path) -> None:
-    """Refuses what torch.save (since 1.6) does not write: bare pickles, and archives whose records swell when
-    they are read.
-    """
+    """Refuses bare pickles and compressed archives, neither of which torch.save (since 1.6) writes."""
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()

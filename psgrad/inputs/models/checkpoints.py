@@ -96,9 +96,7 @@ def _only_candidate(loaded: object) -> str | None:
 
 
 def state_dict_in(file: TorchFile, key: str | None, path: Path) -> dict[str, Tensor]:
-    """The state dict in what was read of `path`, at `key` if that is given. Raises ConfigError and
-    CheckpointError.
-    """
+    """The state dict in what was read of `path`, at `key`. Raises ConfigError and CheckpointError."""
     loaded = file.content
     found = loaded if key is None else _at(loaded, key)
     if _is_state_dict(found):
@@ -299,9 +297,7 @@ def _fit(model: nn.Module, state_dict: Mapping[str, Tensor]) -> _Fit:
 
 
 def _persistent(model: nn.Module) -> dict[str, Any]:
-    """What the model's state dict holds, by every name: the very tensors, so that tied ones can be told by
-    identity.
-    """
+    """What the model's state dict holds, by every name: the very tensors, so that tied ones are the same."""
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
         model.named_buffers(remove_duplicate=False)
     )

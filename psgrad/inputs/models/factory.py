@@ -278,9 +278,7 @@ def _require_usable_parameters(model: nn.Module, factory: str) -> None:
 
 
 def _require_independent_samples(model: nn.Module) -> None:
-    """Refuses layers whose output for one sample depends on the others in its batch: it would have no
-    gradient of its own.
-    """
+    """Refuses layers whose output for one sample depends on the others in its batch."""
     mixing = [
         (name or "the model itself", layer)
         for name, layer in model.named_modules()

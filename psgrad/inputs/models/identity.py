@@ -108,9 +108,7 @@ def identify(model: nn.Module) -> ModelIdentity:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """The SHA-256 of a tensor's type, shape and bytes; of one without bytes (meta) of type and shape
-    alone.
-    """
+    """The SHA-256 of a tensor's type, shape and bytes; without bytes (meta) of type and shape alone."""
     digest = hashlib.sha256()
     _feed(digest, tensor.detach())
     return digest.hexdigest()
@@ -128,9 +126,7 @@ def _feed(digest: Any, tensor: Tensor) -> None:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor | str | memoryview]:
-    """What a tensor is made of: plain tensors where it is a sparse or quantised one or a wrapper, else its
-    bytes.
-    """
+    """What a tensor is made of: its bytes, or plain tensors of a sparse one, a quantised one or a wrapper."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
         yield repr(context)
@@ -353,9 +349,7 @@ def _code_text(code: types.CodeType) -> str:
 
 
 def _reduced(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object that has no attributes would be stored as, such as a range or a random generator;
-    nothing of a lock or a file.
-    """
+    """What an object without attributes would be stored as; nothing of a lock or a file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # iterators can be stored, and will not be in a later Python
@@ -381,9 +375,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _is_of_python(kind: type) -> bool:
-    """Whether a class is one of Python's own library, whose attributes may be locks and counters of a
-    process.
-    """
+    """Whether a class is one of Python's library, whose attributes may be locks and counters of a process."""
     return kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind is not types.SimpleNamespace
 
 

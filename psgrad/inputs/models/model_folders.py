@@ -32,9 +32,7 @@ _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def require_model_folder(folder: Path) -> None:
-    """Raises ConfigError for a folder without config.json, with what it holds instead, and for an adapter's
-    folder.
-    """
+    """Raises ConfigError for a folder without config.json, and for an adapter's folder."""
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             cause = "this is the folder of an adapter, which lies on top of another model"
@@ -111,9 +109,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def dtype_of_weights(path: Path) -> torch.dtype:
-    """The floating-point type that most numbers of the weights have. What config.json says of it may be of
-    another copy.
-    """
+    """The floating-point type of most numbers of the weights; config.json may be of another copy."""
     import torch
 
     from psgrad.inputs.models.checkpoints import state_dict_in

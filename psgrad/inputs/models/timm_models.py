@@ -15,9 +15,7 @@ from psgrad.wording import first_line
 
 
 def load_timm(config: ModelConfig) -> LoadedModel:
-    """The model that `config.timm` names, with weights that timm drew at random. Raises ConfigError and
-    ModelError.
-    """
+    """The model that `config.timm` names, with random weights. Raises ConfigError and ModelError."""
     assert config.timm is not None
     if config.kwargs.get("pretrained"):
         raise ConfigError(

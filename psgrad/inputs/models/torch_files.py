@@ -1,6 +1,4 @@
-"""Files of torch.save, read without running anything: tensors and plain values are made; what refers to code
-is not.
-"""
+"""Files of torch.save, read without running anything: what refers to code is not made."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ class Inert:
 
 @dataclass(frozen=True)
 class TorchFile:
-    """What torch.save wrote: tensors and plain values, and an Inert for each object of code, whose names are
-    `left_out`.
-    """
+    """What torch.save wrote, with an Inert for each object of code, whose names are `left_out`."""
 
     content: object
     left_out: tuple[str, ...] = ()

@@ -35,9 +35,7 @@ from psgrad.inputs.targets import Labels
 
 
 class ArraySamples(Samples):
-    """Columns that can be indexed: arrays in memory, or tensors mapped from a file, whose rows are read when
-    they are asked for.
-    """
+    """Columns that can be indexed: arrays in memory, or tensors mapped from a file."""
 
     def __init__(
         self,

@@ -21,9 +21,7 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def require_numbers(name: str, kind: pa.DataType) -> pa.DataType:
-    """The type of the numbers in a column of numbers or of lists of them. Raises DataError where it holds
-    something else.
-    """
+    """The type of the numbers in a column of numbers or of lists of them. Raises DataError for another."""
     value = kind
     while is_list(value):
         value = value.value_type

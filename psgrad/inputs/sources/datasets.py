@@ -159,9 +159,7 @@ class DatasetSamples(Samples):
         return frozenset(map(int, getattr(tokenizer, "all_special_ids", None) or ()))
 
     def pieces(self, ids: Sequence[int]) -> list[str] | None:
-        """What the dataset's own `tokens(ids)` says, or its `tokenizer`, as Hugging Face has them, if it has
-        one.
-        """
+        """What the dataset's own `tokens(ids)` says, or its `tokenizer`, as Hugging Face has them."""
         tokens, tokenizer = getattr(self._dataset, "tokens", None), getattr(self._dataset, "tokenizer", None)
         decode = getattr(tokenizer, "decode", None)
         if not callable(tokens) and not callable(decode):
@@ -291,9 +289,7 @@ class DatasetSamples(Samples):
         return unit_ids(values, unit)
 
     def _digest(self, count: int, units: Array | None) -> str:
-        """Of what is cheap to look at: what was called, the length, the first and the last item, whom the
-        rows belong to.
-        """
+        """Of the factory and its arguments, the length, the first and last item, and the units."""
         digest = hashlib.sha256(
             json.dumps(
                 [self._config.factory, self._config.kwargs, count], sort_keys=True, default=str

@@ -175,9 +175,7 @@ def _csv(delimiter: str) -> Callable[[Sequence[Path], _Rows, BinaryIO], None]:
 
 
 def _records(file: io.TextIOBase | Any, delimiter: str) -> Iterator[tuple[str, list[str]]]:
-    """(text, cells) of each record; a record with quoted line breaks has several lines. Blank lines are
-    none.
-    """
+    """(text, cells) of each record, which may have several lines. Blank lines are none."""
     lines: list[str] = []
 
     def taken() -> Iterator[str]:

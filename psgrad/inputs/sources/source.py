@@ -114,9 +114,7 @@ class DataHeader:
 
 
 def data_headers(config: DataConfig, base: Path) -> list[DataHeader]:
-    """The headers of the files that a config names. Raises ConfigError where there is none, DataError where
-    one can't be read.
-    """
+    """The headers of the files that a config names. Raises ConfigError and DataError."""
     source, paths = source_of(config, base)
     return [source.header(path) for path in paths]
 
@@ -146,9 +144,7 @@ _GLOB = frozenset("*?[")
 
 
 def data_files(config: DataConfig, base: Path) -> list[Path]:
-    """The files of data.path, those of a glob in the order of their names. Raises ConfigError for a glob
-    without files.
-    """
+    """The files of data.path, those of a glob in the order of their names. Raises ConfigError without any."""
     found = []
     for path in (base / each for each in config.paths):
         matches = [path]
@@ -212,9 +208,7 @@ def with_rows(headers: list[DataHeader]) -> list[DataHeader]:
 
 
 def joined_header(headers: Sequence[DataHeader]) -> DataHeader:
-    """What the headers of several files say together. Raises DataError where a column is text in one and
-    numbers in another.
-    """
+    """What the headers of several files say together. Raises DataError for a column of mixed types."""
     first = headers[0]
     for other in headers[1:]:
         for name, column in other.columns.items():
@@ -241,9 +235,7 @@ def _require_one_length(header: DataHeader, wanted: list[str]) -> None:
 
 
 def common_length(shapes: Mapping[str, tuple[int, ...]], path: Path | str) -> int | None:
-    """How many rows there are; None where no column has a shape. Raises DataError where columns differ, or
-    where one has no rows.
-    """
+    """How many rows there are, None without shapes. Raises DataError where columns differ or have no rows."""
     for name, shape in shapes.items():
         if not shape:
             raise DataError(

@@ -51,9 +51,7 @@ class Rows(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A SHA-256 over the files: of one file its own, of many the one of theirs in order; over the rows
-        where they are of no file.
-        """
+        """A SHA-256 over the files, in order; over the rows where they are of no file."""
         return files_sha256(self.files) if self.files else _content_sha256(self)
 
     @abstractmethod
@@ -205,9 +203,7 @@ class GroupedRows(Rows):
         return pa.concat_tables(parts)
 
     def _take_rising(self, rows: Array) -> pa.Table:
-        """Rows from all over the file would have each group read anew every time: the first time makes a
-        mapped table of them.
-        """
+        """The first time makes a mapped table of all groups, each of which would else be read every time."""
         if len(self._starts) == 2:
             return self._group(0).take(pa.array(rows))
         if self._mapped is None:

@@ -15,9 +15,7 @@ from psgrad.inputs.text.tokenizer import Tokenizer
 
 
 class Seq2SeqLM(TextTask):
-    """The labels are the tokens of the target, the decoder's inputs the same, shifted by the model's own
-    function.
-    """
+    """The labels are the tokens of the target; the model's own function shifts them for the decoder."""
 
     keys: ClassVar[str] = "text, a column of texts, and target, a column of the texts to be written"
 

@@ -63,9 +63,7 @@ class TextRows:
         return found
 
     def texts(self, name: str, *, empty: bool = False) -> list[str]:
-        """The texts of a column. Raises DataError for one that is missing, and unless `empty` for one without
-        a letter.
-        """
+        """The texts of a column. Raises DataError for a missing one, and unless `empty` for a blank one."""
         found = self.values(name)
         for i, text in enumerate(found):
             if text is None or (not empty and not text.strip()):

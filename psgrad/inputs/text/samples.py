@@ -1,6 +1,4 @@
-"""A dataset of texts: tokens of rows, made when they are asked for, and kept as memory-mapped Arrow tables
-without padding.
-"""
+"""A dataset of texts: tokens of rows, made when asked for, kept without padding in mapped Arrow tables."""
 
 from __future__ import annotations
 

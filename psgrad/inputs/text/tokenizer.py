@@ -174,9 +174,7 @@ def _encodings(batch: Any) -> list[Encoding]:
 
 
 def load_tokenizer(data: DataConfig, base: Path, pretrained: Pretrained) -> Tokenizer:
-    """The tokenizer that a config names, or the one in the model's folder. Raises ConfigError and
-    DataError.
-    """
+    """The tokenizer that a config names, or that in the model's folder. Raises ConfigError and DataError."""
     notes: list[str] = []
     folder = pretrained.folder
     if data.tokenizer is not None:
