@@ -64,9 +64,7 @@ def open_text(path: Path) -> TextIO:
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number counted from 1, text) of each line that is not blank. Raises DataError for bytes that are not
-    UTF-8.
-    """
+    """(number from 1, text) of each line that is not blank. Raises DataError for bytes that are not UTF-8."""
     with open_text(path) as file:
         number = 0
         try:
@@ -79,6 +77,11 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
                 expected="text in UTF-8",
                 next_step=f"convert it, such as with: iconv -f {_encoding_of(path)} -t UTF-8",
             ) from error
+
+
+def as_line(text: str) -> bytes:
+    """A text with a line end."""
+    return (text if text.endswith("\n") else f"{text}\n").encode()
 
 
 def _encoding_of(path: Path) -> str:
@@ -239,9 +242,7 @@ def require_rows(count: int, source: str) -> None:
 
 
 def require_columns(wanted: Iterable[str], known: Sequence[str], source: str) -> None:
-    """Raises ConfigError for the first of the wanted columns that is not there, DataError for the first that
-    is there more than once.
-    """
+    """Raises ConfigError for the first column that is not there, DataError for one that is there twice."""
     for name in wanted:
         if name not in known:
             mark = next((each for each in ";\t|" if len(known) == 1 and each in known[0]), None)

@@ -224,9 +224,7 @@ def _as_array(value: Any, name: str, row: int) -> Array | Tensor:
 
 
 def seed_by_row(row: int) -> None:
-    """An item that draws from the global generators is the same one in every process, whatever was read
-    before.
-    """
+    """An item that draws from the global generators is the same one in every process."""
     torch.default_generator.manual_seed(row)
     np.random.seed(row)
     random.seed(row)

@@ -65,9 +65,7 @@ def _rows_of(source: TableSource, path: Path, wanted: Wanted) -> Rows:
 
 
 def _arrays_of(source: ArraySource, path: Path, wanted: Wanted) -> dict[str, Any]:
-    """The arrays of a file: of a format that is read into memory, by one process of each host, and mapped by
-    all.
-    """
+    """The arrays of a file; those that are read into memory are read once on a host, and mapped by all."""
     if source.read_again:
         return source.arrays(path, wanted)
 

@@ -71,9 +71,7 @@ def table_of(objects: Sequence[Object], first: int, named: str) -> pa.Table:
 def _parts(
     objects: Iterable[tuple[int, Object]], schema: pa.Schema, numbers: RowNumbers, known: dict[str, int]
 ) -> Iterator[pa.Table]:
-    """Tables of this schema. `known` gets the first row that has each key. Raises
-    _OtherSchema where a part needs another schema.
-    """
+    """Tables of this schema. `known` gets the first row that has each key. Raises _OtherSchema."""
     left = iter(objects)
     first = 0
     while part := list(islice(left, _ROWS_PER_PART)):

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import pyarrow as pa
 
 from psgrad.inputs.sources.arrow import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, require_columns
-from psgrad.inputs.sources.source import DataHeader, TableSource, column_of
+from psgrad.inputs.sources.source import BatchSource, DataHeader, column_of
 from psgrad.inputs.sources.tables import GroupedRows, Rows, TableRows
 
 _MAGIC = b"ARROW1"
 _SMALL = 1 << 20
 
 
-class Arrow(TableSource):
+class Arrow(BatchSource):
     """A table of Arrow, as pyarrow, pandas' to_feather and datasets write it."""
 
     name: ClassVar[str] = "arrow"
@@ -38,6 +40,17 @@ class Arrow(TableSource):
             if isinstance(found, pa.ipc.RecordBatchFileReader):
                 return _batches(found, wanted.columns, path)
             return TableRows(found.read_all().select(wanted.columns), [path])
+
+    @contextmanager
+    def batches(self, path: Path) -> Iterator[tuple[pa.Schema, Iterable[pa.RecordBatch]]]:
+        with _opened(path) as found:
+            if isinstance(found, pa.ipc.RecordBatchFileReader):
+                yield found.schema, map(found.get_batch, range(found.num_record_batches))
+            else:
+                yield found.schema, found
+
+    def writer(self, target: BinaryIO, schema: pa.Schema) -> Any:
+        return pa.ipc.new_file(target, schema)
 
 
 class Feather(Arrow):

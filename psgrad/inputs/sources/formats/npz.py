@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 from numpy.lib import format as npy
 
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.sources.files import Wanted, is_archive, require_columns
-from psgrad.inputs.sources.source import ArraySource, Column, DataHeader, row_count
+from psgrad.inputs.sources.source import (
+    ArraySource,
+    Column,
+    DataHeader,
+    KeptRows,
+    Source,
+    require_same_columns,
+    row_count,
+)
 
 _KINDS = {"b": "boolean", "i": "integer", "u": "integer", "f": "fraction", "U": "text", "S": "text"}
 
@@ -55,6 +64,17 @@ class NPZ(ArraySource):
             raise
         except Exception as error:  # as above
             raise unreadable(path, error) from error
+
+    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
+        found: list[dict[str, Any]] = []
+        arrays: Mapping[str, Any]
+        for file in files:
+            with np.load(file, allow_pickle=False) as arrays:
+                rows = kept.next(len(arrays[next(iter(arrays))]))
+                found.append({name: arrays[name][rows] for name in arrays})
+                require_same_columns(found, files)
+        joined: dict[str, Any] = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+        np.savez(target, **joined)
 
 
 def unreadable(path: Path, error: Exception) -> DataError:

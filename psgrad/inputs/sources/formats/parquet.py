@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from psgrad.inputs.sources.arrow import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, require_columns
-from psgrad.inputs.sources.source import DataHeader, TableSource, column_of
+from psgrad.inputs.sources.source import BatchSource, DataHeader, column_of
 from psgrad.inputs.sources.tables import GroupedRows, Rows
 
 
-class Parquet(TableSource):
+class Parquet(BatchSource):
     """A table by columns, as pyarrow and pandas write it."""
 
     name: ClassVar[str] = "parquet"
@@ -38,3 +40,11 @@ class Parquet(TableSource):
             return file.read_row_group(group, columns=names).select(names)
 
         return GroupedRows(schema, sizes, path, self.name, read)
+
+    @contextmanager
+    def batches(self, path: Path) -> Iterator[tuple[pa.Schema, Iterable[pa.RecordBatch]]]:
+        with pq.ParquetFile(path) as file:
+            yield file.schema_arrow, file.iter_batches()
+
+    def writer(self, target: BinaryIO, schema: pa.Schema) -> Any:
+        return pq.ParquetWriter(target, schema)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import safetensors
 
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.sources.files import Wanted, require_columns
-from psgrad.inputs.sources.source import ArraySource, Column, DataHeader, row_count
+from psgrad.inputs.sources.source import (
+    ArraySource,
+    Column,
+    DataHeader,
+    KeptRows,
+    Source,
+    require_same_columns,
+    row_count,
+)
 
 
 class Safetensors(ArraySource):
@@ -41,6 +50,21 @@ class Safetensors(ArraySource):
             raise
         except Exception as error:
             raise damaged(path, error) from error
+
+    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
+        import torch
+        from safetensors.torch import save
+
+        found: list[dict[str, Any]] = []
+        metadata = None
+        for path in files:
+            with safetensors.safe_open(path, framework="pt") as file:
+                metadata = file.metadata() if metadata is None else metadata
+                columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+                rows = kept.next(len(next(iter(columns.values()))))
+                found.append({name: each[rows].contiguous() for name, each in columns.items()})
+                require_same_columns(found, files)
+        target.write(save({name: torch.cat([part[name] for part in found]) for name in found[0]}, metadata))
 
 
 def damaged(path: Path, error: Exception) -> DataError:
