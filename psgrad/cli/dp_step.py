@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, read_config, require_alone
+from psgrad.cli.options import ConfigPath, Output, Overwrite, Settings, read_config, require_alone
 from psgrad.cli.processes import OPTION, ProcessesOption, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle
 from psgrad.errors import ConfigError
@@ -76,7 +75,6 @@ def dp_step(
     as_json: AsJson = False,
     processes: ProcessesOption = 1,
     shown: ProgressOption = ProgressStyle.auto,
-    debug: Debug = False,
 ) -> None:
     """Take differentially private steps: draw a batch, clip each record's gradient, add noise, update,
     account.
@@ -86,47 +84,46 @@ def dp_step(
     docs/explanation/dp.md says what is guaranteed, and what is outside it.
     """
     style = "json" if as_json else "terminal"
-    with boundary(debug):
-        if plan:
-            given = {"--resume": resume, "--show-private": show_private, OPTION: processes > 1}
-            require_alone("--plan", "takes no step", "a run", given)
-            require_one("dp-step --plan")
-            resolved = read_config(config, settings, output)
-            from psgrad.reports.privacy import write_plan_of_noise
-            from psgrad.workflows.dp_plan import dp_plan as run_dp_plan
-
-            planned = run_dp_plan(resolved)
-            _say_notes(planned.notes)
-            write_plan_of_noise(planned, style, sys.stdout)
-            return
-        if moved and not resume:
-            raise ConfigError(
-                "--moved was given without --resume",
-                expected="both, for a run that goes on in a folder that was moved",
-            )
+    if plan:
+        given = {"--resume": resume, "--show-private": show_private, OPTION: processes > 1}
+        require_alone("--plan", "takes no step", "a run", given)
+        require_one("dp-step --plan")
         resolved = read_config(config, settings, output)
-        from psgrad.workflows.dp_step import dp_step as run_dp_step
+        from psgrad.reports.privacy import write_plan_of_noise
+        from psgrad.workflows.dp_plan import dp_plan as run_dp_plan
 
-        with shared_run(processes, shown, resolved.output, private=True) as (group, progress):
-            result = run_dp_step(
-                resolved,
-                steps=steps,
-                resume=resume,
-                overwrite=overwrite,
-                moved=moved,
-                insecure_deterministic=insecure_deterministic,
-                progress=progress,
-                processes=group,
-            )
-        if result is None:  # on all ranks but the first
-            return
-        from psgrad.reports.privacy import write_private_steps, write_step
+        planned = run_dp_plan(resolved)
+        _say_notes(planned.notes)
+        write_plan_of_noise(planned, style, sys.stdout)
+        return
+    if moved and not resume:
+        raise ConfigError(
+            "--moved was given without --resume",
+            expected="both, for a run that goes on in a folder that was moved",
+        )
+    resolved = read_config(config, settings, output)
+    from psgrad.workflows.dp_step import dp_step as run_dp_step
 
-        _say_notes(result.notes)
-        write_step(result, style, sys.stdout)
-        if show_private:
-            # Never on stdout: what is piped on, or kept as the record of a run, is public.
-            write_private_steps(result, sys.stderr)
+    with shared_run(processes, shown, resolved.output, private=True) as (group, progress):
+        result = run_dp_step(
+            resolved,
+            steps=steps,
+            resume=resume,
+            overwrite=overwrite,
+            moved=moved,
+            insecure_deterministic=insecure_deterministic,
+            progress=progress,
+            processes=group,
+        )
+    if result is None:  # on all ranks but the first
+        return
+    from psgrad.reports.privacy import write_private_steps, write_step
+
+    _say_notes(result.notes)
+    write_step(result, style, sys.stdout)
+    if show_private:
+        # Never on stdout: what is piped on, or kept as the record of a run, is public.
+        write_private_steps(result, sys.stderr)
 
 
 def _say_notes(notes: list[str]) -> None:

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import Debug
 from psgrad.errors import ConfigError, OutputError, OutputExistsError
 
 if TYPE_CHECKING:
@@ -85,36 +83,34 @@ def init(
     model: FromFolder = None,
     data: DataFile = None,
     overwrite: OverwriteFiles = False,
-    debug: Debug = False,
 ) -> None:
     """Write a commented config: for a pretrained model and its data, for the model.py and the data file that
     lie in the folder, or with a small example: a model, its weights and its data, which run as they are.
 
     Prints the files that it wrote.
     """
-    with boundary(debug):
-        _require_no_kind(folder)
-        proposal = _proposal(folder, kind, model, data)
-        if proposal is None:
-            content = _content(kind or Kind.image)
-        else:
-            content = _with_schema(proposal.settings, {"version": _HOW, **proposal.remarks})
-        _require_free(folder, content, overwrite)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, text in content.items():
-                (folder / name).write_bytes(text)
-        except OSError as error:
-            raise OutputError(
-                f"the files can't be written to {folder}: {error.strerror or error}",
-                next_step="name another folder",
-            ) from error
-        for name in content:
-            typer.echo(str(folder / name))
-        for note in [] if proposal is None else proposal.notes:
-            typer.echo(note, err=True)
-        config = folder / CONFIG
-        typer.echo(f"next: psgrad validate {config}, then psgrad analyze {config}", err=True)
+    _require_no_kind(folder)
+    proposal = _proposal(folder, kind, model, data)
+    if proposal is None:
+        content = _content(kind or Kind.image)
+    else:
+        content = _with_schema(proposal.settings, {"version": _HOW, **proposal.remarks})
+    _require_free(folder, content, overwrite)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in content.items():
+            (folder / name).write_bytes(text)
+    except OSError as error:
+        raise OutputError(
+            f"the files can't be written to {folder}: {error.strerror or error}",
+            next_step="name another folder",
+        ) from error
+    for name in content:
+        typer.echo(str(folder / name))
+    for note in [] if proposal is None else proposal.notes:
+        typer.echo(note, err=True)
+    config = folder / CONFIG
+    typer.echo(f"next: psgrad validate {config}, then psgrad analyze {config}", err=True)
 
 
 def _proposal(folder: Path, kind: Kind | None, model: Path | None, data: Path | None) -> Proposal | None:

@@ -85,7 +85,6 @@ Part = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def part_of(given: str) -> tuple[int, int]:
