@@ -114,22 +114,14 @@ def _names_in(body: list[ast.stmt]) -> tuple[dict[str, ast.stmt], bool]:
             found |= {(each.asname or each.name).split(".")[0]: node for each in node.names}
             certain &= all(each.name != "*" for each in node.names)
         else:
-            stored = (
-                each
-                for each in ast.walk(node)
-                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-            )
-            found |= {each.id: node for each in stored}
-            for inside in ("body", "orelse", "finalbody"):
-                names, sure = _names_in(getattr(node, inside, []))
-                found, certain = {**names, **found}, certain and sure
-            for handler in getattr(node, "handlers", []):
-                names, sure = _names_in(handler.body)
-                found, certain = {**names, **found}, certain and sure
-            certain &= not any(
-                isinstance(each, ast.Call) and ast.unparse(each.func) in _WRITES_NAMES
-                for each in ast.walk(node)
-            )
+            names = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+            found |= {each.id: node for each in names if isinstance(each.ctx, ast.Store)}
+            bodies = [getattr(node, inside, []) for inside in ("body", "orelse", "finalbody")]
+            bodies += [handler.body for handler in getattr(node, "handlers", [])]
+            for inner, sure in map(_names_in, bodies):
+                found, certain = {**inner, **found}, certain and sure
+            calls = (each for each in ast.walk(node) if isinstance(each, ast.Call))
+            certain &= not any(ast.unparse(each.func) in _WRITES_NAMES for each in calls)
     return found, certain
 
 
@@ -154,10 +146,8 @@ def _signature(node: ast.stmt) -> inspect.Signature | None:
     """Of a plain function, or a class with an __init__; None for what a decorator or a base may change."""
     skip = 0
     if isinstance(node, ast.ClassDef) and not node.decorator_list and not node.keywords:
-        node = next(
-            (each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"),
-            node,
-        )
+        methods = (each for each in node.body if isinstance(each, ast.FunctionDef))
+        node = next((each for each in methods if each.name == "__init__"), node)
         skip = 1
     if not isinstance(node, ast.FunctionDef) or node.decorator_list:
         return None

@@ -114,11 +114,9 @@ def levels_of(gate: GateConfig) -> dict[str, Level]:
 
 def in_order(named: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
     """By severity of the rule, state, rank and row; at most FINDINGS_OF_A_RULE of each rule."""
-    rank = (
-        samples["rank"].to_numpy("float64", na_value=np.inf)[named["row"].to_numpy(int)]
-        if "rank" in samples
-        else 0.0
-    )
+    rank: Any = 0.0
+    if "rank" in samples:
+        rank = samples["rank"].to_numpy("float64", na_value=np.inf)[named["row"].to_numpy(int)]
     keys = named.assign(
         rule_place=named["rule"].map({rule: place for place, rule in enumerate(RULES)}).astype(int),
         state_place=named["state"].map({state: place for place, state in enumerate(_STATES)}).astype(int),
@@ -139,11 +137,8 @@ def records(
     """The findings of an ordered table. `lines`: row -> its line in the data file, where that has lines."""
     levels = levels_of(gate)
     rows = samples.iloc[ordered["row"].to_numpy(int)]
-    columns = [
-        column
-        for column in dict.fromkeys((score, "grad_norm", "loss", "p_value", "q_value", "outlier_score"))
-        if column in rows
-    ]
+    wanted = dict.fromkeys((score, "grad_norm", "loss", "p_value", "q_value", "outlier_score"))
+    columns = [column for column in wanted if column in rows]
     numbers = {column: rows[column].to_numpy("float64", na_value=np.nan).tolist() for column in columns}
     reasons, groups, indices = (_texts(rows, "reasons"), _texts(rows, "group"), rows["index"].tolist())
     for place, row in enumerate(ordered.itertuples(index=False)):
@@ -178,9 +173,7 @@ def _message(rule: str, score: str, values: Mapping[str, float]) -> str:
 def _texts(rows: pd.DataFrame, column: str) -> list[str | None]:
     if column not in rows:
         return [None] * len(rows)
-    return [
-        None if each is None or each != each or each is pd.NA else str(each) for each in rows[column].tolist()
-    ]
+    return [None if pd.isna(each) else str(each) for each in rows[column].tolist()]
 
 
 def _finite(value: float) -> float | None:
@@ -230,10 +223,8 @@ class IgnoreEntry(Section):
     @property
     def words(self) -> str:
         """The sample or finding that it names, and its line."""
-        return (
-            f"{self._place}:"
-            f" {f'id {short_repr(self.id)}' if self.id is not None else f'fingerprint {self.fingerprint}'}"
-        )
+        named = f"fingerprint {self.fingerprint}" if self.id is None else f"id {short_repr(self.id)}"
+        return f"{self._place}: {named}"
 
 
 def read_ignore_list(path: Path) -> tuple[IgnoreEntry, ...]:
@@ -280,38 +271,27 @@ def settle(
     """The named samples with those that an entry names marked as ignored, and messages: entries that expired,
     and entries without effect.
     """
-    warnings, state, because = (
-        [],
-        named["state"].to_numpy(object).copy(),
-        named["ignored_because"].to_numpy(object).copy(),
-    )
+    warnings: list[str] = []
+    state, because = (named[name].to_numpy(object).copy() for name in ("state", "ignored_because"))
     ids = named["id"].map(str) if any(entry.id is not None for entry in entries) else None
     for entry in entries:
         # Fingerprints differ between rules; the ids of numbers are written as numbers or as text.
-        hit = (
-            named["fingerprint"] == entry.fingerprint
-            if ids is None or entry.id is None
-            else ids == str(entry.id)
-        )
+        by_id = ids is not None and entry.id is not None
+        hit = ids == str(entry.id) if by_id else named["fingerprint"] == entry.fingerprint
         if entry.rule is not None:
             hit &= named["rule"] == entry.rule
         rows = hit.to_numpy(bool)
         if entry.expires is not None and entry.expires < today:
-            counts = (
-                f"{int(rows.sum())} of its findings count again"
-                if rows.any()
-                else "nothing that it names is found any more"
-            )
+            again = f"{int(rows.sum())} of its findings count again"
+            counts = again if rows.any() else "nothing that it names is found any more"
             warnings.append(f"{entry.words} expired on {entry.expires}: {counts}")
         elif not rows.any():
             warnings.append(f"{entry.words} names nothing that was found; it can go")
         else:
             state[rows], because[rows] = IGNORED, entry.reason
     # Of objects: pandas would make a column of texts of it, and NaN of each None.
-    return (
-        named.assign(state=state, ignored_because=pd.Series(because, index=named.index, dtype=object)),
-        warnings,
-    )
+    reasons = pd.Series(because, index=named.index, dtype=object)
+    return named.assign(state=state, ignored_because=reasons), warnings
 
 
 def _problem(details: Any) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from psgrad.config.model import ModelConfig
 from psgrad.errors import CheckpointError, ConfigError
-from psgrad.inputs.models.checkpoint_headers import TensorHeader, checkpoint_header, require_plain_archive
+from psgrad.inputs.models.checkpoint_headers import (
+    TensorHeader,
+    checkpoint_header,
+    json_object,
+    require_plain_archive,
+)
 from psgrad.inputs.models.hub import Location, is_hub_id
 from psgrad.inputs.models.model_folders import weight_files, weights_file
 from psgrad.inputs.sources.files import require_file, sha256_of
@@ -31,11 +35,8 @@ def read_adapter_settings(folder: Path) -> dict[str, Any]:
                 else "another folder"
             ),
         )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}", cause="an interrupted copy") from error
-    if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
+    content = json_object(path)
+    if not isinstance(content.get("peft_type"), str):
         raise CheckpointError(f"{path} names no peft_type", expected="a file that peft wrote")
     return content
 

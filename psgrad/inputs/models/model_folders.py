@@ -4,7 +4,7 @@ its weights. No torch, but for the type of pickled ones.
 
 from __future__ import annotations
 
-import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.models.checkpoint_headers import (
     TensorHeader,
     checkpoint_header,
+    json_object,
     require_plain_archive,
     weight_map,
 )
@@ -65,14 +66,7 @@ def saved_as(folder: Path) -> str | None:
 
 def config_of(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json. Raises CheckpointError."""
-    path = folder / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}", cause="an interrupted copy") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}", expected="an object")
-    return content
+    return json_object(folder / "config.json")
 
 
 def weights_file(folder: Path) -> Path:
@@ -120,7 +114,7 @@ def dtype_of_weights(path: Path) -> torch.dtype:
     if headers is not None:
         for tensor in headers.values():
             if tensor.dtype in _FLOATS:
-                counts[_FLOATS[tensor.dtype]] += _numbers(tensor.shape)
+                counts[_FLOATS[tensor.dtype]] += math.prod(tensor.shape)
     else:
         for file in weight_files(path):
             if file.suffix == ".json":
@@ -132,10 +126,3 @@ def dtype_of_weights(path: Path) -> torch.dtype:
         return torch.float32
     kind: torch.dtype = getattr(torch, counts.most_common(1)[0][0])
     return kind
-
-
-def _numbers(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

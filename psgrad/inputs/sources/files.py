@@ -221,11 +221,6 @@ class Wanted:
         return [*self.numbers, *self.labels, *self.texts, *self.ids]
 
 
-def named_columns(config: DataConfig, unit: str | None = None) -> list[str]:
-    """All columns that a config names, each once, and the one that says whom a row belongs to."""
-    return Wanted.of(config, unit).columns
-
-
 def not_numbers(name: str, kind: object, example: str | None = None) -> DataError:
     """The error for a column of text, dates, objects or anything else that is no number."""
     return DataError(
