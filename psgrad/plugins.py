@@ -165,11 +165,8 @@ def own_classes(kind: Kind) -> dict[str, type[Any]]:
 
 def options_of(plugin: type[Any]) -> list[str]:
     """The names of a plugin's options."""
-    return (
-        [each.name for each in dataclasses.fields(plugin) if each.init]
-        if dataclasses.is_dataclass(plugin)
-        else []
-    )
+    fields = dataclasses.fields(plugin) if dataclasses.is_dataclass(plugin) else ()
+    return [each.name for each in fields if each.init]
 
 
 def _located(location: str) -> type[Any]:

@@ -40,11 +40,9 @@ def imported(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) 
     if location == LIVE:
         return _live_module()
     with importing_beside(base), _noting(spec, base):
-        return (
-            _file_module(base / location, base, raises)
-            if location.endswith(".py")
-            else _named_module(location, base, raises)
-        )
+        if location.endswith(".py"):
+            return _file_module(base / location, base, raises)
+        return _named_module(location, base, raises)
 
 
 LIVE = "psgrad_live"
@@ -169,13 +167,10 @@ def with_code_beside(
 
 def _lies_in(folder: Path, module: ModuleType) -> bool:
     """Whether a module's file, or its folder where it is a package without one, is the user's in a folder."""
-    places = [getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)]
-    return any(
-        place is not None
-        and Path(place).resolve().is_relative_to(folder)
-        and not {"site-packages", "dist-packages"} & set(Path(place).parts)
-        for place in places
-    )
+    place = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    if place is None or {"site-packages", "dist-packages"} & set(Path(place).parts):
+        return False
+    return Path(place).resolve().is_relative_to(folder)
 
 
 def _hash_of(module: ModuleType) -> str | None:
@@ -246,9 +241,8 @@ def _file_module(path: Path, base: Path, raises: type[PsgradError]) -> ModuleTyp
     module.__file__ = str(path)
     sys.modules[name] = module  # before it runs, as for any import: dataclasses look their own module up
     try:
-        exec(
-            compile(content, str(path), "exec"), module.__dict__
-        )  # and not through a loader, which would write __pycache__ beside it
+        # Not through a loader, which would write __pycache__ beside it.
+        exec(compile(content, str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _import_failure(str(path), error, base, raises) from error

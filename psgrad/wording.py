@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,7 @@ def common_prefix(names: Sequence[str]) -> str:
     if len(names) < 2:
         return ""
     first, last = min(names), max(names)  # what the two outermost share, all share
-    alike = next(
-        (place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
-        min(len(first), len(last)),
-    )
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
     whole = first[: first[:alike].rfind(".") + 1]
     return whole if len(whole) >= PREFIX_FROM else ""
 

@@ -198,14 +198,12 @@ def unique_ids(ids: Sequence[Any] | Array, name: str) -> Array:
     found = _ids(series, name)
     twice = series[series.duplicated()].drop_duplicates()
     if len(twice):
-        shown = "; ".join(
-            f"{value!r} in rows {', '.join(map(str, np.flatnonzero(series == value)[:3]))}"
-            for value in twice[:_SHOWN]
-        )
+        rows = ((value, np.flatnonzero(series == value)[:3]) for value in twice[:_SHOWN])
+        shown = "; ".join(f"{value!r} in rows {', '.join(map(str, places))}" for value, places in rows)
         more = f"; and {len(twice) - _SHOWN} more" if len(twice) > _SHOWN else ""
+        ids, occur = ("one id", "occurs") if len(twice) == 1 else (f"{len(twice)} ids", "occur")
         raise DataError(
-            f"{'one id' if len(twice) == 1 else f'{len(twice)} ids'} in {name!r}"
-            f" {'occurs' if len(twice) == 1 else 'occur'} more than once: {shown}{more}",
+            f"{ids} in {name!r} {occur} more than once: {shown}{more}",
             expected="an id of its own for every row",
         )
     return found

@@ -69,7 +69,7 @@ def changes_of(both: pd.DataFrame, tail: str, top: int) -> pd.DataFrame:
 def spearman(a: pd.Series[Any], b: pd.Series[Any]) -> float | None:
     """Spearman's correlation over the rows with two finite values; None for fewer than two, or for ties."""
     values = pd.DataFrame({"a": a.to_numpy("float64"), "b": b.to_numpy("float64")})
-    values = values[np.isfinite(values).all(axis=1)]
+    values = values.loc[np.isfinite(values.to_numpy()).all(axis=1)]
     if len(values) < 2 or (values.nunique() < 2).any():
         return None
     return float(values.corr(method="spearman").to_numpy()[0, 1])
@@ -100,7 +100,7 @@ def groups_of(both: pd.DataFrame) -> pd.DataFrame:
 
 def _keyed(samples: pd.DataFrame, score: str, suffix: str, group: str | None) -> pd.DataFrame:
     prints = samples["fingerprint"].astype(object)
-    equal = np.zeros(len(samples), dtype=np.int64)
+    equal: Any = np.zeros(len(samples), dtype=np.int64)
     if prints.duplicated().any():
         equal = prints.groupby(prints).cumcount().to_numpy()
     values = samples[score].to_numpy("float64", na_value=np.nan)

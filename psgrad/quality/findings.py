@@ -276,8 +276,9 @@ def settle(
     ids = named["id"].map(str) if any(entry.id is not None for entry in entries) else None
     for entry in entries:
         # Fingerprints differ between rules; the ids of numbers are written as numbers or as text.
-        by_id = ids is not None and entry.id is not None
-        hit = ids == str(entry.id) if by_id else named["fingerprint"] == entry.fingerprint
+        hit = named["fingerprint"] == entry.fingerprint
+        if ids is not None and entry.id is not None:
+            hit = ids == str(entry.id)
         if entry.rule is not None:
             hit &= named["rule"] == entry.rule
         rows = hit.to_numpy(bool)

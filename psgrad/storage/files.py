@@ -139,9 +139,8 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
     crash_point()
     crash_point(lambda: os.write(descriptor, data[: max(1, len(data) // 2)]))
     written = os.write(descriptor, data)
-    while written < len(
-        data
-    ):  # some systems take 2 GiB at a time; a full disk takes a part, and refuses the rest
+    # Some systems take 2 GiB at a time; a full disk takes a part, and refuses the rest.
+    while written < len(data):
         written += os.write(descriptor, memoryview(data)[written:])
 
 

@@ -43,9 +43,8 @@ def read_columns(folder: Path, needed: Sequence[str], welcome: Iterable[str] = (
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
             require_there(names, needed, path)
-            frame: pd.DataFrame = file.read(
-                columns=[name for name in names if name in {*needed, *welcome}]
-            ).to_pandas()
+            wanted = [name for name in names if name in {*needed, *welcome}]
+            frame: pd.DataFrame = file.read(columns=wanted).to_pandas()
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, error) from error
     require_typed(frame, path)
@@ -88,9 +87,8 @@ def require_typed(frame: pd.DataFrame, path: Path) -> None:
 
 def write_check(folder: RunFolder, result: CheckResult) -> None:
     """Write findings.jsonl, a finding a line, and check.json, all else. Raises OutputError."""
-    lines = "".join(
-        json.dumps(finding_record(finding), allow_nan=False) + "\n" for finding in result.findings
-    )
+    records = map(finding_record, result.findings)
+    lines = "".join(f"{json.dumps(record, allow_nan=False)}\n" for record in records)
     folder.write_bytes(FINDINGS, lines.encode("ascii"))
     folder.write_json(CHECK, check_record(result))
 
@@ -136,9 +134,8 @@ def load_run(folder: Path) -> AnalyzeResult:
     samples = _table(folder / "samples.parquet")
     require_there(list(map(str, samples)), _COLUMNS, folder / "samples.parquet")
     require_typed(samples, folder / "samples.parquet")
-    measures = {
-        name: _measure(folder, name, about) for name, about in _json(folder / f"{MEASURES}.json", {}).items()
-    }
+    told = _json(folder / f"{MEASURES}.json", {})
+    measures = {name: _measure(folder, name, about) for name, about in told.items()}
     return AnalyzeResult(
         samples,
         _table(folder / "parameters.parquet"),
@@ -197,18 +194,14 @@ def _measure(folder: Path, name: str, about: dict[str, Any]) -> MeasureResult:
 
 def _inputs(folder: Path) -> list[TopSample]:
     listed = _json(folder / "inputs" / "inputs.json", [])
-    images = (
-        _arrays(folder / "inputs" / "images.safetensors")
-        if (folder / "inputs" / "images.safetensors").exists()
-        else {}
-    )
-    values = [tuple((name, value) for name, value in each.get("values") or ()) for each in listed]
-    return [
-        TopSample(
-            each["id"], images.get(str(place)), each["text"], values[place], images.get(f"original.{place}")
-        )
-        for place, each in enumerate(listed)
-    ]
+    file = folder / "inputs" / "images.safetensors"
+    images = _arrays(file) if file.exists() else {}
+    found = []
+    for place, each in enumerate(listed):
+        values = tuple((name, value) for name, value in each.get("values") or ())
+        original = images.get(f"original.{place}")
+        found.append(TopSample(each["id"], images.get(str(place)), each["text"], values, original))
+    return found
 
 
 def _table(path: Path) -> pd.DataFrame:

@@ -99,12 +99,8 @@ class RunFolder:
         run = cls(path)
         try:
             own = [path / name for name in (SHARDS, MEASURES, "inputs", "plots")]
-            leftovers = [
-                leftover
-                for folder in own
-                if folder.is_dir() and not folder.is_symlink()
-                for leftover in folder.rglob(".*.tmp")
-            ]
+            folders = [folder for folder in own if folder.is_dir() and not folder.is_symlink()]
+            leftovers = [leftover for folder in folders for leftover in folder.rglob(".*.tmp")]
             for leftover in [*path.glob(".*.tmp"), *leftovers]:
                 leftover.unlink()
         except OSError as error:
@@ -194,10 +190,8 @@ class RunFolder:
                 self.write_table(f"{stem}.{file_name(table)}.parquet", frame)
             if result.arrays:
                 self.write_bytes(f"{stem}.safetensors", packed(result.arrays))
-            words = {
-                key: getattr(result, key)
-                for key in ("title", "formula", "unit", "source", "meanings", "numbers")
-            }
+            keys = ("title", "formula", "unit", "source", "meanings", "numbers")
+            words = {key: getattr(result, key) for key in keys}
             about[name] = {**words, "tables": list(result.tables), "arrays": list(result.arrays)}
         self.write_json(f"{MEASURES}.json", about)
 
@@ -217,16 +211,11 @@ class RunFolder:
             self.write_json("inputs/special_tokens.json", sorted(special_tokens & vocabulary.keys()))
         if not inputs:
             return
-        self.write_json(
-            "inputs/inputs.json",
-            [{"id": each.id, "text": each.text, "values": each.values} for each in inputs],
-        )
+        listed = [{"id": each.id, "text": each.text, "values": each.values} for each in inputs]
+        self.write_json("inputs/inputs.json", listed)
         images = {str(place): each.image for place, each in enumerate(inputs) if each.image is not None}
-        images |= {
-            f"original.{place}": each.original
-            for place, each in enumerate(inputs)
-            if each.original is not None
-        }
+        originals = ((place, each.original) for place, each in enumerate(inputs))
+        images |= {f"original.{place}": each for place, each in originals if each is not None}
         if images:
             self.write_bytes("inputs/images.safetensors", packed(images))
 

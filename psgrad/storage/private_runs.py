@@ -70,11 +70,9 @@ class PrivateRunFolder(RunFolder):
             )
         if not has_begun(path / LEDGER):
             command = manifest.get("command", "dp-step")
-            began = (
-                "which is no private run"
-                if command != "dp-step"
-                else "which was killed before its first step, so that nothing was spent"
-            )
+            began = "which is no private run"
+            if command == "dp-step":
+                began = "which was killed before its first step, so that nothing was spent"
             raise ConfigError(
                 f"the run in {path} can't be resumed: it is one of `psgrad {command}`, {began}",
                 expected=f"a run with a ledger in {LEDGER}",

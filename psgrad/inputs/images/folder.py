@@ -30,11 +30,9 @@ class FolderRows(TableRows):
     @cached_property
     def fingerprint(self) -> str:
         """Of the metadata file, or of the names and classes; not of what is in the images."""
-        return (
-            super().fingerprint
-            if self.files
-            else hashlib.sha256(str(self._table.to_pydict()).encode()).hexdigest()
-        )
+        if self.files:
+            return super().fingerprint
+        return hashlib.sha256(str(self._table.to_pydict()).encode()).hexdigest()
 
 
 def with_names(config: DataConfig, base: Path) -> DataConfig:
@@ -80,13 +78,8 @@ def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> Rows
 
 def _left_out(folder: Path, paths: Set[str], classes: bool) -> tuple[str, ...]:
     """What is to be said of the files of a folder that are no rows; hidden ones are not named."""
-    others = [
-        name
-        for path in sorted(folder.rglob("*"))
-        if not path.is_dir()
-        and not path.name.startswith(".")
-        and (name := path.relative_to(folder).as_posix()) not in paths
-    ]
+    files = (path for path in sorted(folder.rglob("*")) if not path.is_dir() and path.name[0] != ".")
+    others = [name for path in files if (name := path.relative_to(folder).as_posix()) not in paths]
     if not others:
         return ()
     where = " in the folder of a class" if classes else ""

@@ -133,7 +133,7 @@ def checkpoint_files(path: Path) -> list[Path]:
 
 
 def json_object(path: Path, named: str = "") -> dict[str, Any]:
-    """The object in a file of JSON. named: what stands before its path in messages. Raises CheckpointError."""
+    """The object in a file of JSON. named: what is before its path in messages. Raises CheckpointError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

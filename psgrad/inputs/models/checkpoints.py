@@ -120,11 +120,9 @@ def _at(loaded: object, key: str) -> object:
 
 
 def _is_state_dict(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and bool(value)
-        and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
-    )
+    if not isinstance(value, dict) or not value:
+        return False
+    return all(isinstance(name, str) and isinstance(each, Tensor) for name, each in value.items())
 
 
 def _keys_of_state_dicts(loaded: object) -> list[str]:
@@ -137,11 +135,7 @@ def _keys_to_name(loaded: object) -> str:
     keys, usable = list(loaded) if isinstance(loaded, dict) else [], _keys_of_state_dicts(loaded)
     if usable:
         return f"set model.state_dict_key to the state dict that you mean: {', '.join(usable[:_SHOWN])}"
-    return (
-        f"it holds {', '.join(repr(key) for key in keys[:_SHOWN])}"
-        if keys
-        else f"it holds a {type(loaded).__name__}"
-    )
+    return f"it holds {', '.join(map(repr, keys[:_SHOWN])) if keys else f'a {type(loaded).__name__}'}"
 
 
 # -- Loading -------------------------------------------------------------------------------------------------
@@ -282,9 +276,8 @@ def _group(name: str, lines: list[str]) -> list[str]:
 def _fit(model: nn.Module, state_dict: Mapping[str, Tensor]) -> _Fit:
     wanted = _persistent(model)
     present = {id(tensor) for name, tensor in wanted.items() if name in state_dict}
-    missing = [
-        name for name, tensor in wanted.items() if name not in state_dict and id(tensor) not in present
-    ]
+    absent = (name for name in wanted if name not in state_dict)
+    missing = [name for name in absent if id(wanted[name]) not in present]
     unexpected = [name for name in state_dict if name not in wanted]
     common = [name for name in wanted if name in state_dict]
     problems = ((name, _mismatch(state_dict[name], wanted[name])) for name in common)
@@ -298,9 +291,8 @@ def _fit(model: nn.Module, state_dict: Mapping[str, Tensor]) -> _Fit:
 
 def _persistent(model: nn.Module) -> dict[str, Any]:
     """What the model's state dict holds, by every name: the very tensors, so that tied ones are the same."""
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
+    tensors: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
     return {name: tensors.get(name, value) for name, value in model.state_dict().items()}
 
 
@@ -310,25 +302,20 @@ def _mismatch(got: Tensor, wanted: Any) -> str | None:
     if got.shape != wanted.shape:
         return f"{list(got.shape)} in the checkpoint, {list(wanted.shape)} in the model"
     if not torch.can_cast(got.dtype, wanted.dtype):
-        return f"{_short(got.dtype)} in the checkpoint, {_short(wanted.dtype)} in the model"
+        return f"{got.dtype} in the checkpoint, {wanted.dtype} in the model".replace("torch.", "")
     return None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _with_nearest(names: list[str], others: list[str]) -> list[str]:
     # Only the first few are shown, and the search is quadratic.
-    close = [nearest(name, others) for name in names[:_SHOWN]]
-    return [
-        f"{name} (nearest: {other})" if other else name for name, other in zip(names, close, strict=False)
-    ] + names[_SHOWN:]
+    close = ((name, nearest(name, others)) for name in names[:_SHOWN])
+    return [f"{name} (nearest: {other})" if other else name for name, other in close] + names[_SHOWN:]
 
 
 def _copy(model: nn.Module, state_dict: Mapping[str, Tensor], source: str) -> None:
     sources: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in _persistent(model).items():
+    wanted = _persistent(model)
+    for name, tensor in wanted.items():
         if name not in state_dict:
             continue
         first_name, first = sources.setdefault(id(tensor), (name, state_dict[name]))
@@ -338,7 +325,6 @@ def _copy(model: nn.Module, state_dict: Mapping[str, Tensor], source: str) -> No
                 " tensors for them",
                 cause="the checkpoint belongs to a model in which they are not tied",
             )
-    wanted = _persistent(model)
     whole = {name: sources[id(each)][1] for name, each in wanted.items() if id(each) in sources}
     filled = fill_from_files(model, whole)
     model.load_state_dict({name: each for name, each in whole.items() if name not in filled}, strict=False)

@@ -55,11 +55,8 @@ def choose_trainable(model: nn.Module, patterns: Sequence[str], key: str) -> lis
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise _no_match(pattern, names, key)
-    chosen = {
-        name: parameter
-        for name, parameter in named
-        if any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
+    matching = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    chosen = {name: parameter for name, parameter in named if name in matching}
     if not chosen:
         raise ConfigError(
             f"{key} chooses no parameter",
@@ -198,11 +195,9 @@ def _from_pretrained(
     """A pretrained model with its adapters. `narrow`: of a model with adapters nothing else is trained."""
     narrow = narrow and config.adapter is not None
     found = load_pretrained(config, base, narrow=narrow, allow_download=allow_download, in_files=in_files)
-    adapted = (
-        Adapted(found.model)
-        if config.adapter is None
-        else with_adapters(found, config, base, allow_download=allow_download)
-    )
+    adapted = Adapted(found.model)
+    if config.adapter is not None:
+        adapted = with_adapters(found, config, base, allow_download=allow_download)
     origin = {
         "pretrained": config.pretrained,
         "folder": str(found.location.folder),
@@ -259,9 +254,7 @@ def hash_of_files(files: Sequence[Path]) -> str:
 def _require_usable_parameters(model: nn.Module, factory: str) -> None:
     parameters = dict(model.named_parameters())
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        what = (
-            "has no parameters" if not parameters else "has only frozen parameters (requires_grad is False)"
-        )
+        what = "has only frozen parameters (requires_grad is False)" if parameters else "has no parameters"
         raise ModelError(f"the model of {factory} {what}", expected="at least one parameter to differentiate")
     for name, parameter in parameters.items():
         if parameter.is_meta:
@@ -354,9 +347,8 @@ def resolve_training(spec: str, base: Path) -> Train:
                 f"the training function {spec} returned a model with other weights than it was given: {odd}",
                 expected="the model that it is given, trained",
             )
-        lost = next(
-            (name for name, value in trained.named_parameters() if not bool(value.isfinite().all())), None
-        )
+        named = trained.named_parameters()
+        lost = next((name for name, value in named if not bool(value.isfinite().all())), None)
         if lost is not None:
             raise ModelError(
                 f"the training function {spec} returned a model whose parameter {lost} is not finite",

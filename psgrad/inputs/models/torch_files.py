@@ -83,8 +83,6 @@ def _refused_object(error: Exception) -> str:
     # torch's message is a page of advice on how to switch the safety off; the one fact in it is the object's
     # name.
     found = re.search(r"GLOBAL (\S+)", str(error))
-    return (
-        f"it refers to {found[1]}, which is code"
-        if found
-        else "a damaged file, or one saved with objects of the training program inside"
-    )
+    if found:
+        return refers_to((found[1],))
+    return "a damaged file, or one saved with objects of the training program inside"

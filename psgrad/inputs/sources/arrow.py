@@ -97,12 +97,10 @@ def common_schema(schemas: Sequence[tuple[str, pa.Schema]], texts: Iterable[str]
     """
     if not schemas:
         return pa.schema([])
-    return pa.schema(
-        [
-            (name, _common_type(name, [(where, schema.field(name).type) for where, schema in schemas], texts))
-            for name in schemas[0][1].names
-        ]
-    )
+    kinds = {
+        name: [(where, schema.field(name).type) for where, schema in schemas] for name in schemas[0][1].names
+    }
+    return pa.schema([(name, _common_type(name, each, texts)) for name, each in kinds.items()])
 
 
 def _common_type(

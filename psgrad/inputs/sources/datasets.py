@@ -165,14 +165,9 @@ class DatasetSamples(Samples):
         if not callable(tokens) and not callable(decode):
             return None
         try:
-            found = (
-                tokens(list(ids))
-                if callable(tokens)
-                else map(decode, [[each] for each in ids])
-                if callable(decode)
-                else ()
-            )
-            return [str(each) for each in found]
+            if callable(tokens):
+                return [str(each) for each in tokens(list(ids))]
+            return [str(decode([each])) for each in ids] if callable(decode) else []
         except Exception as error:
             how = "tokens(ids)" if callable(tokens) else "tokenizer.decode([id])"
             raise DataError(f"{how} of {self._source} raised {describe_failure(error)}") from error
@@ -238,10 +233,8 @@ class DatasetSamples(Samples):
 
     def _lengths_of(self, item: Item) -> list[int]:
         assert self.ragged is not None
-        pairs = (
-            (x, axis) for x, axes in zip(item.tensors, self.ragged.axes, strict=False) for axis, _ in axes
-        )
-        return [x.shape[axis] for x, axis in pairs]
+        ragged = zip(item.tensors, self.ragged.axes, strict=False)
+        return [x.shape[axis] for x, axes in ragged for axis, _ in axes]
 
     def _require_like_the_first(self, row: int, item: Item) -> None:
         ours, firsts = item.shapes, self._first.shapes
@@ -290,11 +283,8 @@ class DatasetSamples(Samples):
 
     def _digest(self, count: int, units: Array | None) -> str:
         """Of the factory and its arguments, the length, the first and last item, and the units."""
-        digest = hashlib.sha256(
-            json.dumps(
-                [self._config.factory, self._config.kwargs, count], sort_keys=True, default=str
-            ).encode()
-        )
+        made_by = [self._config.factory, self._config.kwargs, count]
+        digest = hashlib.sha256(json.dumps(made_by, sort_keys=True, default=str).encode())
         with restored():
             for row in (0, count - 1):
                 try:
@@ -347,9 +337,8 @@ def _padded(tensors: Sequence[Tensor], value: float) -> Tensor:
     """Tensors stacked, padded with `value` to the longest along each axis."""
     if len({x.shape for x in tensors}) == 1:
         return torch.stack(list(tensors))
-    whole = tensors[0].new_full(
-        (len(tensors), *map(max, zip(*(x.shape for x in tensors), strict=True))), value
-    )
+    longest = map(max, zip(*(x.shape for x in tensors), strict=True))
+    whole = tensors[0].new_full((len(tensors), *longest), value)
     for place, x in enumerate(tensors):
         whole[place][tuple(slice(size) for size in x.shape)] = x
     return whole

@@ -46,12 +46,8 @@ class LibraryRows(Rows):
 
 def class_names_of(features: Mapping[str, Any], columns: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """column -> the names of its classes, where a `ClassLabel` says them."""
-    found = {name: features[name] for name in columns if name in features}
-    return {
-        name: tuple(each.names)
-        for name, each in found.items()
-        if type(each).__name__ == "ClassLabel" and each.names
-    }
+    found = {name: features[name] for name in columns if type(features.get(name)).__name__ == "ClassLabel"}
+    return {name: tuple(each.names) for name, each in found.items() if each.names}
 
 
 def library_hashes(config: DataConfig, dataset: Any) -> list[str]:
@@ -73,12 +69,8 @@ def saved_to_disk(dataset: Any, folder: Path) -> None:
 
 def is_library_dataset(value: object) -> bool:
     """Whether an object is a `datasets.Dataset` whose rows can be read as they are stored."""
-    library_there = sys.modules.get("datasets")
-    return (
-        library_there is not None
-        and isinstance(value, library_there.Dataset)
-        and value.format["type"] in (None, "arrow")
-    )
+    there = sys.modules.get("datasets")
+    return there is not None and isinstance(value, there.Dataset) and value.format["type"] in (None, "arrow")
 
 
 def library_dataset(config: DataConfig, base: Path, allow_download: bool = False) -> Any:

@@ -271,14 +271,10 @@ def header_problems(
         if column is not None and column.kind in ("integer", "fraction", "boolean"):
             yield DataError(f"{name!r} is of type {column.dtype}", expected="text, chats or images")
     for identifier in (config.id, unit):
-        shape = (
-            header.columns[identifier].shape
-            if identifier is not None and identifier in header.columns
-            else None
-        )
-        if shape is not None and len(shape) != 1:
+        found = header.columns.get(identifier or "")
+        if found is not None and found.shape is not None and len(found.shape) != 1:
             yield DataError(
-                f"the ids {identifier!r} in {header.path} have the shape {list(shape)}",
+                f"the ids {identifier!r} in {header.path} have the shape {list(found.shape)}",
                 expected="one per row",
             )
     yield from _error_of(_require_one_length, header, wanted)
@@ -308,11 +304,8 @@ def joined_header(headers: Sequence[DataHeader]) -> DataHeader:
 
 
 def _require_one_length(header: DataHeader, wanted: list[str]) -> None:
-    shapes = {
-        name: shape
-        for name in wanted
-        if name in header.columns and (shape := header.columns[name].shape) is not None
-    }
+    columns = {name: header.columns[name] for name in wanted if name in header.columns}
+    shapes = {name: each.shape for name, each in columns.items() if each.shape is not None}
     common_length(shapes, header.path)
 
 

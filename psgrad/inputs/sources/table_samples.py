@@ -116,12 +116,10 @@ class TableSamples(Samples):
             return None
         (name,) = self._layout.target
         column, kind = self._rows.column(name), self._rows.schema.field(name).type
-        words = pa.types.is_dictionary(kind) and is_text(kind.value_type)
-        values = (
-            np.array(plain(column).to_pylist(), dtype=object)
-            if is_text(kind) or words
-            else numbers(column, name, self._rows.row_name)
-        )
+        if is_text(_value_type(kind)):
+            values = np.array(plain(column).to_pylist(), dtype=object)
+        else:
+            values = numbers(column, name, self._rows.row_name)
         encoded = self._labels.encoded(values, name, self._rows.row_name)
         self.class_names = encoded.class_names or self._rows.class_names.get(name)
         self.notes = (encoded.note,) if encoded.note else ()

@@ -91,11 +91,8 @@ class CausalLM(TextTask):
         tokens = self.tokenizer.encode(wholes, where=rows.where)
         found = []
         for i, row in enumerate(tokens):
-            start = (
-                _boundary(row, len(prompts[i]))
-                if row.span is not None
-                else self._prefix(rows, i, prompts[i], row)
-            )
+            told = row.span is not None
+            start = _boundary(row, len(prompts[i])) if told else self._prefix(rows, i, prompts[i], row)
             found.append((row, [place >= start for place in range(len(row.ids))]))
         return found
 

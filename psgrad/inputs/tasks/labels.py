@@ -88,25 +88,24 @@ class HeadLabels:
     def _unknown(self, value: Any, where: str) -> DataError:
         if value is None or value != value:
             return DataError(f"{where} has no label", expected=f"one of {first_of(self.names, _SHOWN)}")
-        named = isinstance(value, str)
+        arrived = f"{where} has the label {value!r}"
+        if not isinstance(value, str):
+            numbers = f"a number from 0 to {len(self.names) - 1}"
+            return DataError(arrived, expected=f"{numbers}, or {IGNORED} for a label that does not count")
+        expected = f"one of {first_of(self.names, _SHOWN)}"
+        if not self.generic:
+            return DataError(arrived, expected=expected)
         return DataError(
-            f"{where} has the label {value!r}",
-            expected=f"one of {first_of(self.names, _SHOWN)}"
-            if named
-            else f"a number from 0 to {len(self.names) - 1}, or {IGNORED} for a label that does not count",
-            cause="the model's config has no names of its classes (id2label)"
-            if named and self.generic
-            else None,
-            next_step="list the names in data.class_names, in the order of the model's outputs"
-            if named and self.generic
-            else None,
+            arrived,
+            expected=expected,
+            cause="the model's config has no names of its classes (id2label)",
+            next_step="list the names in data.class_names, in the order of the model's outputs",
         )
 
     def numbers(self, rows: TextRows, column: str) -> Array:
         """[n]: the class of each row's label."""
-        return np.array(
-            [self.number(value, rows.where(i)) for i, value in enumerate(rows.values(column))], np.int64
-        )
+        values = enumerate(rows.values(column))
+        return np.array([self.number(value, rows.where(i)) for i, value in values], np.int64)
 
     def of_list(self, values: Sequence[Any], where: str) -> list[int]:
         """The class of each label in a list."""

@@ -63,17 +63,12 @@ class MultipleChoice(TextTask):
         )
         targets = self._targets(rows, count)
         values = [self.inputs_of(row) for row in tokens]
-        padding = [field.padding for field in self.fields]
-        return [
-            (
-                *(
-                    _stacked(parts, padding[place])
-                    for place, parts in enumerate(zip(*values[i * count : (i + 1) * count], strict=True))
-                ),
-                targets[i],
-            )
-            for i in range(len(rows))
-        ]
+        padding = [field.padding for field in self.fields[:-1]]
+        found: list[EncodedRow] = []
+        for i in range(len(rows)):
+            inputs = zip(zip(*values[i * count : (i + 1) * count], strict=True), padding, strict=True)
+            found.append((*(_stacked(parts, value) for parts, value in inputs), targets[i]))
+        return found
 
     def _choices(self, rows: TextRows) -> list[list[str]]:
         names = self.texts[1:]
@@ -93,10 +88,8 @@ class MultipleChoice(TextTask):
         return found
 
     def _targets(self, rows: TextRows, count: int) -> Array:
-        return np.array(
-            [self._number(value, count, rows.where(i)) for i, value in enumerate(rows.values(self.target))],
-            np.int64,
-        )
+        values = enumerate(rows.values(self.target))
+        return np.array([self._number(value, count, rows.where(i)) for i, value in values], np.int64)
 
     def _number(self, value: Any, count: int, where: str) -> int:
         number = int(value) if isinstance(value, str) and value.strip().isdigit() else value

@@ -149,28 +149,16 @@ class Tokenizer:
 
 def _encodings(batch: Any) -> list[Encoding]:
     """What a tokenizer returned, row by row."""
-    rows = range(len(batch["input_ids"]))
     fast = batch.encodings
     if fast is None:
-        return [
-            Encoding(
-                batch["input_ids"][i],
-                batch["token_type_ids"][i] if "token_type_ids" in batch else [0] * len(batch["input_ids"][i]),
-                list(map(bool, batch["special_tokens_mask"][i])),
-            )
-            for i in rows
-        ]
-    return [
-        Encoding(
-            each.ids,
-            each.type_ids,
-            list(map(bool, each.special_tokens_mask)),
-            each.sequence_ids,
-            each.word_ids,
-            each.offsets,
-        )
-        for each in fast
-    ]
+        types = batch.get("token_type_ids") or [[0] * len(ids) for ids in batch["input_ids"]]
+        special = [list(map(bool, each)) for each in batch["special_tokens_mask"]]
+        return list(map(Encoding, batch["input_ids"], types, special))
+    found = []
+    for each in fast:
+        told = (each.sequence_ids, each.word_ids, each.offsets)
+        found.append(Encoding(each.ids, each.type_ids, list(map(bool, each.special_tokens_mask)), *told))
+    return found
 
 
 def load_tokenizer(data: DataConfig, base: Path, pretrained: Pretrained) -> Tokenizer:
@@ -224,12 +212,8 @@ def _read(folder: Path) -> Any:
             next_step="load it with transformers.AutoTokenizer.from_pretrained to see more",
         ) from error
     # Of bytes or characters there is no vocabulary to be saved.
-    files = (
-        "tokenizer.json",
-        *inner.vocab_files_names.values(),
-        *(() if inner.vocab_files_names else _SAVED),
-    )
-    if not any((folder / name).exists() for name in files):
+    vocabulary = tuple(inner.vocab_files_names.values()) or _SAVED
+    if not any((folder / name).exists() for name in ("tokenizer.json", *vocabulary)):
         raise missing
     return inner
 
@@ -258,11 +242,8 @@ def _pad_token(inner: Any, config: Any, size: int | None) -> tuple[int, list[str
     if known(pad):
         return pad, []
     name, value = (inner.eos_token, end) if known(end) else ("the token 0", 0)
-    why = (
-        "the tokenizer has no pad token"
-        if pad is None
-        else f"the model has no embedding for the pad token {inner.pad_token}"
-    )
+    why = f"the model has no embedding for the pad token {inner.pad_token}"
+    why = "the tokenizer has no pad token" if pad is None else why
     return value, [f"{why}: rows are padded with {name}"]
 
 
