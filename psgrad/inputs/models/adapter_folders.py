@@ -11,7 +11,7 @@ from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.models.checkpoint_headers import (
     TensorHeader,
     checkpoint_header,
-    json_object,
+    json_content,
     require_plain_archive,
 )
 from psgrad.inputs.models.hub import Location, is_hub_id
@@ -35,8 +35,8 @@ def read_adapter_settings(folder: Path) -> dict[str, Any]:
                 else "another folder"
             ),
         )
-    content = json_object(path)
-    if not isinstance(content.get("peft_type"), str):
+    content: dict[str, Any] = json_content(path)
+    if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
         raise CheckpointError(f"{path} names no peft_type", expected="a file that peft wrote")
     return content
 

@@ -132,24 +132,22 @@ def checkpoint_files(path: Path) -> list[Path]:
     return [path, *(path.parent / shard for shard in sorted(set(weight_map(path).values())))]
 
 
-def json_object(path: Path, named: str = "") -> dict[str, Any]:
-    """The object in a file of JSON. named: what is before its path in messages. Raises CheckpointError."""
+def json_content(path: Path, named: str = "") -> Any:
+    """What a file of JSON holds. named: what is before its path in messages. Raises CheckpointError."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{named}{path} is not valid JSON: {error}", cause="an interrupted copy or download"
         ) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{named}{path} holds a {type(content).__name__}", expected="an object")
-    return content
 
 
 def weight_map(index: Path, suffix: str = ".safetensors") -> dict[str, str]:
     """Tensor name to shard, a file that ends in `suffix`. Every shard's path is checked: nothing outside the
     index's own folder is ever opened.
     """
-    weight_map = json_object(index, "the index ").get("weight_map")
+    content = json_content(index, "the index ")
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
             f"the index {index} has no weight_map",

@@ -13,7 +13,7 @@ from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.models.checkpoint_headers import (
     TensorHeader,
     checkpoint_header,
-    json_object,
+    json_content,
     require_plain_archive,
     weight_map,
 )
@@ -66,7 +66,11 @@ def saved_as(folder: Path) -> str | None:
 
 def config_of(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json. Raises CheckpointError."""
-    return json_object(folder / "config.json")
+    path = folder / "config.json"
+    content = json_content(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}", expected="an object")
+    return content
 
 
 def weights_file(folder: Path) -> Path:
