@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -26,7 +25,6 @@ from psgrad.engine.gradients.terms.numerics import (
     exponent,
     norms_at_least,
     power_of_two,
-    rows_of,
     square_norm,
     sum_of_products,
     times_shared,
@@ -43,6 +41,7 @@ class Product(Term):
 
     left: torch.Tensor  # [n, g, t, a]
     right: torch.Tensor  # [n, g, t, b]
+    position_axis = 2
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -51,12 +50,6 @@ class Product(Term):
     @property
     def factors(self) -> tuple[torch.Tensor, ...]:
         return (self.left, self.right)
-
-    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Product:
-        return Product(
-            rows_of(self.left, samples).to(dtype or self.dtype),
-            rows_of(self.right, samples).to(dtype or self.dtype),
-        )
 
     def order_costs(self) -> dict[str, Cost]:
         """Gram matrices cost t*t*(a+b) a group, the value t*a*b; neither is needed for one position."""
@@ -116,15 +109,6 @@ class Product(Term):
 
     def scaled(self, factor: float) -> Product:
         return Product(self.left * factor, self.right)
-
-    def merge_key(self) -> tuple[Any, ...]:
-        return Product, self.shape
-
-    def plus(self, others: Sequence[Product]) -> Product:
-        every = (self, *others)
-        return Product(
-            torch.cat([term.left for term in every], 2), torch.cat([term.right for term in every], 2)
-        )
 
     @property
     def is_outer_product(self) -> bool:

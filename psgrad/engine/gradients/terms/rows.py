@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -24,7 +23,6 @@ from psgrad.engine.gradients.terms.numerics import (
     norms_at_least,
     of_one_dtype,
     power_of_two,
-    rows_of,
     square_norm,
     sum_of_products,
 )
@@ -48,11 +46,6 @@ class Rows(Term):
     @property
     def factors(self) -> tuple[torch.Tensor, ...]:
         return (self.rows, self.index)
-
-    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Rows:
-        return Rows(
-            rows_of(self.index, samples), rows_of(self.rows, samples).to(dtype or self.dtype), self.count
-        )
 
     def _keys(self) -> torch.Tensor:
         """[n * t]: one number for each pair of sample and table row."""
@@ -112,17 +105,6 @@ class Rows(Term):
 
     def scaled(self, factor: float) -> Rows:
         return Rows(self.index, self.rows * factor, self.count)
-
-    def merge_key(self) -> tuple[Any, ...]:
-        return Rows, self.shape
-
-    def plus(self, others: Sequence[Rows]) -> Rows:
-        every = (self, *others)
-        return Rows(
-            torch.cat([term.index for term in every], 1),
-            torch.cat([term.rows for term in every], 1),
-            self.count,
-        )
 
     def order_costs(self) -> dict[str, Cost]:
         size = self.rows.shape[1] * self.rows.shape[2] * accumulating_dtype(self.dtype).itemsize

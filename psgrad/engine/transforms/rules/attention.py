@@ -17,7 +17,7 @@ from psgrad.engine.transforms.state import state
 from psgrad.errors import UnsupportedOperatorError
 
 
-def _attention(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _attention(*args: Any, **kwargs: Any) -> Any:
     """Attention with a derivative, computed as [batch, heads, t, d], the only layout with fused kernels."""
     query, key, value = args[:3]
     rest, rank = list(args[3:]), max(query.dim(), key.dim(), value.dim())
@@ -162,28 +162,13 @@ define(aten.scaled_dot_product_attention.default, instead=_attention, batch=_att
 # -- the fused kernels ---------------------------------------------------------------------------------------
 
 
-def _cpu_back(
-    out: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Any:
-    return _of_result(
-        lambda g, _: _backward_for_cpu(g, query, key, value, *out[:2], dropout_p, is_causal, **options)
-    )
-
-
 def _of_result(kernel: Callable[[torch.Tensor, Sequence[int]], Any]) -> Any:
     """The VJP through the attended values only: no other result of a fused kernel has a derivative."""
 
     def back(gs: Sequence[Any], positions: Sequence[int]) -> dict[int, Any]:
         if gs[0] is None:
             return {}
-        grads = kernel(gs[0], positions)
-        return {position: grads[position] for position in positions}
+        return dict(enumerate(kernel(gs[0], positions)))
 
     return back
 
@@ -195,7 +180,15 @@ def _mask_keyword(batch: Any, op: Op, *args: Any, attn_mask: Any = None, **kwarg
     return batch.unfold(result)
 
 
-define(aten._scaled_dot_product_flash_attention_for_cpu.default, vjp=JointVJP(_cpu_back), batch=_mask_keyword)
+define(
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    vjp=JointVJP(
+        lambda out, query, key, value, dropout_p=0.0, is_causal=False, **options: _of_result(
+            lambda g, _: _backward_for_cpu(g, query, key, value, *out[:2], dropout_p, is_causal, **options)
+        )
+    ),
+    batch=_mask_keyword,
+)
 
 # PyTorch's backward kernel computes the weights as exp(score - logsumexp), a difference of rounded numbers.
 # For large scores the sum of these weights is not one. psgrad has an operator that checks for large scores: a
@@ -208,7 +201,7 @@ _library.define(
     " Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None)"
     " -> (Tensor, Tensor, Tensor)"
 )
-_backward_for_cpu = torch.ops.psgrad.attention_backward_for_cpu.default
+_backward_for_cpu: Any = torch.ops.psgrad.attention_backward_for_cpu.default
 
 
 def _backward_kernels(
@@ -305,22 +298,6 @@ def _cpu_backward(
     return _back_by_matrix_products(g, query, key, value, mask, dropout_p, causal, scale)[:3]
 
 
-def _cuda_flash_back(
-    out: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *_: Any,
-    **scale: Any,
-) -> Any:
-    *results_and_tables, seed, offset = out[:8]
-    rest = (*results_and_tables, dropout_p, is_causal, seed, offset)
-    backward = aten._scaled_dot_product_flash_attention_backward.default
-    return _of_result(lambda g, _: backward(g, query, key, value, *rest, **scale))
-
-
 def _cuda_efficient_back(
     out: Any,
     query: Any,
@@ -356,7 +333,7 @@ def _cuda_efficient_back(
     return _of_result(kernel)
 
 
-def _efficient_forward(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _efficient_forward(*args: Any, **kwargs: Any) -> Any:
     """The backward kernel needs the log-sum-exp, which the forward call omits if no tensor requires grad."""
     if args[4]:
         return None
@@ -394,15 +371,23 @@ def _fold_leading(unfolded: frozenset[int] = frozenset()) -> Any:
     return rule
 
 
+_flash_backward = aten._scaled_dot_product_flash_attention_backward.default
 define(
-    aten._scaled_dot_product_flash_attention.default, vjp=JointVJP(_cuda_flash_back), batch=_fold_leading()
+    aten._scaled_dot_product_flash_attention.default,
+    vjp=JointVJP(
+        lambda out, query, key, value, dropout_p=0.0, is_causal=False, *_, **scale: _of_result(
+            # the first results and the tables of sequences, and behind two arguments seed and offset
+            lambda g, _: _flash_backward(
+                g, query, key, value, *out[:6], dropout_p, is_causal, *out[6:8], **scale
+            )
+        )
+    ),
+    batch=_fold_leading(),
 )
-define(
-    aten._scaled_dot_product_flash_attention_backward.default, batch=_fold_leading(frozenset({6, 7, 12, 13}))
-)
+define(_flash_backward, batch=_fold_leading(frozenset({6, 7, 12, 13})))
 
 
-@replace(aten._scaled_dot_product_flash_attention_backward.default)
+@replace(_flash_backward)
 def _cuda_flash_backward(
     g: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, *rest: Any, scale: Any = None
 ) -> Any:

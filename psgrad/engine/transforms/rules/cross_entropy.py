@@ -8,16 +8,10 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.interpreter import run
-from psgrad.engine.transforms.rules.families import aten, wrap_dim
+from psgrad.engine.transforms.rules.families import aten, first_result, shifted, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 from psgrad.engine.transforms.rules.special import no_derivative
 from psgrad.engine.transforms.shape_checks import refuse_shapes
-
-
-def _softmax_batch(batch: Any, op: Op, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-    if x.dim() == 0:
-        return op(batch.physical(x).unsqueeze(1), 1, half_to_float).squeeze(1)
-    return op(batch.physical(x), wrap_dim(dim, x.dim()) + 1, half_to_float)
 
 
 def _softmax_backward_batch(
@@ -39,7 +33,7 @@ for _forward, _backward in (
                 lambda g, dtype=x.dtype: run(backward, g, out, dim, dtype)
             )
         },
-        batch=_softmax_batch,
+        batch=shifted(1),
     )
     define(_backward, batch=_softmax_backward_batch)
 
@@ -68,7 +62,7 @@ define(
             lambda g, kind=x.dtype: aten._softmax_backward_data.default(g, out, dim, kind)
         )
     },
-    batch=lambda batch, op, x, dim, dtype=None: op(batch.physical(x), wrap_dim(dim, x.dim()) + 1, dtype),
+    batch=shifted(1),
 )
 
 
@@ -245,12 +239,8 @@ for _forward, _backward in (
     define(
         _forward,
         vjp={
-            0: lambda out, x, target, weight, reduction, ignore_index, backward=_backward: (
-                lambda gs: (
-                    run(backward, gs[0], x, target, weight, reduction, ignore_index, out[1])
-                    if gs[0] is not None
-                    else None
-                )
+            0: first_result(
+                lambda out, x, *options, backward=_backward: lambda g: run(backward, g, x, *options, out[1])
             ),
             2: no_derivative("aten::nll_loss", "weight"),
         },

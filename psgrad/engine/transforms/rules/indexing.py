@@ -10,7 +10,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.rules.embedding import looked_up
-from psgrad.engine.transforms.rules.families import aten, leading, sum_to, wrap_dim
+from psgrad.engine.transforms.rules.families import aten, leading, linear, sum_to, unchanged, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
 from psgrad.errors import TransformError
 
@@ -40,11 +40,11 @@ def _gather_back(
     return lambda g: aten.scatter_add.default(torch.zeros(shape, dtype=dtype, device=device), dim, index, g)
 
 
-define(aten.gather.default, vjp={0: _gather_back}, linear=(0,), batch=along)
+linear(aten.gather.default, back=_gather_back, batch=along)
 define(
     aten.scatter_add.default,
     vjp={
-        0: lambda out, x, dim, index, source: lambda g: g,
+        0: unchanged,
         3: lambda out, x, dim, index, source: lambda g: fit(aten.gather.default(g, dim, index), source.shape),
     },
     batch=along,
@@ -93,7 +93,7 @@ def _index_select_back(out: torch.Tensor, x: torch.Tensor, dim: int, index: torc
     return lambda g: aten.index_select_backward.default(g, shape, dim, index) if len(shape) else g
 
 
-define(aten.index_select.default, vjp={0: _index_select_back}, linear=(0,), batch=_index_select_batch)
+linear(aten.index_select.default, back=_index_select_back, batch=_index_select_batch)
 
 
 def _index_add_batch(
@@ -123,7 +123,7 @@ def _index_add_batch(
 define(
     aten.index_add.default,
     vjp={
-        0: lambda out, x, dim, index, source, alpha=1: lambda g: g,
+        0: unchanged,
         3: (
             lambda out, x, dim, index, source, alpha=1: (
                 lambda g: aten.index_select.default(g, dim, index) * alpha
@@ -245,7 +245,7 @@ def _add_at_places(
     return aten.index_select_backward.default(g, one_axis, dim, place.reshape(-1)).reshape(shape)
 
 
-define(aten.index.Tensor, vjp={0: _index_back}, linear=(0,), batch=_index_batch)
+linear(aten.index.Tensor, back=_index_back, batch=_index_batch)
 
 
 def _index_put_batch(
@@ -353,7 +353,7 @@ define(
             lambda t: aten.index_put.default(torch.zeros_like(out), indices, t.to(out.dtype), accumulate)
         )
     },
-    instead=lambda level, args, kwargs: _by_mask(*args, **kwargs),
+    instead=_by_mask,
     batch=_index_put_batch,
 )
 define(aten.index_put_.default, batch=_index_put_batch)
@@ -365,21 +365,13 @@ define(
 
 # -- triangles, searching ------------------------------------------------------------------------------------
 
-define(
-    aten.tril.default,
-    vjp={0: lambda out, x, diagonal=0: lambda g: aten.tril.default(g, diagonal)},
-    batch=leading,
-)
-define(
-    aten.triu.default,
-    vjp={0: lambda out, x, diagonal=0: lambda g: aten.triu.default(g, diagonal)},
-    batch=leading,
-)
-define(
-    aten.one_hot.default,
-    batch=lambda batch, op, x, classes=-1: op(batch.physical(x), classes),
-)
-constant(aten.one_hot.default)
+for _op in (aten.tril.default, aten.triu.default):
+    define(
+        _op,
+        vjp={0: lambda out, x, diagonal=0, op=_op: lambda g: op(g, diagonal)},
+        batch=leading,
+    )
+constant(aten.one_hot.default, batch=leading)
 
 
 def _search_batch(batch: Any, op: Op, *args: Any, sorter: Any = None, **kwargs: Any) -> torch.Tensor:

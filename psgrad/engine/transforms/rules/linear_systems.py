@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.rules.families import aten, leading, sum_to
+from psgrad.engine.transforms.rules.families import aten, leading, on_physical, sum_to
 from psgrad.engine.transforms.rules.matmul import h
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, constant, define, replace
 
@@ -29,11 +29,6 @@ def matrices(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
     """Batching for operators on matrices whose leading axes broadcast."""
     rank = max(a.dim() for a in args if isinstance(a, torch.Tensor))
     return op(*[raised(batch, a, rank) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
-
-
-def everywhere(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
-    """Batching for kernels whose operands must all have the same leading axes."""
-    return op(*[batch.physical(a) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
 
 
 def with_empty(
@@ -213,8 +208,7 @@ def _solve_back(
     return back
 
 
-def _solve_vectors(level: Any, args: Any, kwargs: Any) -> Any:
-    a, b = args
+def _solve_vectors(a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Any:
     if not is_vector(a, b):
         return None
     x, *factors = aten._linalg_solve_ex.default(a, b.unsqueeze(-1), **kwargs)
@@ -376,8 +370,7 @@ def _least_squares_back(
     return back
 
 
-def _least_squares_of_vectors(level: Any, args: Any, kwargs: Any) -> Any:
-    a, b, *rest = args
+def _least_squares_of_vectors(a: torch.Tensor, b: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
     if not is_vector(a, b):
         return None
     x, *others = aten.linalg_lstsq.default(a, b.unsqueeze(-1), *rest, **kwargs)
@@ -386,7 +379,7 @@ def _least_squares_of_vectors(level: Any, args: Any, kwargs: Any) -> Any:
 
 def _least_squares_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
     """The driver decides which of the residuals, the rank and the singular values are returned."""
-    results = everywhere(batch, op, *args, **kwargs)
+    results = on_physical(batch, op, *args, **kwargs)
     return with_empty(batch, results, [i for i, x in enumerate(results) if x.shape == (0,)])
 
 
@@ -414,8 +407,4 @@ def _exponential_back(out: torch.Tensor, a: torch.Tensor) -> Callable[[torch.Ten
     return back
 
 
-define(
-    aten.linalg_matrix_exp.default,
-    vjp={0: _exponential_back},
-    batch=lambda batch, op, a: op(batch.physical(a)),
-)
+define(aten.linalg_matrix_exp.default, vjp={0: _exponential_back}, batch=leading)

@@ -11,7 +11,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.interpreter import run
-from psgrad.engine.transforms.rules.families import aten, cast, sum_to
+from psgrad.engine.transforms.rules.families import aten, cast, first_result, sum_to
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
 from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import TransformError
@@ -86,20 +86,18 @@ def _layer_norm_input(
 
 def _layer_norm_weight(
     out: Any, x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor, bias: Any, eps: float
-) -> Callable[[list[Any]], Any]:
+) -> Callable[[torch.Tensor], torch.Tensor]:
     _, mean, rstd = out
     size, dtype = weight.shape, weight.dtype
     wide = torch.promote_types(x.dtype, torch.float32)  # the sum over positions must not be in half precision
-    return lambda gs: (
-        sum_to(cast(gs[0], wide) * ((x - mean) * rstd), size, dtype) if gs[0] is not None else None
-    )
+    return lambda g: sum_to(cast(g, wide) * ((x - mean) * rstd), size, dtype)
 
 
 def _layer_norm_bias(
     out: Any, x: torch.Tensor, shape: Sequence[int], weight: Any, bias: torch.Tensor, eps: float
-) -> Callable[[list[Any]], Any]:
+) -> Callable[[torch.Tensor], torch.Tensor]:
     size, dtype = bias.shape, bias.dtype
-    return lambda gs: sum_to(gs[0], size, dtype) if gs[0] is not None else None
+    return lambda g: sum_to(g, size, dtype)
 
 
 def _layer_norm_batch(
@@ -116,13 +114,12 @@ def _layer_norm_batch(
 
 
 def _layer_norm_of_halves(
-    level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float
 ) -> tuple[torch.Tensor, ...] | None:
     """The layer norm of half-precision values, computed in single precision on a CPU. The CPU's kernel rounds
     means and deviations to the type of `x`, and higher derivatives magnify this error. Other devices return
     them in single precision.
     """
-    x, shape, weight, bias, eps = args
     if x.dtype not in (torch.float16, torch.bfloat16) or x.device.type != "cpu":
         return None
     wide = [None if t is None else cast(t, torch.float32) for t in (x, weight, bias)]
@@ -133,7 +130,7 @@ def _layer_norm_of_halves(
 
 define(
     aten.native_layer_norm.default,
-    vjp={0: _layer_norm_input, 2: _layer_norm_weight, 3: _layer_norm_bias},
+    vjp={0: _layer_norm_input, 2: first_result(_layer_norm_weight), 3: first_result(_layer_norm_bias)},
     batch=_layer_norm_batch,
     instead=_layer_norm_of_halves,
 )
@@ -194,10 +191,8 @@ def _group_norm_back(
                 groups,
                 wanted,
             )
-        cotangents = {position: grads[position] for position in positions}
-        if 0 in cotangents:
-            cotangents[0] = _input_back(lambda _: grads[0], x, mean, rstd)(gs)
-        return cotangents
+        to_input = _input_back(lambda _: grads[0], x, mean, rstd)(gs) if 0 in positions else None
+        return {0: to_input, 1: grads[1], 2: grads[2]}
 
     return back
 
@@ -235,7 +230,7 @@ def _group_norm_batch(
 define(
     aten.native_group_norm.default,
     vjp=JointVJP(_group_norm_back),
-    instead=lambda level, args, kwargs: _group_norm_of_halves(*args, **kwargs),
+    instead=_group_norm_of_halves,
     batch=_group_norm_batch,
 )
 
@@ -338,14 +333,20 @@ def _with_batch_statistics(
 ) -> torch.Tensor:
     dtype, x = x.dtype, _wide(x)
     axes = [0, *range(2, x.dim())]
-    channels = (1, -1, *(1,) * (x.dim() - 2))
     batch_var, batch_mean = torch.var_mean(x, axes, correction=0, keepdim=True)
     if mean is not None:
         _follow(mean, var, batch_mean.reshape(-1), batch_var.reshape(-1), x.numel() // x.shape[1], momentum)
-    out = (x - batch_mean) * torch.rsqrt(batch_var + eps)
+    return cast(_normalised(x, batch_mean, batch_var, weight, bias, eps), dtype)
+
+
+def _normalised(
+    x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, weight: Any, bias: Any, eps: float
+) -> torch.Tensor:
+    channels = (1, -1, *(1,) * (x.dim() - 2))
+    out = (x - mean) * torch.rsqrt(var + eps)
     if weight is not None:
         out = out * weight.reshape(channels)
-    return cast(out if bias is None else out + bias.reshape(channels), dtype)
+    return out if bias is None else out + bias.reshape(channels)
 
 
 @replace(aten.instance_norm.default)
@@ -367,7 +368,6 @@ def _instance_norm(
         return _batch_norm(x, weight, bias, mean, var, False, momentum, eps, cudnn_enabled)
     dtype, x = x.dtype, _wide(x.contiguous())
     axes = list(range(2, x.dim()))
-    channels = (1, -1, *(1,) * len(axes))
     spread, centre = torch.var_mean(x, axes, correction=0, keepdim=True)
     own = (
         _has_levels_of(x, mean) and _has_levels_of(x, var)
@@ -377,10 +377,7 @@ def _instance_norm(
     if own:  # other statistics, such as buffers from outside, are not updated
         new_mean, new_var = centre.detach().flatten(1).mean(0), spread.detach().flatten(1).mean(0)
         _follow(mean, var, new_mean, new_var, x.numel() // (x.shape[0] * x.shape[1]), momentum)
-    out = (x - centre) * torch.rsqrt(spread + eps)
-    if weight is not None:
-        out = out * weight.reshape(channels)
-    return cast(out if bias is None else out + bias.reshape(channels), dtype)
+    return cast(_normalised(x, centre, spread, weight, bias, eps), dtype)
 
 
 def _has_levels_of(x: Any, statistic: Any) -> bool:

@@ -29,10 +29,10 @@ def _scattered(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Ten
     return aten.scatter_add.default(torch.zeros_like(x), dim, index, source)
 
 
-def _instead(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _instead(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, kind: str, include_self: bool = True
+) -> Any:
     """Sums and means by scatter_add, which has derivatives; None for other reductions."""
-    x, dim, index, source, kind = args
-    include_self = kwargs.get("include_self", True)
     if kind not in ("sum", "mean"):
         return None
     start = x if include_self else aten.scatter.value(x, dim, index, 0)
@@ -58,8 +58,7 @@ def _back(
     def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
         own, arriving = shares(out, x, dim, index, source, include_self)
         own_part = g * own if include_self else aten.scatter.value(g * own, dim, index, 0)
-        cotangents = {0: own_part, 3: fit(aten.gather.default(g, dim, index) * arriving, source.shape)}
-        return {position: cotangents[position] for position in positions}
+        return {0: own_part, 3: fit(aten.gather.default(g, dim, index) * arriving, source.shape)}
 
     return back
 
@@ -218,8 +217,8 @@ def _product_of_segments(
     return _reduce(start, axis, index, known, "prod", True) * factor
 
 
-def _segment_instead(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return None if args[1] in ("max", "min") else _segment_reduce(*args, **kwargs)
+def _segment_instead(data: torch.Tensor, kind: str, **kwargs: Any) -> Any:
+    return None if kind in ("max", "min") else _segment_reduce(data, kind, **kwargs)
 
 
 def _segment_back(
