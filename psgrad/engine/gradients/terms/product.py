@@ -11,7 +11,7 @@ import torch
 from psgrad.engine.gradients.costs import Cost, Machine, norm_order_costs
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.terms.axes import arranged, by_atoms, cut_out, varies
+from psgrad.engine.gradients.terms.axes import CutTerm, arranged, by_atoms, varies
 from psgrad.engine.gradients.terms.base import Multiply, Placed, Slice, Term, sums_of_grams
 from psgrad.engine.gradients.terms.dense import dense
 from psgrad.engine.gradients.terms.hadamard import Hadamard
@@ -34,7 +34,7 @@ from psgrad.engine.gradients.terms.product_cut import CutProduct
 
 
 @dataclass(frozen=True)
-class Product(Term):
+class Product(CutTerm):
     """Sums over positions of outer products: `ngta,ngtb->ngab`. The weight gradient of every matrix
     product.
     """
@@ -257,11 +257,11 @@ class Product(Term):
             left = some.left @ first if groups == 1 else some.left @ first.view(groups, rows, -1)
             yield samples, left.flatten(1, 2), (some.right @ second).flatten(1, 2)
 
-    def _cut(self, layout: Layout) -> CutProduct | None:
+    def cut(self, layout: Layout) -> CutProduct | None:
         return CutProduct.of(self.left, self.right, layout)
 
     @staticmethod
-    def _placed(cut: CutProduct) -> Placed:
+    def placed(cut: CutProduct) -> Placed:
         """The product after the change. It is materialised if one factor has no axis left, because the value
         is then no larger than the other factor.
         """
@@ -271,24 +271,8 @@ class Product(Term):
             return dense(value.reshape(len(left), *cut.sizes()), cut.names, cut.axes, cut.shape)
         return arranged(Product(left, right), cut.names, cut.sizes(), cut.axes, cut.shape)
 
-    def narrow(self, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:
-        cut = self._cut(layout)
-        if cut is None or not cut_out(cut, layout, dim, start, step, length):
-            return None
-        return self._placed(cut)
-
-    def sum(self, layout: Layout, dims: set[int]) -> Placed | None:
-        cut = self._cut(layout)
-        if cut is None:
-            return None
-        for dim in dims:
-            for name in cut.axes[dim]:
-                cut.sum(name)
-            cut.axes[dim], cut.shape[dim] = [], 1
-        return self._placed(cut)
-
     def times(self, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
-        cut = self._cut(layout)
+        cut = self.cut(layout)
         if cut is None:
             return None
         names = cut.names
@@ -304,10 +288,10 @@ class Product(Term):
             return None
         else:
             return Hadamard.of(self, layout, by, product)
-        return self._placed(cut)
+        return self.placed(cut)
 
     def sum_times(self, layout: Layout, dims: set[int], shared: torch.Tensor) -> Placed | None:
-        cut = self._cut(layout)
+        cut = self.cut(layout)
         if cut is None:
             return None
         gone = {name for dim in dims for name in cut.axes[dim]}
@@ -327,14 +311,14 @@ class Product(Term):
         return dense(value, [name for name in names if name not in gone], cut.axes, shape)
 
     def scatter(self, layout: Layout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
-        cut = self._cut(layout)
+        cut = self.cut(layout)
         if cut is None or len(cut.axes[dim]) != 1 or not cut.scatter(cut.axes[dim][0], index, size):
             return None
         cut.shape[dim] = size
-        return self._placed(cut)
+        return self.placed(cut)
 
     def contract(self, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
-        cut = self._cut(layout)
+        cut = self.cut(layout)
         if cut is None:
             return None
         new = len(layout.atoms)
@@ -346,4 +330,4 @@ class Product(Term):
         if not cut.contract(cut.axes[dim], matrix, new):
             return None
         cut.axes[dim], cut.shape[dim] = [new], matrix.shape[-1]
-        return self._placed(cut)
+        return self.placed(cut)

@@ -11,7 +11,7 @@ import torch
 from psgrad.engine.gradients.costs import Cost
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.terms.axes import arranged, by_atoms, cut_out, varies
+from psgrad.engine.gradients.terms.axes import CutTerm, arranged, by_atoms, varies
 from psgrad.engine.gradients.terms.base import Multiply, Placed, Slice, Term
 from psgrad.engine.gradients.terms.dense import dense
 from psgrad.engine.gradients.terms.numerics import (
@@ -31,7 +31,7 @@ from psgrad.engine.gradients.terms.rows_cut import CutRows
 
 
 @dataclass(frozen=True)
-class Rows(Term):
+class Rows(CutTerm):
     """Rows that are added to a table by an index: the gradient of an embedding. The one-hot factor is never
     made.
     """
@@ -290,11 +290,11 @@ class Rows(Term):
         for samples in blocks(self.samples, each, self.device):
             yield samples, first[ranks[samples]], self.rows[samples].to(dtype) @ second
 
-    def _cut(self, layout: Layout) -> CutRows | None:
+    def cut(self, layout: Layout) -> CutRows | None:
         return CutRows.of(self.index, self.rows, self.count, layout)
 
     @staticmethod
-    def _placed(cut: CutRows) -> Placed:
+    def placed(cut: CutRows) -> Placed:
         """The rows after the change."""
         n, t, *sizes = cut.rows.shape
         if cut.count == 1:
@@ -302,28 +302,8 @@ class Rows(Term):
         term = Rows(cut.index, cut.rows.reshape(n, t, math.prod(sizes)), cut.count)
         return arranged(term, [cut.table, *cut.columns], [cut.count, *sizes], cut.axes, cut.shape)
 
-    def narrow(self, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:
-        cut = self._cut(layout)
-        if cut is None or not cut_out(cut, layout, dim, start, step, length):
-            return None
-        return self._placed(cut)
-
-    def sum(self, layout: Layout, dims: set[int]) -> Placed | None:
-        cut = self._cut(layout)
-        if cut is None:
-            return None
-        for dim in dims:
-            for name in cut.axes[dim]:
-                if name == cut.table:
-                    cut.count = 1  # all rows are one then
-                else:
-                    cut.rows = cut.rows.sum(2 + cut.columns.index(name))
-                    cut.columns.remove(name)
-            cut.axes[dim], cut.shape[dim] = [], 1
-        return self._placed(cut)
-
     def times(self, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
-        cut = self._cut(layout)
+        cut = self.cut(layout)
         if cut is None:
             return None
         names = [cut.table, *cut.columns]
@@ -337,17 +317,17 @@ class Rows(Term):
             cut.rows = product(cut.rows, spread[samples, cut.index])
         else:
             cut.rows = product(cut.rows, spread[cut.index])
-        return self._placed(cut)
+        return self.placed(cut)
 
     def scatter(self, layout: Layout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
-        cut = self._cut(layout)
+        cut = self.cut(layout)
         if cut is None or cut.axes[dim] != [cut.table]:
             return None
         cut.index, cut.count, cut.shape[dim] = index[cut.index], size, size
-        return self._placed(cut)
+        return self.placed(cut)
 
     def contract(self, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
-        cut = self._cut(layout)
+        cut = self.cut(layout)
         if cut is None or matrix.dim() != 2:
             return None
         new, names = len(layout.atoms), cut.axes[dim]
@@ -361,7 +341,7 @@ class Rows(Term):
             return None
         rows, matrix = of_one_dtype(cut.rows.reshape(n, t, math.prod(sizes)), matrix)
         cut.rows, cut.columns = torch.matmul(rows, matrix), [new]
-        return self._placed(cut)
+        return self.placed(cut)
 
 
 @dataclass(frozen=True)

@@ -45,3 +45,10 @@ class CutRows:
             self.rows = self.rows.masked_fill(~inside.reshape(*inside.shape, *(1,) * len(self.columns)), 0)
         else:
             self.rows = self.rows[(slice(None),) * (2 + self.columns.index(name)) + (at,)]
+
+    def sum(self, name: int) -> None:
+        if name == self.table:
+            self.count = 1  # all rows are one then
+        else:
+            self.rows = self.rows.sum(2 + self.columns.index(name))
+            self.columns.remove(name)

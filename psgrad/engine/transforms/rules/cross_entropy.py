@@ -263,46 +263,24 @@ def _linear_cross_entropy(
     smoothing: float,
 ) -> torch.Tensor:
     """The kernels compute gradients in the forward pass, for the batch as a whole; here the logits of a
-    sample are computed at once, or those of some positions at a time if they are many.
+    sample are computed at once. If they are many, they are computed by slices of positions, each of which
+    runs again in the backward pass.
     """
-    each = SLICE_BYTES // max(1, layer.shape[0] * x.element_size())
-    if x.dim() != 2 or layer.dim() != 2 or len(x) <= max(1, each):
-        logits = aten.linear.default(x, layer, bias)
-        refuse_shapes(aten.cross_entropy_loss.default, (logits, target, weight), {})
-        return aten.cross_entropy_loss.default(
-            logits, target, weight, _REDUCTIONS.index(reduction), ignore_index, smoothing
-        )
-    return _in_slices(x, layer, target, bias, weight, reduction, ignore_index, smoothing)
-
-
-_REDUCTIONS = ("none", "mean", "sum")
-# Of the logits of a sample that exist at a time.
-SLICE_BYTES = 32 << 20
-
-
-def _in_slices(
-    x: torch.Tensor,
-    layer: torch.Tensor,
-    target: torch.Tensor,
-    bias: Any,
-    weight: Any,
-    reduction: str,
-    ignore_index: int,
-    smoothing: float,
-) -> torch.Tensor:
-    """The loss by slices of positions, each of which runs again in the backward pass."""
     from psgrad.engine.transforms.checkpoint import checkpoint  # which is above the rules
 
-    each = max(1, SLICE_BYTES // (layer.shape[0] * x.element_size()))
-    # a value of the gradient for each sample takes less memory than the logits that it is a product of
-    settled = layer.shape[1] < len(x)
-    kind = _REDUCTIONS.index("none" if reduction == "none" else "sum")
+    each = max(1, SLICE_BYTES // max(1, layer.shape[0] * x.element_size()))
+    at_once = x.dim() != 2 or layer.dim() != 2 or len(x) <= each
+    kind = _REDUCTIONS.index(reduction if at_once or reduction == "none" else "sum")
 
     def losses(x: torch.Tensor, layer: torch.Tensor, bias: Any, target: torch.Tensor) -> torch.Tensor:
         logits = aten.linear.default(x, layer, bias)
         refuse_shapes(aten.cross_entropy_loss.default, (logits, target, weight), {})
         return aten.cross_entropy_loss.default(logits, target, weight, kind, ignore_index, smoothing)
 
+    if at_once:
+        return losses(x, layer, bias, target)
+    # a value of the gradient for each sample takes less memory than the logits that it is a product of
+    settled = layer.shape[1] < len(x)
     parts = [
         checkpoint(losses, x[start : start + each], layer, bias, target[start : start + each], settle=settled)
         for start in range(0, len(x), each)
@@ -311,6 +289,11 @@ def _in_slices(
         return torch.cat(parts)
     total = torch.stack(parts).sum()
     return total if reduction == "sum" else total / _counted(target, weight, ignore_index, len(x))
+
+
+_REDUCTIONS = ("none", "mean", "sum")
+# Of the logits of a sample that exist at a time.
+SLICE_BYTES = 32 << 20
 
 
 def _counted(target: torch.Tensor, weight: Any, ignore_index: int, positions: int) -> Any:
