@@ -157,7 +157,9 @@ def joined(folder: Path) -> Iterator[Processes | None]:
     group = RankGroup.join(_STARTED_BY if "TORCHELASTIC_RUN_ID" in os.environ else None)
     try:
         (run,) = group.agreed("host files", lambda: [secrets.randbits(62)])
-        with shared_on_host(str(run), removes=os.environ.get("LOCAL_RANK", "0") == "0"):
+        with shared_on_host(
+            str(run), removes=os.environ.get("LOCAL_RANK", "0") == "0", waiting=group.waiting
+        ):
             try:
                 yield group
             except typer.Exit:  # a verdict

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ import torch
 import yaml
 from safetensors.numpy import load_file
 
-from psgrad.engine.execution.loading import Loader
-from tests.forked_ranks import EndedRank, run_ranks
+from psgrad.engine.execution.loading import Chunk, Loader
+from tests.forked_ranks import EndedRank, run_ranks, slow_chunks
 from tests.influence_workplace import InfluenceWorkplace
 from tests.private_workplace import PrivateWorkplace
 from tests.workflows.test_private_ranks import SEEDED, assert_released_alike, private  # noqa: F401
@@ -39,22 +38,23 @@ def place(
     return found
 
 
-def too_large(chunk: Any) -> None:
+def too_large(chunk: Chunk) -> None:
     """The allocator's own error for a chunk of more rows than fit."""
     if len(chunk) > FITS:
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
-def little_memory(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Any], None]) -> Callable[[int], None]:
+def little_memory(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Chunk], None]) -> Callable[[int], None]:
     """A plant: `fails` is called with each chunk of rank 1, before it is computed."""
-    placed = Loader.place
 
     def plant(rank: int) -> None:
-        def place(loader: Loader, chunk: Any) -> Any:
-            if rank == 1:
-                fails(chunk)
-            else:
-                time.sleep(SLOW)
+        if rank == 0:
+            slow_chunks(monkeypatch, SLOW)
+            return
+        placed = Loader.place
+
+        def place(loader: Loader, chunk: Chunk) -> Any:
+            fails(chunk)
             return placed(loader, chunk)
 
         monkeypatch.setattr(Loader, "place", place)
@@ -106,7 +106,7 @@ def test_analyze_rank_with_a_limit_of_the_system_backs_off_alone(
     place.save(**{name: np.tile(value, (4, *[1] * (value.ndim - 1))) for name, value in place.arrays.items()})
     place.config["data"] |= {"id": None}
 
-    def limit(chunk: Any) -> None:
+    def limit(chunk: Chunk) -> None:
         if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
             status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
             used = int(status["VmData"].split()[0]) * 1024
