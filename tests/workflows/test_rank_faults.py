@@ -100,6 +100,7 @@ def test_port_that_is_taken_is_a_named_error(place: InfluenceWorkplace) -> None:
     assert first.code == 3, first
     assert "error: the process group can't be made" in first.err
     assert "EADDRINUSE" in first.err
+    assert "another program uses the port MASTER_PORT" in first.err
     assert "Traceback" not in first.err
 
 

@@ -143,11 +143,16 @@ class RankGroup:
                 POLL,
             )
         except (RuntimeError, ValueError) as error:
+            taken = "EADDRINUSE" in str(error)
             raise DistributedError(
                 f"the process group can't be made: {str(error).splitlines()[0]}",
                 expected="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them",
-                cause="a rank has ended already, or the environment describes no group",
-                next_step="start with torchrun, or with --processes; or unset WORLD_SIZE for one process",
+                cause="another program uses the port MASTER_PORT"
+                if taken
+                else "a rank has ended already, or the environment describes no group",
+                next_step="set MASTER_PORT to a port that is free on this host"
+                if taken
+                else "start with torchrun, or with --processes; or unset WORLD_SIZE for one process",
             ) from error
         return group
 

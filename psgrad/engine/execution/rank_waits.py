@@ -126,8 +126,10 @@ def not_together(size: int, seconds: float) -> DistributedError:
 
 
 def within(limits: Limits, look: Callable[[], None], size: int) -> Callable[[], None]:
-    """The same look while ranks come together; DistributedError where that takes too long."""
-    patience = Patience(limits.exchange)
+    """The same look while ranks come together; DistributedError where that takes too long: a little longer
+    than the waits inside, which say more.
+    """
+    patience = Patience(limits.exchange + limits.silence)
 
     def looked() -> None:
         look()
