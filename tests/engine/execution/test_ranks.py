@@ -294,7 +294,7 @@ def test_wait_for_a_rank_that_lives_has_a_limit_and_names_it(
 def test_time_in_which_a_rank_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    patience = Patience(3.0)
+    patience = Patience(2.5)
     now += 3600.0
     assert not patience.ended()
     now += 1.0
