@@ -143,6 +143,8 @@ class RankGroup:
                 POLL,
             )
         except (RuntimeError, ValueError) as error:
+            if "waiting for clients" in str(error):
+                raise not_together(size, limits.exchange) from error
             taken = "EADDRINUSE" in str(error)
             raise DistributedError(
                 f"the process group can't be made: {str(error).splitlines()[0]}",
