@@ -13,8 +13,7 @@ import pandas as pd
 import torch
 
 from psgrad.config import Config
-from psgrad.engine.execution.ranks import OneProcess, Processes
-from psgrad.engine.execution.self_check import spread_rows
+from psgrad.engine.execution.ranks import OneProcess, Processes, spread_rows
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.gradient_norms import GradientNorms
 from psgrad.engine.measures.measure import Gathered, Measure, Setting

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from safetensors.torch import save_file
 
-from psgrad.engine.execution.self_check import spread_rows
+from psgrad.engine.execution.ranks import spread_rows
 from tests.forked_ranks import EndedRank, run_ranks, slow_chunks
 from tests.influence_workplace import InfluenceWorkplace
 
