@@ -41,7 +41,7 @@ def _register(kind: type, *tensors: str) -> None:
     )
 
 
-def _kinds(base: type) -> Iterator[type]:
+def _kinds(base: type[Any]) -> Iterator[type[Any]]:
     """The dataclasses among the classes that derive from another one."""
     for each in base.__subclasses__():
         if is_dataclass(each):
