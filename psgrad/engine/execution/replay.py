@@ -5,8 +5,8 @@ replayed on the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -41,19 +41,11 @@ def _register(kind: type, *tensors: str) -> None:
     )
 
 
-def _kinds(base: type[Any]) -> Iterator[type[Any]]:
-    """The dataclasses among the classes that derive from another one."""
-    for each in base.__subclasses__():
-        if is_dataclass(each):
-            yield each
-        yield from _kinds(each)
-
-
 _register(PerSampleGradients, "gradients", "losses", "aux")
 _register(SquareNorms, "by_parameter", "losses", "aux", "computed_as")
 _register(DeferredGradient, "terms")
 _register(Placed, "term")
-for _kind in _kinds(Term):
+for _kind in Term.__subclasses__():
     _register(_kind, *(field.name for field in fields(_kind) if field.type in ("torch.Tensor", "Term")))  # type: ignore[arg-type]
 
 
