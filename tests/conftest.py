@@ -8,15 +8,21 @@ import gc
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import register_random, settings
 
 from tests.device.checked import CHECKED, checked_device
+from tests.device.factories import made_on
 from tests.seeds import set_seed
-from tests.workplace import Workplace
+
+if TYPE_CHECKING:
+    from tests.workplace import Workplace
 
 # What was measured of the machine at hand, and kept, decides orders of contraction: the tests are the same
 # everywhere.
@@ -115,6 +121,13 @@ def device() -> torch.device:
     return torch.device(DEVICE or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
+@pytest.fixture
+def on_device(device: torch.device) -> Iterator[None]:
+    """A test that uses it makes its tensors on the device, with no word on it; on the CPU nothing changes."""
+    with nullcontext() if device.type == "cpu" else made_on(device):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     set_seed(0)
@@ -125,4 +138,6 @@ def workplace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Workplace:
     """A folder with a config that works, to be changed by the test."""
+    from tests.workplace import Workplace  # it needs more than torch, which the engine's tests do not
+
     return Workplace(tmp_path, monkeypatch, capfd)
