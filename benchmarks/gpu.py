@@ -7,8 +7,8 @@ Each part is a process of its own, so that one that fails or takes too long leav
     tests         PSGRAD_TEST_DEVICE=DEVICE pytest: how many pass
     tutorial      PyTorch's per-sample-gradient tutorial: dense gradients, norms, and a loop over samples
     networks      the four networks of norms.py: norms and clipped sums beside plain and torch.func
-    transformers  the shapes of GPT-2, BERT-base and ViT-B, in float32 (beside torch.func, and Opacus where it
-                  is installed), in TF32 and under autocast to bfloat16
+    transformers  the shapes of GPT-2 (once more with a head that Opacus takes), BERT-base and ViT-B: in float32
+                  beside torch.func, and Opacus where it is installed; in TF32; under autocast to bfloat16
     graphs        a recorded chunk (on a GPU a CUDA graph) beside the eager one
     adapters      Llama's shape of 8 billion parameters in bfloat16 with adapters of rank 16: their norms
     offloaded     the same shape in float32, all of it trained and kept in pinned host memory: its norms
@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from contenders import RIVALS, Problem, Way
 from models import GPT, Block, Llama, LlamaBlock, cnn
 from norms import CASES, Case, Contest, draw_images, draw_tokens, machine, time_in_turn
-from rivals import prepared
+from rivals import UntiedGPT, prepared
 from torch import Tensor, nn
 
 from psgrad.engine.execution.loading import Block as Rows
@@ -127,6 +127,9 @@ def shapes(small: bool) -> dict[str, Case]:
 
     return {
         "GPT-2": Case("", lambda: GPT(words, t, width, layers, heads), lambda: draw_tokens(n, t, words)),
+        "GPT-2, head not tied": Case(
+            "", lambda: UntiedGPT(words, t, width, layers, heads), lambda: draw_tokens(n, t, words)
+        ),
         "BERT-base": Case(
             "",
             lambda: Encoder(nn.Embedding(words, width), width, layers, heads),

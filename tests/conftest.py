@@ -121,9 +121,11 @@ def device() -> torch.device:
     return torch.device(DEVICE or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def on_device(device: torch.device) -> Iterator[None]:
-    """A test that uses it makes its tensors on the device, with no word on it; on the CPU nothing changes."""
+    """The tests of a file that uses it make their tensors on the device without naming one (factories.py);
+    on the CPU nothing changes.
+    """
     with nullcontext() if device.type == "cpu" else made_on(device):
         yield
 

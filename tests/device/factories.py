@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,6 @@ def _called_by_a_test() -> bool:
 
 
 def _with_device(make: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
-    @wraps(make)
     def made(*args: Any, **kwargs: Any) -> Tensor:
         if kwargs.get("device") is not None or kwargs.get("out") is not None or not _called_by_a_test():
             return make(*args, **kwargs)
@@ -73,7 +71,6 @@ def _with_device(make: Callable[..., Tensor], device: torch.device) -> Callable[
 
 
 def _moved(make: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
-    @wraps(make)
     def made(*args: Any, **kwargs: Any) -> Tensor:
         found = make(*args, **kwargs)
         return found.to(device) if _called_by_a_test() else found
@@ -82,7 +79,6 @@ def _moved(make: Callable[..., Tensor], device: torch.device) -> Callable[..., T
 
 
 def _from_the_host(convert: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(convert)
     def converted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return convert(tensor.cpu() if _called_by_a_test() else tensor, *args, **kwargs)
 

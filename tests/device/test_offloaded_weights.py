@@ -29,8 +29,7 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("PSGRAD_TEST_DEVICE") != CHECKED,
     reason=f"PSGRAD_TEST_DEVICE={CHECKED} pytest tests/device",
 )
-# Without tied weights: Module.to unties them on a device of this kind, and the resident way has two then.
-NAMES = {"bert", "mixture-of-experts", "shared-layers", "resnet-batch-norm"}
+NAMES = {"gpt", "bert", "mixture-of-experts", "shared-layers", "resnet-batch-norm"}
 SOME = [each for each in ARCHITECTURES if each.name in NAMES]
 
 

@@ -17,8 +17,8 @@ import sys
 class Hidden:
     names = {
         "cryptography", "datasets", "dp_accounting", "jinja2", "matplotlib", "opacus", "pandas", "peft",
-        "PIL", "pyarrow", "pydantic", "pydantic_core", "rich", "safetensors", "scipy", "sklearn", "transformers",
-        "typer", "yaml",
+        "PIL", "pyarrow", "pydantic", "pydantic_core", "rich", "safetensors", "scipy", "sklearn",
+        "transformers", "typer", "yaml",
     }
 
     def find_spec(self, name, path=None, target=None):

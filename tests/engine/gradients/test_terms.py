@@ -35,6 +35,8 @@ from psgrad.engine.gradients.terms import (
 from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from tests.engine.gradients.agreement import LargestTensor, check_layer
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 samples = st.integers(0, 4)
 few = st.integers(1, 4)
 

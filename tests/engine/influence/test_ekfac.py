@@ -30,6 +30,8 @@ from tests.engine.influence.problems import (
     squared_error,
 )
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 N, M = 11, 4
 
 

@@ -10,6 +10,8 @@ from psgrad.engine.influence.solvers.spectrum import extremes, hutchinson_trace,
 from psgrad.errors import InfluenceError
 from tests.engine.influence.test_conjugate_gradient import symmetric
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def start(size: int, seed: int = 0) -> torch.Tensor:
     return random_block(1, size, seed)[0]

@@ -31,6 +31,8 @@ from psgrad.user_code import resolve
 from tests.engine.measures.own_passes import columns_of, gathered_of, setting_of
 from tests.models import ARCHITECTURES, Architecture
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 N = 6
 CONFIGS = Path(__file__).parents[3] / "configs"
 BOTH = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

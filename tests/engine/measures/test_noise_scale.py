@@ -22,6 +22,8 @@ from psgrad.engine.measures.builtin.dataset import (
 )
 from tests.engine.measures.passes import Rows, measured
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 SPREADS = torch.tensor([2.0, 1.0, 0.5, 0.5, 0.25], dtype=torch.float64)
 
 

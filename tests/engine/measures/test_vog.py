@@ -21,6 +21,8 @@ from psgrad.errors import MeasureError
 from tests.engine.measures.checkpoints import WithBuffers, of_checkpoints, perceptron
 from tests.engine.measures.own_passes import columns_of
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def plain(models: list[nn.Module], x: Tensor, classes: Tensor) -> np.ndarray:
     """[n]: VoG by its definition; classes [T, n] or [n], the outputs that are differentiated."""

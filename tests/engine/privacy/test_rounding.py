@@ -26,6 +26,8 @@ from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.step import PrivateTraining, private_sum
 from psgrad.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 ALPHA = 1e-4
 EVERY = Sampling("poisson", sample_rate=1.0)
 Released = Callable[[torch.dtype, int, bool, Generator], Tensor]
