@@ -8,10 +8,10 @@ import gc
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -115,10 +115,19 @@ torch.backends.cudnn.allow_tf32 = False
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
+    return _device()
+
+
+def _device() -> torch.device:
     """What PSGRAD_TEST_DEVICE names: cpu, cuda, or the device of tests/device. Else the GPU where there is
     one, else the CPU.
     """
     return torch.device(DEVICE or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _where_tests_make_tensors() -> AbstractContextManager[None]:
+    device = _device()
+    return nullcontext() if device.type == "cpu" else made_on(device)
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +135,20 @@ def on_device(device: torch.device) -> Iterator[None]:
     """The tests of a file that uses it make their tensors on the device without naming one (factories.py);
     on the CPU nothing changes.
     """
-    with nullcontext() if device.type == "cpu" else made_on(device):
+    with _where_tests_make_tensors():
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """The constants of such a file are made on the device, too, when it is imported."""
+    of_a_file = isinstance(collector, pytest.Module)
+    with (
+        _where_tests_make_tensors()
+        if of_a_file and "on_device" in collector.path.read_text()
+        else nullcontext()
+    ):
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

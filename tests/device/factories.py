@@ -10,12 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, testing
 
 _TESTS = Path(__file__).parents[1]
 _OWN = f"{_TESTS.parent / 'psgrad'}/"
@@ -30,9 +31,11 @@ _TO_NUMPY = ("numpy", "__array__")
 
 @contextmanager
 def made_on(device: torch.device) -> Iterator[None]:
-    """While it lasts, PyTorch's factories put the tensors of tests on `device`, and tensors of tests become
-    NumPy arrays from wherever they are.
+    """While it lasts, PyTorch's factories put the tensors of tests on `device`, and tests may read results
+    wherever they are: as NumPy arrays, and beside an expected tensor on another device.
     """
+    import torch._decomp.decompositions_for_jvp  # torch.func's oracles compile it with the plain factories
+
     with pytest.MonkeyPatch.context() as patch:
         for name in _WITH_A_DEVICE:
             patch.setattr(torch, name, _with_device(getattr(torch, name), device))
@@ -40,6 +43,7 @@ def made_on(device: torch.device) -> Iterator[None]:
             patch.setattr(torch, name, _moved(getattr(torch, name), device))
         for name in _TO_NUMPY:
             patch.setattr(Tensor, name, _from_the_host(getattr(Tensor, name)))
+        patch.setattr(testing, "assert_close", partial(testing.assert_close, check_device=False))
         yield
 
 

@@ -120,7 +120,7 @@ def weights_column(dtype: torch.dtype, seed: int, target: bool, generator: Gener
 
 def unrounded(values: Tensor, deviation: float, generator: Generator) -> Tensor:
     """Noise in the sum's own type, and no grid: what releases must not be."""
-    return generator.normal(values.shape, values.dtype).mul_(deviation).add_(values)
+    return generator.normal(values.shape, values.dtype, values.device).mul_(deviation).add_(values)
 
 
 @pytest.mark.parametrize(
