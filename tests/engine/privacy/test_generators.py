@@ -27,8 +27,6 @@ from psgrad.engine.privacy.generators import Generator, SecureGenerator, TorchGe
 from psgrad.errors import ConfigError
 from tests.engine.privacy.planted import PlantedGenerator, PlantedStream
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 KINDS = ("aes", "torch")
 DTYPES = (torch.float32, torch.float64)
 # The error of the first kind of every test of a distribution here. The streams have seeds, so a test passes
