@@ -7,8 +7,9 @@ Each part is a process of its own, so that one that fails or takes too long leav
     tests         PSGRAD_TEST_DEVICE=DEVICE pytest: how many pass
     tutorial      PyTorch's per-sample-gradient tutorial: dense gradients, norms, and a loop over samples
     networks      the four networks of norms.py: norms and clipped sums beside plain and torch.func
-    transformers  the shapes of GPT-2 (once more with a head that Opacus takes), BERT-base and ViT-B: in float32
-                  beside torch.func, and Opacus where it is installed; in TF32; under autocast to bfloat16
+    transformers  the shapes of GPT-2 (once more with a head that Opacus takes), BERT-base and ViT-B: in
+                  float32 beside torch.func and, where it is installed, Opacus; in TF32; in autocast to
+                  bfloat16
     graphs        a recorded chunk (on a GPU a CUDA graph) beside the eager one
     adapters      Llama's shape of 8 billion parameters in bfloat16 with adapters of rank 16: their norms
     offloaded     the same shape in float32, all of it trained and kept in pinned host memory: its norms

@@ -27,8 +27,6 @@ def checked_device() -> torch.device:
     torch.utils.rename_privateuse1_backend(CHECKED)
     torch._register_device_module(CHECKED, _module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    # Module.to keeps the parameters themselves, as on a GPU, and tied ones stay tied.
-    torch.__future__.set_swap_module_params_on_conversion(True)
     built.register_hooks()
     for name, kernel in (*_lstm_cell(), *_gru_cell()):
         _library.impl(name, kernel, "PrivateUse1")

@@ -24,8 +24,6 @@ from psgrad.errors import ModelError
 from psgrad.ragged import Block, RaggedAxes
 from tests.engine.execution.ragged_models import Case, case, flat
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 LINE = RaggedAxes((((0, 0),), ()), (0, 0), masked=True)
 APART = RaggedAxes((((0, 0),), ()), (0, 0), masked=False)
 TWO = RaggedAxes((((0, 0),), ((0, 1),), ()), (0, 0, 0), masked=True)

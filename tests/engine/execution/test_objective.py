@@ -18,8 +18,6 @@ from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.errors import LossError, ModelError
 from tests.oracles import one_sample_gradients
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 
 def grads_of(
     objective: Objective, inputs: tuple[Tensor, ...], target: Tensor | None = None, **options: Any

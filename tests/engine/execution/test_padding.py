@@ -14,8 +14,6 @@ from psgrad.engine.execution.buckets import padding_is_masked
 from psgrad.ragged import Block
 from tests.engine.execution.ragged_models import VOCABULARY, case, with_mask
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 
 def masked(kind: str, lengths: list[int], dtype: torch.dtype = torch.float64) -> bool:
     found = case(kind, dtype)

@@ -19,8 +19,6 @@ from psgrad.engine.gradients import per_sample_square_norms
 from psgrad.engine.measures.gradient_norms import GradientNorms
 from psgrad.inputs.rows import Block
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 ROWS = 50
 
 

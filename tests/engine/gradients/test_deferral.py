@@ -20,8 +20,6 @@ from psgrad.engine.transforms import functional_call
 from psgrad.errors import TransformError
 from tests.engine.gradients.agreement import LargestTensor
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 N = 3
 Params = dict[str, Tensor]
 

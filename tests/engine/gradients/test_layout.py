@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from psgrad.engine.gradients.layout import Layout, Run, split_run
-
-pytestmark = pytest.mark.usefixtures("on_device")
 
 shapes = st.lists(st.integers(1, 4), min_size=0, max_size=4)
 

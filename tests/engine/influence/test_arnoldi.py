@@ -9,8 +9,6 @@ from psgrad.engine.influence.solvers.arnoldi import arnoldi
 from psgrad.errors import InfluenceError
 from tests.engine.influence.test_conjugate_gradient import solved, symmetric
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 SPECTRUM = torch.logspace(-2, 2, 100, dtype=torch.float64)
 
 

@@ -15,8 +15,6 @@ from psgrad.engine.influence.solvers.conjugate_gradient import conjugate_gradien
 from psgrad.errors import InfluenceError
 from tests.engine.influence.problems import cross_entropy, digits, examples
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 
 def symmetric(eigenvalues: torch.Tensor, seed: int = 0) -> torch.Tensor:
     """A matrix with these eigenvalues, and eigenvectors that are random."""

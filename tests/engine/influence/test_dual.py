@@ -25,8 +25,6 @@ from tests.engine.influence.problems import (
 )
 from tests.engine.influence.runs import fit, layer_scores, scores, self_influence
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 
 def huber(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Flat in its second derivatives where an error is large, but not in its first."""

@@ -27,8 +27,6 @@ from tests.engine.influence.problems import (
 )
 from tests.engine.influence.runs import fit, layer_scores, scores, self_influence
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 INPUTS, LABELS = classified(40)
 QUERIES, QUERY_LABELS = classified(7, seed=5)
 MODEL = mlp()

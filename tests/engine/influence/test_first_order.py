@@ -15,8 +15,6 @@ from psgrad.engine.influence.ranking import joined_scores
 from psgrad.errors import InfluenceError
 from tests.engine.influence.problems import cross_entropy, examples
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 N, M, CLASSES = 11, 4, 3
 
 

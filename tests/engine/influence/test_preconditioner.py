@@ -13,8 +13,6 @@ from psgrad.engine.influence.solvers.conjugate_gradient import (
 )
 from tests.engine.influence.test_conjugate_gradient import solved, symmetric
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 SIZE = 60
 SPECTRUM = torch.logspace(-5, 2, SIZE, dtype=torch.float64)
 DAMPING = 1e-3

@@ -25,8 +25,6 @@ from psgrad.engine.influence.curvature.products import (
 )
 from tests.engine.influence.problems import cross_entropy, examples, squared_error
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 N, CLASSES, DECAY = 19, 4, 0.3
 
 

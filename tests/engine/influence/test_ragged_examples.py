@@ -18,8 +18,6 @@ from psgrad.engine.influence.evaluation.jobs import LoadedRows
 from psgrad.errors import ModelError, PsgradError
 from tests.engine.execution.ragged_models import Case, case, flat
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 LENGTHS = (3, 6, 1, 3, 5, 6)
 
 

@@ -5,7 +5,6 @@ amount.
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from psgrad.engine.gradients.flat import Vectors
@@ -25,8 +24,6 @@ from tests.engine.influence.problems import (
     trained_digits_mlp,
 )
 from tests.engine.influence.runs import fit, scores
-
-pytestmark = pytest.mark.usefixtures("on_device")
 
 
 def inverse(method: Influence | EKFAC, training: object) -> Preconditioned:

@@ -15,8 +15,6 @@ from psgrad.engine.influence.methods.source import Source, times_of
 from psgrad.errors import ConfigError, InfluenceError
 from tests.engine.influence.problems import examples, squared_error
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 RATE, STEPS, EVERY, DECAY = 0.02, 120, 4, 0.01
 EXACT = Source(fisher="exact", weight_decay=DECAY)
 

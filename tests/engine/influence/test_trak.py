@@ -31,8 +31,6 @@ from tests.engine.influence.rows_of_gradients import (
     scores_of,
 )
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 N, M, CLASSES = 13, 4, 3
 KINDS = ["none", "sparse", "rademacher", "gaussian", "two-sided"]
 

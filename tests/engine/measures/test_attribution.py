@@ -56,9 +56,8 @@ def of_classes(model: nn.Module, inputs: Tensor, target: Tensor, **facts: object
 
 def maps_of(measure: Attribution, setting: object, norms: Tensor | None = None) -> Tensor:
     """The maps of all samples, in their order."""
-    gathered = gathered_of(
-        measure, setting, torch.ones(len(setting), dtype=torch.float64) if norms is None else norms
-    )
+    norms = torch.ones(len(setting), dtype=torch.float64) if norms is None else norms
+    gathered = gathered_of(measure, setting, norms.cpu())  # where columns are
     return gathered.arrays["map_0"][gathered.arrays["rows"].argsort()]
 
 

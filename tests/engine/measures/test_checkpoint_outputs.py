@@ -35,8 +35,6 @@ from tests.engine.measures.checkpoints import (
     rows_of,
 )
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 NAMES = ["epoch-0", "epoch-1", "epoch-2"]
 
 

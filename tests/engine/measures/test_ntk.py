@@ -21,8 +21,6 @@ from tests.engine.measures.one_run import measured
 from tests.engine.measures.own_passes import setting_of
 from tests.models import ARCHITECTURES, Architecture
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 
 def found_of(setting: Setting, options: dict[str, Any] | None = None, chunk_size: int = 7) -> Gathered:
     return measured([NTK(**(options or {}))], setting, chunk_size)[1]["ntk"]

@@ -19,8 +19,6 @@ from psgrad.engine.measures.measure import Gathered
 from psgrad.errors import MeasureError
 from tests.engine.measures.checkpoints import gathered, of_checkpoints, perceptron, plain_norms
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 NAN = float("nan")
 
 

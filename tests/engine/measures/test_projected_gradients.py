@@ -23,8 +23,6 @@ from tests.engine.measures.own_passes import setting_of
 from tests.models import ARCHITECTURES, Architecture
 from tests.oracles import one_sample_gradients
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 
 def gradients_are(rows: Tensor, **facts: Any) -> Setting:
     """Samples whose gradients are these [n, p]."""

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from psgrad.engine.privacy.bit_sums import BitSums, has_bits
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.complex64, torch.bool]
 SHAPES = [(), (0,), (3,), (4097, 9), (8192, 8)]
 

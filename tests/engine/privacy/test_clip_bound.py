@@ -22,8 +22,6 @@ from tests.engine.privacy.clip_attacks import (
 )
 from tests.engine.privacy.clipped_loop import distance
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 

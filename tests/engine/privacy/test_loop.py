@@ -16,8 +16,6 @@ from psgrad.engine.privacy import make_generator
 from psgrad.engine.privacy.loop import PrivateParts, make_private
 from psgrad.errors import ConfigError, DataError, LossError, ModelError, PsgradError
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 ROWS, RATE = 24, 0.5
 
 

@@ -29,8 +29,6 @@ from psgrad.engine.privacy.model_state import ModelState
 from psgrad.engine.privacy.snapshot import PublishedTensors
 from psgrad.errors import ModelError
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 
 @dataclass(slots=True)
 class Slots:

@@ -24,8 +24,6 @@ from psgrad.errors import DataError
 from psgrad.ragged import Block
 from tests.engine.execution.ragged_models import Case, Row, case, flat
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 LARGE = ModelSize(1, 10**12)
 LENGTHS = [3, 9, 2, 3, 7, 12, 1, 5]
 KINDS = ["mean", "gpt2", "lstm"]

@@ -32,8 +32,6 @@ from psgrad.ragged import Block
 from tests.engine.privacy.drawing_models import CLASSES, FEATURES, MODELS
 from tests.engine.privacy.test_records import taking
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 BOUND = 0.01
 UNITS = np.array([0, 0, 0, 1, 2, 2, 3])
 ROWS = len(UNITS)

@@ -19,8 +19,6 @@ from psgrad.engine.privacy.step import PrivateTraining
 from psgrad.engine.transforms import functional_call
 from psgrad.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("on_device")
-
 
 def training_of_the_head(optimizer_has_all: bool, frozen: bool) -> tuple[nn.Module, PrivateTraining]:
     """The body has gradients of an earlier pass without noise, as after training on public data."""
