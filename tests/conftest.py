@@ -145,7 +145,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
     of_a_file = isinstance(collector, pytest.Module)
     with (
         _where_tests_make_tensors()
-        if of_a_file and "on_device" in collector.path.read_text()
+        if of_a_file and '"on_device"' in collector.path.read_text()
         else nullcontext()
     ):
         return (yield)
