@@ -11,6 +11,8 @@ from psgrad.engine.influence.solvers.lissa import lissa
 from psgrad.errors import InfluenceError
 from tests.engine.influence.test_conjugate_gradient import relative, solved, symmetric
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 SPECTRUM = torch.logspace(-1, 1, 40, dtype=torch.float64)
 
 
