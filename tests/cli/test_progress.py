@@ -162,4 +162,5 @@ def test_phase_without_a_count_shows_its_detail() -> None:
     terminal = Terminal()
     with BarDisplay(terminal) as bars:
         bars(Progress(0, 0, "fit", detail="pass 3, row 8 of 300"))
+        bars._bars.refresh()
     assert "pass 3, row 8 of 300" in terminal.getvalue()
