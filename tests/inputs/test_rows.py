@@ -490,7 +490,7 @@ def test_compressed_tar_copies_the_columns_that_are_named(
     (tmp_path / "copies").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "copies"))
     rows = opened(tmp_path, "a.tar.gz", inputs="cls")
-    assert [path.stat().st_size for path in (tmp_path / "copies").glob("*/*")] == [1]
+    assert [path.stat().st_size for path in (tmp_path / "copies").glob("*/copy/files")] == [1]
     assert rows.read(0, 1).to_pydict() == {"cls": [1]}
     del rows
     gc.collect()

@@ -26,7 +26,7 @@ from psgrad.inputs.images.reading import (
 )
 from psgrad.inputs.sources.arrow import plain
 from psgrad.inputs.sources.columns import RowName
-from psgrad.inputs.sources.host_files import made_once
+from psgrad.inputs.sources.host_files import arrays_made_once
 from psgrad.inputs.sources.table_samples import TableSamples
 from psgrad.inputs.sources.tables import Array, Rows
 from psgrad.inputs.targets import Labels
@@ -58,8 +58,9 @@ class ImageSamples(TableSamples):
         assert config.image is not None
         self._image, self._folder, self._prepared = config.image, folder, prepared
         of = f"images of {rows.fingerprint} in {folder}"
-        looks = made_once(of, lambda target: _save(target, *self._looked_at(rows)))
-        modes, self._digests = self._looked_at(rows) if looks is None else _saved(looks)
+        looks = arrays_made_once(of, lambda: self._looked_at(rows))
+        modes = Counter({mode: int(count) for mode, count in looks["modes"]})
+        self._digests = looks["digests"]
         digest = hashlib.sha256(self._digests.tobytes()).hexdigest()
         first = next(iter(modes), "RGB")
         self._channels = prepared.channels or channels_of(first)
@@ -105,9 +106,9 @@ class ImageSamples(TableSamples):
     def _content(self, table: pa.Table, place: int, where: str) -> tuple[bytes, str]:
         return content_of(plain(table.column(self._image))[place].as_py(), self._folder, where)
 
-    def _looked_at(self, rows: Rows) -> tuple[Counter[str], Array]:
-        """(how many images have which mode, [n, 16] bytes: a digest of each). A broken image is an error when
-        its row is read, and not here.
+    def _looked_at(self, rows: Rows) -> dict[str, Array]:
+        """`modes` [k, 2] text: how many images have which; `digests` [n, 16] bytes: of each image. A broken
+        image is an error when its row is read, and not here.
         """
         modes: Counter[str] = Counter()
         digests = np.zeros((rows.count, _DIGEST), np.uint8)
@@ -122,17 +123,7 @@ class ImageSamples(TableSamples):
                     with suppress(BrokenImage):
                         modes[opened(content, named).mode] += 1
                 digests[start + place] = np.frombuffer(_digest(content), np.uint8)
-        return modes, digests
-
-
-def _save(target: Path, modes: Counter[str], digests: Array) -> None:
-    with target.open("wb") as file:
-        np.savez(file, digests=digests, modes=np.array(list(modes.items()), dtype="U32").reshape(-1, 2))
-
-
-def _saved(file: Path) -> tuple[Counter[str], Array]:
-    with np.load(file, allow_pickle=False) as found:
-        return Counter({mode: int(count) for mode, count in found["modes"]}), found["digests"]
+        return {"digests": digests, "modes": np.array(list(modes.items()), dtype="U32").reshape(-1, 2)}
 
 
 def _digest(content: bytes) -> bytes:

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow import is_list, plain
+from psgrad.inputs.sources.host_files import arrays_made_once
 from psgrad.inputs.sources.tables import Array, Rows
 
 RowName = Callable[[int], str]
@@ -41,13 +42,22 @@ def numbers(column: pa.ChunkedArray | pa.Array, name: str, row_name: RowName, fi
 
 
 def axis_lengths(rows: Rows, names: Sequence[str]) -> dict[str, Array]:
-    """name -> [n, depth] int64: the length of each axis of each row, of columns of lists; all rows are read.
+    """name -> [n, depth] int64: the length of each axis of each row, of columns of lists; all rows are read,
+    by one process of this host.
 
     Raises DataError for a row that is missing, whose lists differ in length among themselves, or that is
     empty where others are not.
     """
     if not names:
         return {}
+    lengths = arrays_made_once(
+        f"lengths of {list(names)} in {rows.fingerprint}", lambda: _axis_lengths(rows, names)
+    )
+    return {name: np.broadcast_to(each, (rows.count, each.shape[1])) for name, each in lengths.items()}
+
+
+def _axis_lengths(rows: Rows, names: Sequence[str]) -> dict[str, Array]:
+    """name -> [n, depth], or [1, depth] where they are those of the type."""
     found: dict[str, list[Array]] = {name: [] for name in names}
     known = all(_is_fixed(rows.schema.field(name).type) for name in names)
     for start in range(0, 1 if known else rows.count, _ROWS_PER_PART):
@@ -62,7 +72,7 @@ def axis_lengths(rows: Rows, names: Sequence[str]) -> dict[str, Array]:
                 f"{rows.row_name(int(np.argmax(empty)))} of the column {name!r} is an empty list",
                 expected="at least one value in each row",
             )
-    return {name: np.broadcast_to(each, (rows.count, each.shape[1])) for name, each in lengths.items()}
+    return lengths
 
 
 def _shapes(array: pa.Array, name: str, row_name: RowName) -> Array:

@@ -18,6 +18,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+Arrays = dict[str, npt.NDArray[Any]]
+
 _POLL = 0.02  # seconds between two looks for a file that another process makes
 
 Waiting = Callable[[str], Callable[[], None]]
@@ -100,6 +105,21 @@ def made_once(content: str, make: Callable[[Path], None]) -> Path | None:
         finally:
             lock.unlink(missing_ok=True)
     return target
+
+
+def arrays_made_once(content: str, make: Callable[[], Arrays]) -> Arrays:
+    """The arrays that `make` returns, in one process of this host; see `made_once`."""
+
+    def save(target: Path) -> None:
+        made: dict[str, Any] = {**make()}
+        with target.open("wb") as file:
+            np.savez(file, **made)
+
+    file = made_once(content, save)
+    if file is None:
+        return make()
+    with np.load(file, allow_pickle=False) as found:
+        return dict(found)
 
 
 def remove_when_all_have(file: Path) -> None:

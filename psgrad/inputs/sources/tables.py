@@ -188,6 +188,7 @@ class GroupedRows(Rows):
         self._kind, self._read_group = kind, read_group
         self._held: tuple[int, pa.Table] | None = None
         self._mapped: MappedRows | None = None
+        self._visits = 0  # of groups, for rows from anywhere
 
     def column(self, name: str) -> pa.ChunkedArray:
         with errors_of_damage(self.files[0], self._kind):
@@ -203,9 +204,17 @@ class GroupedRows(Rows):
         return pa.concat_tables(parts)
 
     def _take_rising(self, rows: Array) -> pa.Table:
-        """The first time makes a mapped table of all groups, each of which would else be read every time."""
-        if len(self._starts) == 2:
-            return self._group(0).take(pa.array(rows))
+        """Once as many groups were read for such rows as there are, a mapped table of all groups is made:
+        each would be read every time. A process that needs few rows does not read them all.
+        """
+        parts = np.split(rows, np.searchsorted(rows, self._starts[1:-1]))
+        needed = [group for group, part in enumerate(parts) if len(part)]
+        self._visits += len(needed)
+        if len(parts) == 1 or self._visits <= len(parts):
+            found = (
+                self._group(group).take(pa.array(parts[group] - self._starts[group])) for group in needed
+            )
+            return pa.concat_tables([_without_categories(table) for table in found])
         if self._mapped is None:
             with errors_of_damage(self.files[0], "a table"):
                 groups = (_without_categories(self._group(group)) for group in range(len(self._starts) - 1))

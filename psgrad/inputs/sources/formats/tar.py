@@ -23,13 +23,15 @@ import pyarrow as pa
 from psgrad.config.data import COMPRESSIONS
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow import errors_of_damage, merged_type, mixed_types
-from psgrad.inputs.sources.files import Wanted, require_columns
+from psgrad.inputs.sources.files import Stamp, Wanted, require_columns
+from psgrad.inputs.sources.host_files import made_once
 from psgrad.inputs.sources.source import DataHeader, KeptRows, Source, TableSource, column_of
 from psgrad.inputs.sources.tables import Rows
 
 KEY = "__key__"
 _ROWS = 100  # that the header looks at
 _ROWS_PER_PART = 1024
+_FILES, _MEMBERS = "files", "members.json"  # of the copy of a compressed archive
 
 
 class Tar(TableSource):
@@ -105,6 +107,9 @@ class _TarRows(Rows):
             schema=self.schema,
         )
 
+    def column(self, name: str) -> pa.ChunkedArray:
+        return pa.chunked_array([self._values(name, 0, self.count)], self.schema.field(name).type)
+
     def place(self, row: int) -> str:
         return f"{self._path}, {self._keys[row]}"
 
@@ -133,6 +138,12 @@ class _TarRows(Rows):
         """The type of a column: that of its extension, or the one that all its files have."""
         if name == KEY or _decoder_of(name) is bytes:
             return pa.string() if name == KEY else pa.binary()
+        of = f"the type of {name} in {self.count} rows of {Stamp.of(self._path)}"
+        file = made_once(of, lambda target: _save_type(self._type_of_files(name), target))
+        return self._type_of_files(name) if file is None else _saved_type(file)
+
+    def _type_of_files(self, name: str) -> pa.DataType:
+        """By a look at all of them."""
         kind, first = pa.null(), 0
         for start in range(0, self.count, _ROWS_PER_PART):
             for row, value in enumerate(
@@ -145,6 +156,14 @@ class _TarRows(Rows):
                 first = row if pa.types.is_null(kind) else first
                 kind = merged
         return kind
+
+
+def _save_type(kind: pa.DataType, target: Path) -> None:
+    target.write_bytes(pa.schema([("x", kind)]).serialize())
+
+
+def _saved_type(file: Path) -> pa.DataType:
+    return pa.ipc.read_schema(pa.py_buffer(file.read_bytes())).field("x").type
 
 
 def _text(content: bytes) -> str:
@@ -176,19 +195,34 @@ def _opened(path: Path, columns: Sequence[str] | None = None, rows: int | None =
             if path.suffix.lower() not in COMPRESSIONS:
                 with tarfile.open(path, "r:") as archive:
                     return _Archive(path, _members(path, _places(archive), rows))
+            of = f"the files {columns} of {rows} rows of {Stamp.of(path)}"
+            made = made_once(of, lambda target: _copy(path, target, columns, rows))
             folder = tempfile.TemporaryDirectory(prefix="psgrad-")  # removed with the archive
-            copy = Path(folder.name) / "files"
-            with (
-                pa.input_stream(str(path)) as stream,
-                tarfile.open(fileobj=stream, mode="r|") as archive,
-                copy.open("wb") as file,
-            ):
-                return _Archive(copy, _members(path, _copied(archive, file, columns), rows), folder)
+            copy = Path(folder.name) / "copy"
+            if made is None:
+                _copy(path, copy, columns, rows)
+            else:  # a name of its own, as the process that removes the other one may end before
+                copy.mkdir()
+                for name in (_FILES, _MEMBERS):
+                    (copy / name).hardlink_to(made / name)
+            return _Archive(copy / _FILES, json.loads((copy / _MEMBERS).read_text()), folder)
     except (tarfile.TarError, EOFError, zlib.error) as error:
         raise DataError(
             f"{path} can't be read as tar: {error}",
             cause="an interrupted copy or download, or another format",
         ) from error
+
+
+def _copy(path: Path, folder: Path, columns: Sequence[str] | None, rows: int | None) -> None:
+    """Copy what is wanted of a compressed archive into a new folder: the bytes, and where they are."""
+    folder.mkdir()
+    with (
+        pa.input_stream(str(path)) as stream,
+        tarfile.open(fileobj=stream, mode="r|") as archive,
+        (folder / _FILES).open("wb") as file,
+    ):
+        members = _members(path, _copied(archive, file, columns), rows)
+    (folder / _MEMBERS).write_text(json.dumps(members))
 
 
 # The name of a file in an archive, where its bytes begin, and how many there are.
