@@ -356,7 +356,9 @@ class Passes:
         return Shards(self.folder, pass_name, self.identity, part).read()
 
     def _shards(self, name: str) -> list[Shard]:
-        """All shards of a pass, in the order of their rows. Raises DataError for rows that are in two."""
+        """All shards of a pass, in the order of their rows. Raises DataError for rows that are in two, or in
+        none.
+        """
         found = sorted(
             (shard for kept in self._kept(name) for shard in kept.shards), key=lambda each: each.first
         )
@@ -369,6 +371,13 @@ class Passes:
                     cause="parts of two divisions of the dataset ran at the same time, such as 1/2 and 1/3",
                     next_step=f"remove the parts of one of them from {self.folder.path / SHARDS}",
                 )
+        for rows in gaps(len(self.setting), [each.rows for each in found]):
+            raise DataError(
+                f"the rows {rows.start:,} to {rows.stop - 1:,} of the pass {name} are missing",
+                expected="all rows, as the pass has come to its end",
+                cause="files that were removed while the run wrote others, or a fault of psgrad",
+                next_step="run it again with --resume: what is there is kept",
+            )
         return found
 
     # -- what is gathered ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from psgrad.workflows.measuring import Passes
 from tests.workflows.same_runs import assert_same_runs
 from tests.workplace import Workplace
 
@@ -118,6 +119,14 @@ def test_rows_that_are_there_twice_refused(place: Workplace) -> None:
     folder = place.folder / "parts/parts/samples"
     shutil.copytree(folder / "part-2-of-2", folder / "part-3-of-2")
     place.command("merge", "parts").refused(3, "the rows 10 to 23 of the pass samples are there twice")
+
+
+def test_rows_that_no_part_has_make_no_table(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where the run has taken them for finished."""
+    part(place, 1, 2)
+    monkeypatch.setattr(Passes, "_missing", lambda self, name: [])
+    place.command("merge", "parts").refused(3, "the rows 10 to 23 of the pass samples are missing")
+    assert not (place.folder / "parts/samples.parquet").exists()
 
 
 def test_part_after_the_merge_refused(place: Workplace) -> None:

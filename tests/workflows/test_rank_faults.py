@@ -133,6 +133,19 @@ def test_port_that_is_taken_ends_all_ranks_of_srun(
     assert "another program uses that port" in other
 
 
+def test_host_without_an_address_is_a_named_error(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSGRAD_RANK_EXCHANGE", "2")
+
+    def plant(rank: int) -> None:
+        os.environ["MASTER_ADDR"] = "no-such-host.invalid"
+
+    for said in refused(place, plant, *ANALYZE):
+        assert said.startswith("error: the host of MASTER_ADDR, 'no-such-host.invalid', has had no address")
+        assert "c10d" not in said
+
+
 def test_first_rank_that_does_not_start_is_a_named_error(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ from psgrad.engine.execution.rank_waits import (
     ReachableStore,
     not_together,
     reached,
+    require_known,
     within,
 )
 from psgrad.engine.execution.ranks import PROGRESS_EVERY, Answer, Arrays, Result, step_within
@@ -124,6 +125,7 @@ class RankGroup:
             return next(iter(rendezvous("env://", timeout=timeout)))
 
         def met() -> tuple[Store, int, int]:
+            require_known(os.environ.get("MASTER_ADDR", "localhost"), limits.exchange)
             holds = os.environ["RANK"] == "0" or agent is not None
             store, rank, size = connected() if holds else reached(os.environ, connected, limits)
             own = PrefixStore(_run_of(os.environ), store)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
@@ -139,6 +139,37 @@ def within(limits: Limits, look: Callable[[], None], size: int) -> Callable[[], 
     return looked
 
 
+def require_known(host: str, seconds: float) -> None:
+    """Wait until a host's name has an address: a service may know it a moment after the host has started.
+    Raises DistributedError.
+    """
+    patience, pauses = Patience(seconds), _pauses()
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            if patience.ended():
+                raise DistributedError(
+                    f"the host of MASTER_ADDR, {host!r}, has had no address for {seconds:,.0f} seconds:"
+                    f" {error.strerror}",
+                    expected="a name or an address of the host of rank 0 that all hosts know",
+                    cause="a name that is misspelt, or that this host's name service does not know",
+                    next_step="set MASTER_ADDR to the address of that host;"
+                    " PSGRAD_RANK_EXCHANGE=1800 waits longer",
+                ) from error
+            time.sleep(next(pauses))
+        else:
+            return
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between two looks: short ones at first."""
+    pause = POLL
+    while True:
+        yield pause
+        pause = min(2 * pause, _PAUSE)
+
+
 def reached(environment: Mapping[str, str], connect: Callable[[], Result], limits: Limits) -> Result:
     """What `connect` returns, once a process listens where rank 0 is to hold the store. Raises
     DistributedError where none does in time, or where what listens is no store.
@@ -161,12 +192,11 @@ def reached(environment: Mapping[str, str], connect: Callable[[], Result], limit
 
 def _require_listener(host: str, port: int, seconds: float) -> None:
     """Wait until a process listens there."""
-    patience, pause = Patience(seconds), POLL
+    patience, pauses = Patience(seconds), _pauses()
     while not patience.ended():
         with suppress(OSError), socket.create_connection((host, port), timeout=_PAUSE):
             return
-        time.sleep(pause)
-        pause = min(2 * pause, _PAUSE)
+        time.sleep(next(pauses))
     raise DistributedError(
         f"nothing has listened at {host}, port {port} for {seconds:,.0f} seconds",
         expected="rank 0, which holds the key-value store of the ranks",
