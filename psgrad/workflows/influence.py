@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,18 +14,15 @@ from psgrad.config import Config
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.influence.averages import joined_self
 from psgrad.engine.influence.index.build import from_index
-from psgrad.engine.influence.method import Fitted, Screened, screened
+from psgrad.engine.influence.method import Fitted
 from psgrad.engine.influence.ranking import divisor
 from psgrad.engine.influence.solvers.costs import solved_products
-from psgrad.errors import InfluenceError
 from psgrad.inputs.shown import input_of
 from psgrad.inputs.sources.files import require_unchanged
 from psgrad.reports.words import duration
-from psgrad.results import InfluenceResult, Progress, Say
+from psgrad.results import InfluenceResult, Say
 from psgrad.results.influence import (
-    QUERY_COLUMNS,
     SIGN,
-    TRAINING_COLUMNS,
     RemovalCheck,
     shown_queries,
     shown_rows,
@@ -34,15 +31,28 @@ from psgrad.results.manifest import Counts, InfluenceFacts, RunManifest
 from psgrad.storage import RunFolder
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
-from psgrad.workflows.influence_index import open_index, screened_rows
-from psgrad.workflows.influence_queries import chosen_rows, errors_about_queries
+from psgrad.workflows.influence_index import open_index
 from psgrad.workflows.influence_ranking import Rankings, check_removals, marked_beyond_loss, rank
+from psgrad.workflows.influence_screening import (
+    Looks,
+    Warnings,
+    tell_of_plain_mean,
+    tell_of_unranked,
+    without_nonfinite,
+)
 from psgrad.workflows.influence_setup import (
     InfluenceSetup,
     errors_of_own_method,
     is_on_one_scale,
     set_up_influence,
     unit_of,
+)
+from psgrad.workflows.influence_tables import (
+    query_table,
+    training_table,
+    with_agreement,
+    with_overall,
+    write_tables,
 )
 from psgrad.workflows.running import LOADING, Clock, RankWork, Record, describe_run, rank_facts, recorded
 
@@ -208,19 +218,6 @@ def scored_by_all(
     return Scored(setup, queries, training, rankings, facts, unit, removals, ranks)
 
 
-class Warnings:
-    """What the run says to people: told at once, and kept for the report."""
-
-    def __init__(self, progress: Say) -> None:
-        self.messages: list[str] = []
-        self._progress = progress
-
-    def __call__(self, message: str) -> None:
-        if message not in self.messages:
-            self.messages.append(message)
-            self._progress(Progress(0, 0, "influence", message))
-
-
 def described(setup: InfluenceSetup) -> InfluenceFacts:
     """What manifest.json says of the scores, before there are any."""
     wanted = setup.run.config.influence
@@ -245,104 +242,6 @@ def described(setup: InfluenceSetup) -> InfluenceFacts:
         ],
         queries={"rows": len(setup.query_rows), "fingerprint": setup.query_reader.samples.fingerprint},
     )
-
-
-class Looks:
-    """What one pass over training examples and queries saw: whose numbers are finite at every checkpoint, and
-    the last one's columns.
-    """
-
-    def __init__(self, training: list[Screened], queries: list[Screened]) -> None:
-        self.training, self.queries = training[-1], queries[-1]
-        self.kept = torch.stack([each.finite for each in training]).all(0).numpy()
-        self.asked = torch.stack([each.finite for each in queries]).all(0).numpy()
-
-
-def without_nonfinite(
-    setup: InfluenceSetup, store: GradientIndex | None, say: Callable[[str], None]
-) -> tuple[InfluenceSetup, Looks]:
-    """The setup without the rows whose loss or gradient is not finite at some checkpoint, which are named.
-
-    store: the index that answers. It has no score for such training examples, and they are not read again.
-    Raises InfluenceError where nothing is left.
-    """
-    training = [screened(view.training) for view in setup.views] if store is None else screened_rows(store)
-    with errors_about_queries():
-        queries = [screened(view.queries) for view in setup.views]
-    looks = Looks(training, queries)
-    samples = setup.run.samples
-    for what, kept, ids in (
-        ("training examples", looks.kept, samples.ids),
-        ("queries", looks.asked, setup.query_reader.samples.ids[setup.query_rows]),
-    ):
-        out = np.flatnonzero(~kept)
-        if len(out) == len(kept):
-            raise InfluenceError(
-                f"the loss or the gradient of every one of the {len(kept):,} {what} is not finite",
-                cause="a checkpoint of a run that diverged, or data with NaN",
-                next_step="run psgrad analyze to see which rows and parameters",
-            )
-        if len(out):
-            say(
-                f"excluded {len(out):,} of {len(kept):,} {what}, whose loss or gradient is not finite:"
-                f" {named(ids[out])}"
-            )
-    if looks.kept.all() and looks.asked.all():
-        return setup, looks
-    rows = np.flatnonzero(looks.kept) if store is None else setup.training_rows
-    asked = setup.query_rows[looks.asked]
-    views = [
-        replace(
-            view,
-            training=replace(
-                view.training,
-                read=chosen_rows(setup.run.reader, rows),
-                count=len(rows),
-                numbers=torch.from_numpy(rows),
-            ),
-            queries=replace(view.queries, read=chosen_rows(setup.query_reader, asked), count=len(asked)),
-        )
-        for view in setup.views
-    ]
-    return replace(setup, views=views, query_rows=asked, training_rows=rows), looks
-
-
-def named(ids: np.ndarray) -> str:
-    """The first few of some ids."""
-    return ", ".join(map(str, ids[:5])) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
-
-
-def tell_of_unranked(setup: InfluenceSetup, rankings: Rankings, say: Callable[[str], None]) -> None:
-    """Say which queries have no proponent and no opponent."""
-    ids, rows = setup.query_reader.samples.ids, np.setdiff1d(setup.query_rows, rankings.scores["query_index"])
-    if len(rows):
-        say(
-            f"{len(rows):,} of {len(setup.query_rows):,} queries have no score but zeros and NaN, and no"
-            f" ranking: {named(ids[rows])}"
-        )
-
-
-def tell_of_plain_mean(setup: InfluenceSetup, rankings: Rankings, say: Callable[[str], None]) -> None:
-    """Warn of a plain mean over checkpoints of scores that are on a scale of their own at each."""
-    config, shares = setup.run.config.influence, rankings.largest_share
-    if config.average != "plain" or len(shares) == 0 or setup.method.joins_by_own_rule:
-        return
-    share = float(np.nanmedian(shares)) if np.isfinite(shares).any() else float("nan")
-    say(
-        f"influence.average: plain: this is a plain mean of the scores of {len(setup.views)} checkpoints, and"
-        f" their sizes differ: for half of the queries one checkpoint makes {share:.0%} of it or more"
-        f" ({1 / len(setup.views):.0%} if all were alike). Such means of the loss rank much worse than"
-        " average: relative, the default"
-    )
-
-
-def with_agreement(queries: pd.DataFrame, rows: np.ndarray, agreement: np.ndarray) -> pd.DataFrame:
-    """The table of queries with the agreement of the checkpoints on these rows; as it is without any."""
-    if not len(agreement):
-        return queries
-    known = pd.Series(agreement, index=rows)
-    found = queries.assign(agreement=known.reindex(queries["index"]).to_numpy())
-    return found[[name for name in QUERY_COLUMNS if name in found]]
 
 
 def self_influence(
@@ -409,71 +308,3 @@ def _result(scored: Scored, facts: dict[str, Any], folder: RunFolder, warnings: 
         check=scored.removals,
         larger_is_worse=setup.measurement.sign > 0,
     )
-
-
-def query_table(setup: InfluenceSetup, looks: Looks) -> pd.DataFrame:
-    """One row a query; see QUERY_COLUMNS. Excluded ones, too."""
-    reader, rows = setup.query_reader, setup.asked_rows
-    targets = reader.targets_at(rows)
-    columns = {
-        "id": reader.samples.ids[rows],
-        "index": rows,
-        **({} if targets is None else {"target": targets}),
-        **looks.queries.columns,
-        "measurement": setup.measurement.sign * looks.queries.losses,
-        "status": np.where(looks.asked, "ok", "nonfinite"),
-    }
-    return pd.DataFrame({name: columns[name] for name in QUERY_COLUMNS if name in columns})
-
-
-def training_table(setup: InfluenceSetup, looks: Looks, own: np.ndarray | None) -> pd.DataFrame:
-    """One row a training example; see TRAINING_COLUMNS, but `overall`. Excluded ones, too."""
-    samples, reader, kept = setup.run.samples, setup.run.reader, looks.kept
-    everything = np.arange(len(samples))
-    targets = reader.targets_at(everything)
-    columns = {
-        "id": samples.ids,
-        "index": everything,
-        **({} if targets is None else {"target": targets}),
-        **looks.training.columns,
-        "loss": looks.training.losses,
-        "grad_norm": looks.training.norms,
-        **({} if own is None else {"self_influence": _of_all(own, setup.training_rows, len(kept))}),
-        "status": np.where(kept, "ok", "nonfinite"),
-    }
-    return _in_order(columns)
-
-
-def with_overall(training: pd.DataFrame, rows: np.ndarray, overall: np.ndarray) -> pd.DataFrame:
-    """The table of training examples with the mean of their scores over the queries: `overall` [n], of these
-    rows [n].
-    """
-    return _in_order({**training, "overall": _of_all(overall, rows, len(training))})
-
-
-def _in_order(columns: Mapping[str, Any]) -> pd.DataFrame:
-    return pd.DataFrame({name: columns[name] for name in TRAINING_COLUMNS if name in columns})
-
-
-def _of_all(values: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
-    """[count]: the values of these rows, and NaN of the others."""
-    column = np.full(count, np.nan)
-    column[rows] = values
-    return column
-
-
-def write_tables(result: InfluenceResult, rankings: Rankings, folder: RunFolder) -> None:
-    """scores.parquet and scores.csv, self_influence.parquet, queries.parquet, and the matrix where it is
-    wanted.
-    """
-    # pandas keeps `attrs` in the file's metadata; a CSV file has none, and says it in a column.
-    for name, frame in (("scores.parquet", result.scores), ("self_influence.parquet", result.training)):
-        said = frame.copy()
-        said.attrs = {"unit": result.unit, "sign": SIGN, "predicts_removal": result.predicts_removal}
-        folder.write_table(name, said)
-    folder.write_csv("scores.csv", result.scores.assign(unit=result.unit))
-    folder.write_table("queries.parquet", result.queries)
-    if rankings.matrix is not None:
-        from safetensors.numpy import save
-
-        folder.write_bytes("matrix.safetensors", save(rankings.matrix))

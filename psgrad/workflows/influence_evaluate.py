@@ -44,7 +44,8 @@ from psgrad.storage import RunFolder
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.evaluation_bench import Array, Bench, bench_of
 from psgrad.workflows.evaluation_truths import Found, evaluate_lds, evaluate_loo, evaluate_removal, frame
-from psgrad.workflows.influence import described, without_nonfinite
+from psgrad.workflows.influence import described
+from psgrad.workflows.influence_screening import without_nonfinite
 from psgrad.workflows.influence_setup import set_up_influence
 from psgrad.workflows.running import Clock, describe_run, recorded
 

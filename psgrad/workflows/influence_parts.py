@@ -29,18 +29,16 @@ from psgrad.user_code import with_code_beside
 from psgrad.workflows.identity import NUMBER_OF_PARTS, digest, reopen
 from psgrad.workflows.influence import (
     Scored,
-    Warnings,
     loaded,
     manifest_for,
     scored_by_all,
-    with_agreement,
-    with_overall,
-    without_nonfinite,
     written,
 )
 from psgrad.workflows.influence_queries import chosen_rows
 from psgrad.workflows.influence_ranking import Rankings, with_all_queries
+from psgrad.workflows.influence_screening import Warnings, without_nonfinite
 from psgrad.workflows.influence_setup import InfluenceSetup, identity_at_first, identity_of_asked
+from psgrad.workflows.influence_tables import with_agreement, with_overall
 from psgrad.workflows.parts import config_of, manifest_of_parts, require_unmerged, shared_folder
 from psgrad.workflows.running import LOADING, Clock, recorded
 
