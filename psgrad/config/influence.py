@@ -99,6 +99,18 @@ class InfluenceConfig(Section):
     """RelatIF: scores divided by the root of the example's self-influence, or by the norm of its
     preconditioned gradient.
     """
+    over_queries: Literal["mean", "max"] = "mean"
+    """How the scores of all queries together are joined: their mean, or of each training example the score of
+    largest size.
+    """
+    groups: str | None = None
+    """A column of the training data, such as a document or a source: scores are also summed over the rows
+    that agree in it.
+    """
+    contrast: list[Annotated[list[str | int], Field(min_length=2, max_length=2)]] | None = None
+    """Pairs of ids of queries: which training examples help the first one more than the second."""
+    clusters: Annotated[int, Field(ge=2)] | Literal["auto"] | None = None
+    """So many clusters of queries that depend on the same training examples; auto chooses how many."""
     index: IndexConfig | None = None
     """An index of the training gradients, built by `psgrad influence index`."""
     self_influence: Literal["auto", "always", "never"] = "auto"
@@ -129,6 +141,15 @@ class InfluenceConfig(Section):
                     f"{other} is of step {after} and is listed after {one}, of step {before}; list the"
                     " checkpoints of a run in the order of its steps"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _contrasts_of_two(self) -> InfluenceConfig:
+        if self.contrast is not None and not self.contrast:
+            raise ValueError("contrast is an empty list; name two queries, such as [[a, b]]")
+        alone = next((pair for pair in self.contrast or () if str(pair[0]) == str(pair[1])), None)
+        if alone is not None:
+            raise ValueError(f"contrast compares the query {alone[0]!r} with itself; name two queries")
         return self
 
     @model_validator(mode="after")

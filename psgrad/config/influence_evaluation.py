@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from psgrad.config.values import CallableSpec, FilePath, Finite, NamedSection, Section
 
@@ -21,7 +21,7 @@ class MethodConfig(NamedSection):
     """A known method, or module:Class; the other keys are its options."""
 
 
-EvaluationKind = Literal["loo", "lds", "mislabel", "removal"]
+EvaluationKind = Literal["loo", "lds", "mislabel", "removal", "groups", "curve"]
 
 _STEPS = frozenset({"epochs", "batch_size", "learning_rate", "schedule"})
 # What each way of training takes, besides weight decay and the number of models at once.
@@ -138,6 +138,32 @@ class TuningConfig(Section):
     """Candidates, as multiples of the curvature's mean eigenvalue."""
 
 
+_AMOUNT = "a share of the rows such as 1%, or a number of rows"
+
+
+def _amount(value: str | int) -> str | int:
+    if isinstance(value, int):
+        if value < 1:
+            raise ValueError(f"{value} rows to remove; expected {_AMOUNT}")
+        return value
+    try:
+        share = float(value.removesuffix("%"))
+    except ValueError:
+        raise ValueError(f"{value!r} is no amount of rows; expected {_AMOUNT}") from None
+    if not value.endswith("%"):
+        if share != int(share) or share < 1:
+            raise ValueError(f"{value!r} is no number of rows; expected {_AMOUNT}")
+        return int(share)
+    if not 0 < share < 100:
+        raise ValueError(f"{value} of the rows; expected a share above 0% and below 100%")
+    return value
+
+
+def _rows_of(amount: str | int, rows: int) -> int:
+    """How many of so many rows an amount is: at least one."""
+    return amount if isinstance(amount, int) else max(1, round(float(amount[:-1]) / 100 * rows))
+
+
 class EvaluationConfig(Section):
     """`psgrad influence --evaluate`: models trained again, and what is compared."""
 
@@ -148,7 +174,9 @@ class EvaluationConfig(Section):
     queries: Annotated[int, Field(ge=1)] | None = None
     """The largest number of queries, drawn at random; null for all."""
     seeds: Annotated[int, Field(ge=1)] = 3
-    """Trainings of each subset (lds), removal (loo, removal) or set of flips (mislabel: each set has one)."""
+    """Trainings of each subset (lds), removal (loo, removal, groups, curve) or set of flips (mislabel: each
+    set has one).
+    """
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of everything drawn."""
     subsets: Annotated[int, Field(ge=3)] = 100
@@ -158,7 +186,7 @@ class EvaluationConfig(Section):
     tuning: TuningConfig | None = None
     """Of lds: how dampings are chosen; by default they stay as they are."""
     removals: Annotated[int, Field(ge=3)] = 100
-    """Of loo: how many examples are left out."""
+    """Of loo: how many examples are left out, one at a time; of groups: how many groups at most."""
     highest: Annotated[int, Field(ge=0)] = 20
     """Of loo: how many of the removals are those with the highest self-influence."""
     flips: Annotated[int, Field(ge=1)] = 5
@@ -169,6 +197,16 @@ class EvaluationConfig(Section):
     """Of removal: how many proponents are left out."""
     explained: Annotated[int, Field(ge=2)] = 20
     """Of removal: for how many queries."""
+    remove: list[Annotated[str | int, AfterValidator(_amount)]] = Field(
+        default_factory=lambda: list[str | int](["1%", "2%", "5%", "10%"]), min_length=1
+    )
+    """Of curve: how many of the rows that help, or hurt, all queries together are left out: shares such as
+    1%, or numbers of rows.
+    """
+
+    def removed_of(self, rows: int) -> list[int]:
+        """The numbers of rows that `remove` asks for, of so many rows; rising, each once."""
+        return sorted({_rows_of(amount, rows) for amount in self.remove})
 
     @model_validator(mode="after")
     def _highest_are_removals(self) -> EvaluationConfig:

@@ -27,11 +27,14 @@ from psgrad.results.influence import (
     shown_queries,
     shown_rows,
 )
+from psgrad.results.influence_questions import QuestionTables
 from psgrad.results.manifest import Counts, InfluenceFacts, RunManifest
 from psgrad.storage import RunFolder
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
+from psgrad.workflows.earlier_evaluations import earlier_evaluations
 from psgrad.workflows.influence_index import open_index
+from psgrad.workflows.influence_questions import answered
 from psgrad.workflows.influence_ranking import Rankings, check_removals, marked_beyond_loss, rank
 from psgrad.workflows.influence_screening import (
     Looks,
@@ -51,6 +54,7 @@ from psgrad.workflows.influence_tables import (
     query_table,
     training_table,
     with_agreement,
+    with_clusters,
     with_overall,
     write_tables,
 )
@@ -131,7 +135,11 @@ def written(
         known = scored.queries[scored.queries["status"] == "ok"].set_index("index")["measurement"]
         marked = marked_beyond_loss(scored.setup, scored.rankings.scores, known, warnings)
         scored = replace(scored, rankings=replace(scored.rankings, scores=marked))
-    setup, removals = scored.setup, scored.removals
+    setup, removals, questions = scored.setup, scored.removals, QuestionTables()
+    if scored.rankings.matrix is not None:
+        with clock("questions"):
+            all_scores = scored.rankings.matrix["scores"]
+            questions = answered(setup, all_scores, scored.queries, scored.training, warnings)
     size = setup.processes.size
     found = replace(
         described(setup),
@@ -149,8 +157,13 @@ def written(
         timings=clock.seconds,
     )
     with clock("tables"):
-        result = _result(scored, facts, folder, warnings.messages)
-        write_tables(result, scored.rankings, folder)
+        result = replace(
+            _result(scored, facts, folder, warnings.messages),
+            questions=questions,
+            evaluations=earlier_evaluations(setup.run.config, found),
+        )
+        result = with_clusters(result)
+        write_tables(result, scored.rankings.matrix if scored.matrix else None, folder)
     if report:
         from psgrad.reports.influence_page import write_influence_report  # which is all that needs matplotlib
 
@@ -164,7 +177,7 @@ class Scored:
     """What a run has found.
 
     setup: without the rows that have no score. queries, training: the tables of the result. fit: the facts of
-    the method at each checkpoint. unit: of a score.
+    the method at each checkpoint. unit: of a score. matrix: whether all scores become a file.
     """
 
     setup: InfluenceSetup
@@ -175,6 +188,7 @@ class Scored:
     unit: str
     removals: RemovalCheck | None = None
     ranks: dict[str, Any] | None = None
+    matrix: bool = False
 
     def counts(self) -> Counts:
         excluded = [int((table["status"] != "ok").sum()) for table in (self.training, self.queries)]
@@ -198,7 +212,7 @@ def scored_by_all(
     with clock("scores"), errors_of_own_method(wanted.method.name):
         queries = query_table(setup, looks)
         shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
-        rankings = rank(setup, fitted, divisors, shown, matrix, progress)
+        rankings = rank(setup, fitted, divisors, shown, matrix or setup.keeps_all_scores, progress)
         tell_of_unranked(setup, rankings, warnings)
         tell_of_plain_mean(setup, rankings, warnings)
         queries = with_agreement(queries, setup.query_rows, rankings.agreement)
@@ -215,7 +229,7 @@ def scored_by_all(
     facts, unit = [each.facts for each in fitted], unit_of(setup, fitted)
     seconds, waited = setup.processes.spent()
     ranks = rank_facts(setup.processes, "influence.", RankWork(seconds, waited))
-    return Scored(setup, queries, training, rankings, facts, unit, removals, ranks)
+    return Scored(setup, queries, training, rankings, facts, unit, removals, ranks, matrix)
 
 
 def described(setup: InfluenceSetup) -> InfluenceFacts:

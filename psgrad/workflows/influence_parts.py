@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 
 from psgrad.config import Config
 from psgrad.engine.execution.ranks import OneProcess, RowPart
+from psgrad.engine.influence.over_queries import joined_over
 from psgrad.errors import DataError
 from psgrad.inputs.sources.files import require_unchanged
 from psgrad.results import InfluenceResult, Progress, Say
@@ -99,7 +100,8 @@ def _merged(config: Config, manifest: dict[str, Any], report: bool, progress: Sa
     assert folder is not None, "the folder has a manifest"
     parts = _stored(folder, then[NUMBER_OF_PARTS], warnings)
     with recorded(folder, read_manifest(manifest), clock) as record:
-        result = written(_joined(setup, parts), record, folder, clock, warnings, report)
+        joined = replace(_joined(setup, parts), matrix=then[_MATRIX])
+        result = written(joined, record, folder, clock, warnings, report)
     folder.drop_shards()
     return result
 
@@ -208,7 +210,10 @@ def _joined(setup: InfluenceSetup, parts: Sequence[_Part]) -> Scored:
         training_rows=first.arrays["training_rows"],
     )
     sums = {
-        label: torch.from_numpy(np.sum([part.arrays[f"sums.{label}"] for part in parts], axis=0))
+        label: joined_over(
+            [torch.from_numpy(part.arrays[f"sums.{label}"]) for part in parts],
+            setup.run.config.influence.over_queries,
+        )
         for label in first.labels
     }
     scores, overall = with_all_queries(setup, pairs, sums)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from psgrad.results import InfluenceResult
-from psgrad.results.influence import QUERY_COLUMNS, SIGN, TRAINING_COLUMNS
+from psgrad.results.influence import QUERY_COLUMNS, SIGN, TRAINING_COLUMNS, harmful_rows
 from psgrad.storage import RunFolder
-from psgrad.workflows.influence_ranking import Rankings
 from psgrad.workflows.influence_screening import Looks
 from psgrad.workflows.influence_setup import InfluenceSetup
 
@@ -76,9 +76,17 @@ def with_agreement(queries: pd.DataFrame, rows: np.ndarray, agreement: np.ndarra
     return found[[name for name in QUERY_COLUMNS if name in found]]
 
 
-def write_tables(result: InfluenceResult, rankings: Rankings, folder: RunFolder) -> None:
-    """scores.parquet and scores.csv, self_influence.parquet, queries.parquet, and the matrix where it is
-    wanted.
+def with_clusters(result: InfluenceResult) -> InfluenceResult:
+    """The result with the cluster of each query in its table, where clusters were asked for."""
+    if not result.questions.of_query:
+        return result
+    found = result.queries.assign(cluster=result.questions.of_query)
+    return replace(result, queries=found[[name for name in QUERY_COLUMNS if name in found]])
+
+
+def write_tables(result: InfluenceResult, matrix: Mapping[str, np.ndarray] | None, folder: RunFolder) -> None:
+    """scores.parquet and scores.csv, self_influence.parquet, queries.parquet, harmful.csv, the answers to the
+    config's questions, and the matrix where it is wanted.
     """
     # pandas keeps `attrs` in the file's metadata; a CSV file has none, and says it in a column.
     for name, frame in (("scores.parquet", result.scores), ("self_influence.parquet", result.training)):
@@ -87,7 +95,10 @@ def write_tables(result: InfluenceResult, rankings: Rankings, folder: RunFolder)
         folder.write_table(name, said)
     folder.write_csv("scores.csv", result.scores.assign(unit=result.unit))
     folder.write_table("queries.parquet", result.queries)
-    if rankings.matrix is not None:
+    folder.write_csv("harmful.csv", harmful_rows(result.training))
+    for name, frame in result.questions.files().items():
+        folder.write_table(name, frame)
+    if matrix is not None:
         from safetensors.numpy import save
 
-        folder.write_bytes("matrix.safetensors", save(rankings.matrix))
+        folder.write_bytes("matrix.safetensors", save(dict(matrix)))
