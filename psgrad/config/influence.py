@@ -93,6 +93,12 @@ class InfluenceConfig(Section):
     """The training run, for method: replay."""
     top: Annotated[int, Field(ge=1)] = 10
     """Examples of either sign ranked for each query."""
+    level: Literal["sample", "token"] = "sample"
+    """Whether the ranked pairs of the queries that the report shows are also divided over the tokens of both;
+    of a loss of positions.
+    """
+    query_tokens: list[Annotated[int, Field(ge=0)]] | None = None
+    """With level: token, the tokens of the queries that are asked about, counted from 0; null for all."""
     layers: Literal["none", "parameter", "module"] = "none"
     """Whether scores are also given for each parameter or module."""
     normalize: Literal["none", "self_influence", "preconditioned_norm"] = "none"
@@ -141,6 +147,19 @@ class InfluenceConfig(Section):
                     f"{other} is of step {after} and is listed after {one}, of step {before}; list the"
                     " checkpoints of a run in the order of its steps"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_of_one_checkpoint(self) -> InfluenceConfig:
+        if self.query_tokens is not None and self.level != "token":
+            raise ValueError("query_tokens go with level: token")
+        if self.level == "token" and len(self.checkpoints or ()) > 1:
+            raise ValueError(
+                f"level: token divides the scores of one checkpoint, and {len(self.checkpoints or ())} are"
+                " listed"
+            )
+        if self.level == "token" and self.index is not None:
+            raise ValueError("level: token reads the gradients of tokens, which an index has not")
         return self
 
     @model_validator(mode="after")

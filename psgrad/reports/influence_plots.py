@@ -195,6 +195,7 @@ def _summary(result: InfluenceResult, rows: pd.DataFrame, kind: str) -> Plot:
     values = values[order]
     figure, axes = figure_with_axes(1.6 + 0.32 * max(len(values), 3))
     largest = float(np.nanmax(np.abs(values.to_numpy()))) if values.notna().to_numpy().any() else 1.0
+    axes.grid(False)
     axes.imshow(values.to_numpy(), cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto")
     if values.size <= 144:
         for (row, column), value in np.ndenumerate(values.to_numpy()):

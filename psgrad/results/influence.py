@@ -14,6 +14,7 @@ import pandas as pd
 
 from psgrad.results.analyze import TopSample, disagrees
 from psgrad.results.influence_questions import QuestionTables
+from psgrad.results.influence_tokens import TokenPair
 from psgrad.wording import ShortRepr
 
 Array = np.ndarray[Any, Any]
@@ -140,7 +141,8 @@ class InfluenceResult(ShortRepr):
     is what of a query is explained, and `larger_is_worse` its sense. `facts` are what the method says of its
     fit (damping, residual, iterations, spectrum), for each checkpoint; `warnings` are for people. `questions`
     has the answers about groups, contrasts and clusters. `evaluations` has what earlier evaluations of the
-    same scores found, kind -> its part of evaluation.json. `manifest` is what manifest.json holds: see
+    same scores found, kind -> its part of evaluation.json. `tokens` has the ranked pairs of the
+    shown queries token by token, with `level: token`. `manifest` is what manifest.json holds: see
     `psgrad.results.manifest`.
     """
 
@@ -163,6 +165,7 @@ class InfluenceResult(ShortRepr):
     larger_is_worse: bool = True
     questions: QuestionTables = field(default_factory=QuestionTables)
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tokens: list[TokenPair] = field(default_factory=list)
 
 
 def ranked_pairs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from psgrad.results.influence import (
     shown_rows,
 )
 from psgrad.results.influence_questions import QuestionTables
+from psgrad.results.influence_tokens import TokenPair
 from psgrad.results.manifest import Counts, InfluenceFacts, RunManifest
 from psgrad.storage import RunFolder
 from psgrad.storage.gradient_index import GradientIndex
@@ -58,6 +59,7 @@ from psgrad.workflows.influence_tables import (
     with_overall,
     write_tables,
 )
+from psgrad.workflows.influence_tokens import require_tokens, token_pairs
 from psgrad.workflows.running import LOADING, Clock, RankWork, Record, describe_run, rank_facts, recorded
 
 # What the report shows in pictures: so many queries, and of each so many examples of either sign.
@@ -113,6 +115,7 @@ def loaded(
 ) -> tuple[InfluenceSetup, GradientIndex | None]:
     """(what the run is made of, the index that answers; None without one)."""
     setup = set_up_influence(config, warnings, progress, processes)
+    require_tokens(setup)
     if config.influence.index is None:
         return setup, None
     store = open_index(config, setup.run)
@@ -160,6 +163,7 @@ def written(
         result = replace(
             _result(scored, facts, folder, warnings.messages),
             questions=questions,
+            tokens=scored.tokens,
             evaluations=earlier_evaluations(setup.run.config, found),
         )
         result = with_clusters(result)
@@ -178,6 +182,7 @@ class Scored:
 
     setup: without the rows that have no score. queries, training: the tables of the result. fit: the facts of
     the method at each checkpoint. unit: of a score. matrix: whether all scores become a file.
+    tokens: see `token_pairs`.
     """
 
     setup: InfluenceSetup
@@ -189,6 +194,7 @@ class Scored:
     removals: RemovalCheck | None = None
     ranks: dict[str, Any] | None = None
     matrix: bool = False
+    tokens: list[TokenPair] = field(default_factory=list)
 
     def counts(self) -> Counts:
         excluded = [int((table["status"] != "ok").sum()) for table in (self.training, self.queries)]
@@ -216,6 +222,7 @@ def scored_by_all(
         tell_of_unranked(setup, rankings, warnings)
         tell_of_plain_mean(setup, rankings, warnings)
         queries = with_agreement(queries, setup.query_rows, rankings.agreement)
+        tokens = token_pairs(setup, fitted, rankings.pairs, shown)
     spent = setup.agreed_seconds(clock.seconds["scores"])
     with clock("self-influence"), errors_of_own_method(wanted.method.name):
         own = self_influence(setup, fitted, spent, warnings)
@@ -229,7 +236,7 @@ def scored_by_all(
     facts, unit = [each.facts for each in fitted], unit_of(setup, fitted)
     seconds, waited = setup.processes.spent()
     ranks = rank_facts(setup.processes, "influence.", RankWork(seconds, waited))
-    return Scored(setup, queries, training, rankings, facts, unit, removals, ranks, matrix)
+    return Scored(setup, queries, training, rankings, facts, unit, removals, ranks, matrix, tokens)
 
 
 def described(setup: InfluenceSetup) -> InfluenceFacts:

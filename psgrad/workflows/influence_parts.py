@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from psgrad.config import Config
 from psgrad.engine.execution.ranks import OneProcess, RowPart
 from psgrad.engine.influence.over_queries import joined_over
-from psgrad.errors import DataError
+from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.sources.files import require_unchanged
 from psgrad.results import InfluenceResult, Progress, Say
 from psgrad.results.manifest import read_manifest
@@ -60,6 +60,11 @@ def influence_part(
     clock, warnings = Clock(), Warnings(progress)
     progress(LOADING)
     setup, store = loaded(config, warnings, progress, OneProcess())
+    if config.influence.level == "token":
+        raise ConfigError(
+            "influence.level: token: the parts of a run store scores of samples",
+            next_step="leave --part out, or set influence.level: sample",
+        )
     now = _identity(setup, count, matrix)
     manifest = replace(manifest_for(setup), identity=now, run=digest(now))
     folder = shared_folder(config.output, setup.run, manifest)
