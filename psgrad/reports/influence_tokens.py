@@ -19,7 +19,8 @@ PAIRS = 4  # of each query
 STRONGEST = 10  # pairs of tokens in a table
 _NOTE = (
     "Each token has the sum of its scores with all tokens of the other text. Orange: it helps; blue: it"
-    " hurts; grey: it has no loss of its own. In a language model the score of a token is that of predicting it."
+    " hurts; grey: it has no loss of its own. In a language model the score of a token is that of predicting"
+    " it."
 )
 
 
