@@ -66,7 +66,7 @@ def test_influence_groups_unknown_column(place: EvaluationWorkplace) -> None:
 
 
 def test_influence_groups_in_parts_are_those_of_one_run(place: EvaluationWorkplace) -> None:
-    place.section |= {"groups": "doc", "over_queries": "max", "clusters": 2}
+    place.section.update({"groups": "doc", "over_queries": "max", "clusters": 2})
     ran(place)
     one = {name: table(place, name) for name in ("groups", "scores", "clusters", "queries")}
     place.config["output"] = "parts"
@@ -78,9 +78,12 @@ def test_influence_groups_in_parts_are_those_of_one_run(place: EvaluationWorkpla
 
 
 def test_evaluate_groups_is_what_numpy_retrains(place: EvaluationWorkplace) -> None:
-    place.section |= {
-        "groups": "doc",
-        "method": {"name": "influence", "damping": 0.0, "weight_decay": DECAY, "curvature": "hessian"},
+    place.section["groups"] = "doc"
+    place.section["method"] = {
+        "name": "influence",
+        "damping": 0.0,
+        "weight_decay": DECAY,
+        "curvature": "hessian",
     }
     found = place.evaluated("groups")["groups"]
     points = table(place, "evaluation_points", "out-groups")
@@ -251,7 +254,7 @@ def test_influence_page_ends_in_a_next_step_with_measured_trust(place: Evaluatio
 
 
 def test_influence_answers_are_in_the_json(place: EvaluationWorkplace) -> None:
-    place.section |= {"groups": "doc", "contrast": [["query-0", "query-1"]]}
+    place.section.update({"groups": "doc", "contrast": [["query-0", "query-1"]]})
     content = json.loads(ran(place, "--json"))
     assert {row["group"] for row in content["groups"]} == set(GROUPS)
     assert content["contrasts"][0]["first"] == "query-0"

@@ -79,7 +79,7 @@ def test_influence_tokens_of_some_query_tokens(place: InfluenceWorkplace) -> Non
 
 
 def test_influence_tokens_a_named_method_stays(place: InfluenceWorkplace) -> None:
-    place.section |= {"method": "influence", "level": "sample"}
+    place.section.update({"method": "influence", "level": "sample"})
     assert place.influence("--no-report").code == 0
     assert place.manifest()["influence"]["method"] == "influence"
 
