@@ -5,6 +5,7 @@ nothing is run on the way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from benchmarks.models import GPT, cnn, mlp, resnet
 from psgrad.engine.execution.chunk_plan import ChunkPlan, chunk_for, correction, plan_chunk
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.pass_costs import Like, NotCapturable, observe_pass, trace_pass
+from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.execution.run_plan import plan_run
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
@@ -272,6 +274,27 @@ def test_ways_are_those_that_the_pass_takes(device: torch.device) -> None:
     way = bound(Objective(model, F.cross_entropy), per_sample_square_norms)
     taken = way(stream.params, *stream.load(0, 8)).describe()
     assert {p.name: p.way for p in found.parameters} == taken
+
+
+def test_memory_of_a_pass_is_flat_in_depth_where_blocks_run_again(device: torch.device) -> None:
+    """Beyond what goes into each block, which is kept; benchmarks/depth.py measures 4 to 48 layers."""
+    rows, tokens, width = 4, 64, 64
+    ids = torch.randint(32, (rows, tokens), device=device)
+    beyond: dict[bool, list[int]] = {False: [], True: []}
+    for layers in (4, 16):
+        model = GPT(32, tokens, width, layers, heads=4).to(device)
+        recompute = Recompute(False)
+        recompute.add(model)
+        objective = Objective(model, F.cross_entropy)
+        way = bound(objective, per_sample_square_norms)
+        for again in (False, True):
+            recompute.on = again
+            planned = plan_chunk(way, objective.params, (ids,), ids).peak_bytes
+            measured = allocated(partial(way, objective.params, (ids,), ids), device)
+            assert planned == pytest.approx(measured, rel=0.15)
+            beyond[again].append(measured - layers * rows * tokens * width * 4)
+    assert beyond[True][1] <= 1.05 * beyond[True][0]
+    assert beyond[False][1] > 3 * beyond[False][0]
 
 
 class Branching(nn.Module):
