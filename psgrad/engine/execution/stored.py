@@ -92,13 +92,16 @@ class WeightFile:
     """A file that weights are read from as long as it stays what it was.
 
     Raises CheckpointError where it can't be read, is shorter than it was, or was written to.
+
+    Attributes:
+        stamp: by which it is told from other files, and from itself after it was written to.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with self._errors_named():
             self._descriptor = os.open(path, os.O_RDONLY)
-        self._stamp = self._looks()
+        self.stamp = self._looks()
 
     def __del__(self) -> None:
         with suppress(AttributeError, OSError):
@@ -113,13 +116,13 @@ class WeightFile:
             if not count:
                 raise self._changed("it is shorter than it was")
             done += count
-        if self._looks() != self._stamp:
+        if self._looks() != self.stamp:
             raise self._changed("it was written to")
 
-    def _looks(self) -> tuple[int, int]:
+    def _looks(self) -> tuple[int, ...]:
         with self._errors_named():
             found = os.fstat(self._descriptor)
-        return found.st_size, found.st_mtime_ns
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
     @contextmanager
     def _errors_named(self) -> Iterator[None]:
