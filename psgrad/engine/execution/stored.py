@@ -310,9 +310,14 @@ def _is_written(op: Any, place: int, value: Any) -> bool:
 
 
 def as_stored(tensor: Tensor) -> Tensor:
-    """The tensor in the type that it is stored in; the tensor itself, but for a `Stored` one."""
+    """The tensor in the type that a weight in memory has: halves beside float32 as they are stored, others as
+    operators see them; the tensor itself, but for a `Stored` one.
+    """
     data = tensor.data
-    return data.as_stored() if isinstance(data, Stored) else tensor
+    if not isinstance(data, Stored):
+        return tensor
+    found = data.as_stored()
+    return found if data.dtype == torch.float32 and found.itemsize == 2 else found.to(data.dtype)
 
 
 class Supply:

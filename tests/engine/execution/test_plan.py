@@ -277,23 +277,30 @@ def test_ways_are_those_that_the_pass_takes(device: torch.device) -> None:
 
 
 def test_memory_of_a_pass_is_flat_in_depth_where_blocks_run_again(device: torch.device) -> None:
-    """Beyond what goes into each block, which is kept; benchmarks/depth.py measures 4 to 48 layers."""
+    """Beyond what goes into each block, which is kept. benchmarks/depth.py measures a decoder of 4 to 48
+    layers.
+    """
     rows, tokens, width = 4, 64, 64
-    ids = torch.randint(32, (rows, tokens), device=device)
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    x = torch.randn(rows, tokens, width, device=device)
     beyond: dict[bool, list[int]] = {False: [], True: []}
     for layers in (4, 16):
-        model = GPT(32, tokens, width, layers, heads=4).to(device)
+        model = nn.Sequential(nn.Sequential(*[block() for _ in range(layers)])).to(device)
         recompute = Recompute(False)
         recompute.add(model)
-        objective = Objective(model, F.cross_entropy)
+        assert len(recompute.modules) == layers
+        objective = Objective(model, F.mse_loss)
         way = bound(objective, per_sample_square_norms)
         for again in (False, True):
             recompute.on = again
-            planned = plan_chunk(way, objective.params, (ids,), ids).peak_bytes
-            measured = allocated(partial(way, objective.params, (ids,), ids), device)
+            planned = plan_chunk(way, objective.params, (x,), x).peak_bytes
+            measured = allocated(partial(way, objective.params, (x,), x), device)
             assert planned == pytest.approx(measured, rel=0.15)
             beyond[again].append(measured - layers * rows * tokens * width * 4)
-    assert beyond[True][1] <= 1.05 * beyond[True][0]
+    assert beyond[True][1] <= 1.1 * beyond[True][0]  # each block keeps a generator's state, 5 KB
     assert beyond[False][1] > 3 * beyond[False][0]
 
 
