@@ -24,6 +24,7 @@ from torch import Tensor
 
 from psgrad.engine.execution.memory import give_freed_memory_back
 from psgrad.engine.transforms.private_torch import make_wrapper, no_torch_function, schema_of, tree_map
+from psgrad.engine.transforms.rules.loss_scaling import with_scaled_cotangent
 from psgrad.errors import CheckpointError, ModelError
 
 _aten = torch.ops.aten
@@ -255,6 +256,8 @@ class Stored(Tensor):
         if not all(issubclass(each, cls) or each in (Tensor, torch.nn.Parameter) for each in types):
             return NotImplemented  # a traced tensor's level comes first
         kwargs = kwargs or {}
+        if op is with_scaled_cotangent:  # the weight itself
+            return args[0]._seen_as(args[0].view_of_source)
         if op in _VIEWS:
             return tree_map(args[0]._seen_as, op(args[0].view_of_source, *args[1:], **kwargs))
         if op is _aten._to_copy.default and set(kwargs) == {"dtype"} and kwargs["dtype"] in _FLOATS:

@@ -101,7 +101,14 @@ def embedded(value: DeferredGradient, dim: int, start: int, step: int, size: int
 
 
 def scaled(value: DeferredGradient, factor: float) -> DeferredGradient:
-    return value.with_terms([Placed(p.term.scaled(factor), p.layout) for p in value.terms])
+    """The gradient times a factor. Factors in float16 are widened first: there a product may vanish."""
+    terms = [
+        p.term.at(slice(None), torch.float32) if p.term.dtype == torch.float16 else p.term
+        for p in value.terms
+    ]
+    return value.with_terms(
+        [Placed(term.scaled(factor), p.layout) for term, p in zip(terms, value.terms, strict=True)]
+    )
 
 
 def times(batch: Batch, value: DeferredGradient, by: torch.Tensor, product: Any = torch.mul) -> Any:
