@@ -1,6 +1,4 @@
-"""The results of `psgrad analyze`: its tables, the values that measures gather over a dataset, its
-progress.
-"""
+"""The results of `psgrad analyze`: tables, values that measures gather over a dataset, progress."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ from psgrad.inputs.rows import Samples
 from psgrad.inputs.shown import input_of, vocabulary_of
 from psgrad.inputs.sources.files import require_unchanged
 from psgrad.quality.gates import share_of
-from psgrad.reports.analyze_page import write_report
 from psgrad.results import (
     PARAMETER_COLUMNS,
     AnalyzeResult,
@@ -252,6 +251,8 @@ def analyze(
         with clock("report"):
             folder.write_inputs(inputs, words, special)
             if report:
+                from psgrad.reports.analyze_page import write_report  # which is all that needs matplotlib
+
                 write_report(result, folder.write_bytes)
     folder.drop_shards()
     return result

@@ -63,7 +63,7 @@ def norms_by_loop(
 def quick(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     """The same without the plots and the report, which take longest."""
     monkeypatch.setattr(
-        "psgrad.workflows.analyze.write_report", lambda result, write: write("report.html", b"")
+        "psgrad.reports.analyze_page.write_report", lambda result, write: write("report.html", b"")
     )
     return workplace
 
@@ -576,10 +576,11 @@ def test_peak_memory_does_not_grow_with_the_dataset(workplace: Workplace) -> Non
     (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
     script = f"""
         from pathlib import Path
+        import psgrad.reports.analyze_page
         import psgrad.workflows.analyze
         from psgrad.config import load_config
 
-        psgrad.workflows.analyze.write_report = lambda result, write: None
+        psgrad.reports.analyze_page.write_report = lambda result, write: None
         for count in ({count}, {count}, {10 * count}):  # what a first run alone takes is not of the rows
             config = load_config(Path("config.yaml"), [f"data.kwargs={{{{count: {{count}}}}}}"])
             psgrad.workflows.analyze.analyze(config, overwrite=True)
