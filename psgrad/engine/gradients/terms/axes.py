@@ -85,8 +85,8 @@ class Cut(Protocol):
         """Sum over an atom, which is removed."""
 
 
-class CutTerm(Term):
-    """A term whose linear maps along an atom are maps of its factors."""
+class CutMaps:
+    """Linear maps of a kind of term for which a map along an atom is a map of its factors."""
 
     def cut(self, layout: Layout) -> Any:
         """The term's factors, cut; None where the layout mixes axes of the term."""

@@ -11,7 +11,7 @@ import torch
 from psgrad.engine.gradients.costs import Cost, Machine, norm_order_costs
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.terms.axes import CutTerm, arranged, by_atoms, varies
+from psgrad.engine.gradients.terms.axes import CutMaps, arranged, by_atoms, varies
 from psgrad.engine.gradients.terms.base import Multiply, Placed, Slice, Term, sums_of_grams
 from psgrad.engine.gradients.terms.dense import dense
 from psgrad.engine.gradients.terms.hadamard import Hadamard
@@ -34,7 +34,7 @@ from psgrad.engine.gradients.terms.product_cut import CutProduct
 
 
 @dataclass(frozen=True)
-class Product(CutTerm):
+class Product(CutMaps, Term):
     """Sums over positions of outer products: `ngta,ngtb->ngab`. The weight gradient of every matrix
     product.
     """

@@ -11,7 +11,7 @@ import torch
 from psgrad.engine.gradients.costs import Cost
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.terms.axes import CutTerm, arranged, by_atoms, varies
+from psgrad.engine.gradients.terms.axes import CutMaps, arranged, by_atoms, varies
 from psgrad.engine.gradients.terms.base import Multiply, Placed, Slice, Term
 from psgrad.engine.gradients.terms.dense import dense
 from psgrad.engine.gradients.terms.numerics import (
@@ -31,7 +31,7 @@ from psgrad.engine.gradients.terms.rows_cut import CutRows
 
 
 @dataclass(frozen=True)
-class Rows(CutTerm):
+class Rows(CutMaps, Term):
     """Rows that are added to a table by an index: the gradient of an embedding. The one-hot factor is never
     made.
     """
