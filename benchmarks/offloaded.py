@@ -228,7 +228,9 @@ def main() -> None:
         if not (folder / "config.json").exists():
             print(f"writing {layers} layers of width {width} in {arguments.type}", flush=True)
             make(folder, layers, width, arguments.type)
-        found = ways(folder, passes, arguments.ways) if passes else sys.exit()
+        if not passes:  # the checkpoint alone
+            return
+        found = ways(folder, passes, arguments.ways)
     last = found[-1]
     holds = last["times"] <= TIMES and last["peak_bytes"] <= LIMIT and last["apart"] <= APART
     print(f"bar, {TIMES} x, 2 GiB, norms to {APART}: {'met' if holds else 'missed'}")
