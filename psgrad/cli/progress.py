@@ -94,11 +94,14 @@ class PlainDisplay(ProgressDisplay):
         if progress.message and not progress.total:
             self._write(progress.message)
             return
+        described = progress.detail if not progress.total else None
         now = self._clock()
         if progress.phase != self._phase:
             self._say_progress()
             self._phase, self._phase_began, self._last_line = progress.phase, now, now
             self._done_before = progress.done  # by an earlier run that this one goes on with
+            if described:  # the first words of a phase that has been silent so far
+                self._last_line = now - PLAIN_INTERVAL_S
         if progress.message:
             self._write(progress.message)
         if progress.total:
@@ -106,6 +109,8 @@ class PlainDisplay(ProgressDisplay):
             rate = (progress.done - self._done_before) / elapsed if elapsed > 0 else 0.0
             words = progress_words(progress.done, progress.total, rate, progress.unit, progress.detail)
             self._unsaid = f"{progress.phase}: {words}"
+        elif described:
+            self._unsaid = f"{progress.phase}: {described}"
         if now - self._last_line >= PLAIN_INTERVAL_S:
             self._say_progress()
             self._last_line = now
@@ -169,7 +174,7 @@ class BarDisplay(ProgressDisplay):
 class _WordsColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         if not task.total:
-            return Text("")
+            return Text(task.fields.get("detail", ""))
         rate = task.finished_speed or task.speed or 0.0
         unit, detail = task.fields["unit"], task.fields["detail"]
         return Text(progress_words(int(task.completed), int(task.total), rate, unit, detail))

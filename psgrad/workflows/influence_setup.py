@@ -105,6 +105,18 @@ class InfluenceSetup:
     def processes(self) -> Processes:
         return self.views[0].training.processes
 
+    def watched(self, watch: Callable[[int, int], None]) -> InfluenceSetup:
+        """The same with passes that are watched; see `Examples`."""
+        views = [
+            replace(
+                view,
+                training=replace(view.training, watch=watch),
+                queries=replace(view.queries, watch=watch),
+            )
+            for view in self.views
+        ]
+        return replace(self, views=views)
+
     def agreed_seconds(self, own: float) -> float:
         """The time that the first process took for something, for choices that all make alike."""
         name = self.processes.step("time")

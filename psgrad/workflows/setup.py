@@ -19,8 +19,9 @@ from psgrad.engine.execution.buckets import ModelSize, padding_is_masked
 from psgrad.engine.execution.loading import Read, to_device
 from psgrad.engine.execution.objective import Forward, GroupObjective, Objective
 from psgrad.engine.execution.placement import place
+from psgrad.engine.execution.ranks import spread_rows
 from psgrad.engine.execution.recompute import Recompute
-from psgrad.engine.execution.self_check import SelfCheck, self_check, spread_rows
+from psgrad.engine.execution.self_check import SelfCheck, self_check
 from psgrad.engine.execution.sharded import shard
 from psgrad.engine.execution.stored import Supply
 from psgrad.engine.execution.streaming import Stream

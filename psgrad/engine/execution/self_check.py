@@ -18,6 +18,7 @@ import torch
 
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.ranks import spread_rows
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.errors import SelfCheckError
@@ -59,12 +60,6 @@ class SelfCheck:
 
 def _largest(errors: list[float]) -> float:
     return max((error for error in errors if not math.isnan(error)), default=math.nan)
-
-
-def spread_rows(count: int, wanted: int) -> list[int]:
-    """`wanted` rows, evenly spread over a dataset of `count`."""
-    wanted = min(wanted, count)
-    return [index * count // wanted for index in range(wanted)]
 
 
 def self_check(objective: Objective, stream: Stream, count: int, wanted: int) -> SelfCheck:

@@ -247,6 +247,13 @@ class Term(ABC):
         """
         return False
 
+    @property
+    def stored_product(self) -> Term | None:
+        """The term itself, if it is stored as a sum of outer products of `factors` [n, g, t, a] and [n, g, t,
+        b]; None if its factors are anything else.
+        """
+        return None
+
     def as_product(self) -> Term:
         """A sum of outer products that is no look-up, with `factors` [n, g, t, a] and [n, g, t, b]."""
         raise NotImplementedError

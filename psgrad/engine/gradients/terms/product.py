@@ -118,6 +118,10 @@ class Product(CutMaps, Term):
     def matrix_shape(self) -> tuple[int, int, int] | None:
         return self.shape  # type: ignore[return-value]
 
+    @property
+    def stored_product(self) -> Product:
+        return self
+
     def as_product(self) -> Product:
         return self
 
