@@ -41,7 +41,7 @@ from psgrad.workflows.influence_screening import Warnings, without_nonfinite
 from psgrad.workflows.influence_setup import InfluenceSetup, identity_at_first, identity_of_asked
 from psgrad.workflows.influence_tables import with_agreement, with_overall
 from psgrad.workflows.parts import config_of, manifest_of_parts, require_unmerged, shared_folder
-from psgrad.workflows.running import LOADING, Clock, recorded
+from psgrad.workflows.running import LOADING, Clock, PassProgress, recorded
 
 _ABOUT = "part.json"  # written last: a part with it is finished
 _TABLES = ("pairs", "queries", "training")
@@ -65,6 +65,7 @@ def influence_part(
             "influence.level: token: the parts of a run store scores of samples",
             next_step="leave --part out, or set influence.level: sample",
         )
+    setup = setup.watched(PassProgress(clock, progress))
     now = _identity(setup, count, matrix)
     manifest = replace(manifest_for(setup), identity=now, run=digest(now))
     folder = shared_folder(config.output, setup.run, manifest)

@@ -9,7 +9,7 @@ import torch
 
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.gradients.terms import Product, accumulating_dtype, blocks, times_shared
+from psgrad.engine.gradients.terms import Product, Term, accumulating_dtype, blocks, times_shared
 from psgrad.engine.influence.curvature.kronecker_factors import Form, Side, only_product
 
 
@@ -106,7 +106,7 @@ class Basis:
         several.
         """
         term = only_product(gradients.gradients[self.name], self.form)
-        if term is None or term.left.shape[2] != 1:
+        if term is None or not term.is_outer_product:
             return None
         rotated = self._rotated_factors(term)
         return rotated.left.squeeze(2), rotated.right.squeeze(2)
@@ -121,9 +121,9 @@ class Basis:
         kind = dtype or accumulating_dtype(gradient.dtype)
         term = only_product(gradient, self.form)
         groups, rows, columns = self.size
-        by_factors = term is not None and term.left.shape[2] * (rows**2 + columns**2) < rows * columns * (
-            rows + columns
-        )
+        by_factors = term is not None and term.factors[0].shape[2] * (
+            rows**2 + columns**2
+        ) < rows * columns * (rows + columns)
         for block in blocks(len(gradients), 3 * groups * rows * columns * kind.itemsize, gradient.device):
             if by_factors:
                 assert term is not None
@@ -137,8 +137,8 @@ class Basis:
         """The names of its parameters."""
         return [self.name] if self.bias is None else [self.name, self.bias.name]
 
-    def _rotated_factors(self, term: Product) -> Product:
-        left, right = term.left, term.right
+    def _rotated_factors(self, term: Term) -> Product:
+        left, right = term.factors
         if self.bias is not None:
             ones = left.new_ones(*left.shape[:3], 1)
             left, right = (
