@@ -1,11 +1,12 @@
-"""Seconds of influence scores by solves, of 360 queries on 1,437 digits, beside plain ways to the same numbers.
+"""Seconds of influence scores by solves, of 360 queries on 1,437 digits, beside others' ways to the numbers.
 
     python benchmarks/influence_bars.py [--only exact ten ekfac dual] [--json FILE]
 
     exact   4,810 parameters: the Gauss-Newton matrix materialised and factored; bar 2 s. The rival has its
             rows by torch.func's jacrev, one matrix product and one Cholesky factor, all in float64
     ten     the same at ten checkpoints; bar 15 s
-    ekfac   974,710 parameters; bar 5 s. The rival, if it is installed, is kronfluence, with the empirical Fisher, as ours then has
+    ekfac   974,710 parameters; bar 5 s. The rival, if it is installed, is kronfluence; both have the
+            empirical Fisher, so that nothing is drawn
     dual    974,710 parameters, by the inner products of the curvature's rows; bar 60 s
 
 Fit and scores together, of the wall clock, after one run that imports what is imported once. Scores of psgrad

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.method import Checkpoint, Fitted
+from psgrad.engine.influence.curvature.kronecker_blocks import Multiplied
+from psgrad.engine.influence.method import Checkpoint, Fitted, Preconditioned
 from psgrad.engine.influence.methods.ekfac import EKFAC, KroneckerFactored
 from psgrad.errors import InfluenceError
 from tests.engine.influence.kronecker_blocks import Tied, blocks_of, dense, scores
@@ -255,3 +256,22 @@ def test_ekfac_unused_layer_refused() -> None:
     inputs, labels = classified(N)
     with pytest.raises(InfluenceError, match=r"other\.weight(?s:.*)leave it out of `parameters`"):
         fitted(examples(Unused().double(), cross_entropy, inputs, labels))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ekfac_rotated_gradients_or_rotated_vectors(case: str) -> None:
+    """Both orders of a product with multiplied vectors give the inner products of materialised ones."""
+    _, training, queries = problem(case)
+    scores = fitted(training)
+    plain = torch.cat([block.scores[""] for block in Preconditioned.scores(scores, queries)])
+    for block, inverse in zip(scores.blocks, scores._inverses, strict=True):
+        values = torch.cat(
+            [each[""] for _, each in queries.each(lambda g: {"": block.multiplied(g, inverse)})]  # noqa: B023
+        )
+        one, other = (
+            torch.cat([each[""] for _, each in training.each(lambda g: {"": g.by_part(kind.inner)})])  # noqa: B023
+            for kind in (Multiplied(block, values, 0), Multiplied(block, values, 1 << 40))
+        )
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+        plain -= one
+    assert float(plain.abs().max()) < 1e-9
