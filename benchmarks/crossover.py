@@ -14,14 +14,12 @@ measured.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
+from script import command_line, write_json
 
 from psgrad.engine.execution.calibration import measure
 from psgrad.engine.gradients import machine
@@ -71,12 +69,9 @@ def crossover(choices: dict[int, str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Time both orders of contraction, beside the planner's choice."
+    parser = command_line(
+        "Time both orders of contraction, beside the planner's choice.", rounds=9, device=True
     )
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument(
         "--built-in", action="store_true", help="take the constants of a machine that was never measured"
     )
@@ -123,11 +118,8 @@ def main() -> None:
         f" {'pass' if median <= MEDIAN_REGRET else 'FAIL'}; worst {worst:.2f}, at most {WORST_REGRET}:"
         f" {'pass' if worst <= WORST_REGRET else 'FAIL'}"
     )
-    if arguments.json is not None:
-        content = {"machine": on.to_json(), "torch": torch.__version__, "samples": SAMPLES, "rows": rows}
-        arguments.json.write_text(
-            json.dumps(content | {"median": median, "worst": worst}, indent=1) + "\n", encoding="utf-8"
-        )
+    content = {"machine": on.to_json(), "torch": torch.__version__, "samples": SAMPLES, "rows": rows}
+    write_json(arguments, content | {"median": median, "worst": worst})
 
 
 if __name__ == "__main__":

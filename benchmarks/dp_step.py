@@ -28,12 +28,10 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +40,7 @@ from dp_contenders import RIVALS, Step, Training, plain, psgrad
 from memory import MEGABYTE, allocated
 from norms import Case, Timing, machine, time_in_turn
 from rivals import NETWORKS, versions
+from script import command_line, print_facts, write_json
 from torch import Tensor
 
 BARS = {"time": 1.6, "memory": 1.4, "speedup": 1.3}
@@ -252,21 +251,11 @@ def print_table(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Time and memory of a differentially private step, beside the ordinary one and Opacus's."
-    )
-    parser.add_argument("--rounds", type=int, default=11, help="timings of each way (default: %(default)s)")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=list(NETWORKS),
-        default=list(NETWORKS),
-        metavar="NAME",
-        help=f"of {', '.join(NETWORKS)}",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
-    parser.add_argument(
-        "--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)"
+    parser = command_line(
+        "Time and memory of a differentially private step, beside the ordinary one and Opacus's.",
+        rounds=11,
+        only=NETWORKS,
+        device=True,
     )
     parser.add_argument("--no-memory", action="store_true", help="times only")
     parser.add_argument(
@@ -285,15 +274,14 @@ def main() -> None:
         torch.set_num_threads(1)
         clock = time.process_time
     facts = {"clock": clock.__name__} | machine(arguments.device) | {"opacus": versions()["opacus"]}
-    print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.rounds} rounds")
+    print_facts(facts, arguments)
     options = {"memory": not arguments.no_memory, "clock": clock}
     cases = {
         name: contest(NETWORKS[name], arguments.rounds, arguments.device, **options)
         for name in arguments.only
     }
-    if arguments.json is not None:
-        content = {"machine": facts, "rounds": arguments.rounds, "bars": BARS, "cases": cases}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    content = {"machine": facts, "rounds": arguments.rounds, "bars": BARS, "cases": cases}
+    write_json(arguments, content)
 
 
 if __name__ == "__main__":

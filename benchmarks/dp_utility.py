@@ -38,6 +38,7 @@ from dp_contenders import Training, opacus
 from norms import machine
 from rivals import versions
 from safetensors.torch import load_file, save_file
+from script import command_line, write_json
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -269,13 +270,10 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Held-out accuracy of private training on digits: psgrad's dp-step beside Opacus."
-    )
+    parser = command_line("Held-out accuracy of private training on digits: psgrad's dp-step beside Opacus.")
     parser.add_argument(
         "--seeds", type=int, default=5, help="splits, networks and runs (default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw accuracy against epsilon to this file"
     )
@@ -289,8 +287,7 @@ def main() -> None:
     print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.seeds} seeds")
     found = compare(arguments.seeds)
     print_table(found)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"machine": facts, **found}, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments, {"machine": facts, **found})
     if arguments.plot is not None:
         draw(found, arguments.plot)
 

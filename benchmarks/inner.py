@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -37,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from norms import machine
 from safetensors.torch import load_file
+from script import command_line, print_facts, write_json
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -216,23 +216,18 @@ def print_table(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Time inner products of per-sample gradients against writing them out."
+    parser = command_line(
+        "Time inner products of per-sample gradients against writing them out.", rounds=11, device=True
     )
     parser.add_argument("--samples", type=int, default=1000, help="of the first set (default: %(default)s)")
     parser.add_argument("--others", type=int, default=1000, help="of the second (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=11, help="timings of each way (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
-    parser.add_argument(
-        "--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)"
-    )
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
     facts = machine(arguments.device)
-    print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.rounds} rounds")
+    print_facts(facts, arguments)
     print(f"inner products of {arguments.samples} by {arguments.others} gradients of the digits CNN")
     contest = Contest(arguments.samples, arguments.others, arguments.device)
     errors = contest.errors()
@@ -249,10 +244,9 @@ def main() -> None:
                 f"  at least {BAR:g}x faster than the better of {' and '.join(RIVALS)}: {ratio:.1f}x,"
                 f" {'pass' if ratio >= BAR else 'FAIL'}"
             )
-    if arguments.json is not None:
-        sizes = {"samples": arguments.samples, "others": arguments.others, "rounds": arguments.rounds}
-        content = {"machine": facts, **sizes, "bar": BAR, "errors": errors, "parts": parts}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    sizes = {"samples": arguments.samples, "others": arguments.others, "rounds": arguments.rounds}
+    content = {"machine": facts, **sizes, "bar": BAR, "errors": errors, "parts": parts}
+    write_json(arguments, content)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,11 @@ Kinds of measures:
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -34,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from inner import DIGITS, digits_network
 from norms import machine
+from script import command_line, print_facts, write_json
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective, Summary
@@ -173,21 +171,13 @@ def time_in_turn(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, T
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time the measures of psgrad analyze against the norm pass.")
-    parser.add_argument("--rounds", type=int, default=11, help="timings of each way (default: %(default)s)")
-    parser.add_argument("--samples", type=int, help="how many of the digits (default: all)")
-    names = list(own_classes(MEASURES))
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=names,
-        default=names,
-        metavar="NAME",
+    parser = command_line(
+        "Time the measures of psgrad analyze against the norm pass.", rounds=11, only=own_classes(MEASURES)
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
+    parser.add_argument("--samples", type=int, help="how many of the digits (default: all)")
     arguments = parser.parse_args()
     facts = machine(torch.device("cpu"))
-    print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.rounds} rounds")
+    print_facts(facts, arguments)
     problem = Digits(arguments.samples)
     sorted_names = kinds(problem, arguments.only)
     ways: dict[str, Callable[[], Any]] = {"norms": lambda: problem.run([])}
@@ -210,16 +200,15 @@ def main() -> None:
             else ""
         )
         print(f"  {name:<28}{numbers}{bar}", flush=True)
-    if arguments.json is not None:
-        content = {
-            "machine": facts,
-            "rounds": arguments.rounds,
-            "samples": len(problem.images),
-            "bar": BAR,
-            "kinds": sorted_names,
-            "seconds": {name: asdict(timing) for name, timing in timings.items()},
-        }
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    content = {
+        "machine": facts,
+        "rounds": arguments.rounds,
+        "samples": len(problem.images),
+        "bar": BAR,
+        "kinds": sorted_names,
+        "seconds": {name: asdict(timing) for name, timing in timings.items()},
+    }
+    write_json(arguments, content)
 
 
 if __name__ == "__main__":

@@ -20,17 +20,16 @@ The bar: the noise is at most a quarter of the private step.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from models import mlp
 from norms import Timing, machine, time_in_turn
+from script import command_line, print_facts, write_json
 
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.privacy.batches import batch_source
@@ -134,21 +133,17 @@ def print_table(title: str, timings: dict[str, Timing]) -> None:
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Time secure noise, by itself and as a part of a private step."
-    )
+    parser = command_line("Time secure noise, by itself and as a part of a private step.", rounds=11)
     parser.add_argument(
         "--parameters", type=int, default=10_000_000, help="about so many (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=11, help="timings of each way (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     return parser.parse_args(words)
 
 
 def main(words: list[str] | None = None) -> None:
     arguments = parse_arguments(words)
     facts = machine(CPU)
-    print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.rounds} rounds")
+    print_facts(facts, arguments)
 
     normals = time_in_turn(generators(arguments.parameters), arguments.rounds, CPU)
     print_table(f"{arguments.parameters} normals (plain: torch.randn)", normals)
@@ -164,24 +159,23 @@ def main(words: list[str] | None = None) -> None:
         "\ndiscrete Gaussian: " + ", ".join(f"sigma {name}: {taken:.0f} ns" for name, taken in draws.items())
     )
 
-    if arguments.json is not None:
-        content = {
-            "machine": facts,
-            "rounds": arguments.rounds,
-            "normals": {
-                "count": arguments.parameters,
-                "seconds": {name: asdict(timing) for name, timing in normals.items()},
-            },
-            "step": {
-                "parameters": parameters,
-                "batch": BATCH,
-                "seconds": {name: asdict(timing) for name, timing in step.items()},
-                "share": share(step),
-                "bar": BAR,
-            },
-            "discrete": {"draws": DRAWS, "nanoseconds": draws},
-        }
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    content = {
+        "machine": facts,
+        "rounds": arguments.rounds,
+        "normals": {
+            "count": arguments.parameters,
+            "seconds": {name: asdict(timing) for name, timing in normals.items()},
+        },
+        "step": {
+            "parameters": parameters,
+            "batch": BATCH,
+            "seconds": {name: asdict(timing) for name, timing in step.items()},
+            "share": share(step),
+            "bar": BAR,
+        },
+        "discrete": {"draws": DRAWS, "nanoseconds": draws},
+    }
+    write_json(arguments, content)
 
 
 if __name__ == "__main__":

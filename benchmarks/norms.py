@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import platform
 import time
@@ -32,6 +31,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from models import GPT, cnn, mlp, resnet
+from script import command_line, print_facts, write_json
 from torch import Tensor, nn
 
 from psgrad.engine.execution.objective import Objective
@@ -257,21 +257,11 @@ def print_table(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Time per-sample gradient norms against the ordinary backward pass."
-    )
-    parser.add_argument("--rounds", type=int, default=11, help="timings of each way (default: %(default)s)")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=list(CASES),
-        default=list(CASES),
-        metavar="NAME",
-        help=f"of {', '.join(CASES)}",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
-    parser.add_argument(
-        "--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)"
+    parser = command_line(
+        "Time per-sample gradient norms against the ordinary backward pass.",
+        rounds=11,
+        only=CASES,
+        device=True,
     )
     return parser.parse_args()
 
@@ -282,7 +272,7 @@ def main() -> None:
         "ignore", message="There is a performance drop"
     )  # torch.func's loop over samples for attention on CPU
     facts = machine(arguments.device)
-    print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.rounds} rounds")
+    print_facts(facts, arguments)
 
     results: dict[str, dict[str, Any]] = {}
     for name in arguments.only:
@@ -294,14 +284,7 @@ def main() -> None:
             "errors": errors,
             "seconds": {way: asdict(timing) for way, timing in timings.items()},
         }
-    if arguments.json is not None:
-        arguments.json.write_text(
-            json.dumps(
-                {"machine": facts, "rounds": arguments.rounds, "bars": BARS, "cases": results}, indent=1
-            )
-            + "\n",
-            encoding="utf-8",
-        )
+    write_json(arguments, {"machine": facts, "rounds": arguments.rounds, "bars": BARS, "cases": results})
 
 
 if __name__ == "__main__":

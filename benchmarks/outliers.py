@@ -20,7 +20,6 @@ flagged (0 where none is), `worst` the largest of them, `precision` the mean ove
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ import numpy.typing as npt
 import pandas as pd
 import torch
 from scipy.stats import median_abs_deviation
+from script import command_line, write_json
 from sklearn.datasets import load_digits
 
 from psgrad.config.analysis import AnalyzeConfig
@@ -159,13 +159,10 @@ def summary(rounds: list[tuple[float, float | None, float | None]]) -> dict[str,
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Find flipped labels by conformal p-values, and by simpler rules."
-    )
+    parser = command_line("Find flipped labels by conformal p-values, and by simpler rules.")
     parser.add_argument(
         "--rounds", type=int, default=20, help="of each setting and share (default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     return parser.parse_args(words)
 
 
@@ -192,8 +189,7 @@ def main(words: list[str] | None = None) -> None:
                     f"  {rule:<26}{shown[0]:>9}{shown[1]:>7}{shown[2]:>7}{shown[3]:>11}{shown[4]:>8}",
                     flush=True,
                 )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments, content)
 
 
 if __name__ == "__main__":

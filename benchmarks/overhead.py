@@ -15,15 +15,14 @@ round, so that whatever else the machine does falls on all of them alike:
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from norms import Timing, machine, time_in_turn
+from script import command_line, print_facts, write_json
 from torch import Tensor, nn
 
 from psgrad.engine.transforms import capture, functional_call, grad, vmap
@@ -70,14 +69,10 @@ def print_table(timings: dict[str, Timing]) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Time psgrad's vmap(grad), eager and replayed, against torch.func's."
-    )
-    parser.add_argument("--rounds", type=int, default=41, help="timings of each way (default: %(default)s)")
+    parser = command_line("Time psgrad's vmap(grad), eager and replayed, against torch.func's.", rounds=41)
     parser.add_argument(
         "--inductor", action="store_true", help="with the compiled record, too; needs a C++ compiler"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     return parser.parse_args()
 
 
@@ -85,13 +80,12 @@ def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(1)
     facts = machine(torch.device("cpu"))
-    print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.rounds} rounds\n")
+    print_facts(facts, arguments)
     timings = time_in_turn(contest(inductor=arguments.inductor), arguments.rounds, torch.device("cpu"))
     print_table(timings)
-    if arguments.json is not None:
-        seconds = {name: asdict(timing) for name, timing in timings.items()}
-        content = {"machine": facts, "rounds": arguments.rounds, "seconds": seconds}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    seconds = {name: asdict(timing) for name, timing in timings.items()}
+    content = {"machine": facts, "rounds": arguments.rounds, "seconds": seconds}
+    write_json(arguments, content)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ median of some rounds. The machine's constants are measured first.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from memory import allocated
 from norms import CASES, draw_images, draw_tokens, draw_vectors
+from script import command_line, write_json
 from torch import Tensor
 
 from psgrad.config import load_config
@@ -126,12 +125,9 @@ def seconds(subject: Subject, chunk: int, rounds: int, device: torch.device) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Hold predicted memory and time against measured ones.")
+    parser = command_line("Hold predicted memory and time against measured ones.", rounds=5, device=True)
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--chunks", nargs="+", type=int, default=[1, 8, 32, 128])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     arguments = parser.parse_args()
     device = arguments.device
     on = measure(device)
@@ -179,14 +175,13 @@ def main() -> None:
     for what, keys, bar in (("memory", ("norms", "kept"), MEMORY_BAR), ("time", ("seconds",), TIME_BAR)):
         worst = max(abs(row[key]["predicted"] / row[key]["measured"] - 1) for row in rows for key in keys)
         print(f"{what}: at most {worst:.0%} off, the bar is {bar:.0%}: {'pass' if worst <= bar else 'FAIL'}")
-    if arguments.json is not None:
-        content = {
-            "machine": on.to_json(),
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "rows": rows,
-        }
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    content = {
+        "machine": on.to_json(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "rows": rows,
+    }
+    write_json(arguments, content)
 
 
 if __name__ == "__main__":

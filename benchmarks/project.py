@@ -23,7 +23,6 @@ norms: near 1 / sqrt(columns) for the first two.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import subprocess
 import sys
@@ -38,6 +37,7 @@ import torch.nn.functional as F
 from memory import resident
 from models import mlp
 from norms import machine, seconds
+from script import command_line, print_facts, write_json
 from torch import Tensor
 
 from psgrad.engine.execution.objective import Objective
@@ -196,8 +196,10 @@ def print_rows(contest: Contest, kind: str, found: dict[str, Found], error: floa
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Time random projections of per-sample gradients against writing the gradients out."
+    parser = command_line(
+        "Time random projections of per-sample gradients against writing the gradients out.",
+        only=KINDS,
+        device=True,
     )
     parser.add_argument("--samples", type=int, default=32, help="in the batch (default: %(default)s)")
     parser.add_argument(
@@ -211,13 +213,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--rounds", type=int, default=5, help="timings of each way but the dense ones (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
-    parser.add_argument(
-        "--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)"
     )
     parser.add_argument("--peak", nargs=2, metavar=("KIND", "WAY"), help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -238,7 +233,7 @@ def main() -> None:
         print(resident(contest.ways(kind)[way]))
         return
     facts = machine(arguments.device)
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    print_facts(facts, arguments)
     print(f"{contest.parameters:,} parameters, {arguments.samples} samples, to {arguments.columns} columns")
     print(f"  {'':<20}{'a batch':>12}{'a sample':>15}{'peak':>13}{'of one sample gradient':>24}")
     results: dict[str, Any] = {}
@@ -246,11 +241,8 @@ def main() -> None:
         found, error = measure(contest, kind, arguments)
         print_rows(contest, kind, found, error)
         results[kind] = {"error": error, **{way: asdict(numbers) for way, numbers in found.items()}}
-    if arguments.json is not None:
-        sizes = {"parameters": contest.parameters, "samples": arguments.samples, "columns": arguments.columns}
-        arguments.json.write_text(
-            json.dumps({"machine": facts, **sizes, "kinds": results}, indent=1) + "\n", encoding="utf-8"
-        )
+    sizes = {"parameters": contest.parameters, "samples": arguments.samples, "columns": arguments.columns}
+    write_json(arguments, {"machine": facts, **sizes, "kinds": results})
 
 
 if __name__ == "__main__":

@@ -18,16 +18,15 @@ programs may run beside it.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from norms import Timing, machine, time_in_turn
+from script import command_line, print_facts, write_json
 from torch import Tensor, nn
 
 from psgrad.engine.execution.buckets import ModelSize
@@ -151,7 +150,7 @@ def print_table(timings: dict[str, Timing]) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time rows of unequal length, and large language models.")
+    parser = command_line("Time rows of unequal length, and large language models.", rounds=5)
     parser.add_argument("--rows", type=int, default=256, help="texts (default: %(default)s)")
     parser.add_argument("--width", type=int, default=256, help="of the ragged model (default: %(default)s)")
     parser.add_argument("--depth", type=int, default=4, help="its layers (default: %(default)s)")
@@ -160,8 +159,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12, help="of those models (default: %(default)s)")
     parser.add_argument("--model-rows", type=int, default=4, help="their batch (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="a row of it (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="timings of each way (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     return parser.parse_args()
 
 
@@ -170,7 +167,7 @@ def main() -> None:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     facts = machine(device)
-    print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.rounds} rounds\n")
+    print_facts(facts, arguments)
     found: dict[str, dict[str, Timing]] = {}
     if arguments.rows:
         title = f"{arguments.rows} texts, BERT {arguments.depth} x {arguments.width}"
@@ -184,10 +181,9 @@ def main() -> None:
         ways = model_contest(kind, arguments.layers, arguments.model_rows, arguments.tokens)
         found[title] = time_in_turn(ways, arguments.rounds, device, time.process_time)
         print_table(found[title])
-    if arguments.json is not None:
-        seconds = {title: {name: asdict(t) for name, t in each.items()} for title, each in found.items()}
-        content = {"machine": facts, "rounds": arguments.rounds, "seconds": seconds}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    seconds = {title: {name: asdict(t) for name, t in each.items()} for title, each in found.items()}
+    content = {"machine": facts, "rounds": arguments.rounds, "seconds": seconds}
+    write_json(arguments, content)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,10 @@ import argparse
 import copy
 import gc
 import importlib.metadata
-import json
 import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +32,7 @@ import torch.nn.functional as F
 from contenders import RIVALS, TASKS, Problem, Way, plain, psgrad
 from models import GPT
 from norms import CASES, Case, Timing, draw_tokens, machine, time_in_turn
+from script import command_line, print_facts, write_json
 from torch import Tensor, nn
 
 # How many times psgrad's time the best rival must take at least.
@@ -245,22 +244,11 @@ def versions() -> dict[str, str]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time psgrad beside torch.func, Opacus and BackPACK.")
-    parser.add_argument("--rounds", type=int, default=7, help="timings of each way (default: %(default)s)")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=list(NETWORKS),
-        default=list(NETWORKS),
-        metavar="NAME",
-        help=f"of {', '.join(NETWORKS)}",
+    parser = command_line(
+        "Time psgrad beside torch.func, Opacus and BackPACK.", rounds=7, only=NETWORKS, device=True
     )
     parser.add_argument(
         "--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help=", ".join(TASKS)
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
-    parser.add_argument(
-        "--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)"
     )
     return parser.parse_args()
 
@@ -269,14 +257,13 @@ def main() -> None:
     arguments = parse_arguments()
     warnings.filterwarnings("ignore")  # the rivals' own, on every pass
     facts = machine(arguments.device) | versions()
-    print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.rounds} rounds")
+    print_facts(facts, arguments)
     cases = {
         name: contest(NETWORKS[name], arguments.tasks, arguments.rounds, arguments.device)
         for name in arguments.only
     }
-    if arguments.json is not None:
-        content = {"machine": facts, "rounds": arguments.rounds, "bars": BARS, "cases": cases}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    content = {"machine": facts, "rounds": arguments.rounds, "bars": BARS, "cases": cases}
+    write_json(arguments, content)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 import statistics
 import time
@@ -38,6 +37,7 @@ import torch
 import torch.nn.functional as F
 from models import GPT
 from norms import draw_tokens, machine
+from script import command_line, print_facts, write_json
 from torch import Tensor, nn
 
 from psgrad.engine.execution.objective import Objective
@@ -327,35 +327,30 @@ def draw(found: dict[str, Any], facts: dict[str, Any], path: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="How the time of per-sample gradient norms grows.")
-    names = [axis.name for axis in AXES]
-    parser.add_argument("--rounds", type=int, default=5, help="timings of each point (default: %(default)s)")
-    parser.add_argument(
-        "--only", nargs="+", choices=names, default=names, metavar="AXIS", help=", ".join(names)
+    parser = command_line(
+        "How the time of per-sample gradient norms grows.",
+        rounds=5,
+        only=[axis.name for axis in AXES],
+        device=True,
     )
     parser.add_argument(
         "--tiny", action="store_true", help="the two smallest sizes of each axis, to see the script run"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (PNG)")
-    parser.add_argument(
-        "--device", type=torch.device, default=torch.device("cpu"), help="cpu or cuda (default: %(default)s)"
-    )
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
     facts = machine(arguments.device)
-    print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.rounds} rounds")
+    print_facts(facts, arguments)
     found = {}
     for axis in AXES:
         if axis.name in arguments.only:
             chosen = Axis(axis.name, axis.sizes[:2], axis.jobs) if arguments.tiny else axis
             found[axis.name] = measure(chosen, arguments.rounds, arguments.device)
-    if arguments.json is not None:
-        content = {"machine": facts, "rounds": arguments.rounds, "axes": found}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    content = {"machine": facts, "rounds": arguments.rounds, "axes": found}
+    write_json(arguments, content)
     if arguments.plot is not None:
         draw(found, facts, arguments.plot)
 

@@ -10,16 +10,14 @@ without padding.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from norms import machine
+from script import command_line, write_json
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -105,12 +103,9 @@ def psgrad(network: nn.Module, words: Tensor, lengths: Tensor, target: Tensor, c
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser = command_line((__doc__ or "").partition("\n")[0], only=NETWORKS, rounds=5)
     parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--chunk", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     options = parser.parse_args()
     torch.set_num_threads(1)
     stored: dict[str, dict[str, dict[str, float]]] = {name: {} for name in options.only}
@@ -138,15 +133,14 @@ def main() -> None:
             error = (found["psgrad"].sqrt() / found["loop"].double().sqrt() - 1).abs().max().item()
             print(f"{name:8} {kind:8} {rates[0]:8.0f} {rates[1]:8.0f} {error:14.1e}", flush=True)
             stored[name][kind] = {"loop": rates[0], "psgrad": rates[1], "largest_error": error}
-    if options.json is not None:
-        content = {
-            "machine": machine(torch.device("cpu")),
-            "samples": options.samples,
-            "chunk": options.chunk,
-            "rounds": options.rounds,
-            "rows_per_second": stored,
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    content = {
+        "machine": machine(torch.device("cpu")),
+        "samples": options.samples,
+        "chunk": options.chunk,
+        "rounds": options.rounds,
+        "rows_per_second": stored,
+    }
+    write_json(options, content)
 
 
 if __name__ == "__main__":
