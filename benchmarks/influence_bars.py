@@ -15,9 +15,7 @@ and a rival are compared before anything is timed. Run it on a quiet machine.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
 import tempfile
 import time
@@ -29,6 +27,7 @@ import torch
 from influence_contenders import Problem, kronfluence_factored
 from influence_ours import scores
 from influence_truth import Bench
+from script import command_line, write_json
 from torch import Tensor, nn
 
 from psgrad.engine.influence.methods.ekfac import EKFAC
@@ -113,10 +112,7 @@ def cases(cache: Path) -> dict[str, dict[str, Callable[[], Tensor]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Seconds of influence scores by solves, on digits.")
-    parser.add_argument("--only", nargs="+", choices=BARS, default=list(BARS))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
-    arguments = parser.parse_args()
+    arguments = command_line("Seconds of influence scores by solves, on digits.", only=BARS).parse_args()
     content: dict[str, Any] = {"cases": {}}
     found = cases(Path(tempfile.gettempdir()) / "psgrad-influence")
     scores(small(Path(), 1), Influence(solver="exact", damping=DAMPING))  # imports
@@ -137,8 +133,7 @@ def main() -> None:
         print(f"{'pass' if reached else 'FAIL'}: {name} within {BARS[name]:g} s: {told}", flush=True)
         content["cases"][name] = {"seconds": seconds, "bar": BARS[name], "reached": reached}
     content |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments, content)
 
 
 if __name__ == "__main__":

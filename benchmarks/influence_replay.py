@@ -16,7 +16,6 @@ of many steps counts. Times are of the wall clock, so run it on a quiet machine.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 from influence_ours import cross_entropy, examples
 from influence_truth import RECIPE, Array, Bench
+from script import command_line, write_json
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
@@ -164,19 +164,17 @@ def bar(content: dict[str, Any], name: str, value: float, limit: float, reached:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Derivatives of a training run beside the same run without some examples, on digits."
+    parser = command_line(
+        "Derivatives of a training run beside the same run without some examples, on digits."
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N")
     parser.add_argument("--shares", type=float, nargs="*", default=[0.01, 0.05], metavar="SHARE")
     parser.add_argument("--subsets", type=int, default=30, help="of each share (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=RECIPE.epochs, help="(default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     arguments = parser.parse_args()
     content = report(Bench(Path(tempfile.gettempdir()) / "psgrad-influence"), arguments)
     content |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments, content)
 
 
 if __name__ == "__main__":
