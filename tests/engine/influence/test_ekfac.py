@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.curvature.kronecker_blocks import Multiplied
+from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerRoots, Multiplied
 from psgrad.engine.influence.method import Checkpoint, Fitted, Preconditioned
 from psgrad.engine.influence.methods.ekfac import EKFAC, KroneckerFactored
 from psgrad.errors import InfluenceError
@@ -275,3 +275,16 @@ def test_ekfac_rotated_gradients_or_rotated_vectors(case: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
         plain -= one
     assert float(plain.abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ekfac_roots_as_a_preconditioner(case: str) -> None:
+    """Two roots are the inverse that scores are made with, and a root undoes the inverse root."""
+    _, training, queries = problem(case)
+    scores = fitted(training, damping=0.1)
+    roots = KroneckerRoots(training.flat, scores.blocks, 0.1)
+    vectors = queries.materialise()
+    twice = roots.root(roots.root(vectors, -0.5), -0.5)
+    inverse = training.flat.join(scores.precondition(training.flat.split(vectors))) * len(training)
+    torch.testing.assert_close(twice, inverse, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(roots.root(roots.root(vectors, 0.5), -0.5), vectors, rtol=1e-9, atol=1e-12)
