@@ -7,9 +7,12 @@ Each part is a process of its own, so that one that fails or takes too long leav
     tests         PSGRAD_TEST_DEVICE=DEVICE pytest: how many pass
     tutorial      PyTorch's per-sample-gradient tutorial: dense gradients, norms, and a loop over samples
     networks      the four networks of norms.py: norms and clipped sums beside plain and torch.func
-    transformers  the shapes of GPT-2, BERT-base and ViT-B, in float32, TF32 and under autocast to bfloat16
+    transformers  the shapes of GPT-2 (once more with a head that Opacus takes), BERT-base and ViT-B: in
+                  float32 beside torch.func and, where it is installed, Opacus; in TF32; in autocast to
+                  bfloat16
     graphs        a recorded chunk (on a GPU a CUDA graph) beside the eager one
-    adapters      an 8-billion-parameter decoder in bfloat16 with adapters of rank 16: norms of the adapters
+    adapters      Llama's shape of 8 billion parameters in bfloat16 with adapters of rank 16: their norms
+    offloaded     the same shape in float32, all of it trained and kept in pinned host memory: its norms
     copies        a pass whose rows come from the host, beside one whose rows are on the device
 
 With --small all shapes are tiny, which shows on any machine that the script runs. It needs torch alone, but
@@ -19,6 +22,7 @@ for the tests.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -29,21 +33,25 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import GPT, Block, cnn
+from contenders import RIVALS, Problem, Way
+from models import GPT, Block, Llama, LlamaBlock, cnn
 from norms import CASES, Case, Contest, draw_images, draw_tokens, machine, time_in_turn
+from rivals import UntiedGPT, prepared
 from torch import Tensor, nn
 
 from psgrad.engine.execution.loading import Block as Rows
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.placement import place
+from psgrad.engine.execution.recompute import Recompute
+from psgrad.engine.execution.stored import Supply
 from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.gradients import per_sample_gradients
+from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
 from psgrad.engine.measures.gradient_norms import GradientNorms
 from psgrad.engine.transforms import capture
 
@@ -91,8 +99,7 @@ class Encoder(nn.Module):
     def __init__(self, embedding: nn.Module, width: int, layers: int, heads: int) -> None:
         super().__init__()
         self.embedding = embedding
-        layer = partial(nn.TransformerEncoderLayer, width, heads, 4 * width, dropout=0.0, batch_first=True)
-        self.blocks = nn.Sequential(*(layer(activation="gelu", norm_first=True) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, heads, causal=False) for _ in range(layers)))
         self.head = nn.Linear(width, 1000)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,6 +128,9 @@ def shapes(small: bool) -> dict[str, Case]:
 
     return {
         "GPT-2": Case("", lambda: GPT(words, t, width, layers, heads), lambda: draw_tokens(n, t, words)),
+        "GPT-2, head not tied": Case(
+            "", lambda: UntiedGPT(words, t, width, layers, heads), lambda: draw_tokens(n, t, words)
+        ),
         "BERT-base": Case(
             "",
             lambda: Encoder(nn.Embedding(words, width), width, layers, heads),
@@ -140,6 +150,7 @@ def transformers(device: torch.device, small: bool) -> Facts:
         contest, exact = Contest(case, device), None
         for precision in ("float32", "TF32", "bfloat16"):
             torch.backends.cuda.matmul.allow_tf32 = precision == "TF32"
+            torch.backends.cudnn.allow_tf32 = precision == "TF32"
             half = torch.bfloat16 if precision == "bfloat16" else None
             contest.objective = Objective(contest.model, F.cross_entropy, autocast=half)
 
@@ -150,13 +161,34 @@ def transformers(device: torch.device, small: bool) -> Facts:
             ways = {"plain": plain, "norms": contest.norms, "clipped": contest.clipped}
             norms = contest.norms()
             exact = norms if exact is None else exact
+            others, reasons = _of_rivals(contest) if precision == "float32" else ({}, {})
+            ways |= others
             found[f"{name}, {precision}"] = {
+                "rivals that are not timed": reasons,
                 "seconds": _medians(time_in_turn(ways, 3 if small else 5, device)),
                 "largest difference of norms from float32": ((norms - exact).abs() / exact).max().item(),
                 "peak bytes": _peak(device, contest.clipped),
             }
+            del ways, others
         del contest
     return found
+
+
+def _of_rivals(contest: Contest) -> tuple[dict[str, Way], dict[str, str]]:
+    """How the rivals compute norms and clipped sums, and why each of the others is not timed: it is not
+    installed, it refuses the network, or its numbers are wrong.
+    """
+    problem = Problem(contest.model, contest.inputs, contest.target, contest.bound.item())
+    expected = {"norms": contest.norms(), "clipped": list(contest.clipped().values())}
+    ways: dict[str, Way] = {}
+    reasons: dict[str, str] = {}
+    for name in ("torch.func", "Opacus hooks", "Opacus ghost"):
+        for task, way in prepared(problem, RIVALS[name], expected).items():
+            if isinstance(way, str):
+                reasons[f"{name}, {task}"] = way
+            else:
+                ways[f"{name}, {task}"] = way
+    return ways, reasons
 
 
 def _autocast(device: torch.device, half: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -189,20 +221,32 @@ class WithAdapter(nn.Module):
         return found
 
 
-def adapters(device: torch.device, small: bool) -> Facts:
-    """A decoder of 8 billion parameters: 38 blocks of width 4096, and 128,256 tokens."""
-    width, layers, heads, words, t, n = (32, 2, 2, 100, 8, 2) if small else (4096, 38, 32, 128_256, 256, 4)
+LLAMA = {"vocabulary": 128_256, "width": 4096, "layers": 32, "heads": 32, "keys": 8, "hidden": 14_336}
+SMALL = {"vocabulary": 100, "width": 32, "layers": 2, "heads": 4, "keys": 2, "hidden": 48}
+
+
+def _llama(device: torch.device, small: bool) -> Llama:
+    """Llama's shape of 8 billion parameters, random, in bfloat16; they are drawn on the device, where that is
+    quick.
+    """
     with torch.device(device):
         torch.set_default_dtype(torch.bfloat16)
-        model = GPT(words, t, width, layers, heads).requires_grad_(False)
+        model = Llama(**(SMALL if small else LLAMA))
         torch.set_default_dtype(torch.float32)
+    return model
+
+
+def adapters(device: torch.device, small: bool) -> Facts:
+    """Norms of adapters of rank 16 at the queries and values of a frozen model."""
+    t, n = (8, 2) if small else (256, 4)
+    model = _llama(device, small).requires_grad_(False)
     for block in model.blocks:
-        assert isinstance(block, Block)
-        block.query_key_value = WithAdapter(block.query_key_value)  # type: ignore[assignment]
-        block.attention_out = WithAdapter(block.attention_out)  # type: ignore[assignment]
+        assert isinstance(block, LlamaBlock)
+        block.query = WithAdapter(block.query)  # type: ignore[assignment]
+        block.value = WithAdapter(block.value)  # type: ignore[assignment]
     place(model, device, torch.float32, "as-saved")
     objective = Objective(model, F.cross_entropy)
-    inputs, target = (value.to(device) for value in draw_tokens(n, t, words))
+    inputs, target = (value.to(device) for value in draw_tokens(n, t, SMALL["vocabulary"]))
 
     def norms() -> Any:
         found = per_sample_gradients(objective.loss, objective.params, (inputs,), target, has_aux=True)
@@ -218,6 +262,39 @@ def adapters(device: torch.device, small: bool) -> Facts:
         "trained": sum(each.numel() for each in objective.params.values()),
         "seconds (plain: forward alone)": _medians(timings),
         "peak bytes": _peak(device, norms),
+    }
+
+
+def offloaded(device: torch.device, small: bool) -> Facts:
+    """Norms of all parameters of that model, whose float32 weights stay in host memory but for 8 GiB."""
+    t, n = (8, 2) if small else (256, 4)
+    budget = 1 << 14 if small else 8 << 30
+    model = _llama(device, small).cpu()
+    gc.collect()
+    supply = Supply(device, budget)
+    began = time.perf_counter()
+    model = place(model, device, torch.float32, "as-saved", supply)
+    Recompute(True).add(model)
+    placed = time.perf_counter() - began
+    objective = Objective(model, F.cross_entropy)
+    inputs, target = (value.to(device) for value in draw_tokens(n, t, SMALL["vocabulary"]))
+
+    def norms() -> Any:
+        arguments = objective.loss, objective.params, (inputs,), target
+        return per_sample_square_norms(*arguments, has_aux=True).square_norms()
+
+    norms()  # the first pass shows the order of the weights
+    before = supply.moved
+    peak = _peak(device, norms)
+    moved = supply.moved - before
+    timing = time_in_turn({"plain": norms}, 1 if small else 2, device)["plain"]
+    return {
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "seconds to place": placed,
+        "seconds": timing.median,
+        "moved bytes": moved,
+        "moved bytes a second": moved / timing.median,
+        "peak bytes": peak,
     }
 
 
@@ -246,6 +323,11 @@ def copies(device: torch.device, small: bool) -> Facts:
 
 def tests(device: torch.device, small: bool) -> Facts:
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
+    # Without the options of pyproject.toml, which ask for pytest-xdist; a file that imports a library that is
+    # missing here is left out.
+    command += ["-o", "addopts=", "-m", "not sweep", "--continue-on-collection-errors"]
+    if not small and find_spec("xdist") is not None:
+        command += ["-n", "4", "--dist", "worksteal"]
     command += ["tests/engine/gradients/test_layers.py"] if small else ["tests/engine"]
     ended = subprocess.run(
         command,
@@ -264,7 +346,17 @@ def tests(device: torch.device, small: bool) -> Facts:
 
 
 PARTS: dict[str, Callable[[torch.device, bool], Facts]] = {
-    each.__name__: each for each in (tutorial, networks, transformers, graphs, adapters, copies, tests)
+    each.__name__: each
+    for each in (
+        tutorial,
+        networks,
+        transformers,
+        graphs,
+        adapters,
+        offloaded,
+        copies,
+        tests,
+    )
 }
 
 

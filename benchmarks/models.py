@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -92,9 +93,9 @@ def resnet(
 class Block(nn.Module):
     """Causal self-attention and a GELU network, each behind a layer norm and beside a residual path."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.attention_norm = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
@@ -111,7 +112,7 @@ class Block(nn.Module):
             part.view(n, t, self.heads, -1).transpose(1, 2)
             for part in self.query_key_value(x).split(width, dim=2)
         )
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         return self.attention_out(mixed.transpose(1, 2).reshape(n, t, width))
 
 
@@ -135,3 +136,57 @@ class GPT(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         return self.head(self.norm(self.blocks(x)))
+
+
+class LlamaBlock(nn.Module):
+    """Attention with rotary positions, whose keys and values are shared by groups of heads, and a gated
+    perceptron, each behind an RMSNorm.
+    """
+
+    def __init__(self, width: int, heads: int, keys: int, hidden: int) -> None:
+        super().__init__()
+        linear = partial(nn.Linear, bias=False)
+        self.size, each = width // heads, width // heads * keys
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query, self.key, self.value = linear(width, width), linear(width, each), linear(width, each)
+        self.attention_out = linear(width, width)
+        self.gate, self.up, self.down = linear(width, hidden), linear(width, hidden), linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.attention_norm(x))
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+    def attend(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            layer(x).unflatten(2, (-1, self.size)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(
+            rotated(query), rotated(key), value, is_causal=True, enable_gqa=True
+        )
+        return self.attention_out(mixed.transpose(1, 2).flatten(2))
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Heads [n, h, t, size], their halves turned by angles that grow with the position."""
+    half = x.shape[3] // 2
+    rates = 500_000 ** (-torch.arange(half, device=x.device) / half)
+    angles = torch.arange(x.shape[2], device=x.device)[:, None] * rates
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    left, right = x.chunk(2, 3)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], 3)
+
+
+class Llama(nn.Module):
+    """A decoder of Llama's shape: tokens [n, t] to logits [n, t, vocabulary]."""
+
+    def __init__(self, vocabulary: int, width: int, layers: int, heads: int, keys: int, hidden: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(*(LlamaBlock(width, heads, keys, hidden) for _ in range(layers)))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embedding(tokens))))

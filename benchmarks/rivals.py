@@ -48,8 +48,8 @@ class UntiedGPT(GPT):
     every sample.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
         self.head.weight = nn.Parameter(torch.randn_like(self.token_embedding.weight) * 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:

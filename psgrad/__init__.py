@@ -7,6 +7,7 @@ asked for.
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ __version__ = "0.2.0.dev0"
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__") and name != "__all__":
+    is_module = find_spec(f"{__name__}.{name}") is not None  # `from psgrad import errors` asks here first
+    if is_module or (name.startswith("__") and name != "__all__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     api = importlib.import_module("psgrad.api")
     names = ["__version__", *api.__all__]

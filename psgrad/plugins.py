@@ -20,8 +20,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from psgrad.config import is_callable_spec, nearest
-from psgrad.config.plugin_options import Group, did_you_mean, installed_plugins, own_plugins, plugin_names
+from psgrad.config import did_you_mean, is_callable_spec
+from psgrad.config.plugin_options import Group, installed_plugins, own_plugins, plugin_names
 from psgrad.config.reading import explain
 from psgrad.errors import ConfigError, DataError, InfluenceError, LossError, MeasureError, PsgradError
 from psgrad.user_code import describe_failure, resolve
@@ -131,9 +131,7 @@ def configured(kind: Kind, name: str, options: Mapping[str, Any], base: Path) ->
 
 
 def find(kind: Kind, name: str, base: Path) -> type[Any]:
-    """The class of the plugin that a config names. Raises ConfigError where there is none, or where it can't
-    be used.
-    """
+    """The class of the plugin that a config names. Raises ConfigError where none can be used."""
     own = own_plugins(kind.group).get(name)
     if own is not None:
         return _located(own.location)
@@ -167,11 +165,8 @@ def own_classes(kind: Kind) -> dict[str, type[Any]]:
 
 def options_of(plugin: type[Any]) -> list[str]:
     """The names of a plugin's options."""
-    return (
-        [each.name for each in dataclasses.fields(plugin) if each.init]
-        if dataclasses.is_dataclass(plugin)
-        else []
-    )
+    fields = dataclasses.fields(plugin) if dataclasses.is_dataclass(plugin) else ()
+    return [each.name for each in fields if each.init]
 
 
 def _located(location: str) -> type[Any]:
@@ -200,9 +195,8 @@ def _checked(kind: Kind, name: str, found: Any) -> type[Any]:
 
 def _unknown_option(kind: Kind, plugin: type[Any], name: str, option: str, known: list[str]) -> str:
     refused: Mapping[str, str] = getattr(plugin, "not_taken", {})
-    close = nearest(option, known)
     takes = f"it takes {', '.join(known)}" if known else "it takes none"
-    meant = f"did you mean {close}? " if close else ""
+    meant = did_you_mean(option, known, before="", after=" ")
     if kind is METHODS:
         return f"{kind.key}.{option}: unknown option; {meant}{name}: {takes}"
     return f"{kind.key}: {option}: unknown option of {name}; {refused.get(option, meant + takes)}"

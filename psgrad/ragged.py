@@ -147,9 +147,7 @@ def joined(parts: Sequence[Block]) -> Block:
 
 
 def padded_and_joined(parts: Sequence[Tensor], value: Padding = 0) -> Tensor:
-    """[n, ...]: tensors joined along their first axis; the other axes are padded with `value` to the longest
-    of them.
-    """
+    """[n, ...]: tensors joined along their first axis; other axes are padded with `value` to the longest."""
     shapes = {part.shape[1:] for part in parts}
     if len(shapes) == 1:
         return torch.cat(list(parts))

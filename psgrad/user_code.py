@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from psgrad.config import Config, nearest
+from psgrad.config import Config, did_you_mean
 from psgrad.errors import ConfigError, PsgradError
 
 _FILE_MODULE = "psgrad_file_"
@@ -40,11 +40,9 @@ def imported(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) 
     if location == LIVE:
         return _live_module()
     with importing_beside(base), _noting(spec, base):
-        return (
-            _file_module(base / location, base, raises)
-            if location.endswith(".py")
-            else _named_module(location, base, raises)
-        )
+        if location.endswith(".py"):
+            return _file_module(base / location, base, raises)
+        return _named_module(location, base, raises)
 
 
 LIVE = "psgrad_live"
@@ -169,13 +167,10 @@ def with_code_beside(
 
 def _lies_in(folder: Path, module: ModuleType) -> bool:
     """Whether a module's file, or its folder where it is a package without one, is the user's in a folder."""
-    places = [getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)]
-    return any(
-        place is not None
-        and Path(place).resolve().is_relative_to(folder)
-        and not {"site-packages", "dist-packages"} & set(Path(place).parts)
-        for place in places
-    )
+    place = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    if place is None or {"site-packages", "dist-packages"} & set(Path(place).parts):
+        return False
+    return Path(place).resolve().is_relative_to(folder)
 
 
 def _hash_of(module: ModuleType) -> str | None:
@@ -206,9 +201,7 @@ def without_digest(module: str) -> str:
 
 
 def call_factory(spec: str, base: Path, kwargs: Mapping[str, Any], *, raises: type[PsgradError]) -> Any:
-    """What the callable named by `spec` returns for `kwargs`; `raises` is the error for a factory
-    that fails.
-    """
+    """What the callable named by `spec` returns for `kwargs`; `raises` is the error where it fails."""
     factory = resolve(spec, base, raises=raises)
     _check_arguments(factory, spec, kwargs)
     try:
@@ -223,9 +216,7 @@ def call_factory(spec: str, base: Path, kwargs: Mapping[str, Any], *, raises: ty
 
 
 def describe_failure(error: BaseException) -> str:
-    """An exception out of the user's code: its type, its first line, and the user's line that it came
-    from.
-    """
+    """An exception out of the user's code: its type, its first line, and the user's line it came from."""
     first_line = next(iter(str(error).splitlines()), "")
     place = _users_line(error)
     return f"{type(error).__name__}{f': {first_line}' if first_line else ''}{f' ({place})' if place else ''}"
@@ -250,9 +241,8 @@ def _file_module(path: Path, base: Path, raises: type[PsgradError]) -> ModuleTyp
     module.__file__ = str(path)
     sys.modules[name] = module  # before it runs, as for any import: dataclasses look their own module up
     try:
-        exec(
-            compile(content, str(path), "exec"), module.__dict__
-        )  # and not through a loader, which would write __pycache__ beside it
+        # Not through a loader, which would write __pycache__ beside it.
+        exec(compile(content, str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _import_failure(str(path), error, base, raises) from error
@@ -292,10 +282,8 @@ def _attribute(module: ModuleType, location: str, name: str) -> Callable[..., An
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            close = nearest(part, [known for known in dir(found) if not known.startswith("_")])
-            raise ConfigError(
-                f"{location} has no {name!r}", next_step=f"did you mean {close}?" if close else None
-            )
+            public = [known for known in dir(found) if not known.startswith("_")]
+            raise ConfigError(f"{location} has no {name!r}", next_step=did_you_mean(part, public, before=""))
         found = getattr(found, part)
         if inspect.ismodule(found):
             raise ConfigError(

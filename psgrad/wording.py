@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,11 @@ def shorten_middle(text: str, limit: int, sixths: int = 4) -> str:
 
 
 def common_prefix(names: Sequence[str]) -> str:
-    """What all names begin with, up to a dot, where it is long and there are at least two: to be told once,
-    above them.
-    """
+    """What all names begin with, up to a dot, where that is long and there are at least two names."""
     if len(names) < 2:
         return ""
     first, last = min(names), max(names)  # what the two outermost share, all share
-    alike = next(
-        (place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
-        min(len(first), len(last)),
-    )
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
     whole = first[: first[:alike].rfind(".") + 1]
     return whole if len(whole) >= PREFIX_FROM else ""
 
@@ -89,9 +85,7 @@ def prefix_note(prefix: str) -> str:
 
 
 def listed_names(names: Sequence[str], most: int = 5, limit: int = 60) -> str:
-    """The first of several parameters in a sentence, and how many more there are: "a.weight, b.weight and 3
-    more".
-    """
+    """The first parameters in a sentence, and how many more there are: "a.weight, b.weight and 3 more"."""
     prefix = common_prefix(names)
     shown = ", ".join(parameter_names(names, limit, prefix)[:most]) + (
         f" and {len(names) - most:,} more" if len(names) > most else ""
@@ -99,10 +93,18 @@ def listed_names(names: Sequence[str], most: int = 5, limit: int = 60) -> str:
     return f"{shown} (all below {printable(prefix.rstrip('.'))})" if prefix else shown
 
 
+def first_of(names: Sequence[str], most: int) -> str:
+    """The first names, and how many more there are: "a, b and 3 more"."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; its type where it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def printable(text: str, keep: str = "") -> str:
-    """The text with control characters spelled out: text from a dataset may carry escape sequences for the
-    terminal.
-    """
+    """The text with control characters, which may be sequences for the terminal, spelled out."""
     return "".join(
         letter if letter.isprintable() or letter in keep else repr(letter)[1:-1] for letter in text
     )

@@ -8,15 +8,21 @@ import gc
 import os
 import signal
 from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import register_random, settings
 
 from tests.device.checked import CHECKED, checked_device
+from tests.device.factories import made_on
 from tests.seeds import set_seed
-from tests.workplace import Workplace
+
+if TYPE_CHECKING:
+    from tests.workplace import Workplace
 
 # What was measured of the machine at hand, and kept, decides orders of contraction: the tests are the same
 # everywhere.
@@ -109,10 +115,40 @@ torch.backends.cudnn.allow_tf32 = False
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
+    return _device()
+
+
+def _device() -> torch.device:
     """What PSGRAD_TEST_DEVICE names: cpu, cuda, or the device of tests/device. Else the GPU where there is
     one, else the CPU.
     """
     return torch.device(DEVICE or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _where_tests_make_tensors() -> AbstractContextManager[None]:
+    device = _device()
+    return nullcontext() if device.type == "cpu" else made_on(device)
+
+
+@pytest.fixture(scope="module")
+def on_device(device: torch.device) -> Iterator[None]:
+    """The tests of a file that uses it make their tensors on the device without naming one (factories.py);
+    on the CPU nothing changes.
+    """
+    with _where_tests_make_tensors():
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """The constants of such a file are made on the device, too, when it is imported."""
+    of_a_file = isinstance(collector, pytest.Module)
+    with (
+        _where_tests_make_tensors()
+        if of_a_file and '"on_device"' in collector.path.read_text()
+        else nullcontext()
+    ):
+        return (yield)
 
 
 @pytest.fixture(autouse=True)
@@ -125,4 +161,6 @@ def workplace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Workplace:
     """A folder with a config that works, to be changed by the test."""
+    from tests.workplace import Workplace  # it needs more than torch, which the engine's tests do not
+
     return Workplace(tmp_path, monkeypatch, capfd)

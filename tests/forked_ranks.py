@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 
 from psgrad.cli import main
 from psgrad.engine.execution import process_group
+from psgrad.engine.execution.loading import Chunk, Loader
 from psgrad.engine.execution.process_group import RankGroup
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.privacy.accounting import StepEvent, epsilon_rdp
@@ -107,8 +109,19 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     that one which lives is silent as long on a busy machine.
     """
     monkeypatch.setattr(process_group, "_BEAT", 0.05)
-    monkeypatch.setattr(process_group, "_SILENCE", 3.0)
+    monkeypatch.setenv("PSGRAD_RANK_SILENCE", "3")
     monkeypatch.setattr(process_group, "_HURRIED", 2.0)
+
+
+def slow_chunks(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let each chunk of this process take so long at least, so that other ranks get rows."""
+    placed = Loader.place
+
+    def place(loader: Loader, chunk: Chunk) -> Any:
+        time.sleep(seconds)
+        return placed(loader, chunk)
+
+    monkeypatch.setattr(Loader, "place", place)
 
 
 def die() -> None:

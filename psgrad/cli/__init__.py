@@ -8,9 +8,7 @@ from psgrad.errors import EXIT_INTERRUPTED
 
 
 def main() -> None:
-    """Run the command that the process's arguments name, and leave with its exit code; with 130 where Ctrl-C
-    comes before it begins.
-    """
+    """Run the command that the arguments name, and leave with its exit code; 130 where Ctrl-C comes first."""
     try:
         from psgrad.cli.app import main as run
 

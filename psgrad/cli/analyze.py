@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from psgrad.cli.boundary import boundary
 from psgrad.cli.check import show_check
 from psgrad.cli.command import Panel, command
 from psgrad.cli.options import (
     AsJson,
     ConfigPath,
-    Debug,
     Output,
     Overwrite,
     Part,
@@ -40,9 +38,8 @@ def _limit(text: str | float) -> float:
         try:
             return float(text)
         except ValueError:
-            raise typer.BadParameter(
-                f"{text!r} is neither a number of samples nor a fraction of them"
-            ) from None
+            problem = f"{text!r} is neither a number of samples nor a fraction of them"
+            raise typer.BadParameter(problem) from None
 
 
 Limit = Annotated[
@@ -94,7 +91,6 @@ def analyze(
     processes: ProcessesOption = 1,
     part: Part = None,
     shown: ProgressOption = ProgressStyle.auto,
-    debug: Debug = False,
 ) -> None:
     """Compute the gradient of each sample, rank the samples, find outliers, and compute the measures of the
     config.
@@ -102,34 +98,33 @@ def analyze(
     Prints the top of the ranking, then the path of the run folder with the whole table, the measures, the
     plots and report.html. psgrad validate lists the mistakes of a config faster.
     """
-    with boundary(debug):
-        require_one_of(quiet and verbose, "--quiet", "--verbose")
-        require_one_of(resume and overwrite, "--resume", "--overwrite")
-        if part is not None:
-            require_one("analyze --part")
-        resolved = read_config(config, settings, output)
-        from psgrad.workflows.analyze import analyze as run_analyze
+    require_one_of(quiet and verbose, "--quiet", "--verbose")
+    require_one_of(resume and overwrite, "--resume", "--overwrite")
+    if part is not None:
+        require_one("analyze --part")
+    resolved = read_config(config, settings, output)
+    from psgrad.workflows.analyze import analyze as run_analyze
 
-        if part is not None:
-            require_one_of(processes > 1, "--part", "--processes")
-            require_one_of(overwrite, "--part", "--overwrite")
-            _measure_part(resolved, part, limit, sample, ProgressStyle.none if quiet else shown)
-            return
-        style = ProgressStyle.none if quiet else shown
-        with shared_run(processes, style, resolved.output) as (group, progress):
-            result = run_analyze(
-                resolved,
-                overwrite=overwrite,
-                resume=resume,
-                limit=limit,
-                sample=sample,
-                report=report,
-                progress=progress,
-                processes=group,
-            )
-        if result is None:  # on all ranks but the first
-            return
-        show_result(result, resolved.analyze.top, check, as_json, quiet, verbose)
+    if part is not None:
+        require_one_of(processes > 1, "--part", "--processes")
+        require_one_of(overwrite, "--part", "--overwrite")
+        _measure_part(resolved, part, limit, sample, ProgressStyle.none if quiet else shown)
+        return
+    style = ProgressStyle.none if quiet else shown
+    with shared_run(processes, style, resolved.output) as (group, progress):
+        result = run_analyze(
+            resolved,
+            overwrite=overwrite,
+            resume=resume,
+            limit=limit,
+            sample=sample,
+            report=report,
+            progress=progress,
+            processes=group,
+        )
+    if result is None:  # on all ranks but the first
+        return
+    show_result(result, resolved.analyze.top, check, as_json, quiet, verbose)
 
 
 def _measure_part(config: Config, part: str, limit: float | None, sample: bool, style: ProgressStyle) -> None:
@@ -177,9 +172,8 @@ def _say(result: AnalyzeResult, quiet: bool, verbose: bool) -> None:
         _say_ranks(result)
         for about in ("versions", "engine", "timings"):
             facts: dict[str, Any] = result.manifest.get(about) or {}
-            typer.echo(
-                f"{about}: " + ", ".join(f"{key} {_brief(value)}" for key, value in facts.items()), err=True
-            )
+            words = ", ".join(f"{key} {_brief(value)}" for key, value in facts.items())
+            typer.echo(f"{about}: {words}", err=True)
 
 
 def _say_ranks(result: AnalyzeResult) -> None:

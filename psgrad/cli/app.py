@@ -1,6 +1,4 @@
-"""The commands of psgrad, each from its own file. Nothing here may import torch, pandas or matplotlib:
-`--help` answers at once.
-"""
+"""The commands of psgrad. Nothing here may import torch, pandas or matplotlib: `--help` answers at once."""
 
 from __future__ import annotations
 

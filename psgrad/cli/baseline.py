@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import Debug, RunPath
+from psgrad.cli.options import RunPath
 
 if TYPE_CHECKING:
     from psgrad.results.findings import BaselineChange
@@ -30,7 +29,6 @@ def baseline_save(
     run: RunPath,
     output: BaselinePath = Path("psgrad-baseline.json"),
     grow: Grow = False,
-    debug: Debug = False,
 ) -> None:
     """Accept the findings of a finished run, so that later gates count only new ones; store its scores as a
     reference for later samples.
@@ -38,13 +36,12 @@ def baseline_save(
     An existing baseline only becomes smaller: entries that are no longer found are dropped, and new findings
     are refused, unless --grow is given. Prints the path of the file.
     """
-    with boundary(debug):
-        from psgrad.workflows.check import save_baseline
+    from psgrad.workflows.check import save_baseline
 
-        change = save_baseline(run, output=output, grow=grow)
-        for line in _words(change):
-            typer.echo(line, err=True)
-        typer.echo(change.path)
+    change = save_baseline(run, output=output, grow=grow)
+    for line in _words(change):
+        typer.echo(line, err=True)
+    typer.echo(change.path)
 
 
 def _words(change: BaselineChange) -> list[str]:

@@ -20,16 +20,12 @@ from psgrad.reports.words import printable
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived. A KeyboardInterrupt, so that whatever cleans up after Ctrl-C cleans up after
-    this too.
-    """
+    """SIGTERM arrived. A KeyboardInterrupt, so that what cleans up after Ctrl-C cleans up after this too."""
 
 
 @contextmanager
 def boundary(debug: bool) -> Iterator[None]:
-    """Run a command's body: errors and signals end it with a message and its exit code; with `debug` the
-    traceback comes first.
-    """
+    """Run a command's body: errors and signals end it with a message and an exit code."""
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import Debug, RunPath
+from psgrad.cli.options import RunPath
 from psgrad.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -64,7 +63,6 @@ def check(
     style: AFormat = Format.terminal,
     output: ToFile = None,
     exit_zero: ExitZero = False,
-    debug: Debug = False,
 ) -> None:
     """Evaluate the gate of a finished run: its limits on outliers and on samples that are not finite.
 
@@ -72,19 +70,16 @@ def check(
     which is not a pass. Writes findings.jsonl and check.json in the run folder. Needs neither the model nor
     the data.
     """
-    with boundary(debug):
-        from psgrad.workflows.check import check as evaluated
+    from psgrad.workflows.check import check as evaluated
 
-        result = evaluated(run, settings=settings or (), baseline=baseline)
-        show_check(result, style.value, output)
-        if not exit_zero and result.exit_code != EXIT_OK:
-            raise typer.Exit(result.exit_code)
+    result = evaluated(run, settings=settings or (), baseline=baseline)
+    show_check(result, style.value, output)
+    if not exit_zero and result.exit_code != EXIT_OK:
+        raise typer.Exit(result.exit_code)
 
 
 def show_check(result: CheckResult, style: str, output: Path | None = None) -> None:
-    """Print a verdict, or write it to a file and say the verdict on stderr; in a step of GitHub Actions its
-    summary is written, too.
-    """
+    """Print a verdict, or write it to a file and say it on stderr; on GitHub its summary is written, too."""
     from psgrad.reports.ci import render_check
 
     write_text(render_check(result, style), output)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from functools import wraps
+from typing import Annotated, Any, TypeVar
 
+import typer
+
+from psgrad.cli.boundary import boundary
+
+_Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Function = TypeVar("Function", bound=Callable[..., None])
 
 
@@ -40,14 +47,32 @@ _registered: dict[str, Command] = {}
 
 
 def command(panel: Panel, place: int = 99, name: str | None = None) -> Callable[[Function], Function]:
-    """Registers the function below it. name: by default the function's, with dashes for underscores."""
+    """Registers the function below it, with the option --debug. name: by default the function's, with dashes
+    for underscores.
+    """
 
     def register(function: Function) -> Function:
         known_as = name or function.__name__.replace("_", "-")
-        _registered[known_as] = Command(known_as, panel, place, function)
+        _registered[known_as] = Command(known_as, panel, place, _in_boundary(function))
         return function
 
     return register
+
+
+def _in_boundary(function: Callable[..., None]) -> Callable[..., None]:
+    """The function with one more option, --debug, and with words for its errors (see boundary.py)."""
+
+    @wraps(function)
+    def run(debug: bool = False, **options: Any) -> None:
+        with boundary(debug):
+            function(**options)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    debug = inspect.Parameter("debug", kind, default=False, annotation=_Debug)
+    signature = inspect.signature(function, eval_str=True)
+    vars(run)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), debug])
+    run.__annotations__ = {**function.__annotations__, "debug": _Debug}
+    return run
 
 
 def registered_commands() -> list[Command]:

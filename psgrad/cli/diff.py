@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from psgrad.cli.boundary import boundary
 from psgrad.cli.check import write_text
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import Debug
 
 if TYPE_CHECKING:
     from psgrad.results.findings import Comparison
@@ -52,7 +50,6 @@ def diff(
     top: Top = 20,
     style: AFormat = DiffFormat.terminal,
     output: ToFile = None,
-    debug: Debug = False,
 ) -> None:
     """Compare two finished runs: which samples are new, gone, higher or lower, and how similar the two
     rankings are.
@@ -60,19 +57,18 @@ def diff(
     Samples are matched by their id if the config names one, else by their content. Needs neither the model
     nor the data.
     """
-    with boundary(debug):
-        from psgrad.reports.comparison import render_comparison, sentences
-        from psgrad.workflows.diff import diff as compared
+    from psgrad.reports.comparison import render_comparison, sentences
+    from psgrad.workflows.diff import diff as compared
 
-        result = compared(a, b, top=top)
-        suffix = "" if output is None else output.suffix.lower()
-        if output is not None and suffix in (".html", ".png", ".svg"):
-            _draw(result, output, suffix)
-        else:
-            write_text(render_comparison(result, style.value), output)
-        if output is not None:
-            for line in sentences(result):
-                typer.echo(line, err=True)
+    result = compared(a, b, top=top)
+    suffix = "" if output is None else output.suffix.lower()
+    if output is not None and suffix in (".html", ".png", ".svg"):
+        _draw(result, output, suffix)
+    else:
+        write_text(render_comparison(result, style.value), output)
+    if output is not None:
+        for line in sentences(result):
+            typer.echo(line, err=True)
 
 
 def _draw(result: Comparison, output: Path, suffix: str) -> None:

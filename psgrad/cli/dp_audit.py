@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import AsJson, ConfigPath, Debug, Overwrite, Settings, read_config
+from psgrad.cli.options import AsJson, ConfigPath, Overwrite, Settings, read_config
 from psgrad.cli.processes import ProcessesOption, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle
 from psgrad.errors import EXIT_GATE_FAILED
@@ -66,7 +65,6 @@ def dp_audit(
     as_json: AsJson = False,
     processes: ProcessesOption = 1,
     shown: ProgressOption = ProgressStyle.auto,
-    debug: Debug = False,
 ) -> None:
     """Attack the steps that a config describes: a lower bound on epsilon beside the accounted one, the noise,
     the true sensitivity.
@@ -76,30 +74,29 @@ def dp_audit(
     numbers. Trains nothing, spends nothing, and does not change a run in the config's output. Exit code 1 if
     the declared guarantee is contradicted.
     """
-    with boundary(debug):
-        resolved = read_config(config, settings, None)
-        from psgrad.reports.audit import PRIVATE_WARNING, write_audit
-        from psgrad.workflows.dp_audit import audit_folder
-        from psgrad.workflows.dp_audit import dp_audit as run_dp_audit
+    resolved = read_config(config, settings, None)
+    from psgrad.reports.audit import PRIVATE_WARNING, write_audit
+    from psgrad.workflows.dp_audit import audit_folder
+    from psgrad.workflows.dp_audit import dp_audit as run_dp_audit
 
-        with shared_run(processes, shown, audit_folder(resolved, output), private=True) as (group, progress):
-            result = run_dp_audit(
-                resolved,
-                canaries=canaries,
-                steps=steps,
-                confidence=confidence,
-                canaries_only=canaries_only,
-                output=output,
-                overwrite=overwrite,
-                progress=progress,
-                processes=group,
-            )
-        if result is None:  # on all ranks but the first
-            return
-        for note in result.notes:
-            typer.echo(note, err=True)
-        if result.records:
-            typer.echo(PRIVATE_WARNING, err=True)
-        write_audit(result, "json" if as_json else "terminal", sys.stdout)
-        if result.violations:
-            raise typer.Exit(EXIT_GATE_FAILED)
+    with shared_run(processes, shown, audit_folder(resolved, output), private=True) as (group, progress):
+        result = run_dp_audit(
+            resolved,
+            canaries=canaries,
+            steps=steps,
+            confidence=confidence,
+            canaries_only=canaries_only,
+            output=output,
+            overwrite=overwrite,
+            progress=progress,
+            processes=group,
+        )
+    if result is None:  # on all ranks but the first
+        return
+    for note in result.notes:
+        typer.echo(note, err=True)
+    if result.records:
+        typer.echo(PRIVATE_WARNING, err=True)
+    write_audit(result, "json" if as_json else "terminal", sys.stdout)
+    if result.violations:
+        raise typer.Exit(EXIT_GATE_FAILED)

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import ConfigPath, Debug, Output, Overwrite, Settings, read_config
+from psgrad.cli.options import ConfigPath, Output, Overwrite, Settings, read_config, require_alone
 from psgrad.cli.processes import OPTION, ProcessesOption, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle
 from psgrad.errors import ConfigError
-
-if TYPE_CHECKING:
-    from psgrad.config import Config
-    from psgrad.results import DPPlanResult, DPStepResult
 
 
 def _steps(text: str | int) -> int | str:
@@ -80,7 +75,6 @@ def dp_step(
     as_json: AsJson = False,
     processes: ProcessesOption = 1,
     shown: ProgressOption = ProgressStyle.auto,
-    debug: Debug = False,
 ) -> None:
     """Take differentially private steps: draw a batch, clip each record's gradient, add noise, update,
     account.
@@ -90,67 +84,48 @@ def dp_step(
     docs/explanation/dp.md says what is guaranteed, and what is outside it.
     """
     style = "json" if as_json else "terminal"
-    with boundary(debug):
-        if plan:
-            _require_a_plan_alone(resume, show_private, processes > 1)
-            require_one("dp-step --plan")
-            _show_plan(_plan(read_config(config, settings, output)), style)
-            return
-        if moved and not resume:
-            raise ConfigError(
-                "--moved was given without --resume",
-                expected="both, for a run that goes on in a folder that was moved",
-            )
+    if plan:
+        given = {"--resume": resume, "--show-private": show_private, OPTION: processes > 1}
+        require_alone("--plan", "takes no step", "a run", given)
+        require_one("dp-step --plan")
         resolved = read_config(config, settings, output)
-        from psgrad.workflows.dp_step import dp_step as run_dp_step
+        from psgrad.reports.privacy import write_plan_of_noise
+        from psgrad.workflows.dp_plan import dp_plan as run_dp_plan
 
-        with shared_run(processes, shown, resolved.output, private=True) as (group, progress):
-            result = run_dp_step(
-                resolved,
-                steps=steps,
-                resume=resume,
-                overwrite=overwrite,
-                moved=moved,
-                insecure_deterministic=insecure_deterministic,
-                progress=progress,
-                processes=group,
-            )
-        if result is None:  # on all ranks but the first
-            return
-        _show(result, style, show_private)
+        planned = run_dp_plan(resolved)
+        _say_notes(planned.notes)
+        write_plan_of_noise(planned, style, sys.stdout)
+        return
+    if moved and not resume:
+        raise ConfigError(
+            "--moved was given without --resume",
+            expected="both, for a run that goes on in a folder that was moved",
+        )
+    resolved = read_config(config, settings, output)
+    from psgrad.workflows.dp_step import dp_step as run_dp_step
 
-
-def _plan(config: Config) -> DPPlanResult:
-    from psgrad.workflows.dp_plan import dp_plan as run_dp_plan
-
-    return run_dp_plan(config)
-
-
-def _show(result: DPStepResult, style: str, show_private: bool) -> None:
+    with shared_run(processes, shown, resolved.output, private=True) as (group, progress):
+        result = run_dp_step(
+            resolved,
+            steps=steps,
+            resume=resume,
+            overwrite=overwrite,
+            moved=moved,
+            insecure_deterministic=insecure_deterministic,
+            progress=progress,
+            processes=group,
+        )
+    if result is None:  # on all ranks but the first
+        return
     from psgrad.reports.privacy import write_private_steps, write_step
 
-    for note in result.notes:
-        typer.echo(note, err=True)
+    _say_notes(result.notes)
     write_step(result, style, sys.stdout)
     if show_private:
         # Never on stdout: what is piped on, or kept as the record of a run, is public.
         write_private_steps(result, sys.stderr)
 
 
-def _show_plan(result: DPPlanResult, style: str) -> None:
-    from psgrad.reports.privacy import write_plan_of_noise
-
-    for note in result.notes:
+def _say_notes(notes: list[str]) -> None:
+    for note in notes:
         typer.echo(note, err=True)
-    write_plan_of_noise(result, style, sys.stdout)
-
-
-def _require_a_plan_alone(resume: bool, show_private: bool, with_processes: bool) -> None:
-    options = ((resume, "--resume"), (show_private, "--show-private"), (with_processes, OPTION))
-    for given, option in options:
-        if given:
-            raise ConfigError(
-                f"--plan was given together with {option}",
-                expected="--plan, which takes no step, or an option of a run",
-                next_step="leave one of them out",
-            )

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
 from psgrad.cli.options import (
     AsJson,
     ConfigPath,
-    Debug,
     Output,
     Overwrite,
     Part,
@@ -26,6 +24,7 @@ from psgrad.cli.options import (
     complete_method,
     part_of,
     read_config,
+    require_alone,
     require_one_of,
 )
 from psgrad.cli.processes import ProcessesOption, require_one, shared_run
@@ -124,7 +123,6 @@ def influence(
     processes: ProcessesOption = 1,
     part: QueriesPart = None,
     shown: ProgressOption = ProgressStyle.auto,
-    debug: Debug = False,
 ) -> None:
     """Rank the training examples by their influence on each query, and on all queries together.
 
@@ -137,57 +135,54 @@ def influence(
     style = "json" if as_json else "terminal"
     chosen = {"ids": ids, "where": where, "wrong": wrong or None, "worst": worst}
     settings = [*(settings or ()), *_settings("influence.queries", chosen)]
-    with boundary(debug):
-        for given, option in (
-            (processes > 1, "--processes"),
-            (overwrite, "--overwrite"),
-            (evaluate is not None, "--evaluate"),
-        ):
-            require_one_of(part is not None and given, "--part", option)
-        if part is not None:
-            require_one("influence --part")
-        if evaluate is not None:
-            _require_an_evaluation_alone(matrix, top)
-            # The folder of an evaluation is its own: the config's is that of the scores.
-            resolved = _read(config, settings, None, method, top)
-            from psgrad.reports.evaluation import write_evaluation
-            from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
-            from psgrad.workflows.influence_evaluate import evaluation_folder
+    if part is not None:
+        require_one_of(processes > 1, "--part", "--processes")
+        require_one_of(overwrite, "--part", "--overwrite")
+        require_one_of(evaluate is not None, "--part", "--evaluate")
+        require_one("influence --part")
+    if evaluate is not None:
+        given = {"--matrix": matrix, "--top": top is not None}
+        require_alone("--evaluate", "ranks nothing", "a ranking", given)
+        # The folder of an evaluation is its own: the config's is that of the scores.
+        resolved = _read(config, settings, None, method, top)
+        from psgrad.reports.evaluation import write_evaluation
+        from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
+        from psgrad.workflows.influence_evaluate import evaluation_folder
 
-            folder = evaluation_folder(resolved, evaluate.value, output)
-            with shared_run(processes, shown, folder) as (group, progress):
-                evaluation = run_evaluate_influence(
-                    resolved,
-                    evaluate.value,
-                    output=output,
-                    overwrite=overwrite,
-                    progress=progress,
-                    processes=group,
-                )
-            if evaluation is not None:  # on the first rank
-                write_evaluation(evaluation, style, sys.stdout)
-            return
-        resolved = _read(config, settings, output, method, top)
-        if part is not None:
-            from psgrad.workflows.influence_parts import influence_part
-
-            with progress_display(shown) as progress:
-                folder = influence_part(resolved, *part_of(part), matrix=matrix, progress=progress)
-            typer.echo(str(folder))
-            return
-        from psgrad.workflows.influence import influence as run_influence
-
-        with shared_run(processes, shown, resolved.output) as (group, progress):
-            result = run_influence(
+        folder = evaluation_folder(resolved, evaluate.value, output)
+        with shared_run(processes, shown, folder) as (group, progress):
+            evaluation = run_evaluate_influence(
                 resolved,
+                evaluate.value,
+                output=output,
                 overwrite=overwrite,
-                matrix=matrix,
-                report=report,
                 progress=progress,
                 processes=group,
             )
-        if result is not None:  # on the first rank
-            show_scores(result, resolved.influence.top, style)
+        if evaluation is not None:  # on the first rank
+            write_evaluation(evaluation, style, sys.stdout)
+        return
+    resolved = _read(config, settings, output, method, top)
+    if part is not None:
+        from psgrad.workflows.influence_parts import influence_part
+
+        with progress_display(shown) as progress:
+            folder = influence_part(resolved, *part_of(part), matrix=matrix, progress=progress)
+        typer.echo(str(folder))
+        return
+    from psgrad.workflows.influence import influence as run_influence
+
+    with shared_run(processes, shown, resolved.output) as (group, progress):
+        result = run_influence(
+            resolved,
+            overwrite=overwrite,
+            matrix=matrix,
+            report=report,
+            progress=progress,
+            processes=group,
+        )
+    if result is not None:  # on the first rank
+        show_scores(result, resolved.influence.top, style)
 
 
 @command(Panel.INFLUENCE, 2, "influence index")
@@ -199,33 +194,31 @@ def influence_index(
     processes: ProcessesOption = 1,
     part: Part = None,
     shown: ProgressOption = ProgressStyle.auto,
-    debug: Debug = False,
 ) -> None:
     """Build the index of a config: its training gradients on disk, computed once for many queries.
 
     `influence.index` of the config says where it is and what it stores. Prints its path.
     """
-    with boundary(debug):
-        if part is not None:
-            require_one_of(processes > 1, "--part", "--processes")
-            require_one_of(overwrite, "--part", "--overwrite")
-            require_one("influence index --part")
-        resolved = read_config(config, settings, None)
-        from psgrad.reports.influence_terminal import index_summary
-        from psgrad.workflows.influence_index import influence_index as run_influence_index
+    if part is not None:
+        require_one_of(processes > 1, "--part", "--processes")
+        require_one_of(overwrite, "--part", "--overwrite")
+        require_one("influence index --part")
+    resolved = read_config(config, settings, None)
+    from psgrad.reports.influence_terminal import index_summary
+    from psgrad.workflows.influence_index import influence_index as run_influence_index
 
-        which = None if part is None else part_of(part)
-        wanted = resolved.influence.index
-        folder = resolved.output if wanted is None else wanted.path
-        with shared_run(processes, shown, folder) as (group, progress):
-            result = run_influence_index(
-                resolved, resume=resume, overwrite=overwrite, progress=progress, processes=group, part=which
-            )
-        if result is not None:  # on the first rank
-            typer.echo(index_summary(result), err=True)
-            typer.echo(str(result.folder))
-        elif which is not None:
-            typer.echo(str(folder))
+    which = None if part is None else part_of(part)
+    wanted = resolved.influence.index
+    folder = resolved.output if wanted is None else wanted.path
+    with shared_run(processes, shown, folder) as (group, progress):
+        result = run_influence_index(
+            resolved, resume=resume, overwrite=overwrite, progress=progress, processes=group, part=which
+        )
+    if result is not None:  # on the first rank
+        typer.echo(index_summary(result), err=True)
+        typer.echo(str(result.folder))
+    elif which is not None:
+        typer.echo(str(folder))
 
 
 def _read(
@@ -250,15 +243,3 @@ def show_scores(result: InfluenceResult, top: int, style: str) -> None:
 
     typer.echo(summary(result), err=True)
     write_influence(result, top, style, sys.stdout)
-
-
-def _require_an_evaluation_alone(matrix: bool, top: int | None) -> None:
-    from psgrad.errors import ConfigError
-
-    for given, option in ((matrix, "--matrix"), (top is not None, "--top")):
-        if given:
-            raise ConfigError(
-                f"--evaluate was given together with {option}",
-                expected="--evaluate, which ranks nothing, or an option of a ranking",
-                next_step="leave one of them out",
-            )

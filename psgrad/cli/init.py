@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import Debug
+from psgrad.errors import ConfigError, OutputError, OutputExistsError
 
 if TYPE_CHECKING:
-    from psgrad.errors import PsgradError
     from psgrad.workflows.proposals import Proposal
 
 CONFIG = "psgrad.yaml"
@@ -85,34 +83,38 @@ def init(
     model: FromFolder = None,
     data: DataFile = None,
     overwrite: OverwriteFiles = False,
-    debug: Debug = False,
 ) -> None:
     """Write a commented config: for a pretrained model and its data, for the model.py and the data file that
     lie in the folder, or with a small example: a model, its weights and its data, which run as they are.
 
     Prints the files that it wrote.
     """
-    with boundary(debug):
-        _require_no_kind(folder)
-        proposal = _proposal(folder, kind, model, data)
-        content = _content(kind or Kind.image) if proposal is None else _config_of(proposal)
-        _require_free(folder, content, overwrite)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, text in content.items():
-                (folder / name).write_bytes(text)
-        except OSError as error:
-            raise _unwritable(folder, error) from error
-        for name in content:
-            typer.echo(str(folder / name))
-        for note in [] if proposal is None else proposal.notes:
-            typer.echo(note, err=True)
-        typer.echo(_next_steps(folder / CONFIG), err=True)
+    _require_no_kind(folder)
+    proposal = _proposal(folder, kind, model, data)
+    if proposal is None:
+        content = _content(kind or Kind.image)
+    else:
+        content = _with_schema(proposal.settings, {"version": _HOW, **proposal.remarks})
+    _require_free(folder, content, overwrite)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in content.items():
+            (folder / name).write_bytes(text)
+    except OSError as error:
+        raise OutputError(
+            f"the files can't be written to {folder}: {error.strerror or error}",
+            next_step="name another folder",
+        ) from error
+    for name in content:
+        typer.echo(str(folder / name))
+    for note in [] if proposal is None else proposal.notes:
+        typer.echo(note, err=True)
+    config = folder / CONFIG
+    typer.echo(f"next: psgrad validate {config}, then psgrad analyze {config}", err=True)
 
 
 def _proposal(folder: Path, kind: Kind | None, model: Path | None, data: Path | None) -> Proposal | None:
     """A config for what there is; None for an example."""
-    from psgrad.errors import ConfigError
     from psgrad.workflows.proposals import MODEL, has_own_files, own_files, pretrained
 
     if (model is None and data is not None) or (model is not None and kind is not None):
@@ -128,15 +130,8 @@ def _proposal(folder: Path, kind: Kind | None, model: Path | None, data: Path | 
     return None if (folder / MODEL).read_bytes() in examples else own_files(folder)
 
 
-def _config_of(proposal: Proposal) -> dict[str, bytes]:
-    """The files of a config: name -> content."""
-    return _with_schema(proposal.settings, {"version": _HOW, **proposal.remarks})
-
-
 def _require_no_kind(folder: Path) -> None:
     """Raises ConfigError for `psgrad init tabular`, which would put the images into a folder of that name."""
-    from psgrad.errors import ConfigError
-
     if str(folder) in list(Kind):
         raise ConfigError(
             f"psgrad init {folder} names a folder, and {folder} is a kind of samples",
@@ -145,9 +140,7 @@ def _require_no_kind(folder: Path) -> None:
 
 
 def _content(kind: Kind) -> dict[str, bytes]:
-    """The files of a kind: name -> content, the config last, so that a config never stands without what it
-    names.
-    """
+    """The files of a kind: name -> content; the config last, as it names the others."""
     from psgrad.yaml12 import parse
 
     template = files("psgrad") / "cli" / "templates" / kind.value
@@ -170,8 +163,6 @@ def _with_schema(settings: Mapping[str, Any], remarks: Mapping[str, str]) -> dic
 
 
 def _require_free(folder: Path, content: dict[str, bytes], overwrite: bool) -> None:
-    from psgrad.errors import OutputError, OutputExistsError
-
     if folder.exists() and not folder.is_dir():
         raise OutputExistsError(f"{folder} exists and is not a folder", next_step="name another folder")
     try:
@@ -184,15 +175,3 @@ def _require_free(folder: Path, content: dict[str, bytes], overwrite: bool) -> N
             expected="a folder without files of these names",
             next_step="name another folder, or replace the files with --overwrite",
         )
-
-
-def _unwritable(folder: Path, error: OSError) -> PsgradError:
-    from psgrad.errors import OutputError
-
-    return OutputError(
-        f"the files can't be written to {folder}: {error.strerror or error}", next_step="name another folder"
-    )
-
-
-def _next_steps(config: Path) -> str:
-    return f"next: psgrad validate {config}, then psgrad analyze {config}"

@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 
 from psgrad.cli.analyze import Check, Quiet, Report, Verbose, show_result
-from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
 from psgrad.cli.influence import show_scores
-from psgrad.cli.options import AsJson, Debug
+from psgrad.cli.options import AsJson
 from psgrad.cli.processes import require_one
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 
@@ -34,39 +33,35 @@ def merge(
     quiet: Quiet = False,
     verbose: Verbose = False,
     shown: ProgressOption = ProgressStyle.auto,
-    debug: Debug = False,
 ) -> None:
     """Check that all parts of a run are there, judge its samples, and write its tables and report; join the
     scores of all parts; or finish an index.
 
     Prints what psgrad analyze, psgrad influence, or psgrad influence index prints.
     """
-    with boundary(debug):
-        require_one("merge")
-        from psgrad.storage.gradient_index import GradientIndex
+    require_one("merge")
+    from psgrad.storage.gradient_index import GradientIndex
 
-        if GradientIndex.begun(output) is not None:
-            from psgrad.reports.influence_terminal import index_summary
-            from psgrad.workflows.influence_index import finish_index
+    if GradientIndex.begun(output) is not None:
+        from psgrad.reports.influence_terminal import index_summary
+        from psgrad.workflows.influence_index import finish_index
 
-            finished = finish_index(output)
-            typer.echo(index_summary(finished), err=True)
-            typer.echo(str(finished.folder))
-            return
-        from psgrad.storage.folders import manifest_of
+        finished = finish_index(output)
+        typer.echo(index_summary(finished), err=True)
+        typer.echo(str(finished.folder))
+        return
+    from psgrad.storage.folders import manifest_of
 
-        style = ProgressStyle.none if quiet else shown
-        if (manifest_of(output) or {}).get("command") == "influence":
-            from psgrad.workflows.influence_parts import merge_influence
-
-            with progress_display(style) as progress:
-                scores = merge_influence(output, report=report, progress=progress)
-            show_scores(
-                scores, scores.manifest["config"]["influence"]["top"], "json" if as_json else "terminal"
-            )
-            return
-        from psgrad.workflows.parts import merge as run_merge
+    style = ProgressStyle.none if quiet else shown
+    if (manifest_of(output) or {}).get("command") == "influence":
+        from psgrad.workflows.influence_parts import merge_influence
 
         with progress_display(style) as progress:
-            result = run_merge(output, report=report, progress=progress)
-        show_result(result, result.manifest["config"]["analyze"]["top"], check, as_json, quiet, verbose)
+            scores = merge_influence(output, report=report, progress=progress)
+        show_scores(scores, scores.manifest["config"]["influence"]["top"], "json" if as_json else "terminal")
+        return
+    from psgrad.workflows.parts import merge as run_merge
+
+    with progress_display(style) as progress:
+        result = run_merge(output, report=report, progress=progress)
+    show_result(result, result.manifest["config"]["analyze"]["top"], check, as_json, quiet, verbose)

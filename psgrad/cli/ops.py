@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import Debug
+from psgrad.errors import ConfigError
 
 if TYPE_CHECKING:
     from psgrad.engine.transforms.rules.registry import Coverage
@@ -37,7 +37,6 @@ class Format(StrEnum):
 def ops(
     pattern: Pattern = None,
     style: Annotated[Format, typer.Option("--format", help="How the table is written.")] = Format.terminal,
-    debug: Debug = False,
 ) -> None:
     """List PyTorch's operators, and how each is differentiated and batched.
 
@@ -46,23 +45,22 @@ def ops(
     operator of the same name without the underscore. docs/reference/operators.md lists what was compared with
     PyTorch's own derivatives.
     """
-    with boundary(debug):
-        from psgrad.engine.transforms.rules.registry import Coverage, coverage
-        from psgrad.reports.terminal import write_listing
+    from psgrad.engine.transforms.rules.registry import Coverage, coverage
+    from psgrad.reports.terminal import write_listing
 
-        found = [row for row in coverage() if matches(row.operator, pattern)]
-        if not found:
-            raise no_match(str(pattern))
-        write_listing(Coverage._fields, found, style.value, sys.stdout)
-        typer.echo(summary(found), err=True)
+    found = [row for row in coverage() if matches(row.operator, pattern)]
+    if not found:
+        raise ConfigError(
+            f"no operator has {pattern!r} in its name",
+            expected="a part of a name as PyTorch writes it (aten::add.Tensor), or a pattern with * and ?",
+            next_step="psgrad ops without a pattern lists them all",
+        )
+    write_listing(Coverage._fields, found, style.value, sys.stdout)
+    typer.echo(summary(found), err=True)
 
 
 def matches(name: str, pattern: str | None) -> bool:
-    """Whether the pattern is in the name; one with * or ? has to fit it whole, with or without what stands
-    before the `::`.
-    """
-    from fnmatch import fnmatchcase
-
+    """Whether the pattern is in the name; one with * or ? has to fit all of it, or all behind the `::`."""
     if pattern is None or pattern in name:
         return True
     return any(fnmatchcase(part, pattern) for part in (name, name.split("::")[-1]))
@@ -73,14 +71,4 @@ def summary(rows: list[Coverage]) -> str:
     kinds = Counter(row.vjp for row in rows)
     return f"{len(rows):,} operators; VJP: " + ", ".join(
         f"{count:,} {kind}" for kind, count in kinds.most_common()
-    )
-
-
-def no_match(pattern: str) -> Exception:
-    from psgrad.errors import ConfigError
-
-    return ConfigError(
-        f"no operator has {pattern!r} in its name",
-        expected="a part of a name as PyTorch writes it (aten::add.Tensor), or a pattern with * and ?",
-        next_step="psgrad ops without a pattern lists them all",
     )

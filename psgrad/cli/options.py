@@ -6,7 +6,7 @@ What the shell is offered where psgrad knows the words: keys of a config, measur
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,9 +43,7 @@ def complete_method(incomplete: str) -> list[str]:
 
 
 def _keys(section: type[Section], above: str) -> Iterator[str]:
-    """The keys that hold plain values, dotted. Lists of sections count as plain: they are written in
-    one go.
-    """
+    """The keys that hold plain values, dotted. Lists of sections count as plain: they are written whole."""
     from psgrad.config.schema import sections_in
 
     for key, info in section.model_fields.items():
@@ -87,7 +85,6 @@ Part = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def part_of(given: str) -> tuple[int, int]:
@@ -104,6 +101,19 @@ def require_one_of(both: bool, first: str, second: str) -> None:
         raise ConfigError(
             f"{first} was given together with {second}", expected="one of them", next_step="leave one out"
         )
+
+
+def require_alone(option: str, which: str, others: str, given: Mapping[str, bool]) -> None:
+    """Raises ConfigError where an option was given with one that it excludes. which: what it does; others:
+    what they are of; given: option -> whether it was given.
+    """
+    for other, there in given.items():
+        if there:
+            raise ConfigError(
+                f"{option} was given together with {other}",
+                expected=f"{option}, which {which}, or an option of {others}",
+                next_step="leave one of them out",
+            )
 
 
 def read_config(path: Path, settings: list[str] | None, output: Path | None) -> Config:

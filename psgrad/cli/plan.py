@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import ConfigPath, Debug, Settings, read_config
+from psgrad.cli.options import ConfigPath, Settings, read_config
 
 
 @command(Panel.INSIDE, 1)
@@ -29,7 +28,6 @@ def plan(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object in place of the table.")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Predict what `analyze` does with a config, and its time and memory, without a pass over the dataset.
 
@@ -37,10 +35,9 @@ def plan(
     the time and the memory. Runs the first few rows. The speed of a machine is measured the first time, and
     stored in the user's cache folder.
     """
-    with boundary(debug):
-        resolved = read_config(config, settings, None)
-        from psgrad.reports.plan import write_plan
-        from psgrad.workflows.plan import plan as run_plan
+    resolved = read_config(config, settings, None)
+    from psgrad.reports.plan import write_plan
+    from psgrad.workflows.plan import plan as run_plan
 
-        result = run_plan(resolved, processes=processes, say=lambda message: typer.echo(message, err=True))
-        write_plan(result, "json" if as_json else "terminal", sys.stdout)
+    result = run_plan(resolved, processes=processes, say=lambda message: typer.echo(message, err=True))
+    write_plan(result, "json" if as_json else "terminal", sys.stdout)

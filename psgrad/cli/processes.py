@@ -45,9 +45,20 @@ _STARTED_BY = os.getppid()  # now: once that process has ended, the system names
 
 
 def in_a_group() -> bool:
-    """Whether the environment says that this process is one of several."""
+    """Whether the environment says that this process is one of several. Raises ConfigError where it says what
+    can't be.
+    """
     take_slurm(os.environ)
-    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE") or 1) > 1
+    if "RANK" not in os.environ:
+        return False
+    rank, size = os.environ["RANK"], os.environ.get("WORLD_SIZE") or "1"
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise ConfigError(
+            f"the environment says RANK={rank} and WORLD_SIZE={size}",
+            expected="two whole numbers, RANK from 0 and below WORLD_SIZE, as torchrun sets them",
+            next_step="start with torchrun, or with --processes; or unset both variables for one process",
+        )
+    return int(size) > 1
 
 
 # Ports from here on are for users' programs, and as many are tried by a job's number.
@@ -157,7 +168,9 @@ def joined(folder: Path) -> Iterator[Processes | None]:
     group = RankGroup.join(_STARTED_BY if "TORCHELASTIC_RUN_ID" in os.environ else None)
     try:
         (run,) = group.agreed("host files", lambda: [secrets.randbits(62)])
-        with shared_on_host(str(run), removes=os.environ.get("LOCAL_RANK", "0") == "0"):
+        with shared_on_host(
+            str(run), removes=os.environ.get("LOCAL_RANK", "0") == "0", waiting=group.waiting
+        ):
             try:
                 yield group
             except typer.Exit:  # a verdict

@@ -7,8 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from enum import StrEnum
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Protocol, TextIO
+from typing import TYPE_CHECKING, Annotated, Protocol, Self, TextIO
 
 import typer
 from rich.console import Console
@@ -33,16 +32,20 @@ class Log(Protocol):
     def flush(self) -> None: ...
 
 
-class ProgressDisplay(Protocol):
-    """Called with every step; a context manager that leaves the stream tidy."""
+class ProgressDisplay:
+    """Called with every step; a context manager that leaves the stream tidy. This one says nothing."""
 
-    def __call__(self, progress: Progress) -> None: ...
+    def __call__(self, progress: Progress) -> None:
+        """Show a step."""
 
-    def __enter__(self) -> ProgressDisplay: ...
+    def close(self) -> None:
+        """Leave the stream tidy."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class ProgressStyle(StrEnum):
@@ -66,33 +69,16 @@ ProgressOption = Annotated[
 def progress_display(
     style: ProgressStyle = ProgressStyle.auto, stream: TextIO | None = None
 ) -> ProgressDisplay:
-    """The display of that style on the stream (stderr where none is given); FORCE_COLOR and the like make no
-    terminal of a log file.
-    """
+    """The display of that style on the stream, by default stderr; FORCE_COLOR makes no terminal of a file."""
     stream = stream or sys.stderr
     if style is ProgressStyle.none:
-        return NoDisplay()
+        return ProgressDisplay()
     watched = stream.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("CI")
     bar = watched if style is ProgressStyle.auto else style is ProgressStyle.bar
     return BarDisplay(stream) if bar else PlainDisplay(stream)
 
 
-class NoDisplay:
-    """Says nothing."""
-
-    def __call__(self, progress: Progress) -> None:
-        pass
-
-    def __enter__(self) -> NoDisplay:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
-        pass
-
-
-class PlainDisplay:
+class PlainDisplay(ProgressDisplay):
     """At most one line per 5 s, and a last one for each phase. Messages appear at once."""
 
     def __init__(self, stream: Log, clock: Callable[[], float] = time.monotonic) -> None:
@@ -108,30 +94,28 @@ class PlainDisplay:
         if progress.message and not progress.total:
             self._write(progress.message)
             return
+        described = progress.detail if not progress.total else None
         now = self._clock()
         if progress.phase != self._phase:
             self._say_progress()
             self._phase, self._phase_began, self._last_line = progress.phase, now, now
             self._done_before = progress.done  # by an earlier run that this one goes on with
+            if described:  # the first words of a phase that has been silent so far
+                self._last_line = now - PLAIN_INTERVAL_S
         if progress.message:
             self._write(progress.message)
         if progress.total:
             elapsed = now - self._phase_began
             rate = (progress.done - self._done_before) / elapsed if elapsed > 0 else 0.0
-            self._unsaid = (
-                f"{progress.phase}:"
-                f" {progress_words(progress.done, progress.total, rate, progress.unit, progress.detail)}"
-            )
+            words = progress_words(progress.done, progress.total, rate, progress.unit, progress.detail)
+            self._unsaid = f"{progress.phase}: {words}"
+        elif described:
+            self._unsaid = f"{progress.phase}: {described}"
         if now - self._last_line >= PLAIN_INTERVAL_S:
             self._say_progress()
             self._last_line = now
 
-    def __enter__(self) -> PlainDisplay:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
+    def close(self) -> None:
         self._say_progress()
 
     def _say_progress(self) -> None:
@@ -144,7 +128,7 @@ class PlainDisplay:
         self._stream.flush()
 
 
-class BarDisplay:
+class BarDisplay(ProgressDisplay):
     """One rich bar per phase, with samples, samples/s and the time left."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -172,13 +156,11 @@ class BarDisplay:
             self._task, completed=progress.done, total=total, unit=progress.unit, detail=progress.detail
         )
 
-    def __enter__(self) -> BarDisplay:
+    def __enter__(self) -> Self:
         self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
+    def close(self) -> None:
         self._end_phase()
         self._bars.stop()
 
@@ -192,13 +174,10 @@ class BarDisplay:
 class _WordsColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         if not task.total:
-            return Text("")
+            return Text(task.fields.get("detail", ""))
         rate = task.finished_speed or task.speed or 0.0
-        return Text(
-            progress_words(
-                int(task.completed), int(task.total), rate, task.fields["unit"], task.fields["detail"]
-            )
-        )
+        unit, detail = task.fields["unit"], task.fields["detail"]
+        return Text(progress_words(int(task.completed), int(task.total), rate, unit, detail))
 
 
 def progress_words(done: int, total: int, rate: float, unit: str = "sample", detail: str = "") -> str:

@@ -6,8 +6,7 @@ import os
 import socket
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from psgrad.cli.progress import PlainDisplay, ProgressDisplay, ProgressStyle, progress_display
 from psgrad.errors import DistributedError
@@ -69,7 +68,7 @@ def _last_lines(log: Path) -> list[str]:
     return []
 
 
-class _Both:
+class _Both(ProgressDisplay):
     """Two displays of the same progress."""
 
     def __init__(self, *displays: ProgressDisplay) -> None:
@@ -79,14 +78,12 @@ class _Both:
         for each in self._displays:
             each(progress)
 
-    def __enter__(self) -> _Both:
+    def __enter__(self) -> Self:
         for each in self._displays:
             self._open.enter_context(each)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
+    def close(self) -> None:
         self._open.close()
 
 

@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import Debug
 
 
 @command(Panel.QUALITY, 2)
@@ -23,13 +21,11 @@ def report(
             "--output", metavar="DIR", help="Folder for report.html and plots/, instead of the run folder."
         ),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Make report.html and plots/ of a finished run again from its folder, without the model and the data.
 
     Prints the path of the page.
     """
-    with boundary(debug):
-        from psgrad.workflows.report import report as run_report
+    from psgrad.workflows.report import report as run_report
 
-        typer.echo(str(run_report(run, output=output).page))
+    typer.echo(str(run_report(run, output=output).page))

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import Debug, RunPath
+from psgrad.cli.options import RunPath
 
 Where = Annotated[
     str,
@@ -40,19 +39,17 @@ def select(
     output: ToFile,
     drop: Drop = False,
     overwrite: OverwriteFile = False,
-    debug: Debug = False,
 ) -> None:
     """Write the rows of a run's dataset for which a condition holds into a new file, with all their columns.
 
     Rows are copied from the dataset's files as they are there. Files that were changed after the run are
     refused. Of rows that code makes the ids are written. Prints the path of the new file.
     """
-    with boundary(debug):
-        from psgrad.workflows.select import select as run_select
+    from psgrad.workflows.select import select as run_select
 
-        found = run_select(run, where, output=output, drop=drop, overwrite=overwrite)
-        if found.measured < found.in_dataset:
-            left_out = found.in_dataset - found.measured
-            typer.echo(f"PARTIAL: {left_out:,} rows that the run did not measure are left out", err=True)
-        typer.echo(f"wrote {found.rows:,} of {found.measured:,} rows", err=True)
-        typer.echo(str(found.output))
+    found = run_select(run, where, output=output, drop=drop, overwrite=overwrite)
+    if found.measured < found.in_dataset:
+        left_out = found.in_dataset - found.measured
+        typer.echo(f"PARTIAL: {left_out:,} rows that the run did not measure are left out", err=True)
+    typer.echo(f"wrote {found.rows:,} of {found.measured:,} rows", err=True)
+    typer.echo(str(found.output))

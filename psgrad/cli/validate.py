@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from psgrad.cli.boundary import boundary
 from psgrad.cli.command import Panel, command
-from psgrad.cli.options import AsJson, ConfigPath, Debug, Output, Settings, settings_of
+from psgrad.cli.options import AsJson, ConfigPath, Output, Settings, settings_of
 
 if TYPE_CHECKING:
     from psgrad.workflows.validation import Validation
@@ -27,7 +26,6 @@ def validate(
     output: Output = None,
     settings: Settings = None,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """List all mistakes in a config and in the files that it names, without running it.
 
@@ -35,24 +33,23 @@ def validate(
     that the config names, but does not import it. Exit code 2 if the config is wrong, 3 if a file or code
     that it names is wrong.
     """
-    with boundary(debug):
-        from psgrad.workflows.validate import validate as look
+    from psgrad.workflows.validate import validate as look
 
-        found = look(
-            config,
-            settings_of(settings, output),
-            deep=deep,
-            say=lambda message: typer.echo(message, err=True),
-        )
-        if as_json:
-            typer.echo(json.dumps(found.content(), indent=2, ensure_ascii=False))
-        else:
-            _show(found)
-        raise typer.Exit(found.exit_code)
+    found = look(
+        config,
+        settings_of(settings, output),
+        deep=deep,
+        say=lambda message: typer.echo(message, err=True),
+    )
+    if as_json:
+        typer.echo(json.dumps(found.content(), indent=2, ensure_ascii=False))
+    else:
+        _show(found)
+    raise typer.Exit(found.exit_code)
 
 
 def _show(found: Validation) -> None:
-    from psgrad.reports.words import printable
+    from psgrad.reports.words import count, printable
 
     for about, words in found.facts.items():
         typer.echo(printable(f"{about}: {words}"))
@@ -61,8 +58,8 @@ def _show(found: Validation) -> None:
     if not found.problems:
         typer.echo(printable(f"{found.config}: no problems found"))
         return
-    count = "1 problem" if len(found.problems) == 1 else f"{len(found.problems)} problems"
-    typer.echo(printable(f"error: the config {found.config} has {count}:"), err=True)
+    problems = count(len(found.problems), "problem")
+    typer.echo(printable(f"error: the config {found.config} has {problems}:"), err=True)
     for problem in found.problems:
         where = f"{problem.where}: " if problem.where else ""
         typer.echo(printable(f"  {where}{problem.error}".replace("\n", "\n  "), keep="\n\t"), err=True)

@@ -45,5 +45,6 @@ from psgrad.config.sections import EngineConfig as EngineConfig
 from psgrad.config.sections import LossConfig as LossConfig
 from psgrad.config.sections import ReportConfig as ReportConfig
 from psgrad.config.values import NamedSection as NamedSection
+from psgrad.config.values import did_you_mean as did_you_mean
 from psgrad.config.values import is_callable_spec as is_callable_spec
 from psgrad.config.values import nearest as nearest

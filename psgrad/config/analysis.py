@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from psgrad.config.checkpoint_lists import listed_paths
 from psgrad.config.data import DataConfig
-from psgrad.config.values import FilePath, Finite, NamedSection, ParameterPatterns, Section
+from psgrad.config.values import FilePath, Finite, NamedSection, ParameterPatterns, Section, first_twice
 
 
 class MeasureConfig(NamedSection):
@@ -80,8 +80,7 @@ class OutlierConfig(Section):
 
     @model_validator(mode="after")
     def _each_detector_once(self) -> OutlierConfig:
-        names = [detector.name for detector in self.detectors]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        twice = first_twice(detector.name for detector in self.detectors)
         if twice is not None:
             raise ValueError(f"the detector {twice} is listed twice")
         return self
@@ -118,7 +117,7 @@ class AnalyzeConfig(Section):
             ("measure", [m.name for m in self.measures]),
             ("checkpoint", [str(path) for path in self.checkpoints or []]),
         ):
-            twice = next((name for name in names if names.count(name) > 1), None)
+            twice = first_twice(names)
             if twice is not None:
                 raise ValueError(f"the {what} {twice} is listed twice")
         if self.checkpoints is not None and not self.checkpoints:

@@ -50,9 +50,7 @@ def listed_checkpoints(value: object, info: ValidationInfo) -> object:
 
 
 def _one_each(group: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
-    """The group once for each of the checkpoints that its pattern matches; a list of learning rates has one
-    for each.
-    """
+    """The group once for each of the checkpoints that its pattern matches, with its own learning rate."""
     rates = group.get("learning_rate")
     if not isinstance(rates, list):
         return [group] * count

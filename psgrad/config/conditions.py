@@ -1,13 +1,11 @@
-"""Conditions on the columns of a table, such as `label == 3 and loss > 2`: comparisons, and nothing that runs
-code.
-"""
+"""Conditions on the columns of a table, such as `label == 3 and loss > 2`: nothing that runs code."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Collection
 
-from psgrad.config.values import nearest
+from psgrad.config.values import did_you_mean
 
 _ALLOWED = (
     ast.Expression,
@@ -36,9 +34,7 @@ _EXPECTED = "comparisons of columns with values, joined by and, or, not, such as
 
 
 def names_in_condition(text: str, columns: Collection[str] | None = None) -> list[str]:
-    """The columns that a condition reads. Raises ValueError for what is no condition, and for a name that is
-    none of `columns`.
-    """
+    """The columns that a condition reads. Raises ValueError for what is none, or names one not there."""
     try:
         tree = ast.parse(" ".join(text.split()), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -54,7 +50,6 @@ def names_in_condition(text: str, columns: Collection[str] | None = None) -> lis
     names = list(dict.fromkeys(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)))
     for name in names:
         if columns is not None and name not in columns:
-            close = nearest(name, list(columns))
-            meant = f"did you mean {close}? " if close else ""
+            meant = did_you_mean(name, list(columns), before="", after=" ")
             raise ValueError(f"{text!r}: there is no column {name!r}; {meant}known: {', '.join(columns)}")
     return names

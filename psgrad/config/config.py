@@ -50,9 +50,7 @@ def _inherited(content: Any, path: tuple[str, ...]) -> Any:
 
 
 class Config(Section):
-    """One whole config. Paths of the model, data and factories are relative to `base`, `output` to the
-    current directory.
-    """
+    """One config. Paths of inputs are relative to `base`, `output` is relative to the current directory."""
 
     version: Annotated[Literal[1], BeforeValidator(_version)]  # a Literal alone takes true for 1
     """Version of this format."""
@@ -99,9 +97,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _other_data_are_read_as_the_data_are(cls, value: Any) -> Any:
-        """Keys that the trusted data and the queries leave out are those of data; another path or factory
-        brings its own source.
-        """
+        """Keys that the trusted data and the queries leave out are those of data, but for its source."""
         for path in (("analyze", "outliers", "reference", "data"), ("influence", "queries")):
             value = _inherited(value, path)
         return value
@@ -118,9 +114,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _only_masked_lm_hides_tokens(self) -> Config:
-        for key in ("masked", "seed"):
-            default = DataConfig.model_fields[key].get_default()
-            if self.model.task != "masked-lm" and getattr(self.data, key) != default:
+        for key in sorted(self.data.not_default() & {"masked", "seed"}):
+            if self.model.task != "masked-lm":
                 raise ValueError(
                     f"data.{key} is given, and nothing reads it; expected the task masked-lm, or no {key}"
                 )

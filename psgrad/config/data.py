@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from psgrad.config.plugin_options import installed_plugins, own_plugins
-from psgrad.config.values import CallableSpec, FilePath, Finite, Section, described
+from psgrad.config.values import CallableSpec, FilePath, Finite, Section, described, first_twice
 from psgrad.errors import ConfigError
 
 DATA_SUFFIXES = tuple(f".{name}" for name in own_plugins("sources"))
@@ -31,9 +31,9 @@ def _column_names(value: object) -> object:
 
 def _distinct(names: list[str] | None) -> list[str] | None:
     """The names of classes; a name that stands there twice would belong to two classes."""
-    twice = [name for place, name in enumerate(names or ()) if name in (names or ())[:place]]
-    if twice:
-        raise ValueError(f"the name {twice[0]!r} is there twice, expected a name of its own for each class")
+    twice = first_twice(names or ())
+    if twice is not None:
+        raise ValueError(f"the name {twice!r} is there twice, expected a name of its own for each class")
     return names
 
 
@@ -69,9 +69,7 @@ def _data_paths(value: object) -> object:
     if not paths or not all(isinstance(path, str | Path) and str(path) for path in paths):
         raise ValueError(f"got {described(value)}, expected a file, a glob such as train-*.jsonl, or a list")
     for path in map(Path, paths):
-        if f".{data_format(path)}" not in DATA_SUFFIXES and data_format(path) not in installed_plugins(
-            "sources"
-        ):
+        if data_format(path) not in (*own_plugins("sources"), *installed_plugins("sources")):
             raise ValueError(
                 f"{path.name!r} does not end in one of {', '.join(DATA_SUFFIXES)} (or these and .gz or .zst);"
                 " the suffix picks the reader"
@@ -82,6 +80,7 @@ def _data_paths(value: object) -> object:
     return [Path(path) for path in paths] if isinstance(value, list) else Path(paths[0])
 
 
+_IN_ORDER = "rows are read in the order of the dataset; a private run draws its batches by privacy.sampling"
 # Keys that mean nothing without one of others.
 _READ_WITH = {
     ("tokenizer", "max_length", "truncation", "masked", "seed"): ("text", "prompt", "messages"),
@@ -95,12 +94,8 @@ class DataConfig(Section):
     """The dataset: a file, or a factory of a torch Dataset, and which columns are which."""
 
     not_taken: ClassVar[Mapping[str, str]] = {
-        "shuffle": (
-            "rows are read in the order of the dataset; a private run draws its batches by privacy.sampling"
-        ),
-        "sampler": (
-            "rows are read in the order of the dataset; a private run draws its batches by privacy.sampling"
-        ),
+        "shuffle": _IN_ORDER,
+        "sampler": _IN_ORDER,
         "batch_size": (
             "rows that are computed together are engine.chunk_size; a private run draws its batches by"
             " privacy.sampling"
@@ -233,11 +228,10 @@ class DataConfig(Section):
                 f"{texts[0]} and {unread[0]} are both given, and a tokenizer makes all inputs of {texts[0]};"
                 " expected one of them"
             )
+        given = self.not_default()
         for keys, users in _READ_WITH.items():
-            if any(getattr(self, user) for user in users):
-                continue
-            for key in keys:
-                if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+            for key in keys if not any(getattr(self, user) for user in users) else ():
+                if key in given:
                     raise ValueError(
                         f"{key} is given, and nothing reads it; expected {' or '.join(users)} beside it, or"
                         f" no {key}"

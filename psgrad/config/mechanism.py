@@ -89,7 +89,7 @@ class ClippingConfig(Section):
             raise ValueError(
                 "norm is missing: the bound on one record's gradient, from which the noise follows"
             )
-        if self.rule == "clip" and self.stability != ClippingConfig.model_fields["stability"].default:
+        if self.rule == "clip" and "stability" in self.not_default():
             raise ValueError(
                 "stability belongs to rule: automatic, which divides by norm + stability; rule: clip has no"
                 " such term"
@@ -135,19 +135,14 @@ class ScheduleConfig(Section):
 
     @model_validator(mode="after")
     def _fields_of_this_kind(self) -> ScheduleConfig:
-        takes = {
-            "constant": [],
-            "step": ["every", "factor"],
-            "exponential": ["factor"],
-            "list": ["multipliers"],
-        }[self.kind]
+        takes = {"step": ["every", "factor"], "exponential": ["factor"], "list": ["multipliers"]}.get(
+            self.kind, []
+        )
         for name in ("every", "factor", "multipliers"):
             if (getattr(self, name) is not None) != (name in takes):
                 said = f"needs {name}" if name in takes else f"does not take {name}"
-                raise ValueError(
-                    f"a schedule of kind {self.kind} {said}"
-                    + (f"; it takes {', '.join(takes)}" if takes else "")
-                )
+                also = f"; it takes {', '.join(takes)}" if takes else ""
+                raise ValueError(f"a schedule of kind {self.kind} {said}{also}")
         return self
 
 
@@ -265,11 +260,7 @@ class SamplingConfig(Section):
     @model_validator(mode="after")
     def _fields_of_this_scheme(self) -> SamplingConfig:
         takes = _TAKES[self.scheme]
-        given = [
-            name
-            for name in SamplingConfig.model_fields
-            if name != "scheme" and getattr(self, name) is not None
-        ]
+        given = [name for name in SamplingConfig.model_fields if name in self.not_default() - {"scheme"}]
         missing = [name for name in takes if name not in given]
         refused = [name for name in given if name not in takes]
         if refused == ["batch_size"] and self.scheme != "fixed":
@@ -317,9 +308,7 @@ class UnitConfig(Section):
 
 
 class AugmentationConfig(Section):
-    """Each row stands for `copies` of what `function(*inputs of one row)` returns, averaged inside the
-    record.
-    """
+    """Each row stands for `copies` results of `function(*inputs of one row)`, averaged inside the record."""
 
     function: CallableSpec
     """module:callable(*inputs of one row)."""

@@ -131,9 +131,8 @@ class ModelConfig(Section):
             raise ValueError("pretrained is empty, expected a folder of save_pretrained or a hub id")
         if self.pretrained is not None and self.task is None:
             raise ValueError(f"task is missing: what the pretrained model does, one of {', '.join(TASKS)}")
-        foreign = () if self.pretrained else ("revision", "task", "adapter", "trust_remote_code")
-        for name in foreign:
-            if getattr(self, name) != ModelConfig.model_fields[name].default:
+        for name in ("revision", "task", "adapter", "trust_remote_code"):
+            if not self.pretrained and name in self.not_default():
                 raise ValueError(f"{name} belongs to a pretrained model, and there is a {given[0]}")
         return self
 

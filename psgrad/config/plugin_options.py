@@ -19,8 +19,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from psgrad.config.values import nearest
-
 Group = Literal["measures", "methods", "detectors", "losses", "sources"]
 FILE = Path(__file__).with_suffix(".json")
 
@@ -53,12 +51,6 @@ def installed_plugins(group: Group) -> Mapping[str, EntryPoint]:
 def plugin_names(group: Group) -> list[str]:
     """All names of a kind: those of psgrad first."""
     return list(dict.fromkeys([*own_plugins(group), *installed_plugins(group)]))
-
-
-def did_you_mean(word: str, known: list[str]) -> str:
-    """`; did you mean X?` where one of the known words is close, else nothing."""
-    close = nearest(word, known)
-    return f"; did you mean {close}?" if close else ""
 
 
 _TYPES: Mapping[str, type[Any] | None] = {

@@ -28,9 +28,7 @@ from psgrad.config.values import Finite, ParameterPatterns, Section, described
 
 
 class OptimizerConfig(Section):
-    """An optimiser of torch.optim by name. It sees the noisy gradient alone, so that whatever it makes of it
-    costs no privacy.
-    """
+    """An optimiser of torch.optim by name. It sees the noisy gradient alone, and costs no privacy."""
 
     not_taken: ClassVar[Mapping[str, str]] = {"lr": "an optimiser's arguments go to privacy.optimizer.kwargs"}
 
@@ -150,19 +148,13 @@ class PrivacyConfig(Section):
     @property
     def checkpoint_seconds(self) -> float | None:
         """Seconds between two checkpoints; None where they are given in steps."""
-        written = (
-            _DURATION.fullmatch(self.checkpoint_every.strip())
-            if isinstance(self.checkpoint_every, str)
-            else None
-        )
+        written = _DURATION.fullmatch(str(self.checkpoint_every).strip())
         return None if written is None else float(written[1]) * _SECONDS[written[2]]
 
     @model_validator(mode="before")
     @classmethod
     def _steps_of_epochs(cls, value: object) -> object:
-        """Where epochs and batch_size are given: the steps, the divisor and the sampling that they stand
-        for.
-        """
+        """Where epochs and batch_size are given: the steps, the divisor and the sampling that they mean."""
         if not isinstance(value, dict) or not isinstance(value.get("sampling"), dict):
             return value
         found, sampling = dict(value), dict(value["sampling"])
@@ -207,10 +199,7 @@ class PrivacyConfig(Section):
         sampling = value.get("sampling")
         scheme = sampling.get("scheme") if isinstance(sampling, dict) else getattr(sampling, "scheme", None)
         # A scheme that is unknown is one problem; the relation is not a second one.
-        known = next(
-            (relations for name, relations in RELATIONS.items() if name == scheme), RELATIONS["poisson"]
-        )
-        return {**value, "relation": known[0]}
+        return {**value, "relation": RELATIONS[scheme if scheme in [*RELATIONS] else "poisson"][0]}
 
     @model_validator(mode="after")
     def _accounted(self) -> PrivacyConfig:

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from psgrad.config.analysis import GateConfig
 from psgrad.config.config import Config
 from psgrad.config.model import FOLDERS, MADE
-from psgrad.config.values import Section, described, nearest
+from psgrad.config.values import Section, described, did_you_mean, nearest
 from psgrad.errors import ConfigError
 from psgrad.yaml12 import KeyPath, parse
 
@@ -24,9 +24,7 @@ _MAX_BYTES = 1 << 20
 
 
 class Reading(NamedTuple):
-    """What could be made of a config: all of it, or the sections that are right by themselves, and what is
-    wrong with the rest.
-    """
+    """What could be made of a config, or of the sections that are right, and what is wrong with the rest."""
 
     config: Config | None
     sections: Mapping[str, Any]
@@ -83,19 +81,20 @@ def load_gate(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Gate
             for details in error.errors(include_url=False)
         ]
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError("\n".join([f"the gate has {count}:", *(f"  {problem}" for problem in problems)]))
+        raise problems_found("the gate", problems)
     return gate
 
 
 def _whole(path: Path | None, reading: Reading) -> Config:
     if reading.problems or reading.config is None:
-        count = "1 problem" if len(reading.problems) == 1 else f"{len(reading.problems)} problems"
-        of = "" if path is None else f" {path}"
-        raise ConfigError(
-            "\n".join([f"the config{of} has {count}:", *(f"  {problem}" for problem in reading.problems)])
-        )
+        raise problems_found("the config" if path is None else f"the config {path}", reading.problems)
     return reading.config
+
+
+def problems_found(what: str, problems: Sequence[str]) -> ConfigError:
+    """The error for what has these problems, one on a line."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return ConfigError("\n  ".join([f"{what} has {count}:", *problems]))
 
 
 def _read(document: _Document, overrides: Sequence[str], base: Path) -> Reading:
@@ -168,9 +167,7 @@ def _read_document(path: Path) -> _Document:
 
 @dataclass
 class _Document:
-    """A config before validation: plain values, and the place (`file:line`, or `--set ...`) that each of them
-    came from.
-    """
+    """A config before validation: plain values, and the place (`file:line`, or `--set ...`) of each."""
 
     name: str
     content: dict[Any, Any]
@@ -228,10 +225,8 @@ def explain(details: ErrorDetails) -> str:
     got = described(details["input"])
     if kind == "literal_error":
         allowed = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        close = nearest(str(details["input"]), allowed)
-        return f"got {got}, expected one of {', '.join(allowed)}" + (
-            f"; did you mean {close}?" if close else ""
-        )
+        meant = did_you_mean(str(details["input"]), allowed)
+        return f"got {got}, expected one of {', '.join(allowed)}{meant}"
     expected = _EXPECTED[kind].format(**context) if kind in _EXPECTED else details["msg"]
     return f"got {got}, expected {expected}"
 
@@ -296,9 +291,7 @@ def _sections(section: type[Section]) -> dict[str, type[Section]]:
 
 
 def _all_sections(section: type[Section], above: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Every group of keys with its dotted name; those that all commands share come before those inside
-    others.
-    """
+    """Every group of keys with its dotted name; those at the top come before those inside others."""
     inside = [(f"{above}{name}", kind) for name, kind in _sections(section).items()]
     yield from inside
     for name, kind in inside:

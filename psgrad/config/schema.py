@@ -33,8 +33,9 @@ FILLED_IN: Mapping[str, tuple[str, ...]] = {
 
 
 def meanings(section: type[Section]) -> dict[str, str]:
-    """key -> what it means, of all keys of a section."""
-    return {name: _sentence(info.description or "") for name, info in section.model_fields.items()}
+    """key -> what it means in a sentence, of all keys of a section."""
+    words = {name: " ".join((info.description or "").split()) for name, info in section.model_fields.items()}
+    return {name: f"{text[:1].upper()}{text[1:].rstrip('.')}." for name, text in words.items()}
 
 
 def takes_bare_text(section: type[Section]) -> bool:
@@ -50,59 +51,23 @@ def sections_in(annotation: object) -> Iterator[type[Section]]:
         yield from sections_in(part)
 
 
-def _sentence(text: str) -> str:
-    words = " ".join(text.split())
-    return f"{words[:1].upper()}{words[1:]}{'' if words.endswith('.') else '.'}"
-
-
 _PLACE = "#/definitions/"
+
+_TEXT, _NULL, _AUTO = {"type": "string"}, {"type": "null"}, {"const": "auto"}
+_TEXTS = {"type": "array", "items": _TEXT, "minItems": 1}
+_PATHS = {"type": "array", "items": {"type": "string", "format": "path"}}
+_CHECKPOINTS = {"type": "array", "items": {"$ref": f"{_PLACE}CheckpointConfig"}}
+_SIZE = {"type": "string", "pattern": r"^\s*[0-9.]+\s*[A-Za-z]+\s*$"}
 
 # What validators of single keys take besides the types that they are declared with.
 _ALSO_TAKEN: Mapping[str, Mapping[str, Any]] = {
-    "EngineConfig.chunk_size": {"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}]},
-    "EngineConfig.memory": {
-        "anyOf": [
-            {"const": "auto"},
-            {"type": "integer", "minimum": 1 << 20},
-            {"type": "string", "pattern": r"^\s*[0-9.]+\s*[A-Za-z]+\s*$"},
-        ]
-    },
-    "InfluenceConfig.parameters": {
-        "anyOf": [
-            {"type": "string"},
-            {"type": "array", "items": {"type": "string"}, "minItems": 1},
-            {"type": "null"},
-        ]
-    },
-    "AnalyzeConfig.checkpoints": {
-        "anyOf": [
-            {"type": "string"},
-            {"type": "array", "items": {"type": "string", "format": "path"}},
-            {"type": "null"},
-        ]
-    },
-    "InfluenceConfig.checkpoints": {
-        "anyOf": [
-            {"type": "string"},
-            {"type": "array", "items": {"$ref": f"{_PLACE}CheckpointConfig"}},
-            {"type": "null"},
-        ]
-    },
-    "PrivacyConfig.trainable": {
-        "anyOf": [
-            {"type": "string"},
-            {"type": "array", "items": {"type": "string"}, "minItems": 1},
-            {"type": "null"},
-        ]
-    },
-    "ModelConfig.adapter": {
-        "anyOf": [
-            {"type": "string"},
-            {"type": "array", "items": {"type": "string"}, "minItems": 1},
-            {"$ref": "#/definitions/NewAdapterConfig"},
-            {"type": "null"},
-        ]
-    },
+    "EngineConfig.chunk_size": {"anyOf": [_AUTO, {"type": "integer", "minimum": 1}]},
+    "EngineConfig.memory": {"anyOf": [_AUTO, {"type": "integer", "minimum": 1 << 20}, _SIZE]},
+    "InfluenceConfig.parameters": {"anyOf": [_TEXT, _TEXTS, _NULL]},
+    "AnalyzeConfig.checkpoints": {"anyOf": [_TEXT, _PATHS, _NULL]},
+    "InfluenceConfig.checkpoints": {"anyOf": [_TEXT, _CHECKPOINTS, _NULL]},
+    "PrivacyConfig.trainable": {"anyOf": [_TEXT, _TEXTS, _NULL]},
+    "ModelConfig.adapter": {"anyOf": [_TEXT, _TEXTS, {"$ref": f"{_PLACE}NewAdapterConfig"}, _NULL]},
     "Config.version": {"const": 1},
 }
 
@@ -125,11 +90,7 @@ def schema() -> dict[str, Any]:
         definitions[name] = _with_plugins(definitions[name], group)
     for kind in sections():
         if kind.__name__ in definitions and takes_bare_text(kind) and kind.__name__ not in PLUGINS:
-            bare = (
-                {"type": "string", "examples": list(LOSS_OPTIONS)}
-                if kind.__name__ == "LossConfig"
-                else {"type": "string"}
-            )
+            bare = {**_TEXT, "examples": list(LOSS_OPTIONS)} if kind.__name__ == "LossConfig" else _TEXT
             definitions[kind.__name__] = {"anyOf": [bare, definitions[kind.__name__]]}
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Config of psgrad"}
     found: dict[str, Any] = _for_draft_7({**whole, **head, "definitions": definitions})
@@ -145,27 +106,19 @@ PLUGINS: Mapping[str, Group] = {
 
 
 def _with_plugins(content: dict[str, Any], group: Group) -> dict[str, Any]:
-    """The definition of a section that names a plugin: a bare name, or the name with options. Those of
-    psgrad's own plugins are known.
-    """
+    """The definition of a section that names a plugin: a bare name, or the name with options."""
     own, name = own_plugins(group), content["properties"]["name"]
-    default = name.get("default")
     outside = {**content, "properties": {"name": {**name, "not": {"enum": list(own)}}}, "required": ["name"]}
-    return {
-        "anyOf": [
-            {"type": "string", "examples": list(own)},
-            outside,
-            *(
-                {
-                    "type": "object",
-                    "properties": {"name": {"const": each}, **plugin.options},
-                    "required": [] if each == default else ["name"],
-                    "additionalProperties": False,
-                }
-                for each, plugin in own.items()
-            ),
-        ]
-    }
+    known = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": each}, **plugin.options},
+            "required": [] if each == name.get("default") else ["name"],
+            "additionalProperties": False,
+        }
+        for each, plugin in own.items()
+    ]
+    return {"anyOf": [{**_TEXT, "examples": list(own)}, outside, *known]}
 
 
 def sections(start: type[Section] = Config) -> list[type[Section]]:
@@ -242,24 +195,16 @@ def _lines(
         if dotted in remarks:
             yield from (f"## {line}" for line in textwrap.wrap(remarks[dotted], _WIDTH - 3))
         inside, listed = _inside(info.annotation)
-        meaning = (
-            told[key] if active else _meaning(told[key], info, key in FILLED_IN.get(section.__name__, ()))
-        )
+        filled = key in FILLED_IN.get(section.__name__, ())
+        meaning = told[key] if active else _meaning(told[key], info, filled)
         value = content[key] if active and content is not None else None
         if inside is None or (active and not isinstance(value, Mapping)):
             shown = _written(value) if active else _default(info)
             yield from _key(off, indent, f"{key}: {shown}".rstrip(), meaning)
             continue
         yield from _key(off, indent, f"{key}:", meaning)
-        below = list(
-            _lines(
-                inside,
-                value if active else None,
-                remarks,
-                f"{dotted}.",
-                indent + _INDENT * (2 if listed else 1),
-            )
-        )
+        deeper = indent + _INDENT * (2 if listed else 1)
+        below = list(_lines(inside, value if active else None, remarks, f"{dotted}.", deeper))
         yield from _as_item(below, indent) if listed else below
 
 
@@ -268,17 +213,15 @@ def _key(off: str, indent: str, text: str, meaning: str) -> Iterator[str]:
     if len(line) + 4 + len(meaning) <= _WIDTH:
         yield f"{line}  # {meaning}"
         return
-    yield from (
-        f"{off}{indent}# {part}" for part in textwrap.wrap(meaning, _WIDTH - len(off) - len(indent) - 2)
-    )
+    width = _WIDTH - len(off) - len(indent) - 2
+    yield from (f"{off}{indent}# {part}" for part in textwrap.wrap(meaning, width))
     yield line
 
 
 def _as_item(lines: list[str], indent: str) -> Iterator[str]:
     """The lines of a section as the one item of a list."""
-    first = next(
-        place for place, line in enumerate(lines) if not line.startswith(f"# {indent}{_INDENT * 2}#")
-    )
+    comment = f"# {indent}{_INDENT * 2}#"
+    first = next(place for place, line in enumerate(lines) if not line.startswith(comment))
     for place, line in enumerate(lines):
         start = len("# " + indent + _INDENT)
         yield f"{line[:start]}- {line[start + 2 :]}" if place == first else line
@@ -326,19 +269,14 @@ def _written(value: Any) -> str:
     if isinstance(value, Section):
         value = value.model_dump(mode="json")
     if isinstance(value, str):
-        plain = (
-            value
-            and all(character.isalnum() or character in "._-/:" for character in value)
-            and not value.startswith("-")
-        )
+        plain = value and all(each.isalnum() or each in "._-/:" for each in value)
         # What YAML could take for something else than text is quoted.
-        return value if plain and not _looks_special(value) else json.dumps(value, ensure_ascii=False)
+        special = (
+            value.startswith("-") or value.endswith(":") or not isinstance(parse(value, "").content, str)
+        )
+        return value if plain and not special else json.dumps(value, ensure_ascii=False)
     if isinstance(value, list):
         return f"[{', '.join(map(_written, value))}]"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_written(key)}: {_written(item)}' for key, item in value.items())}}}"
     return json.dumps(value)
-
-
-def _looks_special(text: str) -> bool:
-    return text.endswith(":") or not isinstance(parse(text, "value").content, str)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, create_model, model_validator
 
 from psgrad.config.plugin_options import installed_plugins, own_plugins, plugin_names, type_of
-from psgrad.config.values import FilePath, Section, described, is_callable_spec, nearest
+from psgrad.config.values import FilePath, Section, described, did_you_mean, is_callable_spec
 
 LOSS_OPTIONS: Mapping[str, frozenset[str]] = {
     name: frozenset(each.options) for name, each in own_plugins("losses").items()
@@ -25,14 +25,8 @@ def _chunk_size(value: object) -> object:
 
 _BYTES = {
     "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
 }
 _LEAST_MEMORY = 1 << 20  # less is a forgotten unit
 _ELSEWHERE = ("offloaded", "sharded")  # where weights live that take a share of the memory for chunks
@@ -42,18 +36,10 @@ def _memory(value: object) -> object:
     """Bytes: a whole number of them, or a number with a unit."""
     if value == "auto":
         return value
-    written = (
-        re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z]+)", value.strip().lower())
-        if isinstance(value, str)
-        else None
-    )
-    size = (
-        value
-        if type(value) is int
-        else int(float(written[1]) * _BYTES[written[2]])
-        if written and written[2] in _BYTES
-        else None
-    )
+    written = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z]+)", str(value).strip().lower())
+    size = value if type(value) is int else None
+    if isinstance(value, str) and written and written[2] in _BYTES:
+        size = int(float(written[1]) * _BYTES[written[2]])
     if size is None:
         raise ValueError(
             f"got {described(value)}, expected auto, or a size such as 2GiB or 500 MB (B, KB, MB, GB, TB;"
@@ -70,10 +56,9 @@ def _loss_name(value: str) -> str:
     if value in LOSS_OPTIONS or is_callable_spec(value) or value in installed_plugins("losses"):
         return value
     known = plugin_names("losses")
-    close = nearest(value, known)
-    suggestion = f"did you mean {close}? " if close else ""
+    meant = did_you_mean(value, known, before="", after=" ")
     raise ValueError(
-        f"there is no loss {value!r}; {suggestion}known: {', '.join(known)}; or module:callable for one of"
+        f"there is no loss {value!r}; {meant}known: {', '.join(known)}; or module:callable for one of"
         " your own"
     )
 
@@ -96,9 +81,7 @@ def _loss_options() -> dict[str, Any]:
 
 
 class LossConfig(create_model("_LossOptions", __base__=_LossName, **_loss_options())):  # type: ignore[misc]
-    """The loss of one sample: a known name with its options, or a callable of the user's own. A bare string
-    is the name alone.
-    """
+    """The loss of one sample: a known name with options, or a callable. A bare string is the name alone."""
 
     later: ClassVar[frozenset[str]] = frozenset({"columns", "reduction"})
 
@@ -114,12 +97,9 @@ class LossConfig(create_model("_LossOptions", __base__=_LossName, **_loss_option
     def _options_of_this_loss(self) -> LossConfig:
         takes = LOSS_OPTIONS.get(self.name, frozenset())
         # A default says nothing: a resolved config, written out in full, must load again.
-        given = {
-            option
-            for option, info in LossConfig.model_fields.items()
-            if getattr(self, option) != info.get_default(call_default_factory=True)
-        }
-        refused = sorted(given - {"name"} - takes - ({"columns"} if is_callable_spec(self.name) else set()))
+        refused = sorted(
+            self.not_default() - {"name"} - takes - ({"columns"} if is_callable_spec(self.name) else set())
+        )
         if refused:
             takes_text = f"it takes {', '.join(sorted(takes))}" if takes else "it takes no options"
             raise ValueError(f"the loss {self.name!r} does not take {', '.join(refused)}; {takes_text}")
@@ -154,8 +134,10 @@ class EngineConfig(Section):
     of one of them; auto for weights that are offloaded or sharded, and when a row does not fit into memory.
     Patterns such as `encoder.layer.*` name other modules to run again.
     """
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Precision; bfloat16 is mixed: products in bfloat16, parameters, sums and norms in float32."""
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    """Precision; bfloat16 and float16 are mixed: products in them, parameters, sums and norms in float32.
+    float16, for `analyze`, scales each sample's loss by a power of two.
+    """
     verify: Annotated[int, Field(ge=0)] = 3
     """Rows whose gradient is checked against a plain one-sample gradient; 0 for none."""
     capture: Literal["auto", "off"] = "auto"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -19,15 +20,20 @@ def is_callable_spec(text: str) -> bool:
     """Whether `text` has the form `module:callable` or `file.py:callable`."""
     location, _, name = text.rpartition(":")
     dotted = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
-    return bool(re.fullmatch(dotted, name)) and (
-        location.endswith(".py") or bool(re.fullmatch(dotted, location))
-    )
+    known_place = location.endswith(".py") or re.fullmatch(dotted, location)
+    return bool(known_place and re.fullmatch(dotted, name))
 
 
 def nearest(word: str, known: Sequence[str]) -> str | None:
     """The one of `known` that `word` was most likely meant to be; None where nothing comes close."""
     close = difflib.get_close_matches(word, known, n=1)
     return close[0] if close else None
+
+
+def did_you_mean(word: str, known: Sequence[str], before: str = "; ", after: str = "") -> str:
+    """`; did you mean X?` where one of the known words is close, else nothing."""
+    close = nearest(word, known)
+    return f"{before}did you mean {close}?{after}" if close else ""
 
 
 def _callable_spec(value: str) -> str:
@@ -50,15 +56,16 @@ def described(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def first_twice(names: Iterable[object]) -> Any:
+    """The first of some names that is there more than once; None where each is there once."""
+    return next((name for name, times in Counter(names).items() if times > 1), None)
+
+
 def _patterns(value: object) -> object:
     if value is None:
         return None
     patterns = [value] if isinstance(value, str) else value
-    if (
-        not isinstance(patterns, list)
-        or not patterns
-        or not all(isinstance(pattern, str) and pattern for pattern in patterns)
-    ):
+    if not isinstance(patterns, list) or not patterns or not all(isinstance(p, str) and p for p in patterns):
         raise ValueError(
             f"got {described(value)}, expected one pattern of parameter names or a list of them, such as"
             " [head.*]"
@@ -82,17 +89,20 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
+    def not_default(self) -> set[str]:
+        """The keys whose values are not their defaults."""
+        fields = type(self).model_fields.items()
+        return {
+            name
+            for name, info in fields
+            if getattr(self, name) != info.get_default(call_default_factory=True)
+        }
+
     def decisive(self) -> dict[str, Any]:
         """The values that indexes and ledgers compare, as JSON has them. A key of `later` is left out at its
         default, so that files of earlier versions still fit.
         """
-        fields = type(self).model_fields
-        same = {
-            name
-            for name in self.later
-            if getattr(self, name) == fields[name].get_default(call_default_factory=True)
-        }
-        found: dict[str, Any] = self.model_dump(mode="json", exclude=same)
+        found: dict[str, Any] = self.model_dump(mode="json", exclude=set(self.later - self.not_default()))
         return found
 
 

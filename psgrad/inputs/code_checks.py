@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from psgrad.config import nearest
+from psgrad.config import did_you_mean
 from psgrad.errors import ConfigError, ModelError, PsgradError
 from psgrad.user_code import importing_beside
 
@@ -49,19 +49,15 @@ def spec_problems(
     known, certain = _names_in(tree.body)
     first = name.split(".")[0]
     if first not in known and certain:
-        close = nearest(first, [each for each in known if not each.startswith("_")])
-        yield ConfigError(
-            f"{location} has no {first!r}", next_step=f"did you mean {close}?" if close else None
-        )
+        public = [each for each in known if not each.startswith("_")]
+        yield ConfigError(f"{location} has no {first!r}", next_step=did_you_mean(first, public, before=""))
     elif name in known and kwargs is not None:
         yield from _argument_problems(known[name], spec, kwargs)
 
 
 @dataclass(frozen=True)
 class TopCallable:
-    """A function or a class at the top of a file. required: its arguments without a default; bases: of a
-    class, as written.
-    """
+    """A function or class at the top of a file. required: arguments without a default; bases: as written."""
 
     name: str
     required: tuple[str, ...]
@@ -69,9 +65,7 @@ class TopCallable:
 
 
 def callables_in(path: Path) -> list[TopCallable]:
-    """The public functions and classes at the top of a file, in order. Raises ModelError for a file that is
-    no Python.
-    """
+    """The public functions and classes at the top of a file. Raises ModelError for what is no Python."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except (OSError, SyntaxError, ValueError) as error:
@@ -120,22 +114,14 @@ def _names_in(body: list[ast.stmt]) -> tuple[dict[str, ast.stmt], bool]:
             found |= {(each.asname or each.name).split(".")[0]: node for each in node.names}
             certain &= all(each.name != "*" for each in node.names)
         else:
-            stored = (
-                each
-                for each in ast.walk(node)
-                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-            )
-            found |= {each.id: node for each in stored}
-            for inside in ("body", "orelse", "finalbody"):
-                names, sure = _names_in(getattr(node, inside, []))
-                found, certain = {**names, **found}, certain and sure
-            for handler in getattr(node, "handlers", []):
-                names, sure = _names_in(handler.body)
-                found, certain = {**names, **found}, certain and sure
-            certain &= not any(
-                isinstance(each, ast.Call) and ast.unparse(each.func) in _WRITES_NAMES
-                for each in ast.walk(node)
-            )
+            names = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+            found |= {each.id: node for each in names if isinstance(each.ctx, ast.Store)}
+            bodies = [getattr(node, inside, []) for inside in ("body", "orelse", "finalbody")]
+            bodies += [handler.body for handler in getattr(node, "handlers", [])]
+            for inner, sure in map(_names_in, bodies):
+                found, certain = {**inner, **found}, certain and sure
+            calls = (each for each in ast.walk(node) if isinstance(each, ast.Call))
+            certain &= not any(ast.unparse(each.func) in _WRITES_NAMES for each in calls)
     return found, certain
 
 
@@ -157,15 +143,11 @@ def _argument_problems(node: ast.stmt, spec: str, kwargs: Mapping[str, Any]) -> 
 
 
 def _signature(node: ast.stmt) -> inspect.Signature | None:
-    """Of a plain function, or a class with an __init__ of its own; None for what a decorator or a base class
-    may change.
-    """
+    """Of a plain function, or a class with an __init__; None for what a decorator or a base may change."""
     skip = 0
     if isinstance(node, ast.ClassDef) and not node.decorator_list and not node.keywords:
-        node = next(
-            (each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"),
-            node,
-        )
+        methods = (each for each in node.body if isinstance(each, ast.FunctionDef))
+        node = next((each for each in methods if each.name == "__init__"), node)
         skip = 1
     if not isinstance(node, ast.FunctionDef) or node.decorator_list:
         return None

@@ -62,9 +62,7 @@ class _Walk:
         self._met: set[str] = set()
 
     def meet(self, name: str, whole: bool = False) -> None:
-        """Add a module and what it imports; with `whole` also the file of an installed one, which else has
-        its package's version.
-        """
+        """Add a module and what it imports; with `whole` also the file of an installed one."""
         waiting = [name]
         while waiting:
             name = waiting.pop()
@@ -89,9 +87,7 @@ class _Walk:
 
 
 def _file_of(name: str) -> Path | None:
-    """The file of a module, imported or not; nothing is imported. None for what has none: a folder, a part of
-    Python, an absent module.
-    """
+    """The file of a module, which is not imported; None for a folder, a part of Python, an absent module."""
     module = sys.modules.get(name)
     if module is not None:
         file = getattr(module, "__file__", None)
@@ -123,10 +119,8 @@ def _imports_of(file: Path, name: str) -> Iterator[str]:
             source = ".".join([*_above(package, node.level), *([node.module] if node.module else [])])
             yield from _prefixes(source)
             yield from (f"{source}.{each.name}" for each in node.names if source)
-        elif (
-            isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__") and node.args
-        ):
-            first = node.args[0]
+        elif isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__"):
+            first = node.args[0] if node.args else None
             if isinstance(first, ast.Constant) and isinstance(first.value, str):
                 level = len(first.value) - len(first.value.lstrip("."))
                 yield from _prefixes(".".join([*_above(package, level), first.value.lstrip(".")]))
@@ -140,13 +134,9 @@ def _above(package: str, level: int) -> list[str]:
 
 def _called(function: ast.expr) -> str | None:
     """The last name of what is called."""
-    return (
-        function.attr
-        if isinstance(function, ast.Attribute)
-        else function.id
-        if isinstance(function, ast.Name)
-        else None
-    )
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else None
 
 
 def _prefixes(name: str) -> Iterator[str]:
@@ -157,9 +147,8 @@ def _prefixes(name: str) -> Iterator[str]:
 @cache
 def _installed_roots() -> tuple[Path, ...]:
     found = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return tuple(
-        {Path(each).resolve() for each in (*found, *site.getsitepackages(), site.getusersitepackages())}
-    )
+    found += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple({Path(each).resolve() for each in found})
 
 
 @cache

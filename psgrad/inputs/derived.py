@@ -28,7 +28,8 @@ class SamplesOf(Samples):
     """What another dataset says of itself, with rows of its own."""
 
     def __init__(self, samples: Samples) -> None:
-        kept = (name for name in dir(samples) if not name.startswith("_") and not _is_method(samples, name))
+        said = (name for name in dir(samples) if not name.startswith("_"))
+        kept = (name for name in said if not callable(getattr(type(samples), name, None)))
         self.__dict__.update({name: getattr(samples, name) for name in kept})
         self._samples = samples
 
@@ -52,9 +53,7 @@ class SamplesOf(Samples):
 
 
 class DrawnSamples(SamplesOf):
-    """The given rows of a dataset, counted from 0; each keeps its id. rows: [n], rising, their numbers in the
-    dataset.
-    """
+    """The given rows of a dataset; each keeps its id. rows: [n], rising, their numbers in the dataset."""
 
     def __init__(self, samples: Samples, rows: Array) -> None:
         super().__init__(samples)
@@ -133,10 +132,6 @@ class SamplesWithColumns(SamplesOf):
 
     def _with(self, block: Block, columns: Block) -> Block:
         return Block((*columns.inputs, *block.inputs), block.target, block.lengths, self.ragged)
-
-
-def _is_method(samples: Samples, name: str) -> bool:
-    return callable(getattr(type(samples), name, None))
 
 
 class GroupedSamples(SamplesOf):

@@ -1,6 +1,4 @@
-"""What of a query is explained: a number of its output and target that is large where the model does
-badly.
-"""
+"""What of a query is explained: a number of its output and target that is large where the model is bad."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What every dataset looks like once it is loaded: ids, targets where they are at hand, and rows read block
-by block.
-"""
+"""A dataset once it is loaded: ids, targets where they are at hand, and rows read block by block."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from psgrad.config import DataConfig
 from psgrad.errors import DataError
 from psgrad.inputs.sources.files import Stamp, not_numbers
 from psgrad.inputs.sources.tables import runs
@@ -77,9 +76,7 @@ class Samples(ABC):
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Block:
-        """The rows start, ..., stop - 1, which must exist. Raises DataError where one of them can't
-        be used.
-        """
+        """The rows start, ..., stop - 1, which must exist. Raises DataError for one that can't be used."""
 
     def take(self, rows: Array) -> Block:
         """Any rows, at least one, in the given order; [n] whole numbers, of which one may occur more than
@@ -103,9 +100,7 @@ class Samples(ABC):
         return iter(())
 
     def content(self, count: int | None = None) -> str:
-        """A SHA-256 of what the first `count` rows hold, None for all; of the whole file, where one holds
-        them.
-        """
+        """A SHA-256 of what the first `count` rows hold, None for all; or of the file that holds them."""
         return self.fingerprint
 
     def content_of(self, rows: Sequence[int]) -> str:
@@ -131,9 +126,7 @@ class Samples(ABC):
         return sample
 
     def picture(self, row: int) -> Any:
-        """A row's image as it is in the data, of Pillow; None where rows are no images. `read` has it as the
-        model sees it.
-        """
+        """A row's image as it is in the data, of Pillow; None where rows are no images."""
         return None
 
     def input_names(self) -> list[str]:
@@ -154,22 +147,15 @@ def to_tensor(value: Array | Tensor, name: str) -> Tensor:
     if isinstance(value, Tensor):
         if value.is_complex():
             raise not_numbers(name, value.dtype)
-        kind = (
-            torch.float32
-            if value.is_floating_point()
-            else torch.bool
-            if value.dtype == torch.bool
-            else torch.int64
-        )
+        kind = torch.float32 if value.is_floating_point() else torch.int64
+        kind = torch.bool if value.dtype == torch.bool else kind
         return value.detach().to(device="cpu", dtype=kind, copy=True)
     types = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float32}
     if value.dtype.kind not in types:
         raise not_numbers(name, value.dtype)
     if value.dtype == np.uint64 and value.size and value.max() > np.iinfo(np.int64).max:
         raise DataError(f"{name!r} holds {value.max()}, more than a 64-bit signed integer can")
-    with np.errstate(
-        over="ignore"
-    ):  # beyond float32's range is infinite, and its row is reported as nonfinite
+    with np.errstate(over="ignore"):  # what is beyond float32 is infinite, and its row reported as nonfinite
         return torch.from_numpy(np.array(value, dtype=types[value.dtype.kind]))
 
 
@@ -202,9 +188,7 @@ def checked_weights(weights: Tensor, name: str, row_name: Callable[[int], str]) 
 
 
 def unit_ids(ids: Sequence[Any] | Array, name: str) -> Array:
-    """Whom each row belongs to, as an array of text or int64. Raises DataError where one is missing or is
-    neither.
-    """
+    """Whom each row belongs to, as text or int64. Raises DataError where one is missing or is neither."""
     return _ids(pd.Series(ids), name)
 
 
@@ -214,14 +198,12 @@ def unique_ids(ids: Sequence[Any] | Array, name: str) -> Array:
     found = _ids(series, name)
     twice = series[series.duplicated()].drop_duplicates()
     if len(twice):
-        shown = "; ".join(
-            f"{value!r} in rows {', '.join(map(str, np.flatnonzero(series == value)[:3]))}"
-            for value in twice[:_SHOWN]
-        )
+        rows = ((value, np.flatnonzero(series == value)[:3]) for value in twice[:_SHOWN])
+        shown = "; ".join(f"{value!r} in rows {', '.join(map(str, places))}" for value, places in rows)
         more = f"; and {len(twice) - _SHOWN} more" if len(twice) > _SHOWN else ""
+        ids, occur = ("one id", "occurs") if len(twice) == 1 else (f"{len(twice)} ids", "occur")
         raise DataError(
-            f"{'one id' if len(twice) == 1 else f'{len(twice)} ids'} in {name!r}"
-            f" {'occurs' if len(twice) == 1 else 'occur'} more than once: {shown}{more}",
+            f"{ids} in {name!r} {occur} more than once: {shown}{more}",
             expected="an id of its own for every row",
         )
     return found
@@ -241,6 +223,14 @@ def _ids(series: pd.Series[Any], name: str) -> Array:
     raise DataError(
         f"the ids in {name!r} are of type {type(values[0]).__name__}", expected="texts or whole numbers"
     )
+
+
+def ids_and_units(
+    config: DataConfig, unit: str | None, count: int, column: Callable[[str], Any]
+) -> tuple[Array, Array | None]:
+    """(the ids of the rows, whom each belongs to), as a config names them. column: values of one by name."""
+    ids = row_numbers(count) if config.id is None else unique_ids(column(config.id), config.id)
+    return ids, None if unit is None else unit_ids(column(unit), unit)
 
 
 def row_numbers(count: int) -> Array:

@@ -86,9 +86,7 @@ def values_of(
 
 
 def vocabulary_of(samples: Samples, measures: Iterable[MeasureResult]) -> dict[int, str]:
-    """The text of each id in the maps of attribution, of the first input of ids; empty where the dataset
-    knows none.
-    """
+    """The text of each id in the maps of attribution, of the first input of ids; empty for none known."""
     kept = [
         measure.arrays[name]
         for measure in measures

@@ -4,7 +4,7 @@ is checked: whether a loss can be computed for it. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from psgrad.config import nearest
+from psgrad.config import did_you_mean
 from psgrad.errors import DataError
 from psgrad.inputs.loss import Criterion
 from psgrad.inputs.sources.files import not_numbers
+from psgrad.wording import first_of
 
 Array = npt.NDArray[Any]
 _SHOWN = 20
@@ -96,7 +97,7 @@ class Labels:
         names = sorted(set(values.tolist())) if self.names is None else list(self.names)
         if self.kind == "binary" and len(names) != 2:
             raise DataError(
-                f"the labels {column!r} have {len(names)} names: {shortened(names)}",
+                f"the labels {column!r} have {len(names)} names: {first_of(names, _SHOWN)}",
                 expected="two for a loss of probabilities, of which the second is 1",
             )
         numbers = {name: number for number, name in enumerate(names)}
@@ -104,24 +105,17 @@ class Labels:
         if (found < 0).any():
             raise self._unknown(values, column, int(np.argmax(found < 0)), row_name)
         order = "in sorted order" if self.names is None else f"as in {self.known_by}"
-        listed = shortened([f"{number} {name}" for number, name in enumerate(names)])
+        listed = first_of([f"{number} {name}" for number, name in enumerate(names)], _SHOWN)
         kind = np.float32 if self.kind == "binary" else np.int64
         return Encoded(found.astype(kind), tuple(names), f"{column}: labels {order}: {listed}")
 
     def _unknown(self, values: Array, column: str, row: int, row_name: Callable[[int], str]) -> DataError:
         assert self.names is not None
-        close = nearest(str(values[row]), self.names)
         return DataError(
             f"the label {column!r} is {str(values[row])!r} in {row_name(row)}, which is no class of"
-            f" {self.known_by}" + (f"; did you mean {close}?" if close else ""),
-            expected=f"one of {shortened(self.names)}",
+            f" {self.known_by}{did_you_mean(str(values[row]), self.names)}",
+            expected=f"one of {first_of(self.names, _SHOWN)}",
         )
-
-
-def shortened(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def check_targets(

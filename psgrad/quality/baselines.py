@@ -45,31 +45,24 @@ def read_baseline(path: Path) -> Baseline:
             next_step="use the psgrad that wrote it, or save the baseline again",
         )
     try:
-        findings = tuple(
-            Known(str(each["fingerprint"]), str(each["rule"]), str(each["id"]))
-            for each in content["findings"]
-        )
+        listed = content["findings"]
+        findings = tuple(Known(*(str(each[key]) for key in ("fingerprint", "rule", "id"))) for each in listed)
     except (KeyError, TypeError) as error:
         raise _not_a_baseline(path, f"its findings are damaged: {error}") from error
     return Baseline(findings, content.get("run") or {}, content.get("reference"))
 
 
 def written(baseline: Baseline) -> dict[str, Any]:
-    """The baseline as what is in its file, findings in the order of rule and fingerprint, so that changes are
-    few lines.
-    """
+    """The baseline as its file has it, findings by rule and fingerprint, so that changes are few lines."""
     places = {rule: place for place, rule in enumerate(RULES)}
-    findings = sorted(
-        baseline.findings, key=lambda each: (places.get(each.rule, len(places)), each.fingerprint)
-    )
+    last = len(places)
+    findings = sorted(baseline.findings, key=lambda each: (places.get(each.rule, last), each.fingerprint))
     return {
         "tool": "psgrad",
         "kind": "baseline",
         "version": VERSION,
         "run": dict(baseline.run),
-        "findings": [
-            {"fingerprint": each.fingerprint, "rule": each.rule, "id": each.id} for each in findings
-        ],
+        "findings": [dict(vars(each)) for each in findings],
         "reference": None if baseline.reference is None else dict(baseline.reference),
     }
 
@@ -101,12 +94,8 @@ def changed(
     renewed by every run, the reference would follow any drift.
     """
     acceptable = named[named["rule"].isin(ACCEPTABLE) & (named["state"].isin((NEW, KNOWN)))]
-    present = {
-        fingerprint: Known(fingerprint, rule, str(each))
-        for fingerprint, rule, each in zip(
-            acceptable["fingerprint"], acceptable["rule"], acceptable["id"], strict=True
-        )
-    }
+    columns = (acceptable["fingerprint"], acceptable["rule"], acceptable["id"].map(str))
+    present = {each[0]: Known(*each) for each in zip(*columns, strict=True)}
     had = {each.fingerprint: each for each in before.findings} if before is not None else {}
     new = {fingerprint: each for fingerprint, each in present.items() if fingerprint not in had}
     remaining = {fingerprint: each for fingerprint, each in had.items() if fingerprint in present}

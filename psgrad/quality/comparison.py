@@ -23,21 +23,16 @@ def matched(a: pd.DataFrame, b: pd.DataFrame, score: str, tail: str, group: str 
     right = _keyed(b, score, "_b", group if group is not None and group in b else None)
     keys = ["fingerprint", "equal"]
     if not left["equal"].any() and not right["equal"].any():
-        keys, left, right = (
-            keys[:1],
-            left.drop(columns="equal"),
-            right.drop(columns="equal"),
-        )  # which is twice as fast
+        # Which is twice as fast.
+        keys, left, right = keys[:1], left.drop(columns="equal"), right.drop(columns="equal")
     both = left.merge(right, on=keys, how="outer", sort=False)
-    both = both.assign(id=both["id_b"].where(both["row_b"].notna(), both["id_a"])).drop(
-        columns=["id_a", "id_b", *keys[1:]]
-    )
+    both["id"] = both["id_b"].where(both["row_b"].notna(), both["id_a"])
+    both = both.drop(columns=["id_a", "id_b", *keys[1:]])
     sign = 1 if tail == "upper" else -1
     scored = both["score_a"].notna() & both["score_b"].notna()
     for run in ("a", "b"):
-        both[f"percentile_{run}"] = 100 * (sign * both[f"score_{run}"].where(scored)).rank(
-            method="average", pct=True
-        )
+        suspect = sign * both[f"score_{run}"].where(scored)
+        both[f"percentile_{run}"] = 100 * suspect.rank(method="average", pct=True)
     return both.assign(moved=both["percentile_b"] - both["percentile_a"])
 
 
@@ -58,9 +53,7 @@ def counts_of(both: pd.DataFrame) -> dict[str, int]:
 
 
 def changes_of(both: pd.DataFrame, tail: str, top: int) -> pd.DataFrame:
-    """The first few of each change: the samples that moved furthest, and of those that came and went the most
-    suspect.
-    """
+    """The first few of each change: samples that moved furthest, or came and went as the most suspect."""
     suspect = (both[["score_a", "score_b"]] * (1 if tail == "upper" else -1)).fillna(-np.inf)
     parts = {
         "came": suspect["score_b"][both["row_a"].isna()],
@@ -74,23 +67,16 @@ def changes_of(both: pd.DataFrame, tail: str, top: int) -> pd.DataFrame:
 
 
 def spearman(a: pd.Series[Any], b: pd.Series[Any]) -> float | None:
-    """Spearman's rank correlation over the rows with a finite value in both; None for fewer than two, or
-    where all are equal.
-    """
-    values = (
-        pd.DataFrame({"a": a.to_numpy("float64"), "b": b.to_numpy("float64")})
-        .replace([np.inf, -np.inf], np.nan)
-        .dropna()
-    )
+    """Spearman's correlation over the rows with two finite values; None for fewer than two, or for ties."""
+    values = pd.DataFrame({"a": a.to_numpy("float64"), "b": b.to_numpy("float64")})
+    values = values.loc[np.isfinite(values.to_numpy()).all(axis=1)]
     if len(values) < 2 or (values.nunique() < 2).any():
         return None
     return float(values.corr(method="spearman").to_numpy()[0, 1])
 
 
 def groups_of(both: pd.DataFrame) -> pd.DataFrame:
-    """A row a group, the least alike first; nothing where there is one group alone, or more than
-    MAX_GROUPS.
-    """
+    """A row a group, the least alike first; nothing for one group, or for more than MAX_GROUPS."""
     columns = ["group", "samples", "spearman", "median_a", "median_b", "entered", "left"]
     common = both[both["row_a"].notna() & both["row_b"].notna()]
     if "group" not in common or not 2 <= common["group"].nunique() <= MAX_GROUPS:
@@ -114,11 +100,9 @@ def groups_of(both: pd.DataFrame) -> pd.DataFrame:
 
 def _keyed(samples: pd.DataFrame, score: str, suffix: str, group: str | None) -> pd.DataFrame:
     prints = samples["fingerprint"].astype(object)
-    equal = (
-        prints.groupby(prints).cumcount().to_numpy()
-        if prints.duplicated().any()
-        else np.zeros(len(samples), dtype=np.int64)
-    )
+    equal: Any = np.zeros(len(samples), dtype=np.int64)
+    if prints.duplicated().any():
+        equal = prints.groupby(prints).cumcount().to_numpy()
     values = samples[score].to_numpy("float64", na_value=np.nan)
     finite = np.isfinite(values) & (samples["status"].to_numpy(object) != "nonfinite")
     columns = {
@@ -133,9 +117,8 @@ def _keyed(samples: pd.DataFrame, score: str, suffix: str, group: str | None) ->
         return pd.DataFrame(columns)
     labels = samples[group]
     # A class is 3, and not 3.0 if samples that came or went have none.
-    return pd.DataFrame(
-        {**columns, "group": labels.astype("Int64") if pd.api.types.is_integer_dtype(labels) else labels}
-    )
+    whole = pd.api.types.is_integer_dtype(labels)
+    return pd.DataFrame({**columns, "group": labels.astype("Int64") if whole else labels})
 
 
 def _entered(both: pd.DataFrame) -> pd.Series[bool]:

@@ -36,15 +36,11 @@ class Detector(ABC):
 
     @abstractmethod
     def scores(self, rows: FloatArray, reference: FloatArray | None, seed: int) -> FloatArray:
-        """[n] of finite rows [n, k], compared with the rows of `reference` [m, k], or with the rows
-        themselves.
-        """
+        """[n] of finite rows [n, k], compared with `reference` [m, k], or with the rows themselves."""
 
 
 def detector_from(name: str, options: Mapping[str, Any], base: Path = Path()) -> Detector:
-    """The detector of a name with its options. Raises ConfigError for unknown names or options, and for
-    invalid values.
-    """
+    """The detector of a name with its options. Raises ConfigError for what is unknown or not allowed."""
     detector: Detector = configured(DETECTORS, name, options, base)
     return detector
 
@@ -97,9 +93,7 @@ def _usable(rows: FloatArray, detector: Detector) -> FloatArray:
 
 
 def _prepared(rows: FloatArray, detector: Detector) -> FloatArray:
-    """The rows, of unit length if only their direction matters; first divided by their largest entry, as
-    squares may vanish.
-    """
+    """The rows, of unit length where directions matter; by their maximum first, as squares may vanish."""
     if not detector.by_direction or not len(rows):
         return rows
     scaled = rows / np.abs(rows).max(1, keepdims=True)

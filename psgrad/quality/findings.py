@@ -25,8 +25,8 @@ import pandas as pd
 from pydantic import BeforeValidator, PrivateAttr, ValidationError, model_validator
 
 from psgrad.config import GateConfig
-from psgrad.config.reading import explain
-from psgrad.config.values import Section, described, nearest
+from psgrad.config.reading import explain, problems_found
+from psgrad.config.values import Section, described, did_you_mean
 from psgrad.errors import ConfigError
 from psgrad.results import RULES, Finding, Location
 from psgrad.results.findings import FINDINGS_OF_A_RULE, Level
@@ -113,14 +113,10 @@ def levels_of(gate: GateConfig) -> dict[str, Level]:
 
 
 def in_order(named: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
-    """The most severe rule first, of a rule new findings first, then by rank, then by row; at most
-    FINDINGS_OF_A_RULE of each rule.
-    """
-    rank = (
-        samples["rank"].to_numpy("float64", na_value=np.inf)[named["row"].to_numpy(int)]
-        if "rank" in samples
-        else 0.0
-    )
+    """By severity of the rule, state, rank and row; at most FINDINGS_OF_A_RULE of each rule."""
+    rank: Any = 0.0
+    if "rank" in samples:
+        rank = samples["rank"].to_numpy("float64", na_value=np.inf)[named["row"].to_numpy(int)]
     keys = named.assign(
         rule_place=named["rule"].map({rule: place for place, rule in enumerate(RULES)}).astype(int),
         state_place=named["state"].map({state: place for place, state in enumerate(_STATES)}).astype(int),
@@ -141,11 +137,8 @@ def records(
     """The findings of an ordered table. `lines`: row -> its line in the data file, where that has lines."""
     levels = levels_of(gate)
     rows = samples.iloc[ordered["row"].to_numpy(int)]
-    columns = [
-        column
-        for column in dict.fromkeys((score, "grad_norm", "loss", "p_value", "q_value", "outlier_score"))
-        if column in rows
-    ]
+    wanted = dict.fromkeys((score, "grad_norm", "loss", "p_value", "q_value", "outlier_score"))
+    columns = [column for column in wanted if column in rows]
     numbers = {column: rows[column].to_numpy("float64", na_value=np.nan).tolist() for column in columns}
     reasons, groups, indices = (_texts(rows, "reasons"), _texts(rows, "group"), rows["index"].tolist())
     for place, row in enumerate(ordered.itertuples(index=False)):
@@ -180,9 +173,7 @@ def _message(rule: str, score: str, values: Mapping[str, float]) -> str:
 def _texts(rows: pd.DataFrame, column: str) -> list[str | None]:
     if column not in rows:
         return [None] * len(rows)
-    return [
-        None if each is None or each != each or each is pd.NA else str(each) for each in rows[column].tolist()
-    ]
+    return [None if pd.isna(each) else str(each) for each in rows[column].tolist()]
 
 
 def _finite(value: float) -> float | None:
@@ -207,11 +198,8 @@ def _date(value: object) -> object:
 def _rule(value: object) -> object:
     if value in RULES:
         return value
-    close = nearest(str(value), list(RULES))
-    raise ValueError(
-        f"got {described(value)}, expected one of {', '.join(RULES)}"
-        + (f"; did you mean {close}?" if close else "")
-    )
+    meant = did_you_mean(str(value), list(RULES))
+    raise ValueError(f"got {described(value)}, expected one of {', '.join(RULES)}{meant}")
 
 
 class IgnoreEntry(Section):
@@ -235,10 +223,8 @@ class IgnoreEntry(Section):
     @property
     def words(self) -> str:
         """The sample or finding that it names, and its line."""
-        return (
-            f"{self._place}:"
-            f" {f'id {short_repr(self.id)}' if self.id is not None else f'fingerprint {self.fingerprint}'}"
-        )
+        named = f"fingerprint {self.fingerprint}" if self.id is None else f"id {short_repr(self.id)}"
+        return f"{self._place}: {named}"
 
 
 def read_ignore_list(path: Path) -> tuple[IgnoreEntry, ...]:
@@ -270,13 +256,12 @@ def read_ignore_list(path: Path) -> tuple[IgnoreEntry, ...]:
         except ValidationError as error:
             for details in error.errors(include_url=False):
                 where = parsed.places.get((number, *details["loc"]), place)
-                problems.append(f"  {where}: {_problem(details)}")
+                problems.append(f"{where}: {_problem(details)}")
             continue
         entry._place = place
         entries.append(entry)
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError("\n".join([f"the ignore list {path} has {count}:", *problems]))
+        raise problems_found(f"the ignore list {path}", problems)
     return tuple(entries)
 
 
@@ -286,48 +271,36 @@ def settle(
     """The named samples with those that an entry names marked as ignored, and messages: entries that expired,
     and entries without effect.
     """
-    warnings, state, because = (
-        [],
-        named["state"].to_numpy(object).copy(),
-        named["ignored_because"].to_numpy(object).copy(),
-    )
+    warnings: list[str] = []
+    state, because = (named[name].to_numpy(object).copy() for name in ("state", "ignored_because"))
     ids = named["id"].map(str) if any(entry.id is not None for entry in entries) else None
     for entry in entries:
         # Fingerprints differ between rules; the ids of numbers are written as numbers or as text.
-        hit = (
-            named["fingerprint"] == entry.fingerprint
-            if ids is None or entry.id is None
-            else ids == str(entry.id)
-        )
+        hit = named["fingerprint"] == entry.fingerprint
+        if ids is not None and entry.id is not None:
+            hit = ids == str(entry.id)
         if entry.rule is not None:
             hit &= named["rule"] == entry.rule
         rows = hit.to_numpy(bool)
         if entry.expires is not None and entry.expires < today:
-            counts = (
-                f"{int(rows.sum())} of its findings count again"
-                if rows.any()
-                else "nothing that it names is found any more"
-            )
+            again = f"{int(rows.sum())} of its findings count again"
+            counts = again if rows.any() else "nothing that it names is found any more"
             warnings.append(f"{entry.words} expired on {entry.expires}: {counts}")
         elif not rows.any():
             warnings.append(f"{entry.words} names nothing that was found; it can go")
         else:
             state[rows], because[rows] = IGNORED, entry.reason
     # Of objects: pandas would make a column of texts of it, and NaN of each None.
-    return (
-        named.assign(state=state, ignored_because=pd.Series(because, index=named.index, dtype=object)),
-        warnings,
-    )
+    reasons = pd.Series(because, index=named.index, dtype=object)
+    return named.assign(state=state, ignored_because=reasons), warnings
 
 
 def _problem(details: Any) -> str:
     key = str(details["loc"][-1]) if details["loc"] else ""
     if details["type"] == "extra_forbidden":
-        close = nearest(key, list(IgnoreEntry.model_fields))
-        return (
-            f"{key}: unknown key; {f'did you mean {close}? ' if close else ''}known here:"
-            f" {', '.join(IgnoreEntry.model_fields)}"
-        )
+        known = list(IgnoreEntry.model_fields)
+        meant = did_you_mean(key, known, before="", after=" ")
+        return f"{key}: unknown key; {meant}known here: {', '.join(known)}"
     if details["type"] == "missing":
         return f"{key}: missing; every entry needs a reason" if key == "reason" else f"{key}: missing"
     return f"{key + ': ' if key else ''}{explain(details)}"

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from psgrad.config import nearest
+from psgrad.config import did_you_mean
 from psgrad.errors import ConfigError
 
 Labels = npt.NDArray[Any]
@@ -32,7 +32,7 @@ def labels_of(frame: pd.DataFrame, by: str | None) -> Labels:
         return np.full(len(frame), ALL, dtype=object)
     column = {"class": "target"}.get(by, by)
     if column not in frame:
-        raise ConfigError(*_no_column(by, [str(name) for name in frame]))
+        raise ConfigError(_no_column(by, [str(name) for name in frame]))
     values = frame[column]
     if not all(np.ndim(value) == 0 for value in values.head(100)):
         raise ConfigError(
@@ -70,21 +70,16 @@ def _length_classes(values: pd.Series[Any]) -> Labels:
     return np.array([names[low] for low in lowest.tolist()], dtype=object)
 
 
-def _no_column(by: str, columns: list[str]) -> tuple[str]:
+def _no_column(by: str, columns: list[str]) -> str:
     if by == "class":
-        return ("analyze.outliers.group_by: class, and the samples have no target",)
+        return "analyze.outliers.group_by: class, and the samples have no target"
     if by == "length":
         return (
-            (
-                "analyze.outliers.group_by: length, and the loss has no positions that could be counted;"
-                " token_cross_entropy has"
-            ),
+            "analyze.outliers.group_by: length, and the loss has no positions that could be counted;"
+            " token_cross_entropy has"
         )
-    close = nearest(by, columns)
-    return (
-        f"analyze.outliers.group_by: there is no column {by!r}"
-        + (f"; did you mean {close}?" if close else f"; known are class, length, {', '.join(columns)}"),
-    )
+    known = f"; known are class, length, {', '.join(columns)}"
+    return f"analyze.outliers.group_by: there is no column {by!r}{did_you_mean(by, columns) or known}"
 
 
 LEAST_ROWS = 30

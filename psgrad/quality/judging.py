@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from psgrad.config import AnalyzeConfig, nearest
+from psgrad.config import AnalyzeConfig, did_you_mean
 from psgrad.errors import ConfigError
 from psgrad.quality.conformal import grouped_p_values, q_values, resolution
 from psgrad.quality.detector_scores import DetectorScores, detector_scores
@@ -154,28 +154,21 @@ def judge(
         reference = decides.reference
     labels, small = labels_of(frame, outliers.group_by), set[str]()
     if outliers.group_by is not None:
-        labels, small = join_small(
-            labels, labels if reference is None else reference.labels, outliers.min_group
-        )
+        counted = labels if reference is None else reference.labels
+        labels, small = join_small(labels, counted, outliers.min_group)
     ranked = rank_samples(frame, config.review_fraction, outliers.score, outliers.tail, labels, ignored)
     z, without_z = robust_z(ranked["log_norm"].to_numpy("float64"), labels)
     ok = (ranked["status"] == "ok").to_numpy(bool)
     in_both = np.zeros(len(frame), bool)
     if whole is not None and "fingerprint" in ranked:
-        in_both = whole.holds(
-            ranked["fingerprint"].to_numpy(),
-            _scores(ranked, scored_by(outliers.score, [each.name for each in outliers.detectors])),
-        )
+        known_by = scored_by(outliers.score, [each.name for each in outliers.detectors])
+        in_both = whole.holds(ranked["fingerprint"].to_numpy(), _scores(ranked, known_by))
     scores = np.where(ok, _scores(ranked, outliers.score), np.nan)
     if reference is None:
-        ahead = (
-            pd.Series(scores * (1 if outliers.tail == "upper" else -1))
-            .groupby(labels)
-            .rank(ascending=False, method="max", pct=True)
-        )
-        verdict = _Verdict(
-            np.full(len(frame), np.nan), np.full(len(frame), np.nan), ahead.to_numpy("float64"), in_both
-        )
+        suspect = pd.Series(scores * (1 if outliers.tail == "upper" else -1))
+        ahead = suspect.groupby(labels).rank(ascending=False, method="max", pct=True)
+        none = np.full(len(frame), np.nan)
+        verdict = _Verdict(none, none, ahead.to_numpy("float64"), in_both)
     else:
         reference = replace(reference, labels=_joined(reference.labels, small))
         verdict = _tested(scores, labels, reference, in_both, outliers.tail)
@@ -206,10 +199,9 @@ def _require_score(frame: pd.DataFrame, score: str) -> None:
     ]
     columns = [name for name in [*numbers, "log_norm"] if name not in ("id", "index", "target")]
     if score not in columns:
-        close = nearest(score, columns)
         raise ConfigError(
             f"analyze.outliers.score: the samples have no column of numbers {score!r}"
-            + (f"; did you mean {close}?" if close else ""),
+            f"{did_you_mean(score, columns)}",
             expected=f"one of {', '.join(columns)}",
             cause="the measure that gives this column is not in analyze.measures",
         )
@@ -217,9 +209,7 @@ def _require_score(frame: pd.DataFrame, score: str) -> None:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Of each sample, [n] each: p- and q-values, the outlier score, and whether it is in the reference
-    itself.
-    """
+    """Of each sample, [n] each: p- and q-value, the outlier score, and whether it is in the reference."""
 
     p: Array
     q: Array
@@ -232,9 +222,7 @@ def _scores(frame: pd.DataFrame, name: str) -> Array:
 
 
 def _joined(labels: Array, small: set[str]) -> Array:
-    return (
-        np.array([OTHER if label in small else label for label in labels], dtype=object) if small else labels
-    )
+    return np.array([OTHER if label in small else label for label in labels], dtype=object)
 
 
 def _tested(scores: Array, labels: Array, reference: Reference, in_both: Array, tail: str) -> _Verdict:
@@ -250,14 +238,10 @@ def _reasons(ranked: pd.DataFrame, verdict: _Verdict, reference: Reference, labe
     sizes = pd.Series(reference.labels, dtype=object).value_counts()
     flagged = ranked["is_outlier_issue"].to_numpy(bool) & ~unjudged
     for row in np.flatnonzero(flagged | verdict.in_both):
-        words = (
-            "in the reference itself, and not tested"
-            if verdict.in_both[row]
-            else (
-                f"p = {verdict.p[row]:.2g}, q = {verdict.q[row]:.2g} against {sizes[labels[row]]:,} trusted"
-                " samples"
-            )
-        )
+        words = "in the reference itself, and not tested"
+        if not verdict.in_both[row]:
+            numbers = f"p = {verdict.p[row]:.2g}, q = {verdict.q[row]:.2g}"
+            words = f"{numbers} against {sizes[labels[row]]:,} trusted samples"
         reasons[row] = "; ".join(filter(None, [words, reasons[row]]))
     return reasons
 

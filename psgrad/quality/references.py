@@ -27,9 +27,7 @@ _DIGITS = 16
 
 
 def scored_by(score: str, detectors: Iterable[str]) -> str:
-    """The column of the trusted samples' scores. A detector's scores are computed anew; the norm then
-    identifies samples.
-    """
+    """The column of the trusted samples' scores; the norm where a detector's scores are computed anew."""
     return "grad_norm" if score in {f"{name}_score" for name in detectors} else score
 
 
@@ -142,16 +140,9 @@ def require_comparable(
         for key in keys
     ]
     if changed:
+        words = "was measured with something else, and its scores can't be compared with these:"
         raise ConfigError(
-            "\n".join(
-                [
-                    (
-                        f"the reference {source} was measured with something else, and its scores can't be"
-                        " compared with these:"
-                    ),
-                    *changed,
-                ]
-            ),
+            "\n".join([f"the reference {source} {words}", *changed]),
             expected="a reference of the same checkpoint, model, loss and numbers",
             cause="the model was trained again, or the config changed, since the reference was measured",
             next_step=(
@@ -177,13 +168,9 @@ def changed_keys(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
     difference; nor is a checkpoint that was saved again with the same weights.
     """
     has_weights = bool(theirs.get("weights")) and bool(ours.get("weights"))
-    unasked = (
-        {"weights", *_OF_CODE}
-        if not has_weights
-        else {"checkpoint"}
-        if theirs["weights"] == ours["weights"]
-        else set()
-    )
+    unasked = set[str]() if has_weights else {"weights", *_OF_CODE}
+    if has_weights and theirs["weights"] == ours["weights"]:
+        unasked = {"checkpoint"}
     return [key for key in ours if key not in unasked and theirs.get(key) != ours[key]]
 
 
@@ -245,9 +232,8 @@ def read_reference(content: Mapping[str, Any], source: str, score: str, by: str 
             for label, group in groups.items()
         ]
         theirs, their_groups, nonfinite = content["score"], content["group_by"], int(content["nonfinite"])
-        if any(
-            scores.ndim != 1 or len(scores) != len(prints) for _, scores, prints in parts
-        ) or not isinstance(theirs, str):
+        fit = all(scores.ndim == 1 and len(scores) == len(prints) for _, scores, prints in parts)
+        if not fit or not isinstance(theirs, str):
             raise ValueError("scores and fingerprints are not in step")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(

@@ -1,6 +1,4 @@
-"""The results of `psgrad analyze`: its tables, the values that measures gather over a dataset, its
-progress.
-"""
+"""The results of `psgrad analyze`: tables, values that measures gather over a dataset, progress."""
 
 from __future__ import annotations
 
@@ -156,7 +154,8 @@ class Progress:
     """The progress of one phase of a run: `done` of `total` units (total 0: not known).
 
     `message` is a line to show; with a total of 0 there is only the message, and the present phase goes on.
-    `unit` is what is counted, `detail` a number that is shown beside the count.
+    `unit` is what is counted, `detail` a number that is shown beside the count, or, with a total of
+    0, in its place.
     """
 
     done: int

@@ -9,6 +9,7 @@ import pandas as pd
 
 from psgrad.config.conditions import names_in_condition
 from psgrad.errors import ConfigError
+from psgrad.wording import first_line
 
 
 def rows_where(frame: pd.DataFrame, condition: str, option: str) -> np.ndarray[Any, Any]:
@@ -23,7 +24,7 @@ def rows_where(frame: pd.DataFrame, condition: str, option: str) -> np.ndarray[A
         raise ConfigError(f"{option}: {error}") from None
     except Exception as error:  # pandas has many kinds of them for types that can't be compared
         raise ConfigError(
-            f"{option}: {condition!r} can't be answered: {next(iter(str(error).splitlines()), '')}",
+            f"{option}: {condition!r} can't be answered: {first_line(error)}",
             expected=f"values of the columns' own types: {', '.join(f'{n} {frame[n].dtype}' for n in names)}",
         ) from error
     if not isinstance(found, pd.Series) or not pd.api.types.is_bool_dtype(found):

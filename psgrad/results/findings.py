@@ -34,9 +34,7 @@ FINDINGS_OF_A_GATE = 100
 
 @dataclass(frozen=True)
 class Location:
-    """The place of a sample: the data file as the config names it, and its line there, from 1, if the file
-    has lines.
-    """
+    """The place of a sample: the data file as the config names it, and its line, from 1, if it has lines."""
 
     path: str
     line: int | None = None
@@ -119,17 +117,10 @@ class CheckResult(ShortRepr):
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def count(self, rule: str | None = None, state: str | None = None) -> int:
-        """How many findings there are, of a rule and in a state where these are given, those that are not
-        kept included.
-        """
+        """How many findings there are, of a rule and in a state; also those that are not kept."""
         counts: Mapping[str, Mapping[str, int]] = self.facts.get("counts", {})
-        return sum(
-            n
-            for a, states in counts.items()
-            if rule in (None, a)
-            for b, n in states.items()
-            if state in (None, b)
-        )
+        chosen = [states for name, states in counts.items() if rule in (None, name)]
+        return sum(n for states in chosen for name, n in states.items() if state in (None, name))
 
     @property
     def exit_code(self) -> int:
@@ -155,9 +146,8 @@ def check_record(result: CheckResult) -> dict[str, Any]:
 
 def finding_record(finding: Finding) -> dict[str, Any]:
     """A finding as a line of findings.jsonl, as plain values."""
-    record = {field.name: getattr(finding, field.name) for field in dataclasses.fields(finding)}
-    location = {"path": finding.location.path, "line": finding.location.line}
-    return {**record, "location": location, "reasons": list(finding.reasons), "values": dict(finding.values)}
+    plain = {"location": dict(vars(finding.location)), "reasons": list(finding.reasons)}
+    return {**vars(finding), **plain, "values": dict(finding.values)}
 
 
 @dataclass(frozen=True)

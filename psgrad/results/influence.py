@@ -97,11 +97,8 @@ class RemovalCheck:
     @property
     def words(self) -> str:
         """The result and its method, in words."""
-        how = (
-            "to the minimum"
-            if self.converged
-            else f"for {self.steps} step{'' if self.steps == 1 else 's'} of the full gradient"
-        )
+        steps = f"for {self.steps} step{'' if self.steps == 1 else 's'} of the full gradient"
+        how = "to the minimum" if self.converged else steps
         text = (
             f"Found: training went on from these weights {how}, with all rows and without the one, by the"
             " scores' own inverse curvature; the difference between the two."
@@ -179,16 +176,8 @@ def ranked_pairs(
     rank = np.broadcast_to(np.stack([np.arange(1, k + 1), -np.arange(1, k + 1)])[..., None], (2, k, m))
     query = np.broadcast_to(np.arange(m), (2, k, m))
     # Queries go slowest, then the two sides, then the places.
-    by_query = {
-        name: array.transpose(2, 0, 1).ravel()
-        for name, array in {
-            "query": query,
-            "rank": rank,
-            "train_index": rows,
-            "score": values,
-            **(extras or {}),
-        }.items()
-    }
+    given = {"query": query, "rank": rank, "train_index": rows, "score": values, **(extras or {})}
+    by_query = {name: array.transpose(2, 0, 1).ravel() for name, array in given.items()}
     there = by_query["train_index"] >= 0
     columns = {name: array[there] for name, array in by_query.items()}
     place = columns.pop("query")
@@ -208,11 +197,7 @@ def pairs_of(scores: pd.DataFrame, query_index: int, k: int) -> tuple[pd.DataFra
     rows = scores[scores["query_index"] == query_index]
     if "layer" in rows:
         rows = rows[rows["layer"] == ""]
-    proponents, opponents = (
-        rows[rows["rank"] > 0].nsmallest(k, "rank"),
-        rows[rows["rank"] < 0].nlargest(k, "rank"),
-    )
-    return proponents, opponents
+    return rows[rows["rank"] > 0].nsmallest(k, "rank"), rows[rows["rank"] < 0].nlargest(k, "rank")
 
 
 def shown_queries(queries: pd.DataFrame, count: int, larger_is_worse: bool = True) -> list[int]:
@@ -223,9 +208,8 @@ def shown_queries(queries: pd.DataFrame, count: int, larger_is_worse: bool = Tru
     """
     scored = queries[queries["status"] == "ok"]
     worst = scored["measurement"] * (-1 if larger_is_worse else 1) if "measurement" in scored else 0
-    order = scored.assign(right=~disagrees(scored), worst=worst).sort_values(
-        ["right", "worst"], kind="stable"
-    )
+    order = scored.assign(right=~disagrees(scored), worst=worst)
+    order = order.sort_values(["right", "worst"], kind="stable")
     return [int(index) for index in order["index"].head(count)]
 
 
@@ -241,9 +225,7 @@ def shown_rows(
 
 
 def cumulative_influence(scores: Array) -> Array:
-    """The share of the positive total that the 1, 2, ... strongest proponents carry; empty where no score is
-    positive.
-    """
+    """The share of the positive total that the 1, 2, ... strongest proponents carry; empty for none."""
     positive = np.sort(scores[scores > 0])[::-1]
     sums = np.cumsum(positive, dtype=np.float64)
     return sums / sums[-1] if len(sums) else sums
@@ -354,9 +336,7 @@ def evaluation_content(result: EvaluationResult) -> dict[str, Any]:
 
 
 def _values(kind: str, row: dict[str, Any]) -> dict[str, Any]:
-    """A row of the table by the names of evaluation.json: intervals as lists, numbers that are missing as
-    null.
-    """
+    """A row of the table as in evaluation.json: intervals as lists, missing numbers as null."""
     values: dict[str, Any] = {}
     for column in EVALUATION_COLUMNS[kind]:
         if column in _INTERVALS:

@@ -28,9 +28,7 @@ _LIMIT: dict[str, Any] = {"written": lambda run, _: run.identity is not None}
 
 @dataclass(frozen=True)
 class LossAgreement:
-    """How similarly the score and another column order samples: rank correlation, and how many of the first
-    `top` they share.
-    """
+    """How similarly the score and another column order samples; `shared` of the first `top` are the same."""
 
     other: str = "loss"
     spearman: float | None = None
@@ -42,9 +40,7 @@ class LossAgreement:
 
 @dataclass(frozen=True)
 class Separability:
-    """Whether more samples are unusual than can be flagged: `surplus` more of them than among trusted ones;
-    words if `low`.
-    """
+    """Whether more samples are unusual than can be flagged: `surplus` more; words if `low`."""
 
     surplus: float | None = None
     low: bool | None = None
@@ -76,9 +72,7 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class Groups:
-    """By which column samples were grouped, None for not at all, and each group. joined: those with fewer
-    than min_group samples.
-    """
+    """Groups by a column, None for none. joined: those with fewer than min_group samples."""
 
     by: str | None = None
     min_group: int | None = None
@@ -358,9 +352,7 @@ T = TypeVar("T")
 
 
 def read(kind: type[T], content: Any) -> T:
-    """A dataclass from what JSON holds: unknown keys are left out, missing and null ones have their
-    default.
-    """
+    """A dataclass from what JSON holds: unknown keys are left out, missing and null ones are the default."""
     given = content if isinstance(content, Mapping) else {}
     hints = get_type_hints(kind)
     given_names = [each.name for each in dataclasses.fields(kind) if given.get(each.name) is not None]  # type: ignore[arg-type]

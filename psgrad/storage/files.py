@@ -32,9 +32,7 @@ _hook = _Hook()
 
 
 def crash_at(at: int) -> None:
-    """Count points from here on, and die at point number `at`; at 0, or one that never comes, they are only
-    counted.
-    """
+    """Count points from here on, and die at point number `at`; at 0 they are only counted."""
     _hook.at, _hook.passed = at, 0
 
 
@@ -44,9 +42,7 @@ def crash_points_passed() -> int:
 
 
 def crash_point(half: Callable[[], object] = lambda: None) -> None:
-    """One place where the process may be killed; there, `half` does half of what was to follow, such as a
-    torn write.
-    """
+    """A place where the process may be killed, after `half` of what was to follow, such as a torn write."""
     if _hook.at is None:
         return
     _hook.passed += 1
@@ -143,9 +139,8 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
     crash_point()
     crash_point(lambda: os.write(descriptor, data[: max(1, len(data) // 2)]))
     written = os.write(descriptor, data)
-    while written < len(
-        data
-    ):  # some systems take 2 GiB at a time; a full disk takes a part, and refuses the rest
+    # Some systems take 2 GiB at a time; a full disk takes a part, and refuses the rest.
+    while written < len(data):
         written += os.write(descriptor, memoryview(data)[written:])
 
 
@@ -156,9 +151,7 @@ def sync(descriptor: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in the folder are on the disk: without it a power cut may undo a rename. Raises
-    OSError.
-    """
+    """Wait until the folder's names are on the disk, so that no power cut undoes a rename. Raises OSError."""
     crash_point()
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -168,9 +161,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """Make a folder, and those above it, durably; nothing where it exists. `mode` is that of the folder
-    itself. Raises OSError.
-    """
+    """Make a folder of this mode, and those above it, durably; nothing where it exists. Raises OSError."""
     if folder.is_dir():
         return
     if folder.parent != folder:

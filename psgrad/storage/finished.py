@@ -26,6 +26,7 @@ from psgrad.results import (
 )
 from psgrad.results.findings import check_record, finding_record
 from psgrad.storage.folders import MEASURES, RunFolder, file_name, manifest_of
+from psgrad.wording import first_line
 
 FINDINGS = "findings.jsonl"
 CHECK = "check.json"
@@ -42,9 +43,8 @@ def read_columns(folder: Path, needed: Sequence[str], welcome: Iterable[str] = (
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
             require_there(names, needed, path)
-            frame: pd.DataFrame = file.read(
-                columns=[name for name in names if name in {*needed, *welcome}]
-            ).to_pandas()
+            wanted = [name for name in names if name in {*needed, *welcome}]
+            frame: pd.DataFrame = file.read(columns=wanted).to_pandas()
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, error) from error
     require_typed(frame, path)
@@ -87,17 +87,14 @@ def require_typed(frame: pd.DataFrame, path: Path) -> None:
 
 def write_check(folder: RunFolder, result: CheckResult) -> None:
     """Write findings.jsonl, a finding a line, and check.json, all else. Raises OutputError."""
-    lines = "".join(
-        json.dumps(finding_record(finding), allow_nan=False) + "\n" for finding in result.findings
-    )
+    records = map(finding_record, result.findings)
+    lines = "".join(f"{json.dumps(record, allow_nan=False)}\n" for record in records)
     folder.write_bytes(FINDINGS, lines.encode("ascii"))
     folder.write_json(CHECK, check_record(result))
 
 
 def read_check(folder: Path) -> CheckResult | None:
-    """The content of a run's last check; None if there was none. Raises DataError for files that can't be
-    read.
-    """
+    """A run's last check; None if there was none. Raises DataError for files that can't be read."""
     if not (folder / CHECK).exists():
         return None
     try:
@@ -132,16 +129,13 @@ _GROUPS = ("config", "counts", "data", "model", "versions", "outliers")
 
 
 def load_run(folder: Path) -> AnalyzeResult:
-    """The result of `psgrad analyze` in a folder. Raises DataError if it is not a finished run, or a file of
-    it can't be read.
-    """
+    """The result of a finished `psgrad analyze` in a folder. Raises DataError where it can't be read."""
     manifest = finished_manifest(folder)
     samples = _table(folder / "samples.parquet")
     require_there(list(map(str, samples)), _COLUMNS, folder / "samples.parquet")
     require_typed(samples, folder / "samples.parquet")
-    measures = {
-        name: _measure(folder, name, about) for name, about in _json(folder / f"{MEASURES}.json", {}).items()
-    }
+    told = _json(folder / f"{MEASURES}.json", {})
+    measures = {name: _measure(folder, name, about) for name, about in told.items()}
     return AnalyzeResult(
         samples,
         _table(folder / "parameters.parquet"),
@@ -200,18 +194,14 @@ def _measure(folder: Path, name: str, about: dict[str, Any]) -> MeasureResult:
 
 def _inputs(folder: Path) -> list[TopSample]:
     listed = _json(folder / "inputs" / "inputs.json", [])
-    images = (
-        _arrays(folder / "inputs" / "images.safetensors")
-        if (folder / "inputs" / "images.safetensors").exists()
-        else {}
-    )
-    values = [tuple((name, value) for name, value in each.get("values") or ()) for each in listed]
-    return [
-        TopSample(
-            each["id"], images.get(str(place)), each["text"], values[place], images.get(f"original.{place}")
-        )
-        for place, each in enumerate(listed)
-    ]
+    file = folder / "inputs" / "images.safetensors"
+    images = _arrays(file) if file.exists() else {}
+    found = []
+    for place, each in enumerate(listed):
+        values = tuple((name, value) for name, value in each.get("values") or ())
+        original = images.get(f"original.{place}")
+        found.append(TopSample(each["id"], images.get(str(place)), each["text"], values, original))
+    return found
 
 
 def _table(path: Path) -> pd.DataFrame:
@@ -245,7 +235,7 @@ def _arrays(path: Path) -> dict[str, Array]:
 
 def _unreadable(path: Path, error: Exception) -> DataError:
     return DataError(
-        f"{path} can't be read: {next(iter(str(error).splitlines()), type(error).__name__)}",
+        f"{path} can't be read: {first_line(error)}",
         expected="the file as psgrad analyze wrote it",
         cause="it was changed or cut short after the run",
         next_step="run psgrad analyze again",

@@ -58,9 +58,7 @@ _FORMULA = re.compile(
 
 
 class RunFolder:
-    """The folder of one run. Every write is atomic: a temporary file beside the target, fsync, rename, fsync
-    of the folder.
-    """
+    """The folder of one run. Every write is atomic: temporary file, fsync, rename, fsync of the folder."""
 
     after_more_space = "free some space, or choose an --output on another disk, and run again"
 
@@ -101,12 +99,8 @@ class RunFolder:
         run = cls(path)
         try:
             own = [path / name for name in (SHARDS, MEASURES, "inputs", "plots")]
-            leftovers = [
-                leftover
-                for folder in own
-                if folder.is_dir() and not folder.is_symlink()
-                for leftover in folder.rglob(".*.tmp")
-            ]
+            folders = [folder for folder in own if folder.is_dir() and not folder.is_symlink()]
+            leftovers = [leftover for folder in folders for leftover in folder.rglob(".*.tmp")]
             for leftover in [*path.glob(".*.tmp"), *leftovers]:
                 leftover.unlink()
         except OSError as error:
@@ -115,9 +109,7 @@ class RunFolder:
 
     @staticmethod
     def require_free(path: Path, overwrite: bool = False) -> None:
-        """Raises OutputExistsError if `create` would: to be called before any work is done. Changes
-        nothing.
-        """
+        """Raises OutputExistsError if `create` would, and changes nothing: to be called before any work."""
         try:
             if not path.exists() and not path.is_symlink():
                 return
@@ -198,10 +190,8 @@ class RunFolder:
                 self.write_table(f"{stem}.{file_name(table)}.parquet", frame)
             if result.arrays:
                 self.write_bytes(f"{stem}.safetensors", packed(result.arrays))
-            words = {
-                key: getattr(result, key)
-                for key in ("title", "formula", "unit", "source", "meanings", "numbers")
-            }
+            keys = ("title", "formula", "unit", "source", "meanings", "numbers")
+            words = {key: getattr(result, key) for key in keys}
             about[name] = {**words, "tables": list(result.tables), "arrays": list(result.arrays)}
         self.write_json(f"{MEASURES}.json", about)
 
@@ -221,16 +211,11 @@ class RunFolder:
             self.write_json("inputs/special_tokens.json", sorted(special_tokens & vocabulary.keys()))
         if not inputs:
             return
-        self.write_json(
-            "inputs/inputs.json",
-            [{"id": each.id, "text": each.text, "values": each.values} for each in inputs],
-        )
+        listed = [{"id": each.id, "text": each.text, "values": each.values} for each in inputs]
+        self.write_json("inputs/inputs.json", listed)
         images = {str(place): each.image for place, each in enumerate(inputs) if each.image is not None}
-        images |= {
-            f"original.{place}": each.original
-            for place, each in enumerate(inputs)
-            if each.original is not None
-        }
+        originals = ((place, each.original) for place, each in enumerate(inputs))
+        images |= {f"original.{place}": each for place, each in originals if each is not None}
         if images:
             self.write_bytes("inputs/images.safetensors", packed(images))
 
@@ -258,9 +243,7 @@ class RunFolder:
         self.write_json(MANIFEST, {"tool": "psgrad", **content})
 
     def write_json(self, name: str, content: Any) -> None:
-        """Write JSON that every reader accepts: numpy values as plain ones, paths as text, NaN and infinities
-        as null.
-        """
+        """Write JSON for every reader: numpy values as plain ones, paths as text, what is not finite null."""
         text = json.dumps(_plain(content), indent=2, ensure_ascii=False, allow_nan=False)
         self.write_bytes(name, (text + "\n").encode("utf-8", "backslashreplace"))
 
@@ -330,9 +313,7 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
 
 
 def ledger_lost(folder: Path) -> bool:
-    """Whether a private run's checkpoint is there without its ledger. The first checkpoint is written when
-    the ledger has begun.
-    """
+    """Whether a private run's checkpoint, which is written when a ledger has begun, has no ledger."""
     checkpoint = folder / CHECKPOINT
     return (checkpoint.exists() or checkpoint.is_symlink()) and not has_begun(folder / LEDGER)
 

@@ -1,6 +1,4 @@
-"""The index of an influence run: rows of training gradients on the disk, in shards that are complete or
-absent.
-"""
+"""The index of an influence run: rows of training gradients, in shards that are complete or absent."""
 
 from __future__ import annotations
 
@@ -177,9 +175,7 @@ class GradientIndex:
         return cls(path, content)
 
     def require(self, expected: Mapping[str, Any]) -> None:
-        """Raises OutputError, naming what differs, unless the description has all these values; it may have
-        more.
-        """
+        """Raises OutputError, naming what differs, unless the description has all these values."""
         different = list(_differences(_plain(expected), self.description, ""))
         if different:
             more = f", and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
@@ -226,9 +222,7 @@ class GradientIndex:
         return self.path / f"checkpoint-{checkpoint:03d}" / f"{name}.safetensors"
 
     def write(self, checkpoint: int, shard: int | None, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write a shard, or the sums, all at once. Raises OutputError, and leaves no part of it, where the
-        disk is full.
-        """
+        """Write a shard, or the sums, all at once. Raises OutputError, and leaves no part of it."""
         target = self.file(checkpoint, shard)
         whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         # One entry: safetensors writes several in any order, and the bytes of equal indexes would differ.

@@ -160,9 +160,7 @@ class Ledger:
         return [line for line in self._lines if line["kind"] == STEP]
 
     def mark(self) -> dict[str, Any]:
-        """The ledger's present state, for a checkpoint: a ledger without this line is not the one that paid
-        for it.
-        """
+        """The ledger's present state, for a checkpoint: by it the ledger that paid for it is known."""
         return {"ledger_position": self.position, "ledger_sha256": self._digests[-1]}
 
     def append(self, content: Mapping[str, Any], kind: str = STEP) -> None:
@@ -195,9 +193,7 @@ class Ledger:
 
     @classmethod
     def _opened(cls, path: Path, flags: int) -> tuple[Ledger, LedgerContent]:
-        """The file locked for this process, and its content; with os.O_CREAT in `flags` it is made if there
-        is none.
-        """
+        """The file locked for this process, and its content; os.O_CREAT in `flags` makes it."""
         try:
             if flags & os.O_CREAT:
                 files.make_folder(path.parent)

@@ -44,9 +44,7 @@ class LedgerContent:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The lines of the steps that were paid for; a process killed right after it paid has released
-        nothing for the last one.
-        """
+        """The lines of the steps that were paid for; for the last one nothing may have been released."""
         return [line for line in self.lines if line["kind"] == STEP]
 
     @property
@@ -74,11 +72,8 @@ def parse(path: Path, data: bytes) -> LedgerContent:
         if line.get("torn") != torn(unfinished):
             raise _damaged(path, number, "does not account for the unfinished line before it")
         if line["position"] != len(lines):
-            raise _damaged(
-                path,
-                number,
-                f"says that there are {line['position']} lines before it, and there are {len(lines)}",
-            )
+            said = f"says that there are {line['position']} lines before it"
+            raise _damaged(path, number, f"{said}, and there are {len(lines)}")
         if line["previous"] != (digests[-1] if digests else None):
             raise _damaged(path, number, "was written after another line than the one before it now")
         if (line["kind"] == HEADER) != (not lines) or (unfinished and line["kind"] not in (HEADER, RESUME)):
@@ -92,13 +87,8 @@ def parse(path: Path, data: bytes) -> LedgerContent:
         lines.append(line)
         digests.append(hashlib.sha256(raw if raw.endswith(b"\n") else raw + b"\n").hexdigest())
         unfinished = b""
-    return LedgerContent(
-        path,
-        tuple(lines),
-        tuple(digests),
-        unfinished,
-        bool(data) and not unfinished and not data.endswith(b"\n"),
-    )
+    open_ended = bool(data) and not unfinished and not data.endswith(b"\n")
+    return LedgerContent(path, tuple(lines), tuple(digests), unfinished, open_ended)
 
 
 def _line_in(raw: bytes) -> dict[str, Any] | None:
@@ -107,26 +97,19 @@ def _line_in(raw: bytes) -> dict[str, Any] | None:
         line = json.loads(raw)
     except ValueError:
         return None
-    whole = (
-        isinstance(line, dict)
-        and line.get("kind") in (HEADER, STEP, RESUME, NOTE)
-        and "position" in line
-        and "previous" in line
-    )
-    return line if whole else None
+    if not isinstance(line, dict) or not {"position", "previous"} <= line.keys():
+        return None
+    return line if line.get("kind") in (HEADER, STEP, RESUME, NOTE) else None
 
 
 def torn(unfinished: bytes) -> dict[str, Any] | None:
     """What a line states about the unfinished one before it."""
-    return (
-        {"bytes": len(unfinished), "sha256": hashlib.sha256(unfinished).hexdigest()} if unfinished else None
-    )
+    digest = hashlib.sha256(unfinished).hexdigest()
+    return {"bytes": len(unfinished), "sha256": digest} if unfinished else None
 
 
 def is_torn_header(unfinished: bytes) -> bool:
-    """Whether the bytes may be those of a process that was killed while it began a ledger; zeros are what a
-    power cut leaves.
-    """
+    """Whether the bytes may be of a process killed while it began a ledger; a power cut leaves zeros."""
     tries = [tried.removesuffix(UNFINISHED[:-1]).lstrip(b"\0") for tried in unfinished.split(b"\n")]
     return all(tried.startswith(_BEGINNING[: len(tried)]) for tried in tries)
 
@@ -204,11 +187,9 @@ def require_same(
     differing = [key for key, value in plain.items() if key not in there or there[key] != value]
     if not differing:
         return
-    differences = [
-        words
-        for key in differing
-        for words in (_differences(key, there.get(key), plain[key]) if show else [key])
-    ]
+    differences = differing
+    if show:
+        differences = [words for key in differing for words in _differences(key, there.get(key), plain[key])]
     raise ConfigError(
         f"{what} is that of another run: {'; '.join(differences)}"
         + ("" if show else " differs" if len(differences) == 1 else " differ"),
@@ -222,24 +203,13 @@ def require_same(
 
 
 def _differences(key: str, was: Any, now: Any) -> list[str]:
-    """The differences of two values, in words; of two objects too long to be shown whole, the keys that
-    differ.
-    """
-    if (
-        isinstance(was, dict)
-        and isinstance(now, dict)
-        and max(len(json.dumps(each)) for each in (was, now)) > _SHOWN
-    ):
+    """The differences of two values, in words; of two long objects, those of the keys that differ."""
+    before, after = json.dumps(was), json.dumps(now)
+    if isinstance(was, dict) and isinstance(now, dict) and max(len(before), len(after)) > _SHOWN:
         keys = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-        return [
-            words for name in keys for words in _differences(f"{key}.{name}", was.get(name), now.get(name))
-        ]
-    return [f"{key} was {_short(was)} and is {_short(now)}"]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return shorten_middle(text, _SHOWN)
+        parts = [_differences(f"{key}.{name}", was.get(name), now.get(name)) for name in keys]
+        return [words for part in parts for words in part]
+    return [f"{key} was {shorten_middle(before, _SHOWN)} and is {shorten_middle(after, _SHOWN)}"]
 
 
 def unreadable(path: Path, error: OSError) -> LedgerError:

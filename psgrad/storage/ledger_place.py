@@ -30,9 +30,7 @@ _AT_CURRENT, _BIRTH, _SIZE, _BIRTH_AT = -100, 0x800, 256, 80
 
 
 def place_of(ledger: Path) -> dict[str, Any]:
-    """The place of a file: path, inode, born (nanoseconds; None where the file system does not tell) and
-    machine. Raises OSError.
-    """
+    """A file's path, inode, born (nanoseconds; None where it is not told) and machine. Raises OSError."""
     return {
         "path": str(ledger.resolve()),
         "inode": ledger.stat().st_ino,
@@ -57,14 +55,9 @@ def born(path: Path) -> int | None:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Evidence that a file is not the earlier one, in words. The machine is no evidence: folders are shared
-    among machines.
-    """
-    changed = [
-        key
-        for key in _IN_WORDS
-        if then.get(key) != now[key] and not (key == "born" and None in (then.get(key), now[key]))
-    ]
+    """Evidence that a file is not the earlier one, in words; folders are shared among machines."""
+    untold = {"born"} if None in (then.get("born"), now["born"]) else set[str]()
+    changed = [key for key in _IN_WORDS if key not in untold and then.get(key) != now[key]]
     return [_IN_WORDS[key].format(then=then.get(key), now=now[key]) for key in changed]
 
 
@@ -72,11 +65,8 @@ def require_in_place(folder: Path, ledger: Path, then: Mapping[str, Any] | None)
     """Raises LedgerError if a ledger is not the file that the run left. then: the earlier result of
     `place_of`; None if that is gone.
     """
-    actual = (
-        ["what was written down of the ledger's place is gone"]
-        if then is None
-        else differences(then, place_of(ledger))
-    )
+    gone = ["what was written down of the ledger's place is gone"]
+    actual = gone if then is None else differences(then, place_of(ledger))
     if actual:
         raise LedgerError(
             f"the ledger in {folder} is not where the run left it: {'; '.join(actual)}",

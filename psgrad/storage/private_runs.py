@@ -43,9 +43,7 @@ _PUBLIC_FACTS = {"version", "command", "state", "versions", "config", "model"}
 
 
 class PrivateRunFolder(RunFolder):
-    """A run folder with separate public and private parts. `create` makes one, `open` takes that of a run to
-    be resumed.
-    """
+    """A run folder with public and private parts: `create` makes one, `open` takes one to be resumed."""
 
     after_more_space = "free some space, and go on with --resume"
 
@@ -72,11 +70,9 @@ class PrivateRunFolder(RunFolder):
             )
         if not has_begun(path / LEDGER):
             command = manifest.get("command", "dp-step")
-            began = (
-                "which is no private run"
-                if command != "dp-step"
-                else "which was killed before its first step, so that nothing was spent"
-            )
+            began = "which is no private run"
+            if command == "dp-step":
+                began = "which was killed before its first step, so that nothing was spent"
             raise ConfigError(
                 f"the run in {path} can't be resumed: it is one of `psgrad {command}`, {began}",
                 expected=f"a run with a ledger in {LEDGER}",
@@ -95,9 +91,7 @@ class PrivateRunFolder(RunFolder):
         return self.path / CHECKPOINT
 
     def write_checkpoint(self, data: bytes | memoryview) -> None:
-        """Put a checkpoint in place of the earlier one, at once. Raises OutputError; the earlier one then
-        stays.
-        """
+        """Put a checkpoint in place of the earlier one, which stays where OutputError is raised."""
         self.write_bytes(CHECKPOINT, data)
 
     def remove_leftovers(self) -> None:
@@ -154,9 +148,7 @@ class PrivateRunFolder(RunFolder):
         self.write_json(f"{PRIVATE}/{PREFIX}{name}", {"warning": WARNING, **content, **{"warning": WARNING}})
 
     def write_private_table(self, name: str, frame: pd.DataFrame) -> None:
-        """Write private/NOT_PRIVATE_{name} as parquet; the warning is in the frame's `attrs`, which the file
-        keeps.
-        """
+        """Write private/NOT_PRIVATE_{name} as parquet, which keeps the warning in the frame's `attrs`."""
         marked = frame.copy(deep=False)
         marked.attrs = {**frame.attrs, "warning": WARNING}
         self.write_table(f"{PRIVATE}/{PREFIX}{name}", marked)

@@ -40,9 +40,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Kept:
-    """What one process has finished of a pass: its shards, in the order in which it made them, and what it
-    gathered over their rows.
-    """
+    """What a process has finished of a pass: its shards, in order, and what it gathered over their rows."""
 
     shards: list[Shard] = field(default_factory=list)
     state: Arrays = field(default_factory=dict)
@@ -71,9 +69,7 @@ class Shards:
         self._rows = 0
 
     def append(self, first: int, table: pd.DataFrame, arrays: Arrays, state: Arrays) -> None:
-        """Store these rows, from the row `first` of the dataset on, durably, and all that was gathered up to
-        them. Raises OutputError.
-        """
+        """Store rows from `first` on, durably, and what was gathered up to them. Raises OutputError."""
         about = {"first": str(first), "rows": str(len(table)), "run": self._run}
         for kind, content in (("arrays", arrays), ("state", state)):
             self._folder.write_bytes(

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 from psgrad.config import Config
-from psgrad.engine.execution.ranks import OneProcess, Processes
+from psgrad.engine.execution.ranks import OneProcess, Processes, spread_rows
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.gradient_norms import GradientNorms
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
@@ -22,7 +22,6 @@ from psgrad.inputs.rows import Samples
 from psgrad.inputs.shown import input_of, vocabulary_of
 from psgrad.inputs.sources.files import require_unchanged
 from psgrad.quality.gates import share_of
-from psgrad.reports.analyze_page import write_report
 from psgrad.results import (
     PARAMETER_COLUMNS,
     AnalyzeResult,
@@ -51,13 +50,14 @@ from psgrad.workflows.identity import (
 )
 from psgrad.workflows.judging import Judging
 from psgrad.workflows.measures import frame_of, measures_of, prepare
-from psgrad.workflows.measuring import Measured, Passes, about_rows
+from psgrad.workflows.measuring import Measured, Passes, about_rows, content_of_made
 from psgrad.workflows.rank_identity import require_same_on_ranks
 from psgrad.workflows.residence import Ranks
 from psgrad.workflows.running import LOADING, Clock, describe_run, read_ahead, recorded
 from psgrad.workflows.setup import Setup, set_up
 
 _PICTURES = 40
+_COMPARED = 16  # rows that code makes, before the first is computed
 _TOLD = 10  # rows that can not be read
 _RUN = "run"  # what processes agree on: the hash by which the run's shards are known
 
@@ -90,6 +90,12 @@ class Prepared:
         rows = identity(self.run, len(self.setting), all_rows=all_rows)
         return rows | self.judging.identity(all_rows) | drawn | in_parts
 
+    def sample_of_rows(self) -> dict[str, Any]:
+        """A hash of some rows as a line of an identity, where code makes them."""
+        content = content_of_made(self.run.samples)
+        rows = spread_rows(len(self.setting), _COMPARED)
+        return {} if content is None else {f"data (a sample of {len(rows)} rows)": content(rows)}
+
     def manifest(self, now: dict[str, Any]) -> RunManifest:
         """manifest.json at the beginning, with the self-check, which runs now. now: the run's identity.
 
@@ -102,8 +108,10 @@ class Prepared:
 
     def measure(self, folder: RunFolder, progress: Say, processes: Processes, run: str) -> Measured | None:
         """What was measured; None for a process that does not lead. run: the hash of the run's identity."""
-        about = about_rows(self.run)
-        return Passes(self.setting, self.stream, self.every, about, folder, progress, processes, run).run()
+        about, content = about_rows(self.run), content_of_made(self.run.samples)
+        return Passes(
+            self.setting, self.stream, self.every, about, folder, progress, processes, run, content=content
+        ).run()
 
 
 def prepared(
@@ -183,7 +191,7 @@ def analyze(
         start = prepared(config, limit, sample, progress, processes)
     run, every, stream = start.run, start.every, start.stream
     if processes.size > 1:
-        require_same_on_ranks(_RUN, start.identity(all_rows=False), processes)
+        require_same_on_ranks(_RUN, start.identity(all_rows=False) | start.sample_of_rows(), processes)
     if not processes.leads:
         begun_as = bytes(processes.agreed(_RUN, list)).hex()  # the first rank has made the folder by then
         if not begun_as:  # the run in the folder is finished
@@ -252,6 +260,8 @@ def analyze(
         with clock("report"):
             folder.write_inputs(inputs, words, special)
             if report:
+                from psgrad.reports.analyze_page import write_report  # which is all that needs matplotlib
+
                 write_report(result, folder.write_bytes)
     folder.drop_shards()
     return result

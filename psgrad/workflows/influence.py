@@ -44,7 +44,16 @@ from psgrad.workflows.influence_setup import (
     set_up_influence,
     unit_of,
 )
-from psgrad.workflows.running import LOADING, Clock, RankWork, Record, describe_run, rank_facts, recorded
+from psgrad.workflows.running import (
+    LOADING,
+    Clock,
+    PassProgress,
+    RankWork,
+    Record,
+    describe_run,
+    rank_facts,
+    recorded,
+)
 
 # What the report shows in pictures: so many queries, and of each so many examples of either sign.
 _SHOWN_QUERIES = 6
@@ -80,6 +89,7 @@ def influence(
     progress(LOADING)
     with clock("load"):
         setup, store = loaded(config, warnings, progress, processes)
+    setup = setup.watched(PassProgress(clock, progress))
     if not processes.leads:
         scored_by_all(*without_nonfinite(setup, store, warnings), matrix, clock, warnings, progress)
         return None

@@ -42,7 +42,7 @@ from psgrad.workflows.influence_queries import chosen_rows
 from psgrad.workflows.influence_ranking import Rankings, with_all_queries
 from psgrad.workflows.influence_setup import InfluenceSetup, identity_at_first, identity_of_asked
 from psgrad.workflows.parts import config_of, manifest_of_parts, require_unmerged, shared_folder
-from psgrad.workflows.running import LOADING, Clock, recorded
+from psgrad.workflows.running import LOADING, Clock, PassProgress, recorded
 
 _ABOUT = "part.json"  # written last: a part with it is finished
 _TABLES = ("pairs", "queries", "training")
@@ -61,6 +61,7 @@ def influence_part(
     clock, warnings = Clock(), Warnings(progress)
     progress(LOADING)
     setup, store = loaded(config, warnings, progress, OneProcess())
+    setup = setup.watched(PassProgress(clock, progress))
     now = _identity(setup, count, matrix)
     manifest = replace(manifest_for(setup), identity=now, run=digest(now))
     folder = shared_folder(config.output, setup.run, manifest)

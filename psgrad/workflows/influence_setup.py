@@ -35,7 +35,7 @@ from psgrad.workflows.influence_training import replayed
 from psgrad.workflows.rank_identity import require_same_on_ranks
 from psgrad.workflows.residence import Ranks
 from psgrad.workflows.running import read_ahead
-from psgrad.workflows.setup import Setup, Trained, draws_at_random, load, setup_of
+from psgrad.workflows.setup import Setup, Trained, draws_at_random, load, require_precision_of_all, setup_of
 from psgrad.workflows.shared_weights import turn_to_read
 
 
@@ -104,6 +104,18 @@ class InfluenceSetup:
     @property
     def processes(self) -> Processes:
         return self.views[0].training.processes
+
+    def watched(self, watch: Callable[[int, int], None]) -> InfluenceSetup:
+        """The same with passes that are watched; see `Examples`."""
+        views = [
+            replace(
+                view,
+                training=replace(view.training, watch=watch),
+                queries=replace(view.queries, watch=watch),
+            )
+            for view in self.views
+        ]
+        return replace(self, views=views)
 
     def agreed_seconds(self, own: float) -> float:
         """The time that the first process took for something, for choices that all make alike."""
@@ -213,6 +225,7 @@ def first_run(config: Config, processes: Processes) -> Setup:
     """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at
     random.
     """
+    require_precision_of_all(config, "influence")
     run = setup_of(
         load(
             _at(config, 0),

@@ -33,7 +33,7 @@ from psgrad.storage import RunFolder
 from psgrad.storage.finished import finished_manifest, load_run
 from psgrad.workflows.identity import hashes_of, measure_specs
 from psgrad.workflows.measures import PROJECTED, measures_of, prepare
-from psgrad.workflows.measuring import Measured, Passes, about_rows
+from psgrad.workflows.measuring import Measured, Passes, about_rows, content_of_made
 from psgrad.workflows.running import read_ahead
 from psgrad.workflows.setup import Setup
 
@@ -221,6 +221,7 @@ class Judging:
             processes,
             identity,
             _PREFIX,
+            content_of_made(trusted.samples),
         ).run()
         if measured is None:
             return None

@@ -6,6 +6,7 @@ What is known of rows without any measure: who they are, and how long.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +22,10 @@ from psgrad.engine.execution.ranks import Processes, gaps, guided_ranges, overla
 from psgrad.engine.execution.streaming import Columns, Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
 from psgrad.engine.measures.passes import SecondPass
-from psgrad.errors import DataError, MeasureError
+from psgrad.errors import DataError, DistributedError, MeasureError
 from psgrad.inputs.derived import DrawnSamples
 from psgrad.inputs.reader import digest_of
+from psgrad.inputs.rows import Samples
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import SHARDS
@@ -37,11 +39,13 @@ _ROWS_PER_SHARD = 4096
 _SECONDS_PER_SHARD = 30.0
 
 _FIRST, _SECOND = "samples", "samples-again"
+_DIGITS = 15  # of a hash that is compared, hexadecimal
 _CHUNK_SIZE, _POSITIONS = "stream.chunk_size", "stream.positions"
 
 ABOUT_COLUMNS = ("id", "index", "dataset_row", "fingerprint", "target")
 About = Callable[[int, int], dict[str, Any]]
 """(start, stop) to what is known of these rows without the measures: some of ABOUT_COLUMNS -> values."""
+Content = Callable[[Sequence[int]], str]
 
 
 @dataclass
@@ -71,6 +75,7 @@ class Passes:
         processes: those that share the rows.
         run: a hash of the run's identity: shards of another one are refused.
         prefix: of the passes' names, where one run has the passes of two datasets.
+        content: a hash of some rows, where code makes them, which may make others in another process.
     """
 
     def __init__(
@@ -84,10 +89,12 @@ class Passes:
         processes: Processes,
         run: str,
         prefix: str = "",
+        content: Content | None = None,
     ) -> None:
         self.setting, self.stream, self.measures = setting, stream, measures
         self.about, self.folder, self.say = about, folder, say
         self.processes, self.identity, self.prefix = processes, run, prefix
+        self._content = content
         self._work, self._rows = RankWork(), 0
 
     def run(self) -> Measured | None:
@@ -191,9 +198,12 @@ class Passes:
         if name == _FIRST:
             self._agree_on_chunk_size(pass_name, measures)
         every = self._ranges(name, as_in)
+        require_same = self._comparing(every) if name == _FIRST else None
         self._say_progress(name, 0)
         begun = time.monotonic()
         for rows in self.processes.ranges(pass_name, every, stored):
+            if require_same is not None:
+                require_same(rows)
             self._compute(rows, shards, measures, run(rows), about, name)
             self._rows += len(rows)
         ended = time.monotonic()
@@ -259,6 +269,33 @@ class Passes:
 
         ends = self.processes.agreed(f"{self.prefix}{name}.ranges", cut)
         return [range(*pair) for pair in zip(ends[::2], ends[1::2], strict=True)]
+
+    def _comparing(self, every: Sequence[range]) -> Callable[[range], None] | None:
+        """A function that raises DistributedError where this process has other rows in one of these ranges
+        than rank 0; None where they need not be compared.
+        """
+        if self._content is None or self.processes.size == 1:
+            return None
+        content = self._content
+
+        def number(rows: range) -> int:
+            return int(content(rows)[:_DIGITS], 16)
+
+        numbers = self.processes.agreed(f"{self.prefix}{_FIRST}.content", lambda: list(map(number, every)))
+        of_first = dict(zip(every, numbers, strict=True))
+
+        def require_same(rows: range) -> None:
+            if number(rows) != of_first[rows]:
+                raise DistributedError(
+                    f"rank {self.processes.rank} on {socket.gethostname()} has other rows than rank 0: among"
+                    f" the rows {rows.start:,} to {rows.stop - 1:,}",
+                    expected="a data.factory that makes the same rows in all processes",
+                    cause="it draws with a generator of its own, or depends on the process, the machine, or"
+                    " the order in which rows are read",
+                    next_step="let a row depend on its number alone, or run one process",
+                )
+
+        return require_same
 
     def _agree_on_chunk_size(self, pass_name: str, measures: Sequence[Measure]) -> None:
         """Let all ranks take as many rows at a time as the first one does."""
@@ -397,6 +434,11 @@ def _split(columns: Columns, about: Mapping[str, Any]) -> tuple[pd.DataFrame, Ar
         pd.DataFrame({**about, **flat}, index=range(columns.start, columns.stop)),
         {name: column for name, column in columns.values.items() if column.dim() > 1},
     )
+
+
+def content_of_made(samples: Samples) -> Content | None:
+    """A hash of some rows, where code makes them; None of rows in files."""
+    return samples.content_of if samples.sources else None
 
 
 def about_rows(run: Setup) -> Callable[[int, int], dict[str, Any]]:

@@ -43,6 +43,7 @@ from psgrad.workflows.setup import Setup
 LOADING = Progress(0, 0, "load")
 """The first progress of a run: a bar without an end, while the model and the first rows are loaded."""
 _SECONDS_BETWEEN = 0.1  # two messages of progress
+_SECONDS_OF_SILENCE = 2.0  # of a phase that has no count of its own
 _COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 
 
@@ -109,18 +110,44 @@ def _commit(text: str) -> str | None:
 
 
 class Clock:
-    """Seconds spent in each phase."""
+    """Seconds spent in each phase. phase, began: the present one, and since when."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.phase, self.began = "", time.perf_counter()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
+        self.phase, self.began = phase, start
         try:
             yield
         finally:
             self.seconds[phase] = round(time.perf_counter() - start, 3)
+
+
+class PassProgress:
+    """How far the present phase has come, where it lasts: its passes over rows, counted, and the row of the
+    present one. Called as `Examples.watch` is.
+    """
+
+    def __init__(self, clock: Clock, say: Say) -> None:
+        self._clock, self._say = clock, say
+        self._phase_began = self._said = self._done = 0.0
+        self._passes = 0
+
+    def __call__(self, done: int, of: int) -> None:
+        if self._clock.began != self._phase_began:
+            self._phase_began, self._passes, self._done = self._clock.began, 0, 0
+        if done == 0 or done < self._done:
+            self._passes += 1
+        self._done = done
+        now = time.perf_counter()
+        if now - self._phase_began < _SECONDS_OF_SILENCE or now - self._said < _SECONDS_BETWEEN:
+            return
+        self._said = now
+        where = f"pass {self._passes:,}, row {done:,} of {of:,}"
+        self._say(Progress(0, 0, self._clock.phase, detail=where))
 
 
 def describe_run(

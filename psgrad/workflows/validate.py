@@ -16,8 +16,8 @@ from psgrad.config import (
     is_callable_spec,
     read_config,
 )
-from psgrad.config.plugin_options import did_you_mean, installed_plugins, own_plugins, plugin_names
-from psgrad.config.values import NamedSection
+from psgrad.config.plugin_options import installed_plugins, own_plugins, plugin_names
+from psgrad.config.values import NamedSection, did_you_mean
 from psgrad.errors import (
     CheckpointError,
     ConfigError,
@@ -201,7 +201,7 @@ class _Checks:
         of_text = data.text or data.prompt or data.messages
         if not of_text or model is None or model.pretrained is None or self.found.problems:
             return
-        from psgrad.inputs.text.checks import text_facts
+        from psgrad.inputs.row_checks import text_facts
 
         self.found.facts[f"{where} (texts)"] = text_facts(model, data, self.base)
 
@@ -210,7 +210,7 @@ class _Checks:
         model = self.sections.get("model")
         if not data.image or model is None or model.pretrained is None or self.found.problems:
             return
-        from psgrad.inputs.images.checks import image_facts
+        from psgrad.inputs.row_checks import image_facts
 
         self.found.facts[f"{where} (images)"], notes = image_facts(model, data, self.base)
         self.found.notes += notes

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from psgrad.cli.processes import first_host, take_slurm
+from psgrad.cli.processes import first_host, in_a_group, take_slurm
+from psgrad.errors import ConfigError
 from tests.workflows.same_runs import assert_same_runs
 from tests.workplace import Workplace
 
@@ -56,6 +57,14 @@ sys.exit(max(rank.wait() for rank in ranks))
 )
 def test_first_host_of_a_list(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
+
+
+@pytest.mark.parametrize(("rank", "size"), [("0", "two"), ("x", "2"), ("2", "2"), ("-1", "2"), ("", "2")])
+def test_rank_that_can_not_be_is_refused(monkeypatch: pytest.MonkeyPatch, rank: str, size: str) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(ConfigError, match=f"the environment says RANK={rank} and WORLD_SIZE={size}"):
+        in_a_group()
 
 
 def test_a_process_of_srun_is_a_rank() -> None:

@@ -82,6 +82,22 @@ def test_what_needs_no_model_loads_no_torch(begun: Path, arguments: list[str]) -
     assert done.stderr.splitlines()[-1] == "LOADED []"
 
 
+def test_analyze_no_report_loads_no_matplotlib(begun: Path) -> None:
+    script = """
+        import sys
+        from psgrad.cli import main
+        sys.argv = ["psgrad", "analyze", "psgrad.yaml", "--limit", "3", "--no-report", "--output", "few"]
+        try:
+            main()
+        finally:
+            print("LOADED", "matplotlib" in sys.modules, file=sys.stderr)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=begun, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.splitlines()[-1] == "LOADED False"
+
+
 @pytest.mark.parametrize(
     ("arguments", "bar"), [(["--help"], 0.4), (["validate", "psgrad.yaml"], 1.5), (["schema"], 1.5)]
 )

@@ -150,3 +150,17 @@ def test_the_display_fits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_durations(seconds: float, words: str) -> None:
     assert duration(seconds, whole=True) == words
+
+
+def test_phase_without_a_count_shows_its_detail() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with PlainDisplay(stream, clock) as display:
+        for second in range(8):
+            clock.now = float(second)
+            display(Progress(0, 0, "fit", detail=f"pass {second}"))
+    assert stream.getvalue().splitlines() == ["fit: pass 0", "fit: pass 5", "fit: pass 7"]
+    terminal = Terminal()
+    with BarDisplay(terminal) as bars:
+        bars(Progress(0, 0, "fit", detail="pass 3, row 8 of 300"))
+        bars._bars.refresh()
+    assert "pass 3, row 8 of 300" in terminal.getvalue()

@@ -47,6 +47,7 @@ class Streams:
     Attributes:
         copies: how many copies ran on side streams.
         unrecorded: addresses of memory that was filled on a side stream, and is not recorded elsewhere.
+        used: addresses of such memory that was used; what is read ahead in vain need not be recorded.
     """
 
     Stream, Event = Stream, Event
@@ -54,6 +55,7 @@ class Streams:
     def __init__(self) -> None:
         self.copies = 0
         self.unrecorded: set[int] = set()
+        self.used: set[int] = set()
         self._default = Stream()
         self._lock, self._here = threading.Lock(), threading.local()
 
@@ -84,6 +86,7 @@ class Streams:
         with self._lock:
             self.copies += 1
             self.unrecorded.add(target.data_ptr())
+            self.used.discard(target.data_ptr())
         stream.given += 1
         stream.work.append(partial(target.copy_, source))
 

@@ -64,7 +64,7 @@ def test_the_page_knows_the_limits_of_the_code() -> None:
 
 def test_the_example_flags_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts differ by a digit or two from machine to machine."""
-    monkeypatch.setattr("psgrad.workflows.analyze.write_report", lambda result, write: None)
+    monkeypatch.setattr("psgrad.reports.analyze_page.write_report", lambda result, write: None)
     done = CliRunner().invoke(app, ["analyze", str(CONFIG), "--output", str(tmp_path / "run")])
     assert done.exit_code == 0, done.stderr
     frame = pd.read_parquet(tmp_path / "run" / "samples.parquet")

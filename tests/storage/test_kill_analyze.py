@@ -78,7 +78,7 @@ class Everything(Measure):
 def go(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Go:
     monkeypatch.setattr("psgrad.workflows.measuring._ROWS_PER_SHARD", SHARD)
     monkeypatch.setattr(
-        "psgrad.workflows.analyze.write_report", lambda result, write: write("report.html", b"a page")
+        "psgrad.reports.analyze_page.write_report", lambda result, write: write("report.html", b"a page")
     )
     (workplace.folder / "own.py").write_text(MEASURE)
     workplace.config |= {

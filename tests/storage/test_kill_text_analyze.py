@@ -26,7 +26,7 @@ def test_analyze_of_texts_killed_at_any_point_and_resumed(
 ) -> None:
     monkeypatch.setattr("psgrad.workflows.measuring._ROWS_PER_SHARD", 4)
     monkeypatch.setattr(
-        "psgrad.workflows.analyze.write_report", lambda result, write: write("report.html", b"a page")
+        "psgrad.reports.analyze_page.write_report", lambda result, write: write("report.html", b"a page")
     )
     case = replace(CASES[name], rows=[*CASES[name].rows] * 4)
     path = case.write(tmp_path / "case")

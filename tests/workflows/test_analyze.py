@@ -63,7 +63,7 @@ def norms_by_loop(
 def quick(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     """The same without the plots and the report, which take longest."""
     monkeypatch.setattr(
-        "psgrad.workflows.analyze.write_report", lambda result, write: write("report.html", b"")
+        "psgrad.reports.analyze_page.write_report", lambda result, write: write("report.html", b"")
     )
     return workplace
 
@@ -197,11 +197,11 @@ def test_the_chunk_size_does_not_change_the_table(quick: Workplace, chunk_size: 
     pd.testing.assert_frame_equal(quick.samples("chunked"), quick.samples(), rtol=1e-10)
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("float64", 1e-12), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(("dtype", "error"), [("float64", 1e-12), ("bfloat16", 2e-2), ("float16", 2e-3)])
 def test_other_precisions(quick: Workplace, dtype: str, error: float) -> None:
     outcome = quick.succeeded("--set", f"engine.dtype={dtype}")
-    assert ("mixed precision: a plain gradient differs from float32's by up to 0.0" in outcome.err) == (
-        dtype == "bfloat16"
+    assert ("mixed precision: gradients differ from float32's by up to " in outcome.err) == (
+        dtype != "float64"
     )
     frame = quick.samples()
     inputs, target = torch.from_numpy(quick.arrays["x"]), torch.from_numpy(quick.arrays["y"])
@@ -576,10 +576,11 @@ def test_peak_memory_does_not_grow_with_the_dataset(workplace: Workplace) -> Non
     (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
     script = f"""
         from pathlib import Path
+        import psgrad.reports.analyze_page
         import psgrad.workflows.analyze
         from psgrad.config import load_config
 
-        psgrad.workflows.analyze.write_report = lambda result, write: None
+        psgrad.reports.analyze_page.write_report = lambda result, write: None
         for count in ({count}, {count}, {10 * count}):  # what a first run alone takes is not of the rows
             config = load_config(Path("config.yaml"), [f"data.kwargs={{{{count: {{count}}}}}}"])
             psgrad.workflows.analyze.analyze(config, overwrite=True)

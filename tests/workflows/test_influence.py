@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -616,3 +617,30 @@ def test_self_influence_by_solves_follows_its_predicted_time(
     np.testing.assert_allclose(table["self_influence"], own, rtol=1e-4)
     place.section["method"] = {"name": "influence", "solver": "exact"}
     np.testing.assert_allclose(run("auto")[1]["self_influence"], own, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["influence", "ekfac", "datainf", "trak", "gradient_dot", {"name": "influence", "solver": "dual"}],
+)
+def test_phases_that_last_have_progress(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch, method: str | dict[str, str]
+) -> None:
+    """Where no phase may be silent, each that passes over rows names itself, the pass and the row."""
+    monkeypatch.setattr("psgrad.workflows.running._SECONDS_OF_SILENCE", 0.0)
+    monkeypatch.setattr("psgrad.workflows.running._SECONDS_BETWEEN", 0.0)
+    place.section["method"] = method
+    heard = place.influence("--overwrite").err
+    assert "screening: pass 1, row 0 of 24" in heard
+    assert re.search(r"(fit|scores): pass 1, row \d+ of 24", heard)
+
+
+def test_solve_of_queries_tells_its_predicted_time(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.section["method"] = {"name": "influence", "solver": "conjugate_gradient"}
+    assert "predicted to take" not in place.influence("--overwrite").err
+    monkeypatch.setattr("psgrad.engine.influence.methods.influence.TOLD_SECONDS", 0.0)
+    heard = place.influence("--overwrite").err
+    assert re.search(r"scores of \d+ queries take about \d+ products with the curvature", heard)
+    assert "influence.method.curvature: fisher" in heard

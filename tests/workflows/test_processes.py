@@ -161,6 +161,36 @@ def test_sigterm_to_the_launcher_ends_the_run_with_143(
 
 @pytest.mark.sweep
 @pytest.mark.timeout(600)
+def test_stopped_agent_ends_the_ranks_and_a_pause_of_it_does_not(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent holds the key-value store: a request has no answer while it is stopped."""
+    (place.folder / "own.py").write_text(SLOW)
+    place.config["analyze"] = {"measures": ["own.py:Slow"]}
+    monkeypatch.setenv("SECONDS_A_ROW", "2")
+    monkeypatch.setenv("PSGRAD_RANK_SILENCE", "5")
+    agent = subprocess.Popen(
+        command(place, "--processes", "2", "--output", "two"), stderr=subprocess.PIPE, text=True
+    )
+    ranks = wait_for_ranks(agent, place.folder / "two/parts/samples")
+    for pause in (2.0, 60.0):
+        agent.send_signal(signal.SIGSTOP)
+        end = time.monotonic() + pause
+        while any(map(alive, ranks)) and time.monotonic() < end:
+            time.sleep(0.1)
+        left = [alive(rank) for rank in ranks]
+        agent.send_signal(signal.SIGCONT)
+        assert left == [pause == 2.0] * 2
+        time.sleep(1)
+    _, words = agent.communicate(timeout=60)
+    assert agent.returncode == 3, words
+    assert "has given no answer for 5 seconds" in words
+    assert "rank 0, or the agent of torchrun on the first machine, is stopped" in words
+    assert "Traceback" not in words
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(2))
 def test_killed_rank_is_started_again_by_torchrun(
     place: Workplace, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -22,7 +22,7 @@ from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.gradients.flat import Vectors
-from psgrad.engine.transforms import grad, hessian, vmap
+from psgrad.engine.transforms import grad, hessian, jvp, vmap
 from psgrad.errors import InfluenceError
 from psgrad.ragged import Block
 
@@ -262,6 +262,79 @@ class JacobianRows(OutputRows):
         return torch.eye(self.per_sample, dtype=outputs.dtype, device=outputs.device).expand(
             len(outputs), -1, -1
         )
+
+
+@dataclass(frozen=True)
+class TraceRows(OutputRows):
+    """Pairs of rows of each sample: square norms of the first ones less those of the second ones estimate
+    tr(J_i' L_i J_i) without bias.
+
+    With random signs w and a = L_i w a pair is (a / s + s w) / 2 and (a / s - s w) / 2, times J_i, with s^2 =
+    |a| / |w|: the difference is a' J_i J_i' w, whose mean over signs is the trace of L_i J_i J_i'. A sample's
+    signs depend on its number and `seed` alone, not on what is computed beside it.
+    """
+
+    seed: int = 0
+
+    def cotangents(
+        self,
+        outputs: torch.Tensor,
+        target: torch.Tensor | None,
+        rows: torch.Tensor,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        signs = _random_signs(self.numbers_of(rows), self.per_sample // 2, outputs[0].numel(), self.seed)
+
+        def curved(output: torch.Tensor, signs: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+            slope = grad(lambda output: self.objective.criterion(output, target))
+
+            def along(sign: torch.Tensor) -> torch.Tensor:
+                product = jvp(slope, (output,), (sign.reshape(output.shape).to(output.dtype),))[1]
+                return product.reshape(-1).double()  # type: ignore[no-any-return]
+
+            return vmap(along)(signs)  # type: ignore[no-any-return]
+
+        found = vmap(curved, in_dims=(0, 0, None if target is None else 0))(outputs, signs, target)
+        if weights is not None:
+            found = found * weights.double().reshape(-1, 1, 1)
+        of_curved, of_signs = (torch.linalg.vector_norm(each, dim=2, keepdim=True) for each in (found, signs))
+        scale = (of_curved / of_signs).sqrt()
+        found, signs = found / torch.where(scale > 0, scale, 1.0), signs * scale
+        return torch.cat([(found + signs) / 2, (found - signs) / 2], 1)
+
+
+def _random_signs(rows: torch.Tensor, probes: int, count: int, seed: int) -> torch.Tensor:
+    """[k, probes, count] float64 of -1 and 1, by arithmetic on the numbers of the rows [k]: the same on every
+    device, and in every chunk.
+    """
+    places = torch.arange(count, device=rows.device)
+    numbers = _mixed(rows.unsqueeze(1) * probes + torch.arange(probes, device=rows.device))
+    numbers = _mixed(numbers + _mixed(torch.full_like(rows[:1], seed)))
+    return 1.0 - 2.0 * ((_mixed(numbers.unsqueeze(2) + places) >> 33) & 1).double()
+
+
+def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+    """The generator SplitMix64 at these int64 numbers."""
+    numbers = numbers * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        numbers = (numbers ^ (numbers >> shift)) * factor
+    return numbers ^ (numbers >> 31)
+
+
+# Pairs of rows behind an estimated trace, of all samples together, at least; and of each sample, which tell
+# the error by how much they differ.
+_PAIRS, _PAIRS_EACH = 512, 2
+
+
+def gauss_newton_trace(training: Examples, seed: int = 0) -> tuple[float, float]:
+    """The trace of the Gauss-Newton matrix of the sum of the losses, and its standard error, by one pass, for
+    outputs of any size. Raises InfluenceError where the output is no tensor.
+    """
+    pairs = max(_PAIRS_EACH, -(-_PAIRS // len(training)))
+    rows = rows_like(TraceRows, training, per_sample=2 * pairs, settle=False, seed=seed)
+    norms = torch.cat([norms["square_norm"] for _, norms in rows.norms()]).reshape(-1, 2, pairs)
+    each = norms[:, 0] - norms[:, 1]  # [n, pairs]
+    return float(each.mean(1).sum()), float((each.var(1) / pairs).sum().sqrt())
 
 
 def gauss_newton_rows(training: Examples) -> GaussNewtonRows:

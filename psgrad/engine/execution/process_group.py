@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
@@ -27,64 +27,52 @@ from torch.distributed.rendezvous import rendezvous
 
 from psgrad.engine.execution import rank_tensors
 from psgrad.engine.execution.rank_requests import RankRequests
+from psgrad.engine.execution.rank_waits import (
+    POLL,
+    Limits,
+    Patience,
+    ReachableStore,
+    not_together,
+    reached,
+    within,
+)
 from psgrad.engine.execution.ranks import PROGRESS_EVERY, Answer, Arrays, Result, step_within
 from psgrad.errors import DistributedError, PsgradError, error_of
 
-_SHORTEST_POLL, _POLL = 0.0005, 0.05  # seconds between two looks into the store, at first and at last
+_SHORTEST_POLL = 0.0005  # seconds between two looks into the store at first; POLL at last
 _LOOK = 0.002  # seconds between two looks for dead ranks, times the number of ranks: all ask one store
 _BEAT = 2.0  # seconds between two signs of life
-_SILENCE = 25.0  # seconds without a sign of life, after which a rank is taken for dead
-_HURRIED = 5.0  # the same where this rank has been asked to end, or has lost a connection
+_HURRIED = 5.0  # seconds of silence where this rank has been asked to end, or has lost a connection
 _LEAVING = 1.0  # seconds that rank 0 waits for others to leave before it
-_TIMEOUT = timedelta(minutes=10)  # of one collective
 _FAILED = "failed"
+_SHOWN = 8  # ranks in an error
 
 
-def keys_of_this_attempt(store: Store, rank: int, size: int) -> Store:
-    """A part of the store for the ranks that are there now.
+def _run_of(environment: Mapping[str, str]) -> str:
+    """A name that no other run has whose ranks meet at the same port by mistake."""
+    step = [environment.get(f"SLURM_{name}", "") for name in ("JOB_ID", "STEP_ID")]
+    return ".".join(["psgrad.run", environment.get("TORCHELASTIC_RUN_ID", ""), *step])
+
+
+def keys_of_this_attempt(store: Store, rank: int, size: int, seconds: float) -> Store:
+    """A part of the store for the ranks that are there now. Raises DistributedError where they do not come.
 
     torchrun keeps the store where it starts ranks again, with all that was in it, and gives ranks no number
     of the attempt that is the same on all hosts. So rank 0 takes a new number, and each rank has to find its
     own nonce in the list that rank 0 has made under it. Ranks of an attempt before are dead by then.
     """
-    nonce, end = secrets.token_hex(8), time.monotonic() + _TIMEOUT.total_seconds()
+    nonce, patience = secrets.token_hex(8), Patience(seconds)
     number = store.add("psgrad.attempts", int(rank == 0))
-    while time.monotonic() < end:
+    while not patience.ended():
         own = PrefixStore(f"psgrad.attempt.{number}", store)
         own.set(f"nonce.{rank}", nonce)
         if rank == 0 and own.check([f"nonce.{other}" for other in range(size)]):
             own.set("nonces", json.dumps([own.get(f"nonce.{other}").decode() for other in range(size)]))
         if own.check(["nonces"]) and nonce in json.loads(own.get("nonces")):
             return own
-        time.sleep(_POLL)
+        time.sleep(POLL)
         number = store.add("psgrad.attempts", 0)
-    raise DistributedError(
-        f"not all of the {size:,} ranks have come within {_TIMEOUT.total_seconds() / 60:.0f} minutes",
-        cause="a rank has failed before it could say so, or was not started",
-        next_step="look at what the others have printed, and run again with --resume",
-    )
-
-
-class _Reached:
-    """The store; DistributedError where the process that holds it is gone."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._store, name)
-
-        def call(*args: Any) -> Any:
-            try:
-                return method(*args)
-            except RuntimeError as error:
-                raise DistributedError(
-                    "the process that holds the key-value store of the group can't be reached",
-                    cause="rank 0, or the agent of torchrun on the first machine, was killed",
-                    next_step="run again with --resume: what is finished is kept",
-                ) from error
-
-        return call
+    raise not_together(size, seconds)
 
 
 Watched = Callable[[Callable[[], Any], Callable[[], None], float], Any]
@@ -98,10 +86,13 @@ class RankGroup:
     backend: str | None = "gloo"
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        self.rank, self.size, self.leads, self._store = rank, size, rank == 0, _Reached(store)
+        self.limits = Limits.of(os.environ)
+        self.rank, self.size, self.leads = rank, size, rank == 0
+        self._store = ReachableStore(store, self.limits.silence)
         self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}
         self._hurried, self._turns, self._looked = False, Counter[str](), time.monotonic()
         self._whole = True  # whether no message was broken off
+        self._waits_for = ""
         self._requests: list[RankRequests] = []
         self._stopped = threading.Event()
         self._beating = threading.Thread(target=self._beat, daemon=True)
@@ -126,28 +117,44 @@ class RankGroup:
                     next_step="run again with --resume: what is finished is kept",
                 )
 
+        limits = Limits.of(os.environ)
+        timeout = timedelta(seconds=limits.exchange)
+
+        def connected() -> tuple[Store, int, int]:
+            return next(iter(rendezvous("env://", timeout=timeout)))
+
         def met() -> tuple[Store, int, int]:
-            store, rank, size = next(iter(rendezvous("env://", timeout=_TIMEOUT)))
-            return keys_of_this_attempt(store, rank, size), rank, size
+            holds = os.environ["RANK"] == "0" or agent is not None
+            store, rank, size = connected() if holds else reached(os.environ, connected, limits)
+            own = PrefixStore(_run_of(os.environ), store)
+            return keys_of_this_attempt(own, rank, size, limits.exchange), rank, size
 
         try:
-            # Watched: it waits for minutes for a store that went with the agent of torchrun.
-            store, rank, size = rank_tensors.watched(met, require_agent, _POLL)
+            # Watched: it waits without a limit for a store that went with its agent, or does not answer.
+            size = int(os.environ["WORLD_SIZE"])
+            store, rank, size = rank_tensors.watched(met, within(limits, require_agent, size), POLL)
             group = cls(PrefixStore("psgrad", store), rank, size)
             # Watched: a rank that dies while the others connect to it would hold them up for minutes.
             rank_tensors.watched(
                 lambda: dist.init_process_group(
-                    cls.backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT
+                    cls.backend, store=store, rank=rank, world_size=size, timeout=timeout
                 ),
-                group._require_others,
-                _POLL,
+                within(limits, group._require_others, size),
+                POLL,
             )
         except (RuntimeError, ValueError) as error:
+            if "waiting for clients" in str(error):
+                raise not_together(size, limits.exchange) from error
+            taken = "EADDRINUSE" in str(error)
             raise DistributedError(
                 f"the process group can't be made: {str(error).splitlines()[0]}",
                 expected="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them",
-                cause="a rank has ended already, or the environment describes no group",
-                next_step="start with torchrun, or with --processes; or unset WORLD_SIZE for one process",
+                cause="another program uses the port MASTER_PORT"
+                if taken
+                else "a rank has ended already, or the environment describes no group",
+                next_step="set MASTER_PORT to a port that is free on this host"
+                if taken
+                else "start with torchrun, or with --processes; or unset WORLD_SIZE for one process",
             ) from error
         return group
 
@@ -163,7 +170,7 @@ class RankGroup:
             while self.rank == 0 and self._store.add("left", 0) < self.size and time.monotonic() < end:
                 time.sleep(_SHORTEST_POLL)
         # Else it may wait for minutes for a message that does not come.
-        if self._whole and all(each.ended for each in self._requests):
+        if self._whole and not self._store.silent and all(each.ended for each in self._requests):
             dist.destroy_process_group()
 
     def fail(self, message: str) -> bool:
@@ -249,7 +256,7 @@ class RankGroup:
         if self.rank == 0:
             self._store.add(key, 1)
         else:
-            self._wait_for(lambda: self._store.add(key, 0) >= self._turns[name])
+            self._wait_for(lambda: self._store.add(key, 0) >= self._turns[name], key)
         return self._broadcast(arrays)
 
     def collect(
@@ -259,7 +266,7 @@ class RankGroup:
         self._turns[name] += 1
         key = f"collect.{name}"
         self._store.add(key, 1)
-        self._wait_for(lambda: self._store.add(key, 0) >= self._turns[name] * self.size)
+        self._wait_for(lambda: self._store.add(key, 0) >= self._turns[name] * self.size, key)
         for source in self._sources():
             self._received(source, add)
         if self.rank:
@@ -361,14 +368,20 @@ class RankGroup:
         self.exchange(lambda: found.update(rank_tensors.received(self._receiver, onwards)))
         return found
 
-    def exchange(self, exchange: Callable[[], Result], watched: Watched = rank_tensors.watched) -> Result:
+    def exchange(
+        self,
+        exchange: Callable[[], Result],
+        watched: Watched = rank_tensors.watched,
+        limit: float | None = None,
+    ) -> Result:
         """What an exchange of tensors returns. Raises DistributedError with the rank that has failed or
         died.
 
-        watched: runs it.
+        watched: runs it. limit: seconds for all of it; None for as many as for work, as each message of the
+        process group has a limit.
         """
         try:
-            found: Result = watched(exchange, self._require_others, _POLL)
+            found: Result = watched(exchange, self.waiting("tensors of another rank", limit), POLL)
             return found
         except RuntimeError as error:
             self._whole = False
@@ -376,7 +389,7 @@ class RankGroup:
             end = time.monotonic() + 2 * _HURRIED
             while time.monotonic() < end:
                 self._require_others()
-                time.sleep(_POLL)
+                time.sleep(POLL)
             raise DistributedError(
                 f"a connection to another rank is lost: {str(error).splitlines()[0]}",
                 cause="the network is down, or a rank was killed and started again",
@@ -390,19 +403,51 @@ class RankGroup:
 
     def _wait(self, key: str) -> None:
         """Wait until the key is there. Raises DistributedError where a rank has failed or died."""
-        self._wait_for(lambda: self._store.check([key]))
+        self._wait_for(lambda: self._store.check([key]), key)
 
-    def _wait_for(self, reached: Callable[[], bool]) -> None:
+    def _wait_for(self, reached: Callable[[], bool], what: str) -> None:
         """Look often at first, then in pauses of a tenth of the time waited, and for dead ranks now and
         then.
         """
-        began = looked = time.monotonic()
+        began, look = time.monotonic(), self.waiting(what)
+        self._waits_for = what
         while not reached():
-            now = time.monotonic()
-            if now - looked > max(_POLL, self.size * _LOOK):
+            look()
+            time.sleep(min(POLL, max(_SHORTEST_POLL, (time.monotonic() - began) / 10)))
+        self._waits_for = ""
+
+    def waiting(self, what: str, limit: float | None = None) -> Callable[[], None]:
+        """A function to call again and again during a wait. It raises DistributedError where another rank has
+        failed or died, or the wait is too long.
+
+        what: is waited for. limit: in seconds; None for the one of work.
+        """
+        patience = Patience(self.limits.work if limit is None else limit)
+        looked = time.monotonic()
+
+        def look() -> None:
+            nonlocal looked
+            if patience.ended():
+                raise self._too_late(what, patience.limit)
+            if (now := time.monotonic()) - looked > max(POLL, self.size * _LOOK):
                 self._require_others()
                 looked = now
-            time.sleep(min(_POLL, max(_SHORTEST_POLL, (now - began) / 10)))
+
+        return look
+
+    def _too_late(self, what: str, seconds: float) -> DistributedError:
+        waits = f" {what}".encode()
+        late = [rank for rank, beat in self._beats().items() if not beat.endswith(waits)]
+        return DistributedError(
+            f"rank {self.rank} has waited {seconds:,.0f} seconds for {what!r}"
+            + (f"; not there: rank {', '.join(map(str, late[:_SHOWN]))}" if late else ""),
+            expected="ranks that come to the same place within that time",
+            cause="a rank that lives and does not go on: it reads from a drive that hangs, or runs code of"
+            " yours without an end",
+            next_step="look at its log in logs/ of the run folder, and run again with --resume;"
+            " PSGRAD_RANK_WORK=200000 waits longer",
+            rank=late[0] if late else None,
+        )
 
     def _require_others(self) -> None:
         if self._store.check([_FAILED]):
@@ -410,20 +455,24 @@ class RankGroup:
             raise DistributedError(
                 f"rank {rank} failed: {message}", next_step="mend it there, and run again with --resume"
             )
-        now, silence = time.monotonic(), _HURRIED if self._hurried else _SILENCE
+        now, silence = time.monotonic(), self._patience()
         paused = now - self._looked > silence / 2  # computed, or was stopped, maybe together with the others
         self._looked = now
         for rank, beat in self._beats().items():
             before, since = self._heard[rank]
             if beat != before or paused:
                 self._heard[rank] = beat, now
-            elif now - since > (silence if before else _TIMEOUT.total_seconds()):  # it may begin late
+            elif now - since > (silence if before else self.limits.exchange):  # it may begin late
                 raise DistributedError(
                     f"rank {rank} has given no sign of life for {now - since:.0f} seconds",
                     cause="its process was killed, or its machine is down",
                     next_step="run again with --resume: what is finished is kept",
                     rank=rank,
                 )
+
+    def _patience(self) -> float:
+        """Seconds of silence of another rank, at most."""
+        return min(_HURRIED, self.limits.silence) if self._hurried else self.limits.silence
 
     def _beats(self) -> dict[int, bytes]:
         """The last sign of life of each other rank; empty where it has given none. One request for all that
@@ -440,6 +489,6 @@ class RankGroup:
     def _beat(self) -> None:
         with suppress(DistributedError):
             while True:
-                self._store.set(f"alive.{self.rank}", str(time.monotonic()))
+                self._store.set(f"alive.{self.rank}", f"{time.monotonic()} {self._waits_for}")
                 if self._stopped.wait(_BEAT):
                     return

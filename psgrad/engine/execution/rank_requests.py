@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from psgrad.engine.execution.rank_tensors import OneThread
+from psgrad.engine.execution.rank_waits import Limits
 from psgrad.engine.execution.ranks import Answer
 
 _QUESTION, _ANSWER = 1, 2  # tags of messages
@@ -28,10 +29,16 @@ class Group(Protocol):
     """What is needed of the ranks of a run."""
 
     rank: int
+    limits: Limits
 
-    def exchange(self, exchange: Callable[[], Any], watched: Callable[..., Any] = ...) -> Any:
+    def exchange(
+        self,
+        exchange: Callable[[], Any],
+        watched: Callable[..., Any] = ...,
+        limit: float | None = None,
+    ) -> Any:
         """What the exchange of tensors returns. Raises DistributedError with the rank that has failed or
-        died. watched: runs it, such as rank_tensors.watched.
+        died. watched: runs it, such as rank_tensors.watched. limit: in seconds.
         """
 
     def fail(self, message: str) -> bool:
@@ -59,14 +66,15 @@ class RankRequests:
             thread.start()
 
     def ask(self, questions: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
-        self._group.exchange(lambda: self._asked(questions, into), self._in_turn)
+        limit = self._group.limits.exchange  # that of the messages is too long
+        self._group.exchange(lambda: self._asked(questions, into), self._in_turn, limit)
 
     def end(self) -> None:
         """This rank asks no more. Returns when the others have said so, too.
 
         Raises DistributedError where one of them has failed or died before.
         """
-        self._group.exchange(self._said_goodbye, self._in_turn)
+        self._group.exchange(self._said_goodbye, self._in_turn, self._group.limits.exchange)
 
     @property
     def ended(self) -> bool:

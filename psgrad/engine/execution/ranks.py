@@ -288,6 +288,12 @@ def overlap(some: range, others: range) -> range:
     return range(max(some.start, others.start), min(some.stop, others.stop))
 
 
+def spread_rows(count: int, wanted: int) -> list[int]:
+    """`wanted` rows, evenly spread over a dataset of `count`."""
+    wanted = min(wanted, count)
+    return [index * count // wanted for index in range(wanted)]
+
+
 def gaps(count: int, done: Sequence[range]) -> list[range]:
     """The rows 0, ..., count - 1 that are in none of these ranges, as ranges in order."""
     result, reached = list[range](), 0

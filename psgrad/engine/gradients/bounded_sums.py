@@ -29,7 +29,7 @@ from collections.abc import Iterator
 
 import torch
 
-from psgrad.engine.gradients.deferred import DeferredGradient, Placed
+from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.norms import square_norms
 from psgrad.engine.gradients.terms import Term, accumulating_dtype, blocks, square_norm
 
@@ -95,7 +95,7 @@ def _sums_of_products(
 
 def in_type(gradient: DeferredGradient, samples: slice, kind: torch.dtype) -> DeferredGradient:
     """The gradient of some samples with its factors cast to this type, in which they are multiplied."""
-    terms = tuple(Placed(placed.term.at(samples, kind), placed.layout) for placed in gradient.terms)
+    terms = tuple(placed.at(samples, kind) for placed in gradient.terms)
     return DeferredGradient(terms, gradient.shape, kind, gradient.device)
 
 

@@ -69,7 +69,7 @@ class DeferredGradient:
 
     def at(self, samples: slice | torch.Tensor) -> DeferredGradient:
         """The gradient of some of the samples."""
-        return self.with_terms([Placed(placed.term.at(samples), placed.layout) for placed in self.terms])
+        return self.with_terms([placed.at(samples) for placed in self.terms])
 
     def describe(self) -> str:
         """The orders of contraction of its norms, in words."""
@@ -96,10 +96,7 @@ class DeferredGradient:
         """[n, *shape]"""
         # Half-precision factors of a float32 gradient are multiplied and summed in float32.
         wide = torch.promote_types(self.dtype, self.terms[0].term.dtype)
-        parts = [
-            placed.layout.apply(placed.term.at(slice(None), wide).materialise(), lead=1)
-            for placed in self.terms
-        ]
+        parts = [placed.at(slice(None), wide).materialise() for placed in self.terms]
         total = parts[0]
         for part in parts[1:]:
             total = total + part

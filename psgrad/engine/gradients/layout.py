@@ -29,6 +29,12 @@ class Run:
     def end(self, length: int) -> int:
         return self.start + (length - 1) * self.step + 1
 
+    def is_apart(self, length: int, other: Run, other_length: int) -> bool:
+        """Whether `length` places of this run have none in common with those of another."""
+        if self.end(length) <= other.start or other.end(other_length) <= self.start:
+            return True
+        return (self.start - other.start) % math.gcd(self.step, other.step) != 0
+
     def narrow(self, length: int, start: int, step: int, wanted: int) -> tuple[slice, Run] | None:
         """The intersection of `length` places of this run with `wanted` places from `start` on: its slice of
         this run, and its run among the `wanted` places. None if the two steps are not compatible; an empty
@@ -112,12 +118,13 @@ class Layout:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The window, as an index into the parameter."""
-        if self.window is None:
-            return tuple(slice(0, size) for size in self.inner)
-        return tuple(
-            slice(run.start, run.end(length), run.step)
-            for run, length in zip(self.window, self.inner, strict=True)
-        )
+        return tuple(slice(run.start, run.end(length), run.step) for run, length in self.runs)
+
+    @property
+    def runs(self) -> tuple[tuple[Run, int], ...]:
+        """For each labelled axis its places in the parameter's, and their number."""
+        window = self.window or [Run(0, 1, size) for size in self.inner]
+        return tuple(zip(window, self.inner, strict=True))
 
     def apply(self, value: torch.Tensor, lead: int = 0) -> torch.Tensor:
         """[*lead, *canonical] -> [*lead, *shape]; `lead`: the number of axes in front that do not change."""
@@ -164,9 +171,7 @@ class Layout:
 
     def embed(self, dim: int, start: int, step: int, size: int) -> Layout:
         """The layout in a larger value, whose axis `dim` has length `size`."""
-        window = (
-            list(self.window) if self.window is not None else [Run(0, 1, length) for length in self.inner]
-        )
+        window = [run for run, _ in self.runs]
         window[dim] = Run(start + window[dim].start * step, window[dim].step * step, size)
         if all(run.covers(length) for run, length in zip(window, self.inner, strict=True)):
             return self.bare

@@ -54,14 +54,12 @@ def _of_sum(terms: Sequence[Placed], norms: Sequence[torch.Tensor]) -> torch.Ten
     total = alone + 2 * _pairs(terms)
     inaccurate = ~torch.isfinite(total) | (total < CANCELLATION * alone) | ((alone > 0) & (alone < _TINY))
     if len(samples := samples_to_recompute(inaccurate)):
-        exact = [Placed(placed.term.at(samples, torch.float64), placed.layout) for placed in terms]
+        exact = [placed.at(samples, torch.float64) for placed in terms]
         alone = torch.stack([placed.term.square_norms() for placed in exact]).sum(0)
         total[samples] = alone + 2 * _pairs(exact)
         lost = torch.nonzero(total[samples] < _LOST * alone).squeeze(1)
         if len(lost):
-            total[samples[lost]] = _materialised(
-                [Placed(placed.term.at(lost), placed.layout) for placed in exact]
-            )
+            total[samples[lost]] = _materialised([placed.at(lost) for placed in exact])
     return total.clamp_(min=0)  # rounding may leave a tiny negative number
 
 
@@ -72,7 +70,7 @@ def _materialised(terms: Sequence[Placed]) -> torch.Tensor:
     size = 3 * math.prod(terms[0].layout.shape) * torch.float64.itemsize
     parts = []
     for block in blocks(terms[0].term.samples, size, terms[0].term.device):
-        values = [placed.layout.apply(placed.term.at(block).materialise(), lead=1) for placed in terms]
+        values = [placed.at(block).materialise() for placed in terms]
         parts.append(
             square_norm(torch.stack([value.reshape(len(value), -1) for value in values]).sum(0))
         )  # axes of length 1 may differ
@@ -129,11 +127,15 @@ def _are_products(term: Term) -> torch.Tensor:
     """[n]: whether all factors are finite and none is entirely zero. A norm of zero or infinity then comes
     from the range of the products.
     """
-    factors = [f.reshape(len(f), -1) for f in term.factors if f.dtype.is_floating_point and f[:1].numel()]
-    if not factors:
-        return torch.zeros(term.samples, dtype=torch.bool, device=term.device)
-    largest = torch.stack([torch.linalg.vector_norm(f, math.inf, 1) for f in factors])
-    return (torch.isfinite(largest) & (largest > 0)).all(0)
+    largest = largest_numbers(term)
+    return (torch.isfinite(largest) & (largest > 0)).all(0) & bool(len(largest))
+
+
+def largest_numbers(term: Term) -> torch.Tensor:
+    """[factors, n]: the largest size of a number in each sample's factors, without indices and empty ones."""
+    factors = [f.reshape(len(f), -1) for f in term.factors if f.is_floating_point() and f[:1].numel()]
+    sizes = [torch.linalg.vector_norm(f, math.inf, 1) for f in factors]
+    return torch.stack(sizes) if sizes else torch.empty(0, term.samples, device=term.device)
 
 
 # -- terms of one parameter that overlap -----------------------------------------------------------------
@@ -145,35 +147,19 @@ def common_parts(a: Placed, b: Placed) -> list[tuple[Placed, Placed]] | None:
     """
     if a.layout.window is None and b.layout.window is None:
         return [(a, b)]
-    runs = [_runs(placed) for placed in (a, b)]
-    if any(
-        _are_apart(one, one_length, other, length)
-        for (one, one_length), (other, length) in zip(*runs, strict=True)
-    ):
+    runs = a.layout.runs, b.layout.runs
+    if any(one.is_apart(length, *other) for (one, length), other in zip(*runs, strict=True)):
         return []
-    parts = [_within(placed, other) for placed, other in zip((a, b), reversed(runs), strict=True)]
+    parts = [_within(a, runs[1]), _within(b, runs[0])]
     if None in parts:
         return None
     return [(one, other) for one in parts[0] or [] for other in parts[1] or []]
 
 
-def _runs(placed: Placed) -> list[tuple[Run, int]]:
-    layout = placed.layout
-    window = layout.window if layout.window is not None else [Run(0, 1, size) for size in layout.inner]
-    return list(zip(window, layout.inner, strict=True))
-
-
-def _are_apart(one: Run, one_length: int, other: Run, length: int) -> bool:
-    """Whether two runs surely have no place in common."""
-    if one.end(one_length) <= other.start or other.end(length) <= one.start:
-        return True
-    return one.step == other.step and (one.start - other.start) % one.step != 0
-
-
 def _within(placed: Placed, runs: Sequence[tuple[Run, int]]) -> list[Placed] | None:
     """The part of a term within a window, with no window of its own."""
     for dim, (run, length) in enumerate(runs):
-        own, count = _runs(placed)[dim]
+        own, count = placed.layout.runs[dim]
         if own == run and count == length:
             continue
         if own.step == run.step != 1:  # of compatible steps the common places
@@ -198,7 +184,7 @@ def cross_products(a: Placed, b: Placed) -> torch.Tensor:
     ((a, b),) = common
     if a.term.dtype != b.term.dtype:  # a weight that is used in two precisions
         kind = torch.promote_types(accumulating_dtype(a.term.dtype), accumulating_dtype(b.term.dtype))
-        a, b = (Placed(placed.term.at(slice(None), kind), placed.layout) for placed in (a, b))
+        a, b = (placed.at(slice(None), kind) for placed in (a, b))
     for one, other in ((a, b), (b, a)):
         if (products := one.term.placed_products(one.layout, other)) is not None:
             return products
@@ -217,7 +203,7 @@ def _of_values(a: Placed, b: Placed) -> torch.Tensor:
     size = 2 * kind.itemsize * math.prod(a.layout.shape)
     out = torch.empty(a.term.samples, dtype=torch.float64, device=a.term.device)
     for block in blocks(a.term.samples, size, a.term.device):
-        values = [p.layout.apply(p.term.at(block, kind).materialise(), lead=1) for p in (a, b)]
+        values = [placed.at(block, kind).materialise() for placed in (a, b)]
         x, y = (value.reshape(len(value), a.layout.size) for value in values)
         out[block] = sum_of_products(x, y).double()
     return out

@@ -36,6 +36,6 @@ def sum_of_squares(gradient: DeferredGradient) -> torch.Tensor:
 def _add_values(total: torch.Tensor, side: Sequence[Placed]) -> None:
     kind = accumulating_dtype(side[0].term.dtype)
     for block in blocks(side[0].term.samples, 16 * math.prod(total.shape), total.device):
-        parts = [placed.layout.apply(placed.term.at(block, kind).materialise(), lead=1) for placed in side]
+        parts = [placed.at(block, kind).materialise() for placed in side]
         value = parts[0].double() if len(parts) == 1 else torch.stack(parts).sum(0).double()
         total += value.square().sum(0)

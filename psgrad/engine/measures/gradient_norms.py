@@ -107,7 +107,7 @@ class NormDistribution:
         """values: [n], non-negative and finite."""
         if not len(values):
             return
-        values = values.double()
+        values = values.cpu().double()
         added = NormDistribution()
         added.count, added.mean = len(values), float(values.mean())
         added._squares = float((values - added.mean).square().sum())

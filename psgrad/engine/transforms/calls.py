@@ -27,7 +27,14 @@ from psgrad.engine.transforms.levels import Divergence, Level, users_program
 from psgrad.engine.transforms.operators import aten
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.engine.transforms.state import ActiveLevel, state
-from psgrad.engine.transforms.tracer import Tracer, map_tracers, note_autograd, on_active_levels, tensors_in
+from psgrad.engine.transforms.tracer import (
+    Tracer,
+    is_differentiable,
+    map_tracers,
+    note_autograd,
+    on_active_levels,
+    tensors_in,
+)
 from psgrad.errors import TransformError
 
 Flat = list[Any]
@@ -59,7 +66,14 @@ class Call:
         raise NotImplementedError
 
     def batch(self, level: BatchLevel, args: Flat) -> Flat:
-        """The results as tracers of a batching level."""
+        """The results as tracers of a batching level; by default those of `for_all_samples` below it."""
+        args = [level.content(x) for x in args]
+        mapped = Mapped(level, [level.owns(x) for x in args])
+        outs = dispatch_call(self.for_all_samples(mapped), [level.batch.raw(x) for x in args], below=level)
+        return mapped.up(outs, mapped.outs)
+
+    def for_all_samples(self, mapped: Mapped) -> Call:
+        """The same call for all samples together, on physical values; it sets `mapped.outs`."""
         raise NotImplementedError
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> RecordedCall:
@@ -109,11 +123,7 @@ def process(level: ActiveLevel, call: Call, args: Flat) -> Flat:
     if isinstance(level, BatchLevel):
         return call.batch(level, args)
     assert isinstance(level, DerivativeLevel)
-    inputs = [
-        (i, x)
-        for i, x in level.inputs(tuple(args))
-        if isinstance(i, int) and (x.dtype.is_floating_point or x.dtype.is_complex)
-    ]
+    inputs = [(i, x) for i, x in level.inputs(tuple(args)) if isinstance(i, int) and is_differentiable(x)]
     if level.reads is not None:
         level.reads.note(tensors_in(args, {}))
     followed = level.is_on() and (level.reads is None or level.reads.follows)
@@ -295,6 +305,15 @@ class Mapped:
                 g = g if mapped else aten.sum.dim_IntList(g, [0])
             result.append(g)
         return result
+
+
+def pair_of(value: Any, source: str, expected: str) -> tuple[Any, Any]:
+    """What a rule of the user returned, which must be a pair. source: the rule, for the error."""
+    if not (isinstance(value, tuple) and len(value) == 2):
+        raise TransformError(
+            f"{source} returned a {kind_of(value)}{diagnostics.where()}", expected=f"a pair: {expected}"
+        )
+    return value
 
 
 def kind_of(value: Any) -> str:

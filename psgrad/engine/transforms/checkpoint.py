@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from psgrad import random_state
-from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.calls import (
     Call,
     Cotangents,
@@ -92,12 +91,6 @@ class RecomputedCall(Call):
 
     def run(self, args: Flat) -> Flat:
         return self.value(args)
-
-    def batch(self, level: BatchLevel, args: Flat) -> Flat:
-        args = [level.content(x) for x in args]
-        mapped = Mapped(level, [level.owns(x) for x in args])
-        outs = dispatch_call(self.for_all_samples(mapped), [level.batch.raw(x) for x in args], below=level)
-        return mapped.up(outs, mapped.outs)
 
     def for_all_samples(self, mapped: Mapped) -> RecomputedCall:
         function = self._through(mapped, self.function)

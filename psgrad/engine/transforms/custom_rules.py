@@ -23,11 +23,13 @@ from psgrad.engine.transforms.calls import (
     dispatch_call,
     kind_of,
     lowered,
+    pair_of,
     without_adoption,
 )
 from psgrad.engine.transforms.checkpoint import RecomputedCall
 from psgrad.engine.transforms.private_torch import tree_flatten, tree_unflatten
 from psgrad.engine.transforms.read_only import read_only
+from psgrad.engine.transforms.tracer import is_differentiable
 from psgrad.engine.transforms.user_rules import UserRuleCall, wrong_cotangent
 from psgrad.errors import TransformError
 
@@ -155,14 +157,13 @@ class custom_vjp(_Differentiated):
 
         def prepare(values: Flat, outs: Flat | None, needed: list[int]) -> tuple[Flat, Any, frozenset[int]]:
             nonlocal out_spec
-            pair = fwd(*self.joined(apart, tree_unflatten(values, spec)))
-            if not (isinstance(pair, tuple) and len(pair) == 2):
-                raise TransformError(
-                    f"the forward rule of {self.title} returned a {kind_of(pair)}{diagnostics.where()}",
-                    expected="a pair: the function's result, and the residuals for the backward rule",
-                )
-            results, out_spec = self.flat_tensors(pair[0])
-            return results, (pair[1], results, out_spec), frozenset()
+            result, residuals = pair_of(
+                fwd(*self.joined(apart, tree_unflatten(values, spec))),
+                f"the forward rule of {self.title}",
+                "the function's result, and the residuals for the backward rule",
+            )
+            results, out_spec = self.flat_tensors(result)
+            return results, (residuals, results, out_spec), frozenset()
 
         def backward(context: Any, cotangents: Cotangents) -> Cotangents:
             residuals, results, spec_of_results = context
@@ -243,15 +244,17 @@ class custom_jvp(_Differentiated):
 
         def forward(values: Flat, outs: Flat | None, tangents: Flat) -> tuple[Flat, Flat]:
             nonlocal out_spec
-            along = [_zeros(x) if t is None else t for t, x in zip(tangents, values, strict=True)]
-            pair = jvp(*apart, tree_unflatten(values, spec), tree_unflatten(along, spec))
-            if not (isinstance(pair, tuple) and len(pair) == 2):
-                raise TransformError(
-                    f"the rule of {self.title} returned a {kind_of(pair)}{diagnostics.where()}",
-                    expected="a pair: the function's result, and its tangent",
-                )
-            results, out_spec = self.flat_tensors(pair[0])
-            pushed, pushed_spec = tree_flatten(pair[1])
+            along = [
+                torch.zeros_like(x) if t is None and is_differentiable(x) else t
+                for t, x in zip(tangents, values, strict=True)
+            ]
+            result, tangent = pair_of(
+                jvp(*apart, tree_unflatten(values, spec), tree_unflatten(along, spec)),
+                f"the rule of {self.title}",
+                "the function's result, and its tangent",
+            )
+            results, out_spec = self.flat_tensors(result)
+            pushed, pushed_spec = tree_flatten(tangent)
             if pushed_spec != out_spec or any(
                 not isinstance(t, torch.Tensor) or t.shape != x.shape
                 for t, x in zip(pushed, results, strict=True)
@@ -267,14 +270,6 @@ class custom_jvp(_Differentiated):
         return tree_unflatten(
             dispatch_call(UserRuleCall(self.title, function, forward=forward), flat), out_spec
         )
-
-
-def _zeros(x: Any) -> Any:
-    return (
-        torch.zeros_like(x)
-        if isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
-        else None
-    )
 
 
 class custom_vmap(_Custom):
@@ -344,16 +339,15 @@ class _MappedByRule(RecomputedCall):
     def _by_rule(self, size: int, in_batched: list[bool], values: Flat) -> Flat:
         assert isinstance(self.custom, custom_vmap)
         assert self.custom.rule is not None
-        pair = self.custom.rule(
-            size, list(tree_unflatten(in_batched, self.spec)), *tree_unflatten(values, self.spec)
+        result, flags = pair_of(
+            self.custom.rule(
+                size, list(tree_unflatten(in_batched, self.spec)), *tree_unflatten(values, self.spec)
+            ),
+            f"the rule of {self.name}",
+            "the result, and which of its leaves have the sample axis in front",
         )
-        if not (isinstance(pair, tuple) and len(pair) == 2):
-            raise TransformError(
-                f"the rule of {self.name} returned a {kind_of(pair)}{diagnostics.where()}",
-                expected="a pair: the result, and which of its leaves have the sample axis in front",
-            )
-        results, self.out_spec = self.custom.flat_tensors(pair[0])
-        out_batched, flags_spec = tree_flatten(pair[1])
+        results, self.out_spec = self.custom.flat_tensors(result)
+        out_batched, flags_spec = tree_flatten(flags)
         if flags_spec != self.out_spec:
             raise TransformError(
                 f"the rule of {self.name} returned a result {self.out_spec} with flags {flags_spec}"

@@ -203,10 +203,9 @@ class DerivativeLevel(AdoptingLevel):
             if self.has_outside:
                 for tracer in filter(self.owns, tensors_in(args, kwargs)):
                     _base_of(tracer).needed = True
-            custom = rule.instead(self, args, kwargs) if rule.instead is not None else None
-            if custom is not None:
-                return custom
-            result = self.apply(rule, below, values, self.unwrap(kwargs) if kwargs else kwargs, inputs)
+            result = rule.instead(*args, **kwargs) if rule.instead is not None else None
+            if result is None:
+                result = self.apply(rule, below, values, self.unwrap(kwargs) if kwargs else kwargs, inputs)
         return self.remember_views(op, args, kwargs, result) if operator.facts.is_view else result
 
     def inputs(self, args: tuple[Any, ...]) -> list[tuple[Position, Any]]:

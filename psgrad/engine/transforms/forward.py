@@ -20,7 +20,7 @@ from psgrad.engine.transforms.operators import Op, aten
 from psgrad.engine.transforms.reverse import GradLevel
 from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP
 from psgrad.engine.transforms.tape import pull_back
-from psgrad.engine.transforms.tracer import note_autograd, rewritten
+from psgrad.engine.transforms.tracer import is_differentiable, note_autograd, rewritten
 
 
 class ForwardTracer(DerivativeTracer):
@@ -180,7 +180,7 @@ def transpose(
         leaves = [
             (
                 level.leaf(torch.full(x.shape, at, dtype=x.dtype, device=x.device))
-                if isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
+                if is_differentiable(x)
                 else None
             )
             for x in inputs

@@ -15,7 +15,7 @@ from psgrad.engine.transforms.private_torch import tree_flatten, tree_unflatten
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tape import Node, SavedValues, pull_back
-from psgrad.engine.transforms.tracer import Tracer
+from psgrad.engine.transforms.tracer import Tracer, is_differentiable
 from psgrad.engine.transforms.trees import Structure, flatten, map_leaves, unflatten
 from psgrad.errors import TransformArgumentError, TransformError
 
@@ -235,7 +235,7 @@ def _trace_arguments(
                 raise TransformArgumentError(
                     f"Thing passed to transform API must be Tensor, got {type(item)} in argument {position}"
                 )
-            if not (item.dtype.is_floating_point or item.dtype.is_complex):
+            if not is_differentiable(item):
                 raise TransformArgumentError(
                     f"argument {position} holds a tensor of dtype {item.dtype}: only Tensors of floating"
                     " point dtype can require gradients",

@@ -42,7 +42,7 @@ def jacrev(
     @functools.wraps(func)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         function, primals = _of_positions(func, argnums, args, kwargs)
-        value, vjp_fn, aux = vjp(lambda *xs: _with_aux(function(*xs), has_aux), *primals, has_aux=True)
+        value, vjp_fn, aux = vjp(lambda *xs: split_aux(function(*xs), has_aux), *primals, has_aux=True)
         outputs, out_spec = _real_leaves(value, "jacrev", "output")
         inputs, in_spec = _real_leaves(primals, "jacrev", "input")
 
@@ -87,7 +87,7 @@ def jacfwd(
         def column(*basis: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], Any]:
             along = tree_unflatten(list(basis), in_spec)
             value, tangent, aux = jvp(
-                lambda *xs: _with_aux(function(*xs), has_aux), primals, along, has_aux=True
+                lambda *xs: split_aux(function(*xs), has_aux), primals, along, has_aux=True
             )
             outputs, seen["spec"] = _real_leaves(value, "jacfwd", "output")
             seen["shapes"] = [y.shape for y in outputs]
@@ -139,10 +139,6 @@ def _of_positions(
         return func(*full, **kwargs)
 
     return function, tuple(args[position] for position in positions)
-
-
-def _with_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    return split_aux(out, has_aux)
 
 
 def _tree_of(parts: list[torch.Tensor], spec: Any, argnums: Argnums) -> Any:

@@ -10,6 +10,7 @@ import torch
 from psgrad.engine.transforms.forward import ForwardLevel, ForwardTracer
 from psgrad.engine.transforms.grad import lower, split_aux, vjp
 from psgrad.engine.transforms.private_torch import tree_flatten, tree_map, tree_unflatten
+from psgrad.engine.transforms.tracer import is_differentiable
 from psgrad.errors import TransformArgumentError, TransformError
 
 
@@ -62,7 +63,7 @@ def linearize(func: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..
     """
     value, vjp_fn = vjp(func, *primals)
     leaves, out_spec = tree_flatten(value)
-    smooth = [place for place, x in enumerate(leaves) if x.dtype.is_floating_point or x.dtype.is_complex]
+    smooth = [place for place, x in enumerate(leaves) if is_differentiable(x)]
 
     def with_zeros(tensors: Sequence[torch.Tensor]) -> Any:
         """A tree like the value: tensors where it is smooth, zeros in the place of whole numbers."""
@@ -101,7 +102,7 @@ def _flat_tensors(tree: Any, name: str) -> tuple[list[torch.Tensor], Any]:
             f"jvp(f, primals, tangents): Expected {name} to contain at least one Tensor"
         )
     for item in flat:
-        if not isinstance(item, torch.Tensor) or not (item.dtype.is_floating_point or item.dtype.is_complex):
+        if not is_differentiable(item):
             what = (
                 f"a tensor of dtype {item.dtype}"
                 if isinstance(item, torch.Tensor)

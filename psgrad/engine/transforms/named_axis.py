@@ -64,11 +64,11 @@ def all_gather(x: Any, axis_name: str) -> Any:
     return _collective(_Gather, x, axis_name)
 
 
-def axis_index(axis_name: str) -> torch.Tensor:
-    """The index of the sample, int64 []."""
+def axis_index(axis_name: str, device: torch.device | str | None = None) -> torch.Tensor:
+    """The index of the sample, int64 [], on `device`, or where new tensors are made."""
     level = axis_level(axis_name)
     with without_adoption(level):
-        return level.lift(torch.arange(level.size))
+        return level.lift(torch.arange(level.size, device=device))
 
 
 def axis_size(axis_name: str) -> int:

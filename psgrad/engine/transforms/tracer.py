@@ -159,6 +159,11 @@ def note_autograd(value: Any) -> None:
         state.attached = True
 
 
+def is_differentiable(value: Any) -> bool:
+    """Whether a value can have a derivative: a tensor of real or complex floating-point numbers."""
+    return isinstance(value, torch.Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
+
+
 ENDED: Any = object()  # stands for the level of a tracer whose transform has ended
 
 OTHER, TENSOR, TRACER, SEQUENCE = range(4)  # kinds of arguments

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.calls import (
     Call,
     Cotangents,
@@ -29,6 +28,7 @@ from psgrad.engine.transforms.read_only import read_only
 from psgrad.engine.transforms.reverse import GradLevel
 from psgrad.engine.transforms.rules.families import cast
 from psgrad.engine.transforms.tape import pull_back
+from psgrad.engine.transforms.tracer import is_differentiable
 from psgrad.errors import TransformError
 
 
@@ -90,24 +90,14 @@ class UserRuleCall(Call):
             f"{self.name} has a derivative of its own, which PyTorch's autograd does not use: differentiate"
             " with psgrad's grad or vjp"
         )
-        places = [
-            i
-            for i, x in enumerate(outs)
-            if isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
-        ]
+        places = [i for i, x in enumerate(outs) if is_differentiable(x)]
         refusal = DelayedError(message.encode(), len(places))
         refused = refusal(*[outs[i].detach().requires_grad_() for i in places])
         for i, x in zip(places, refused if isinstance(refused, tuple) else (refused,), strict=True):
             outs[i] = x
         return outs
 
-    def batch(self, level: BatchLevel, args: Flat) -> Flat:
-        args = [level.content(x) for x in args]
-        mapped = Mapped(level, [level.owns(x) for x in args])
-        outs = dispatch_call(self._for_all_samples(mapped), [level.batch.raw(x) for x in args], below=level)
-        return mapped.up(outs, mapped.outs)
-
-    def _for_all_samples(self, mapped: Mapped) -> UserRuleCall:
+    def for_all_samples(self, mapped: Mapped) -> UserRuleCall:
         def function(args: Flat) -> Flat:
             with entered_again(mapped.level):
                 results = self.function(mapped.up(args, mapped.args))
@@ -226,8 +216,7 @@ class UserRuleCall(Call):
         """
         checked: Cotangents = []
         for position, (g, x) in enumerate(zip(cotangents, values, strict=True)):
-            differentiable = isinstance(x, torch.Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex)
-            if g is None or not differentiable:
+            if g is None or not is_differentiable(x):
                 checked.append(None)
                 continue
             if not isinstance(g, torch.Tensor) or g.shape != x.shape:

@@ -17,6 +17,7 @@ from psgrad.inputs.sources.files import Wanted, require_columns
 from psgrad.inputs.sources.source import TableSource
 from psgrad.inputs.sources.tables import Rows, TableRows
 from psgrad.plugins import SOURCES, configured
+from psgrad.wording import first_of
 
 IMAGE, LABEL, FILE_NAME = "image", "label", "file_name"
 _SHOWN = 5
@@ -29,11 +30,9 @@ class FolderRows(TableRows):
     @cached_property
     def fingerprint(self) -> str:
         """Of the metadata file, or of the names and classes; not of what is in the images."""
-        return (
-            super().fingerprint
-            if self.files
-            else hashlib.sha256(str(self._table.to_pydict()).encode()).hexdigest()
-        )
+        if self.files:
+            return super().fingerprint
+        return hashlib.sha256(str(self._table.to_pydict()).encode()).hexdigest()
 
 
 def with_names(config: DataConfig, base: Path) -> DataConfig:
@@ -79,19 +78,13 @@ def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> Rows
 
 def _left_out(folder: Path, paths: Set[str], classes: bool) -> tuple[str, ...]:
     """What is to be said of the files of a folder that are no rows; hidden ones are not named."""
-    others = [
-        name
-        for path in sorted(folder.rglob("*"))
-        if not path.is_dir()
-        and not path.name.startswith(".")
-        and (name := path.relative_to(folder).as_posix()) not in paths
-    ]
+    files = (path for path in sorted(folder.rglob("*")) if not path.is_dir() and path.name[0] != ".")
+    others = [name for path in files if (name := path.relative_to(folder).as_posix()) not in paths]
     if not others:
         return ()
-    shown = ", ".join(others[:_SHOWN]) + (f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else "")
     where = " in the folder of a class" if classes else ""
     count = "1 file was" if len(others) == 1 else f"{len(others):,} files were"
-    return (f"{count} left out, as no image{where} by name: {shown}",)
+    return (f"{count} left out, as no image{where} by name: {first_of(others, _SHOWN)}",)
 
 
 def required_folder(folder: Path) -> Path:

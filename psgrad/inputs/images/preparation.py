@@ -16,6 +16,7 @@ from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.models.hub import library
 from psgrad.inputs.models.loaded import Pretrained
+from psgrad.wording import first_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -181,7 +182,7 @@ def _processor(pretrained: Pretrained) -> Any:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{pretrained.folder} has no image processor: {next(iter(str(error).splitlines()), '')}",
+            f"{pretrained.folder} has no image processor: {first_line(error)}",
             expected="preprocessor_config.json in the model's folder",
             next_step="save it there with the image processor's save_pretrained",
         ) from error

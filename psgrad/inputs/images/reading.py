@@ -13,6 +13,7 @@ import numpy as np
 
 from psgrad.errors import DataError, UnreadableRow
 from psgrad.inputs.models.hub import library
+from psgrad.wording import first_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -123,7 +124,7 @@ def _on_white(image: Image) -> Image:
 
 
 def _broken(named: str, error: Exception) -> BrokenImage:
-    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    reason = first_line(error)
     if "cannot identify" in reason:
         reason = "it is no image that Pillow knows"
     return BrokenImage(

@@ -58,9 +58,7 @@ class _OfClasses(Loss):
 
 @dataclass(frozen=True)
 class CrossEntropy(_OfClasses):
-    """Logits [c] or [c, *positions] against labels [] or [*positions], or probabilities of the output's
-    shape.
-    """
+    """Logits [c] or [c, *positions] against labels [] or [*positions], or probabilities [c, *positions]."""
 
     label_smoothing: Smoothing = 0.0
     weight: ClassWeights = None

@@ -12,6 +12,15 @@ from torch import Tensor
 
 from psgrad.inputs.loss import Kind, Loss, require_shapes, rounded
 
+Threshold = Annotated[
+    float,
+    Field(
+        gt=0,
+        allow_inf_nan=False,
+        description="The error at which squares change to absolute values, in the target's unit",
+    ),
+]
+
 
 @dataclass(frozen=True)
 class BCEWithLogits(Loss):
@@ -50,14 +59,7 @@ class L1(Loss):
 class SmoothL1(Loss):
     """Squares of small errors, divided by 2 beta, and absolute values of large ones."""
 
-    beta: Annotated[
-        float,
-        Field(
-            gt=0,
-            allow_inf_nan=False,
-            description="The error at which squares change to absolute values, in the target's unit",
-        ),
-    ] = 1.0
+    beta: Threshold = 1.0
 
     name: ClassVar[str] = "smooth_l1"
     kind: ClassVar[Kind] = "value"
@@ -70,14 +72,7 @@ class SmoothL1(Loss):
 class Huber(Loss):
     """Half the squares of small errors, and absolute values of large ones, times delta."""
 
-    delta: Annotated[
-        float,
-        Field(
-            gt=0,
-            allow_inf_nan=False,
-            description="The error at which squares change to absolute values, in the target's unit",
-        ),
-    ] = 1.0
+    delta: Threshold = 1.0
 
     name: ClassVar[str] = "huber"
     kind: ClassVar[Kind] = "value"
@@ -87,9 +82,7 @@ class Huber(Loss):
 
 
 def mean_of(loss: Callable[[Tensor, Tensor], Tensor], output: Tensor, target: Tensor) -> Tensor:
-    """The mean [] over the elements; the shapes may differ in axes of size 1 only, so that nothing is
-    broadcast by mistake.
-    """
+    """The mean [] over the elements; shapes may differ in axes of size 1 only: nothing is broadcast."""
     same = [size for size in output.shape if size != 1] == [size for size in target.shape if size != 1]
     require_shapes(same, "this loss", "the same shape, but for axes of size 1", output, target)
     return loss(output, target.reshape(output.shape).to(output.dtype))

@@ -1,17 +1,19 @@
-"""What the folder of an adapter holds, before anything is loaded, and whether it was made for the base model.
-No torch.
-"""
+"""The folder of an adapter, before anything is loaded, and whether it fits the base model. No torch."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from psgrad.config.model import ModelConfig
 from psgrad.errors import CheckpointError, ConfigError
-from psgrad.inputs.models.checkpoint_headers import TensorHeader, checkpoint_header, require_plain_archive
+from psgrad.inputs.models.checkpoint_headers import (
+    TensorHeader,
+    checkpoint_header,
+    json_content,
+    require_plain_archive,
+)
 from psgrad.inputs.models.hub import Location, is_hub_id
 from psgrad.inputs.models.model_folders import weight_files, weights_file
 from psgrad.inputs.sources.files import require_file, sha256_of
@@ -21,9 +23,7 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def read_adapter_settings(folder: Path) -> dict[str, Any]:
-    """The content of a folder's adapter_config.json. Raises ConfigError where there is none, CheckpointError
-    where it can't be read.
-    """
+    """A folder's adapter_config.json. Raises ConfigError without one, CheckpointError for a damaged one."""
     path = folder / SETTINGS
     if not path.is_file():
         raise ConfigError(
@@ -35,10 +35,7 @@ def read_adapter_settings(folder: Path) -> dict[str, Any]:
                 else "another folder"
             ),
         )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}", cause="an interrupted copy") from error
+    content: dict[str, Any] = json_content(path)
     if not isinstance(content, dict) or not isinstance(content.get("peft_type"), str):
         raise CheckpointError(f"{path} names no peft_type", expected="a file that peft wrote")
     return content

@@ -1,6 +1,4 @@
-"""Adapters of peft on a pretrained model: read from their folders or made new. Only their parameters are
-differentiated.
-"""
+"""Adapters of peft on a pretrained model, read or made new. Only their parameters are differentiated."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ from psgrad.inputs.models.adapter_folders import (
     base_notes,
     read_adapter_settings,
 )
-from psgrad.inputs.models.checkpoint_headers import first_line
 from psgrad.inputs.models.hub import library, located, quiet
 from psgrad.inputs.models.pretrained import Origin
+from psgrad.wording import first_line, first_of
 
 _SHOWN = 8
 
@@ -97,7 +95,8 @@ def _with_one(peft: Any, model: Any, folder: Path, name: str) -> Any:
                 report = model.load_adapter(folder, name, is_trainable=trained, **options)
     except Exception as error:
         if "size mismatch" in str(error):
-            raise _other_base(folder, first_line_with(error, "size mismatch")) from error
+            lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
+            raise _other_base(folder, lines[0]) from error
         if "arget modules" in str(error):
             raise _other_base(folder, first_line(error)) from error
         raise ModelError(
@@ -109,7 +108,7 @@ def _with_one(peft: Any, model: Any, folder: Path, name: str) -> Any:
         name for name in report.unexpected_keys if name != "prompt_embeddings"
     ]  # peft places them itself
     odd = [("missing", report.missing_keys), ("without a place", extra)]
-    lost = [f"{len(names)} {what} ({_listed(names)})" for what, names in odd if names]
+    lost = [f"{len(names)} {what} ({first_of(names, _SHOWN)})" for what, names in odd if names]
     if lost:
         raise _other_base(folder, "; ".join(lost))
     if settings.is_prompt_learning:
@@ -124,10 +123,6 @@ def _other_base(folder: Path, what: str) -> CheckpointError:
         cause="it was made for another base model, or for another version of it",
         next_step=f"compare base_model_name_or_path in {folder / SETTINGS} with model.pretrained",
     )
-
-
-def first_line_with(error: Exception, words: str) -> str:
-    return next((line.strip() for line in str(error).splitlines() if words in line), first_line(error))
 
 
 def _activate(model: Any, names: list[str], given: list[str]) -> None:
@@ -198,8 +193,3 @@ def _described(settings: Any) -> str:
     virtual = getattr(settings, "num_virtual_tokens", None)
     parts = [kind, rank and f"rank {rank}", scale and f"alpha {scale}", virtual and f"{virtual} positions"]
     return ", ".join(str(part) for part in parts if part)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -1,6 +1,4 @@
-"""What checkpoint files say of themselves before anything is loaded: which files there are, and the tensors
-in them. No torch.
-"""
+"""What checkpoint files say of themselves before anything is loaded: files and tensors. No torch."""
 
 from __future__ import annotations
 
@@ -9,12 +7,13 @@ import posixpath
 import re
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import safetensors
 
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.sources.files import require_file
+from psgrad.wording import first_line
 
 INDEX_SUFFIX = ".safetensors.index.json"
 FOLDERS = ("config.json", "adapter_config.json", ".metadata")
@@ -133,16 +132,21 @@ def checkpoint_files(path: Path) -> list[Path]:
     return [path, *(path.parent / shard for shard in sorted(set(weight_map(path).values())))]
 
 
+def json_content(path: Path, named: str = "") -> Any:
+    """What a file of JSON holds. named: what is before its path in messages. Raises CheckpointError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{named}{path} is not valid JSON: {error}", cause="an interrupted copy or download"
+        ) from error
+
+
 def weight_map(index: Path, suffix: str = ".safetensors") -> dict[str, str]:
     """Tensor name to shard, a file that ends in `suffix`. Every shard's path is checked: nothing outside the
     index's own folder is ever opened.
     """
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"the index {index} is not valid JSON: {error}", cause="an interrupted copy or download"
-        ) from error
+    content = json_content(index, "the index ")
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
@@ -191,9 +195,7 @@ def damaged(path: Path, kind: str, reason: str) -> CheckpointError:
 
 
 def require_plain_archive(path: Path) -> None:
-    """Refuses what torch.save (since 1.6) does not write: bare pickles, and archives whose records swell when
-    they are read.
-    """
+    """Refuses bare pickles and compressed archives, neither of which torch.save (since 1.6) writes."""
     try:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
@@ -213,7 +215,3 @@ def require_plain_archive(path: Path) -> None:
             f"the checkpoint {path} is compressed",
             expected="an archive as torch.save writes it, uncompressed",
         )
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

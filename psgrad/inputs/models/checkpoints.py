@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from psgrad.inputs.models.distributed_checkpoints import read_distributed
 from psgrad.inputs.models.in_files import fill_from_files
 from psgrad.inputs.models.torch_files import Inert, TorchFile, holds_code, read_torch, refers_to
 from psgrad.inputs.sources.files import require_file
+from psgrad.wording import first_of
 
 _PREFIXES = ("module.", "_orig_mod.", "model.")  # put there by DataParallel, torch.compile and Lightning
 _SHOWN = 10
@@ -95,9 +96,7 @@ def _only_candidate(loaded: object) -> str | None:
 
 
 def state_dict_in(file: TorchFile, key: str | None, path: Path) -> dict[str, Tensor]:
-    """The state dict in what was read of `path`, at `key` if that is given. Raises ConfigError and
-    CheckpointError.
-    """
+    """The state dict in what was read of `path`, at `key`. Raises ConfigError and CheckpointError."""
     loaded = file.content
     found = loaded if key is None else _at(loaded, key)
     if _is_state_dict(found):
@@ -121,11 +120,9 @@ def _at(loaded: object, key: str) -> object:
 
 
 def _is_state_dict(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and bool(value)
-        and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
-    )
+    if not isinstance(value, dict) or not value:
+        return False
+    return all(isinstance(name, str) and isinstance(each, Tensor) for name, each in value.items())
 
 
 def _keys_of_state_dicts(loaded: object) -> list[str]:
@@ -138,11 +135,7 @@ def _keys_to_name(loaded: object) -> str:
     keys, usable = list(loaded) if isinstance(loaded, dict) else [], _keys_of_state_dicts(loaded)
     if usable:
         return f"set model.state_dict_key to the state dict that you mean: {', '.join(usable[:_SHOWN])}"
-    return (
-        f"it holds {', '.join(repr(key) for key in keys[:_SHOWN])}"
-        if keys
-        else f"it holds a {type(loaded).__name__}"
-    )
+    return f"it holds {', '.join(map(repr, keys[:_SHOWN])) if keys else f'a {type(loaded).__name__}'}"
 
 
 # -- Loading -------------------------------------------------------------------------------------------------
@@ -198,7 +191,7 @@ class _Chosen:
             return []
         found = [f"stripped the prefix {self.prefix!r} from the {len(self.tensors)} names of {source}"]
         if self.rest:
-            found.append(f"left out {len(self.rest)} others: {_shortened(self.rest)}")
+            found.append(f"left out {len(self.rest)} others: {first_of(self.rest, _SHOWN)}")
         return found
 
 
@@ -216,7 +209,7 @@ def _chosen(model: nn.Module, state_dict: Mapping[str, Tensor], source: str, pre
         if not found.tensors:
             raise CheckpointError(
                 f"no name in the checkpoint {source} begins with {prefix!r} (model.state_dict_prefix)",
-                expected=f"names such as {_shortened(list(state_dict))}",
+                expected=f"names such as {first_of(list(state_dict), _SHOWN)}",
             )
         return found
     if _fit(model, state_dict).exact:
@@ -234,11 +227,6 @@ def _wrappings(state_dict: Mapping[str, Tensor], outer: str = "") -> list[str]:
         if prefix.count(".") < _DEEPEST:
             found += _wrappings(state_dict, prefix)
     return sorted(found, key=len)
-
-
-def _shortened(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 @dataclass(frozen=True)
@@ -271,7 +259,7 @@ class _Fit:
             ("have another shape or type", self.mismatched),
             ("are not in it, and the model keeps what it was built with", self.missing),
         )
-        said = [f"{len(names)} {words}: {_shortened(names)}" for words, names in groups if names]
+        said = [f"{len(names)} {words}: {first_of(names, _SHOWN)}" for words, names in groups if names]
         return f"strict is false: of {source} " + "; ".join(said)
 
     def likely_cause(self) -> str:
@@ -288,9 +276,8 @@ def _group(name: str, lines: list[str]) -> list[str]:
 def _fit(model: nn.Module, state_dict: Mapping[str, Tensor]) -> _Fit:
     wanted = _persistent(model)
     present = {id(tensor) for name, tensor in wanted.items() if name in state_dict}
-    missing = [
-        name for name, tensor in wanted.items() if name not in state_dict and id(tensor) not in present
-    ]
+    absent = (name for name in wanted if name not in state_dict)
+    missing = [name for name in absent if id(wanted[name]) not in present]
     unexpected = [name for name in state_dict if name not in wanted]
     common = [name for name in wanted if name in state_dict]
     problems = ((name, _mismatch(state_dict[name], wanted[name])) for name in common)
@@ -303,12 +290,9 @@ def _fit(model: nn.Module, state_dict: Mapping[str, Tensor]) -> _Fit:
 
 
 def _persistent(model: nn.Module) -> dict[str, Any]:
-    """What the model's state dict holds, by every name: the very tensors, so that tied ones can be told by
-    identity.
-    """
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
+    """What the model's state dict holds, by every name: the very tensors, so that tied ones are the same."""
+    tensors: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
     return {name: tensors.get(name, value) for name, value in model.state_dict().items()}
 
 
@@ -318,25 +302,20 @@ def _mismatch(got: Tensor, wanted: Any) -> str | None:
     if got.shape != wanted.shape:
         return f"{list(got.shape)} in the checkpoint, {list(wanted.shape)} in the model"
     if not torch.can_cast(got.dtype, wanted.dtype):
-        return f"{_short(got.dtype)} in the checkpoint, {_short(wanted.dtype)} in the model"
+        return f"{got.dtype} in the checkpoint, {wanted.dtype} in the model".replace("torch.", "")
     return None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _with_nearest(names: list[str], others: list[str]) -> list[str]:
     # Only the first few are shown, and the search is quadratic.
-    close = [nearest(name, others) for name in names[:_SHOWN]]
-    return [
-        f"{name} (nearest: {other})" if other else name for name, other in zip(names, close, strict=False)
-    ] + names[_SHOWN:]
+    close = ((name, nearest(name, others)) for name in names[:_SHOWN])
+    return [f"{name} (nearest: {other})" if other else name for name, other in close] + names[_SHOWN:]
 
 
 def _copy(model: nn.Module, state_dict: Mapping[str, Tensor], source: str) -> None:
     sources: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in _persistent(model).items():
+    wanted = _persistent(model)
+    for name, tensor in wanted.items():
         if name not in state_dict:
             continue
         first_name, first = sources.setdefault(id(tensor), (name, state_dict[name]))
@@ -346,7 +325,6 @@ def _copy(model: nn.Module, state_dict: Mapping[str, Tensor], source: str) -> No
                 " tensors for them",
                 cause="the checkpoint belongs to a model in which they are not tied",
             )
-    wanted = _persistent(model)
     whole = {name: sources[id(each)][1] for name, each in wanted.items() if id(each) in sources}
     filled = fill_from_files(model, whole)
     model.load_state_dict({name: each for name, each in whole.items() if name not in filled}, strict=False)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from psgrad.errors import CheckpointError, ConfigError
-from psgrad.inputs.models.checkpoint_headers import first_line
+from psgrad.wording import first_line
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

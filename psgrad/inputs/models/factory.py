@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from psgrad.config import ModelConfig, nearest
+from psgrad.config import ModelConfig, did_you_mean
 from psgrad.errors import ConfigError, ModelError
 from psgrad.inputs.models.adapter_folders import adapter_weights
 from psgrad.inputs.models.adapters import Adapted, with_adapters
@@ -34,6 +34,7 @@ from psgrad.inputs.models.pretrained import load_pretrained, pick_for
 from psgrad.inputs.models.timm_models import load_timm
 from psgrad.inputs.sources.files import sha256_of
 from psgrad.user_code import call_factory, describe_failure, module_of, resolve
+from psgrad.wording import first_of
 
 _SHOWN = 8
 
@@ -54,11 +55,8 @@ def choose_trainable(model: nn.Module, patterns: Sequence[str], key: str) -> lis
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise _no_match(pattern, names, key)
-    chosen = {
-        name: parameter
-        for name, parameter in named
-        if any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
+    matching = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    chosen = {name: parameter for name, parameter in named if name in matching}
     if not chosen:
         raise ConfigError(
             f"{key} chooses no parameter",
@@ -84,11 +82,9 @@ def _no_match(pattern: str, names: list[str], key: str) -> ConfigError:
     modules = dict.fromkeys(
         ".".join(name.split(".")[:depth]) + ".*" for name in names for depth in range(1, name.count(".") + 1)
     )
-    close = nearest(pattern, [*names, *modules])
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     return ConfigError(
-        f"{key}: no parameter matches {pattern!r}" + (f"; did you mean {close}?" if close else ""),
-        expected=f"patterns of the model's parameters: {shown}",
+        f"{key}: no parameter matches {pattern!r}{did_you_mean(pattern, [*names, *modules])}",
+        expected=f"patterns of the model's parameters: {first_of(names, _SHOWN)}",
         next_step="a pattern is matched with the whole name: head.* is all inside head",
     )
 
@@ -199,11 +195,9 @@ def _from_pretrained(
     """A pretrained model with its adapters. `narrow`: of a model with adapters nothing else is trained."""
     narrow = narrow and config.adapter is not None
     found = load_pretrained(config, base, narrow=narrow, allow_download=allow_download, in_files=in_files)
-    adapted = (
-        Adapted(found.model)
-        if config.adapter is None
-        else with_adapters(found, config, base, allow_download=allow_download)
-    )
+    adapted = Adapted(found.model)
+    if config.adapter is not None:
+        adapted = with_adapters(found, config, base, allow_download=allow_download)
     origin = {
         "pretrained": config.pretrained,
         "folder": str(found.location.folder),
@@ -260,9 +254,7 @@ def hash_of_files(files: Sequence[Path]) -> str:
 def _require_usable_parameters(model: nn.Module, factory: str) -> None:
     parameters = dict(model.named_parameters())
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        what = (
-            "has no parameters" if not parameters else "has only frozen parameters (requires_grad is False)"
-        )
+        what = "has only frozen parameters (requires_grad is False)" if parameters else "has no parameters"
         raise ModelError(f"the model of {factory} {what}", expected="at least one parameter to differentiate")
     for name, parameter in parameters.items():
         if parameter.is_meta:
@@ -279,9 +271,7 @@ def _require_usable_parameters(model: nn.Module, factory: str) -> None:
 
 
 def _require_independent_samples(model: nn.Module) -> None:
-    """Refuses layers whose output for one sample depends on the others in its batch: it would have no
-    gradient of its own.
-    """
+    """Refuses layers whose output for one sample depends on the others in its batch."""
     mixing = [
         (name or "the model itself", layer)
         for name, layer in model.named_modules()
@@ -357,9 +347,8 @@ def resolve_training(spec: str, base: Path) -> Train:
                 f"the training function {spec} returned a model with other weights than it was given: {odd}",
                 expected="the model that it is given, trained",
             )
-        lost = next(
-            (name for name, value in trained.named_parameters() if not bool(value.isfinite().all())), None
-        )
+        named = trained.named_parameters()
+        lost = next((name for name, value in named if not bool(value.isfinite().all())), None)
         if lost is not None:
             raise ModelError(
                 f"the training function {spec} returned a model whose parameter {lost} is not finite",

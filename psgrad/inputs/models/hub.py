@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from psgrad.errors import ConfigError, ModelError
-from psgrad.inputs.models.checkpoint_headers import first_line
+from psgrad.wording import first_line, first_of
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """What is downloaded of a hub repository: no pickles, and no code."""
@@ -125,9 +125,8 @@ def what_is_fetched(name: str, revision: str | None, key: str) -> str:
         raise _not_fetched(name, key, error) from error
     fetched = [file for file in planned if file.will_download]
     size = sum(file.file_size for file in fetched)
-    listed = ", ".join(f"{file.filename} ({file.file_size:,} bytes)" for file in fetched[:10])
-    more = f" and {len(fetched) - 10} more" if len(fetched) > 10 else ""
-    return f"{len(fetched)} files of {name}, {size:,} bytes: {listed}{more}"
+    listed = first_of([f"{file.filename} ({file.file_size:,} bytes)" for file in fetched], 10)
+    return f"{len(fetched)} files of {name}, {size:,} bytes: {listed}"
 
 
 def _not_fetched(name: str, key: str, error: Exception) -> ConfigError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copyreg
 import hashlib
+import json
 import sys
 import types
 import warnings
@@ -23,8 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from psgrad.engine.execution.stored import Stored
+from psgrad.engine.execution.stored import InFile, Stored
 from psgrad.inputs.code_identity import is_installed
+from psgrad.inputs.sources.host_files import made_once
 from psgrad.user_code import without_digest
 
 # What is copied at once from another device, or out of a tensor that is not contiguous.
@@ -46,7 +48,6 @@ _PLAIN = (
     torch.memory_format,
     PurePath,
 )
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 # Of the attributes that every module has these change what it computes; the rest is bookkeeping, in part by
 # numbers of a process.
 _COMPUTING = {"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
@@ -94,32 +95,62 @@ def identify(model: nn.Module) -> ModelIdentity:
     current processors, where it is twice as fast as BLAKE2.
     """
     walk = _Walk(model)
-    with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(tensor_digest, walk.tensors.values()))
+    digests = _digests_on_this_host(walk.tensors)
     modules = {
         name: hashlib.sha256("\n".join(lines).encode("utf-8", "backslashreplace")).hexdigest()
         for name, lines in walk.lines.items()
     }
     return ModelIdentity(
-        {name: digest[:_DIGITS] for name, digest in zip(walk.tensors, digests, strict=True)},
+        {name: digests[name][:_DIGITS] for name in walk.tensors},
         {name: digest[:_DIGITS] for name, digest in modules.items()},
         tuple(sorted(walk.sources)),
     )
 
 
+def _digests_on_this_host(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """name -> the digest of each tensor. Those that lie in files are read by one process of this host."""
+    in_files = {
+        name: each
+        for name, each in tensors.items()
+        if isinstance(each, Stored) and isinstance(each.source, InFile)
+    }
+    others = {name: each for name, each in tensors.items() if name not in in_files}
+    content = "\n".join(f"{name} {_place_in_file(each)}" for name, each in in_files.items())
+    file = made_once(
+        f"digests of {content}",
+        lambda target: _write(target, _digests(in_files)),
+    )
+    found = _digests(in_files) if file is None else json.loads(file.read_text(encoding="utf-8"))
+    return _digests(others) | found
+
+
+def _write(target: Path, digests: Mapping[str, str]) -> None:
+    target.write_text(json.dumps(digests), encoding="utf-8")
+
+
+def _place_in_file(tensor: Stored) -> str:
+    """Which numbers of which file a tensor has, in words."""
+    source, seen = tensor.source, tensor.view_of_source
+    assert isinstance(source, InFile)
+    place = (source.offset, seen.storage_offset(), tuple(seen.shape), seen.stride(), seen.dtype, tensor.dtype)
+    return f"{source.file.path} {source.file.stamp} {place}"
+
+
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(tensors, pool.map(tensor_digest, tensors.values()), strict=True))
+
+
 def tensor_digest(tensor: Tensor) -> str:
-    """The SHA-256 of a tensor's type, shape and bytes; of one without bytes (meta) of type and shape
-    alone.
-    """
+    """The SHA-256 of a tensor's type, shape and bytes; without bytes (meta) of type and shape alone."""
     digest = hashlib.sha256()
     _feed(digest, tensor.detach())
     return digest.hexdigest()
 
 
 def _feed(digest: Any, tensor: Tensor) -> None:
-    digest.update(
-        f"{tensor.dtype} {list(tensor.shape) if not tensor.is_nested else 'nested'} {tensor.layout}".encode()
-    )
+    shape = "nested" if tensor.is_nested else list(tensor.shape)
+    digest.update(f"{tensor.dtype} {shape} {tensor.layout}".encode())
     for part in _parts(tensor):
         if isinstance(part, Tensor):
             _feed(digest, part)
@@ -128,9 +159,7 @@ def _feed(digest: Any, tensor: Tensor) -> None:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor | str | memoryview]:
-    """What a tensor is made of: plain tensors where it is a sparse or quantised one or a wrapper, else its
-    bytes.
-    """
+    """What a tensor is made of: its bytes, or plain tensors of a sparse one, a quantised one or a wrapper."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
         yield repr(context)
@@ -176,9 +205,8 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
 def _bytes(block: Tensor) -> Iterator[memoryview]:
     if block.numel():
         plain = block.cpu().resolve_conj().resolve_neg().contiguous()
-        yield (
-            plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
-        )  # not view(-1): one number may have any stride
+        # Not view(-1): one number may have any stride.
+        yield plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 class _Walk:
@@ -190,9 +218,8 @@ class _Walk:
         self.sources: set[str] = set()
         self._met: dict[int, str] = {}
         self._alive: list[Any] = []  # an id stays an object's own for as long as it lives
-        self._waiting: list[tuple[str, str, Any]] = [
-            ("", "", model)
-        ]  # no recursion: a list may be nested deeper than Python's stack
+        # No recursion: a list may be nested deeper than Python's stack.
+        self._waiting: list[tuple[str, str, Any]] = [("", "", model)]
         while self._waiting:
             self._meet(*self._waiting.pop())
 
@@ -212,9 +239,7 @@ class _Walk:
             self.tensors[name] = value
         if isinstance(value, nn.Module):
             self.sources |= {each.__module__ for each in type(value).__mro__}
-            lines.append(
-                f"{name} has {', '.join(value._modules)}"
-            )  # in this order: a model may go through them so
+            lines.append(f"{name} has {', '.join(value._modules)}")  # in this order, which may matter
         if isinstance(value, type):
             self.sources.add(value.__module__)
         lines.append(f"{name} is {_description(value)}")
@@ -239,10 +264,8 @@ def _plain_text(value: Any) -> str | None:
         return f"a generator {hashlib.sha256(value.get_state().numpy().data).hexdigest()}"
     if type(value) in (np.ndarray, np.memmap) and not value.dtype.hasobject:
         numbers = np.ascontiguousarray(value).reshape(-1)
-        return (
-            f"{value.dtype} {value.shape}"
-            f" {hashlib.sha256(numbers.view(np.uint8).data if numbers.nbytes else b'').hexdigest()}"
-        )
+        content = numbers.view(np.uint8).data if numbers.nbytes else b""
+        return f"{value.dtype} {value.shape} {hashlib.sha256(content).hexdigest()}"
     if isinstance(value, set | frozenset):
         return str(sorted(_plain_text(each) or _class_name(type(each)) for each in value))
     if type(value) in (list, tuple, torch.Size) and all(type(each) in _PLAIN for each in value):
@@ -268,11 +291,9 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.jit.ScriptModule):  # it has its attributes in C++
-        yield from (
-            *value.named_parameters(recurse=False),
-            *value.named_buffers(recurse=False),
-            *value.named_children(),
-        )
+        yield from value.named_parameters(recurse=False)
+        yield from value.named_buffers(recurse=False)
+        yield from value.named_children()
         yield from (("training", value.training), ("code", getattr(value, "code", None)))
     elif isinstance(value, nn.Module):
         for key, child in vars(value).items():
@@ -283,10 +304,8 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
             elif key not in _BOOKKEEPING:
                 yield key, child
     elif isinstance(value, Mapping):
-        yield from sorted(
-            ((_plain_text(key) or _class_name(type(key)), child) for key, child in value.items()),
-            key=lambda pair: pair[0],
-        )
+        named = ((_plain_text(key) or _class_name(type(key)), child) for key, child in value.items())
+        yield from sorted(named, key=lambda pair: pair[0])
         yield from (*_attributes(value), ("what is missing", getattr(value, "default_factory", None)))
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         yield from (("numbers", np.asarray(value)), *_attributes(value))
@@ -294,11 +313,9 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (*((str(place), child) for place, child in enumerate(value)), *_attributes(value))
     elif isinstance(value, type):
         yield from ((f"its base {place}", base) for place, base in enumerate(value.__bases__))
-        yield from (
-            (key, child)
-            for key, child in sorted(vars(value).items())
-            if not key.startswith("__") or isinstance(child, _HOLD_CODE)
-        )
+        for key, child in sorted(vars(value).items()):
+            if not key.startswith("__") or isinstance(child, _HOLD_CODE):
+                yield key, child
     elif isinstance(value, types.FunctionType):
         yield from _of_function(value)
     elif isinstance(value, types.MethodType):
@@ -310,11 +327,8 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, _WRAP_CODE):
         yield "function", value.__wrapped__
     elif type(value).__module__.partition(".")[0] == "torch":
-        yield from (
-            ()
-            if type(value).__module__.startswith("torch._") and not isinstance(value, Tensor)
-            else _attributes(value)
-        )
+        if isinstance(value, Tensor) or not type(value).__module__.startswith("torch._"):
+            yield from _attributes(value)
     elif isinstance(value, torch.ScriptObject):  # what quantised layers keep their packed weights in
         yield "state", value.__getstate__()
     else:
@@ -330,9 +344,8 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
     """(name, value) of an object's attributes, in slots too."""
     slots = [getattr(each, "__slots__", ()) for each in type(value).__mro__]
     listed = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
-    found = [
-        (name, getattr(value, name)) for name in listed if not name.startswith("__") and hasattr(value, name)
-    ]
+    there = [name for name in listed if not name.startswith("__") and hasattr(value, name)]
+    found = [(name, getattr(value, name)) for name in there]
     return [*sorted(getattr(value, "__dict__", {}).items()), *found]
 
 
@@ -353,9 +366,7 @@ def _code_text(code: types.CodeType) -> str:
 
 
 def _reduced(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object that has no attributes would be stored as, such as a range or a random generator;
-    nothing of a lock or a file.
-    """
+    """What an object without attributes would be stored as; nothing of a lock or a file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # iterators can be stored, and will not be in a later Python
@@ -381,9 +392,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _is_of_python(kind: type) -> bool:
-    """Whether a class is one of Python's own library, whose attributes may be locks and counters of a
-    process.
-    """
+    """Whether a class is one of Python's library, whose attributes may be locks and counters of a process."""
     return kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind is not types.SimpleNamespace
 
 
@@ -404,6 +413,5 @@ def _class_name(kind: Any) -> str:
 
 
 def _joined(digests: Mapping[str, str]) -> str:
-    return hashlib.sha256(
-        "\n".join(f"{name} {digests[name]}" for name in sorted(digests)).encode("utf-8", "backslashreplace")
-    ).hexdigest()
+    lines = "\n".join(f"{name} {digests[name]}" for name in sorted(digests))
+    return hashlib.sha256(lines.encode("utf-8", "backslashreplace")).hexdigest()

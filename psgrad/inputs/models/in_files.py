@@ -122,9 +122,7 @@ def _parameter(stored: Tensor, wanted: nn.Parameter) -> nn.Parameter:
 
 
 class _Draws(DispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether an operator draws random numbers into a tensor with memory, and whether a number of any
-    tensor is read.
-    """
+    """Notes whether an operator draws random numbers into memory, and whether a number is read."""
 
     drew = read = False
 

@@ -4,7 +4,7 @@ its weights. No torch, but for the type of pickled ones.
 
 from __future__ import annotations
 
-import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.models.checkpoint_headers import (
     TensorHeader,
     checkpoint_header,
+    json_content,
     require_plain_archive,
     weight_map,
 )
@@ -32,9 +33,7 @@ _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def require_model_folder(folder: Path) -> None:
-    """Raises ConfigError for a folder without config.json, with what it holds instead, and for an adapter's
-    folder.
-    """
+    """Raises ConfigError for a folder without config.json, and for an adapter's folder."""
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
             cause = "this is the folder of an adapter, which lies on top of another model"
@@ -68,10 +67,7 @@ def saved_as(folder: Path) -> str | None:
 def config_of(folder: Path) -> dict[str, Any]:
     """The content of a folder's config.json. Raises CheckpointError."""
     path = folder / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}", cause="an interrupted copy") from error
+    content = json_content(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}", expected="an object")
     return content
@@ -111,9 +107,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def dtype_of_weights(path: Path) -> torch.dtype:
-    """The floating-point type that most numbers of the weights have. What config.json says of it may be of
-    another copy.
-    """
+    """The floating-point type of most numbers of the weights; config.json may be of another copy."""
     import torch
 
     from psgrad.inputs.models.checkpoints import state_dict_in
@@ -124,7 +118,7 @@ def dtype_of_weights(path: Path) -> torch.dtype:
     if headers is not None:
         for tensor in headers.values():
             if tensor.dtype in _FLOATS:
-                counts[_FLOATS[tensor.dtype]] += _numbers(tensor.shape)
+                counts[_FLOATS[tensor.dtype]] += math.prod(tensor.shape)
     else:
         for file in weight_files(path):
             if file.suffix == ".json":
@@ -136,10 +130,3 @@ def dtype_of_weights(path: Path) -> torch.dtype:
         return torch.float32
     kind: torch.dtype = getattr(torch, counts.most_common(1)[0][0])
     return kind
-
-
-def _numbers(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -5,7 +5,8 @@ does a task, with all weights read and none made up.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ import torch
 from torch import nn
 
 from psgrad.config.model import TASKS, ModelConfig, Task
-from psgrad.config.values import nearest
+from psgrad.config.values import did_you_mean
 from psgrad.errors import CheckpointError, ConfigError, ModelError, PsgradError
-from psgrad.inputs.models.checkpoint_headers import first_line
 from psgrad.inputs.models.checkpoints import load_into
 from psgrad.inputs.models.hub import Location, library, located, quiet
 from psgrad.inputs.models.in_files import built_without_memory, plain_tensors, tensors_in_files
@@ -29,6 +29,7 @@ from psgrad.inputs.models.model_folders import (
     weights_file,
 )
 from psgrad.inputs.models.pretrained_checks import require_head
+from psgrad.wording import first_line, first_of
 
 AUTO_CLASSES: Mapping[Task, str] = {
     "sequence-classification": "AutoModelForSequenceClassification",
@@ -118,10 +119,9 @@ def read_settings(folder: Path, config: ModelConfig) -> Any:
         raise _unreadable(folder, error, config.trust_remote_code) from error
     for name, value in config.kwargs.items():
         if not hasattr(settings, name):
-            close = nearest(name, list(settings.to_dict()))
+            meant = did_you_mean(name, list(settings.to_dict()))
             raise ConfigError(
-                f"model.kwargs: the config of {folder} has no {name!r}"
-                + (f"; did you mean {close}?" if close else ""),
+                f"model.kwargs: the config of {folder} has no {name!r}{meant}",
                 expected=f"keys of {type(settings).__name__}",
             )
         setattr(settings, name, copy.deepcopy(value))
@@ -129,7 +129,6 @@ def read_settings(folder: Path, config: ModelConfig) -> Any:
 
 
 def _unreadable(folder: Path, error: Exception, trusted: bool) -> PsgradError:
-    said = first_line(error)
     if "trust_remote_code" in str(error) and not trusted:
         return ConfigError(
             f"model.pretrained: {folder} brings Python code of its own, and it was not run",
@@ -137,7 +136,7 @@ def _unreadable(folder: Path, error: Exception, trusted: bool) -> PsgradError:
             next_step="read the code; then set model.trust_remote_code: true to run it",
         )
     return ModelError(
-        f"transformers can't read the config of {folder}: {said}",
+        f"transformers can't read the config of {folder}: {first_line(error)}",
         cause="a model newer than the installed transformers, or a damaged config.json",
         next_step="upgrade transformers, or compare config.json with the source's",
     )
@@ -262,21 +261,15 @@ def _checked(report: Mapping[str, Any], config: ModelConfig, folder: Path) -> li
     if missing:
         saved = saved_as(folder)
         raise CheckpointError(
-            f"the folder {folder} has no weights for {_listed(missing)}: the model of task {config.task}"
-            " would start with random numbers there",
+            f"the folder {folder} has no weights for {first_of(missing, _SHOWN)}: the model of task"
+            f" {config.task} would start with random numbers there",
             expected="all weights of the model, and of its head",
             cause=f"it was saved as {saved}, whose head is another" if saved else "it has no such head",
             next_step="name the fine-tuned folder, or set model.task to what it was trained for",
         )
     extra = sorted(report["unexpected_keys"])
-    if not extra:
-        return []
-    return [f"left out {len(extra)} tensors of {folder} for which there is no place: {_listed(extra)}"]
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    words = f"left out {len(extra)} tensors of {folder} for which there is no place"
+    return [f"{words}: {first_of(extra, _SHOWN)}"] if extra else []
 
 
 def _settings_of(model: nn.Module) -> list[Any]:
@@ -311,3 +304,29 @@ class Pick:
 def pick_for(task: Task, settings: Any, virtual: int = 0) -> Pick:
     """What the loss of a task reads of the output of a model with this config."""
     return Pick(task, task == "regression" and settings.num_labels == 1, virtual)
+
+
+def model_inputs(pretrained: Pretrained) -> frozenset[str] | None:
+    """The names of what the model's forward takes; None for a class that transformers does not know."""
+    kind = _model_class(pretrained)
+    return None if kind is None else frozenset(inspect.signature(kind.forward).parameters)
+
+
+def shift_of(pretrained: Pretrained) -> Callable[[list[int]], list[int]]:
+    """What makes the decoder's inputs of labels: the model's own function."""
+    with quiet(), torch.device("meta"):
+        model = _model_class(pretrained)(pretrained.config)
+
+    def shifted(labels: list[int]) -> list[int]:
+        made = model.prepare_decoder_input_ids_from_labels(labels=torch.tensor([labels]))
+        return [int(each) for each in made[0]]
+
+    return shifted
+
+
+def _model_class(pretrained: Pretrained) -> Any:
+    auto = getattr(library("transformers"), AUTO_CLASSES[pretrained.task])
+    if type(pretrained.config) not in auto._model_mapping:
+        return None
+    kind = auto._model_mapping[type(pretrained.config)]
+    return kind[0] if isinstance(kind, tuple) else kind

@@ -155,9 +155,7 @@ def unwrapped(name: str) -> str:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """`parameter/what` -> what the optimiser keeps of the parameter (Adam's `exp_avg_sq`, `step`); empty for
-    one without a state.
-    """
+    """`parameter/what` -> what the optimiser keeps of the parameter (Adam's `exp_avg_sq`, `step`)."""
     names = {id(parameter): unwrapped(name) for name, parameter in model.named_parameters()}
     found: dict[str, torch.Tensor] = {}
     for parameter, kept in optimizer.state.items():

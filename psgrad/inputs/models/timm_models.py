@@ -7,17 +7,15 @@ from typing import Any
 from torch import nn
 
 from psgrad.config.model import ModelConfig
-from psgrad.config.values import nearest
+from psgrad.config.values import did_you_mean
 from psgrad.errors import ConfigError, ModelError
-from psgrad.inputs.models.checkpoint_headers import first_line
 from psgrad.inputs.models.hub import library
 from psgrad.inputs.models.loaded import LoadedModel
+from psgrad.wording import first_line
 
 
 def load_timm(config: ModelConfig) -> LoadedModel:
-    """The model that `config.timm` names, with weights that timm drew at random. Raises ConfigError and
-    ModelError.
-    """
+    """The model that `config.timm` names, with random weights. Raises ConfigError and ModelError."""
     assert config.timm is not None
     if config.kwargs.get("pretrained"):
         raise ConfigError(
@@ -26,9 +24,8 @@ def load_timm(config: ModelConfig) -> LoadedModel:
         )
     timm: Any = library("timm", extra="vision")
     if not timm.is_model(config.timm):
-        close = nearest(config.timm, timm.list_models())
         raise ConfigError(
-            f"timm has no model {config.timm!r}" + (f"; did you mean {close}?" if close else ""),
+            f"timm has no model {config.timm!r}{did_you_mean(config.timm, timm.list_models())}",
             expected="a name that timm.list_models() gives",
         )
     try:

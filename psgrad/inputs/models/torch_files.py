@@ -1,6 +1,4 @@
-"""Files of torch.save, read without running anything: tensors and plain values are made; what refers to code
-is not.
-"""
+"""Files of torch.save, read without running anything: what refers to code is not made."""
 
 from __future__ import annotations
 
@@ -14,7 +12,8 @@ from typing import Any
 import torch
 
 from psgrad.errors import CheckpointError
-from psgrad.inputs.models.checkpoint_headers import SAVE_SAFELY, damaged, first_line, require_plain_archive
+from psgrad.inputs.models.checkpoint_headers import SAVE_SAFELY, damaged, require_plain_archive
+from psgrad.wording import first_line, first_of
 
 # CVE-2025-32434 and CVE-2026-24747: before this version a file could run code or corrupt memory in spite of
 # weights_only.
@@ -37,9 +36,7 @@ class Inert:
 
 @dataclass(frozen=True)
 class TorchFile:
-    """What torch.save wrote: tensors and plain values, and an Inert for each object of code, whose names are
-    `left_out`.
-    """
+    """What torch.save wrote, with an Inert for each object of code, whose names are `left_out`."""
 
     content: object
     left_out: tuple[str, ...] = ()
@@ -54,9 +51,8 @@ def read_torch(path: Path, device: str = "cpu") -> TorchFile:
         )
     require_plain_archive(path)
     try:
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # about pickle protocols, which the error below tells better
+        # Warnings are about pickle protocols, which the error below tells better.
+        with warnings.catch_warnings(action="ignore"):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             stubs: list[Any] = [(Inert, name) for name in names]  # their names mean nothing else in there
             with torch.serialization.safe_globals(stubs):
@@ -80,16 +76,13 @@ def holds_code(path: Path, cause: str) -> CheckpointError:
 
 def refers_to(names: tuple[str, ...]) -> str:
     """The likely cause of a file whose objects are code."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"it refers to {', '.join(names[:_SHOWN])}{more}, which is code"
+    return f"it refers to {first_of(names, _SHOWN)}, which is code"
 
 
 def _refused_object(error: Exception) -> str:
     # torch's message is a page of advice on how to switch the safety off; the one fact in it is the object's
     # name.
     found = re.search(r"GLOBAL (\S+)", str(error))
-    return (
-        f"it refers to {found[1]}, which is code"
-        if found
-        else "a damaged file, or one saved with objects of the training program inside"
-    )
+    if found:
+        return refers_to((found[1],))
+    return "a damaged file, or one saved with objects of the training program inside"

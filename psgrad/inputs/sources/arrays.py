@@ -18,11 +18,9 @@ from psgrad.inputs.rows import (
     Block,
     Samples,
     checked_weights,
-    row_numbers,
+    ids_and_units,
     stacked,
     to_tensor,
-    unique_ids,
-    unit_ids,
 )
 from psgrad.inputs.sources.files import (
     files_sha256,
@@ -37,9 +35,7 @@ from psgrad.inputs.targets import Labels
 
 
 class ArraySamples(Samples):
-    """Columns that can be indexed: arrays in memory, or tensors mapped from a file, whose rows are read when
-    they are asked for.
-    """
+    """Columns that can be indexed: arrays in memory, or tensors mapped from a file."""
 
     def __init__(
         self,
@@ -72,12 +68,7 @@ class ArraySamples(Samples):
                     f"the {what} {name!r} in {path} have the shape {list(shapes[name])}",
                     expected="one per row",
                 )
-        ids = (
-            row_numbers(count)
-            if config.id is None
-            else unique_ids(_decoded(columns[config.id][:]), config.id)
-        )
-        units = None if unit is None else unit_ids(_decoded(columns[unit][:]), unit)
+        ids, units = ids_and_units(config, unit, count, lambda name: _decoded(columns[name][:]))
         targets = None
         if len(self._targets) == 1 and len(shapes[self._targets[0]]) == 1:
             (name,) = self._targets

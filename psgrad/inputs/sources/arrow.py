@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.files import not_numbers
+from psgrad.wording import first_line
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -20,9 +21,7 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def require_numbers(name: str, kind: pa.DataType) -> pa.DataType:
-    """The type of the numbers in a column of numbers or of lists of them. Raises DataError where it holds
-    something else.
-    """
+    """The type of the numbers in a column of numbers or of lists of them. Raises DataError for another."""
     value = kind
     while is_list(value):
         value = value.value_type
@@ -46,9 +45,8 @@ def errors_of_damage(path: Path, kind: str) -> Iterator[None]:
                     "set TMPDIR to a folder with as much room as the file takes, or save the data as parquet"
                 ),
             ) from error
-        reason = next(iter(str(error).splitlines()), "")
         raise DataError(
-            f"{path} can't be read as {kind}: {reason}",
+            f"{path} can't be read as {kind}: {first_line(error)}",
             cause="an interrupted copy or download, or another format",
         ) from error
 
@@ -99,12 +97,10 @@ def common_schema(schemas: Sequence[tuple[str, pa.Schema]], texts: Iterable[str]
     """
     if not schemas:
         return pa.schema([])
-    return pa.schema(
-        [
-            (name, _common_type(name, [(where, schema.field(name).type) for where, schema in schemas], texts))
-            for name in schemas[0][1].names
-        ]
-    )
+    kinds = {
+        name: [(where, schema.field(name).type) for where, schema in schemas] for name in schemas[0][1].names
+    }
+    return pa.schema([(name, _common_type(name, each, texts)) for name, each in kinds.items()])
 
 
 def _common_type(

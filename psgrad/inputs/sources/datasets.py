@@ -159,22 +159,15 @@ class DatasetSamples(Samples):
         return frozenset(map(int, getattr(tokenizer, "all_special_ids", None) or ()))
 
     def pieces(self, ids: Sequence[int]) -> list[str] | None:
-        """What the dataset's own `tokens(ids)` says, or its `tokenizer`, as Hugging Face has them, if it has
-        one.
-        """
+        """What the dataset's own `tokens(ids)` says, or its `tokenizer`, as Hugging Face has them."""
         tokens, tokenizer = getattr(self._dataset, "tokens", None), getattr(self._dataset, "tokenizer", None)
         decode = getattr(tokenizer, "decode", None)
         if not callable(tokens) and not callable(decode):
             return None
         try:
-            found = (
-                tokens(list(ids))
-                if callable(tokens)
-                else map(decode, [[each] for each in ids])
-                if callable(decode)
-                else ()
-            )
-            return [str(each) for each in found]
+            if callable(tokens):
+                return [str(each) for each in tokens(list(ids))]
+            return [str(decode([each])) for each in ids] if callable(decode) else []
         except Exception as error:
             how = "tokens(ids)" if callable(tokens) else "tokenizer.decode([id])"
             raise DataError(f"{how} of {self._source} raised {describe_failure(error)}") from error
@@ -240,10 +233,8 @@ class DatasetSamples(Samples):
 
     def _lengths_of(self, item: Item) -> list[int]:
         assert self.ragged is not None
-        pairs = (
-            (x, axis) for x, axes in zip(item.tensors, self.ragged.axes, strict=False) for axis, _ in axes
-        )
-        return [x.shape[axis] for x, axis in pairs]
+        ragged = zip(item.tensors, self.ragged.axes, strict=False)
+        return [x.shape[axis] for x, axes in ragged for axis, _ in axes]
 
     def _require_like_the_first(self, row: int, item: Item) -> None:
         ours, firsts = item.shapes, self._first.shapes
@@ -291,14 +282,9 @@ class DatasetSamples(Samples):
         return unit_ids(values, unit)
 
     def _digest(self, count: int, units: Array | None) -> str:
-        """Of what is cheap to look at: what was called, the length, the first and the last item, whom the
-        rows belong to.
-        """
-        digest = hashlib.sha256(
-            json.dumps(
-                [self._config.factory, self._config.kwargs, count], sort_keys=True, default=str
-            ).encode()
-        )
+        """Of the factory and its arguments, the length, the first and last item, and the units."""
+        made_by = [self._config.factory, self._config.kwargs, count]
+        digest = hashlib.sha256(json.dumps(made_by, sort_keys=True, default=str).encode())
         with restored():
             for row in (0, count - 1):
                 try:
@@ -351,9 +337,8 @@ def _padded(tensors: Sequence[Tensor], value: float) -> Tensor:
     """Tensors stacked, padded with `value` to the longest along each axis."""
     if len({x.shape for x in tensors}) == 1:
         return torch.stack(list(tensors))
-    whole = tensors[0].new_full(
-        (len(tensors), *map(max, zip(*(x.shape for x in tensors), strict=True))), value
-    )
+    longest = map(max, zip(*(x.shape for x in tensors), strict=True))
+    whole = tensors[0].new_full((len(tensors), *longest), value)
     for place, x in enumerate(tensors):
         whole[place][tuple(slice(size) for size in x.shape)] = x
     return whole

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from psgrad.config import DataConfig, nearest
+from psgrad.config import DataConfig, did_you_mean
 from psgrad.config.data import COMPRESSIONS
 from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.inputs.sources.host_files import made_once
+from psgrad.wording import first_of
 
 _LFS_POINTER = b"version https://git-lfs"
 _HASH_BLOCK = 1 << 20
@@ -63,9 +64,7 @@ def open_text(path: Path) -> TextIO:
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number counted from 1, text) of each line that is not blank. Raises DataError for bytes that are not
-    UTF-8.
-    """
+    """(number from 1, text) of each line that is not blank. Raises DataError for bytes that are not UTF-8."""
     with open_text(path) as file:
         number = 0
         try:
@@ -78,6 +77,11 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
                 expected="text in UTF-8",
                 next_step=f"convert it, such as with: iconv -f {_encoding_of(path)} -t UTF-8",
             ) from error
+
+
+def as_line(text: str) -> bytes:
+    """A text with a line end."""
+    return (text if text.endswith("\n") else f"{text}\n").encode()
 
 
 def _encoding_of(path: Path) -> str:
@@ -217,11 +221,6 @@ class Wanted:
         return [*self.numbers, *self.labels, *self.texts, *self.ids]
 
 
-def named_columns(config: DataConfig, unit: str | None = None) -> list[str]:
-    """All columns that a config names, each once, and the one that says whom a row belongs to."""
-    return Wanted.of(config, unit).columns
-
-
 def not_numbers(name: str, kind: object, example: str | None = None) -> DataError:
     """The error for a column of text, dates, objects or anything else that is no number."""
     return DataError(
@@ -238,25 +237,19 @@ def require_rows(count: int, source: str) -> None:
 
 
 def require_columns(wanted: Iterable[str], known: Sequence[str], source: str) -> None:
-    """Raises ConfigError for the first of the wanted columns that is not there."""
+    """Raises ConfigError for the first column that is not there, DataError for one that is there twice."""
     for name in wanted:
         if name not in known:
             mark = next((each for each in ";\t|" if len(known) == 1 and each in known[0]), None)
-            close = nearest(name, known) if mark is None else None
-            listed = ", ".join(known[:20]) + (f" and {len(known) - 20} more" if len(known) > 20 else "")
+            meant = did_you_mean(name, known) if mark is None else ""
             raise ConfigError(
-                f"{source} has no column {name!r}" + (f"; did you mean {close}?" if close else ""),
-                expected=f"one of its columns: {listed}" if known else None,
+                f"{source} has no column {name!r}{meant}",
+                expected=f"one of its columns: {first_of(known, 20)}" if known else None,
                 cause=None if mark is None else f"a file whose columns are separated by {mark!r}",
                 next_step=None if mark is None else "separate them by commas (.csv) or by tabs (.tsv)",
             )
-
-
-def require_single_names(names: Sequence[str], wanted: Sequence[str], path: Path) -> None:
-    """Raises DataError where a wanted column is there more than once."""
-    for name in wanted:
-        if names.count(name) > 1:
+        if known.count(name) > 1:
             raise DataError(
-                f"{path} has {names.count(name)} columns named {name!r}",
+                f"{source} has {known.count(name)} columns named {name!r}",
                 expected="a name of its own for every column",
             )

@@ -20,20 +20,25 @@ from typing import Any
 
 _POLL = 0.02  # seconds between two looks for a file that another process makes
 
+Waiting = Callable[[str], Callable[[], None]]
+"""(what is waited for) to a function that is called again and again meanwhile, and raises to end the wait."""
+
 # Of the run that this process is one of; None for a process alone.
 _folder: Path | None = None
+_waiting: Waiting = lambda what: lambda: None
 
 
 @contextmanager
-def shared_on_host(run: str, removes: bool) -> Iterator[None]:
+def shared_on_host(run: str, removes: bool, waiting: Waiting = lambda what: lambda: None) -> Iterator[None]:
     """Inside, `made_once` shares files with the other processes of this host that name the same run.
 
     run: a name that no other run has, nor the same run when it is started again. removes: whether this
-    process removes the folder at its end. Processes that still read its files go on.
+    process removes the folder at its end. Processes that still read its files go on. waiting: for another
+    process of this host.
     """
-    global _folder
+    global _folder, _waiting
     folder = Path(tempfile.gettempdir()) / f"psgrad-{hashlib.sha256(run.encode()).hexdigest()[:24]}"
-    _folder = folder if _is_own(folder) else None
+    _folder, _waiting = folder if _is_own(folder) else None, waiting
     try:
         yield
     finally:
@@ -68,13 +73,14 @@ def made_once(content: str, make: Callable[[Path], None]) -> Path | None:
     if _folder is None:
         return None
     target = _folder / hashlib.sha256(content.encode()).hexdigest()
-    lock = target.with_suffix(".lock")
+    lock, look = target.with_suffix(".lock"), _waiting("a file that another process of this host makes")
     while not target.exists():
         try:
             _folder.mkdir(0o700, exist_ok=True)  # a process that had ended removed it
             descriptor = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except FileExistsError:
             _remove_of_dead(lock)
+            look()
             time.sleep(_POLL)
             continue
         except OSError:
@@ -118,7 +124,9 @@ def turn(name: str, most: int) -> Iterator[None]:
     with ExitStack() as stack:
         _folder.mkdir(0o700, exist_ok=True)
         places = [stack.enter_context((_folder / f"{name}-{k}.turn").open("w")) for k in range(most)]
+        look = _waiting(f"a turn to {name} on this host")
         while not any(_locks(fcntl, place.fileno()) for place in places):
+            look()
             time.sleep(_POLL)
         yield
 

@@ -145,12 +145,10 @@ class Items:
             )
         weight = [] if config.weight is None else [config.weight]
         require_columns([*names, *targets, *weight], known, self.source)
-        inputs = [
-            to_tensor(np.array(len(item[name])), name)
-            if place in self._lengths
-            else to_tensor(_as_array(item[name], name, row), name)
-            for place, name in enumerate(names)
-        ]
+        inputs = []
+        for place, name in enumerate(names):
+            value = len(item[name]) if place in self._lengths else item[name]
+            inputs.append(to_tensor(_as_array(value, name, row), name))
         if config.stack and isinstance(config.inputs, list):
             inputs = [stacked([x.unsqueeze(0) for x in inputs], names, "data.stack")[0]]
         for name in weight:
@@ -168,10 +166,8 @@ class Items:
             raise ConfigError(
                 f"the items of {self.source} are of type {type(item).__name__} and have no names for"
                 f" data.{given[0]} to select",
-                next_step=(
-                    f"leave out {', '.join(given)} (the last of several values is the target), or return"
-                    " dicts"
-                ),
+                next_step=f"leave out {', '.join(given)} (the last of several values is the target), or"
+                " return dicts",
             )
         if self._unit is not None:
             raise ConfigError(
@@ -184,10 +180,8 @@ class Items:
             )
         values = list(item) if isinstance(item, tuple | list) else [item]
         target = [self._target(values.pop(), "target", row)] if len(values) > 1 else []
-        inputs = [
-            to_tensor(_as_array(value, f"input {place}", row), f"input {place}")
-            for place, value in enumerate(values)
-        ]
+        named = [(f"input {place}", value) for place, value in enumerate(values)]
+        inputs = [to_tensor(_as_array(value, name, row), name) for name, value in named]
         return Item((*inputs, *target), bool(target))
 
     def _target(self, value: Any, name: str, row: int) -> Tensor:
@@ -224,9 +218,7 @@ def _as_array(value: Any, name: str, row: int) -> Array | Tensor:
 
 
 def seed_by_row(row: int) -> None:
-    """An item that draws from the global generators is the same one in every process, whatever was read
-    before.
-    """
+    """An item that draws from the global generators is the same one in every process."""
     torch.default_generator.manual_seed(row)
     np.random.seed(row)
     random.seed(row)

@@ -4,7 +4,6 @@ returns. The library is imported where a config asks for it. No torch.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,14 +13,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from psgrad.config import DataConfig, nearest
+from psgrad.config import DataConfig, did_you_mean
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.models.hub import is_hub_id, library
 from psgrad.inputs.sources.arrow import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, require_columns
 from psgrad.inputs.sources.tables import Array, Rows
-
-_ROWS_PER_PART = 4096
+from psgrad.wording import first_line
 
 
 class LibraryRows(Rows):
@@ -39,11 +37,6 @@ class LibraryRows(Rows):
         self.source = named
         self.class_names = class_names_of(dataset.features, columns)
 
-    @property
-    def fingerprint(self) -> str:
-        """A SHA-256 over the rows."""
-        return content_sha256(self)
-
     def read(self, start: int, stop: int) -> pa.Table:
         return self._dataset[start:stop].cast(self.schema)
 
@@ -53,46 +46,13 @@ class LibraryRows(Rows):
 
 def class_names_of(features: Mapping[str, Any], columns: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """column -> the names of its classes, where a `ClassLabel` says them."""
-    found = {name: features[name] for name in columns if name in features}
-    return {
-        name: tuple(each.names)
-        for name, each in found.items()
-        if type(each).__name__ == "ClassLabel" and each.names
-    }
-
-
-def content_sha256(rows: Rows) -> str:
-    """A SHA-256 over the rows."""
-    found = hashlib.sha256()
-    with pa.ipc.new_stream(pa.PythonFile(_Hashing(found), mode="w"), rows.schema) as stream:
-        for start in range(0, rows.count, _ROWS_PER_PART):
-            part = rows.read(start, min(start + _ROWS_PER_PART, rows.count))
-            stream.write_table(part.combine_chunks())
-    return found.hexdigest()
+    found = {name: features[name] for name in columns if type(features.get(name)).__name__ == "ClassLabel"}
+    return {name: tuple(each.names) for name, each in found.items() if each.names}
 
 
 def library_hashes(config: DataConfig, dataset: Any) -> list[str]:
     """What manifest.json says of a dataset of the library: the SHA-256 of the columns that are named."""
     return [LibraryRows(dataset, Wanted.of(config).columns, str(config.dataset)).fingerprint]
-
-
-class _Hashing:
-    """A file that keeps the hash of what is written into it."""
-
-    closed = False
-
-    def __init__(self, digest: Any) -> None:
-        self._digest = digest
-
-    def write(self, content: Any) -> int:
-        self._digest.update(content)
-        return len(content)
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def saved_to_disk(dataset: Any, folder: Path) -> None:
@@ -109,12 +69,8 @@ def saved_to_disk(dataset: Any, folder: Path) -> None:
 
 def is_library_dataset(value: object) -> bool:
     """Whether an object is a `datasets.Dataset` whose rows can be read as they are stored."""
-    library_there = sys.modules.get("datasets")
-    return (
-        library_there is not None
-        and isinstance(value, library_there.Dataset)
-        and value.format["type"] in (None, "arrow")
-    )
+    there = sys.modules.get("datasets")
+    return there is not None and isinstance(value, there.Dataset) and value.format["type"] in (None, "arrow")
 
 
 def library_dataset(config: DataConfig, base: Path, allow_download: bool = False) -> Any:
@@ -179,10 +135,9 @@ def _part(parts: Mapping[str, Any], split: str, where: object) -> Any:
         wanted = datasets.ReadInstruction.from_spec(split)
         found = wanted.to_absolute({name: len(part) for name, part in parts.items()})
     except (ValueError, AssertionError, KeyError) as error:
-        name = split.partition("[")[0]
-        close = nearest(name, list(parts))
+        meant = did_you_mean(split.partition("[")[0], list(parts))
         raise ConfigError(
-            f"data.split: {where} has no rows {split!r}" + (f"; did you mean {close}?" if close else ""),
+            f"data.split: {where} has no rows {split!r}{meant}",
             expected=f"one of {', '.join(parts)}, or a part such as {next(iter(parts))}[:10%]",
         ) from error
     taken = [parts[each.splitname].select(range(each.from_, each.to)) for each in found]
@@ -190,30 +145,21 @@ def _part(parts: Mapping[str, Any], split: str, where: object) -> Any:
 
 
 def _of_cache(config: DataConfig, allow_download: bool) -> Any:
-    datasets = library("datasets")
     named = f"{config.dataset}" + ("" if config.config is None else f", config {config.config}")
     try:
-        with _offline(not allow_download):
-            found = datasets.load_dataset(config.dataset, config.config, split=config.split)
-    except Exception as error:  # of datasets, huggingface_hub, fsspec and the network
-        words = next(iter(str(error).splitlines()), type(error).__name__)
+        return _loaded(str(config.dataset), config, allow_download)
+    except _Unloadable as error:
         if allow_download:
-            raise DataError(f"data.dataset: {named} can't be loaded: {words}") from error
+            raise DataError(f"data.dataset: {named} can't be loaded: {error}") from error
         raise ConfigError(
-            f"data.dataset: {named} is not in the local cache of datasets, or not whole: {words}",
+            f"data.dataset: {named} is not in the local cache of datasets, or not whole: {error}",
             expected="a cached dataset, or a folder of save_to_disk",
             next_step="set allow_download: true to download it, or load it once with"
             f" datasets.load_dataset({config.dataset!r})",
         ) from error
-    if isinstance(found, Mapping):
-        if len(found) > 1:
-            raise _no_split(config.dataset, list(found))
-        return next(iter(found.values()))
-    return found
 
 
 def _streamed(config: DataConfig, folder: Path, allow_download: bool) -> Any:
-    datasets = library("datasets")
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         raise ConfigError(
             f"data.streaming: {folder} is a folder of save_to_disk, which is mapped into memory",
@@ -227,19 +173,30 @@ def _streamed(config: DataConfig, folder: Path, allow_download: bool) -> Any:
         )
     named = str(folder) if folder.is_dir() else str(config.dataset)
     try:
-        with _offline(not allow_download):
-            found = datasets.load_dataset(named, config.config, split=config.split, streaming=True)
-    except Exception as error:  # of datasets, huggingface_hub, fsspec and the network
-        words = next(iter(str(error).splitlines()), type(error).__name__)
+        return _loaded(named, config, allow_download)
+    except _Unloadable as error:
         raise ConfigError(
-            f"data.dataset: {named} can't be streamed: {words}",
+            f"data.dataset: {named} can't be streamed: {error}",
             expected="a folder of data files, or a hub id with allow_download: true",
         ) from error
-    if isinstance(found, Mapping):
-        if len(found) > 1:
-            raise _no_split(named, list(found))
-        return next(iter(found.values()))
-    return found
+
+
+class _Unloadable(Exception):
+    """The first line of what the library says of a dataset that it can't load."""
+
+
+def _loaded(name: str, config: DataConfig, allow_download: bool) -> Any:
+    """The split that the config names, or the only one. Raises ConfigError where there are several."""
+    try:
+        with _offline(not allow_download):
+            found = library("datasets").load_dataset(
+                name, config.config, split=config.split, streaming=config.streaming
+            )
+    except Exception as error:  # of datasets, huggingface_hub, fsspec and the network
+        raise _Unloadable(first_line(error)) from error
+    if isinstance(found, Mapping) and len(found) > 1:
+        raise _no_split(name, list(found))
+    return next(iter(found.values())) if isinstance(found, Mapping) else found
 
 
 def _no_split(where: object, names: Sequence[str]) -> ConfigError:

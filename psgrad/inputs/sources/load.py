@@ -22,9 +22,9 @@ from psgrad.inputs.sources.library_datasets import LibraryRows, is_library_datas
 from psgrad.inputs.sources.source import ArraySource, TableSource, files_read_again, source_of
 from psgrad.inputs.sources.streams import StreamedRows, is_library_stream
 from psgrad.inputs.sources.table_samples import TableSamples
-from psgrad.inputs.sources.tables import MappedRows, Rows, joined, saved_rows
+from psgrad.inputs.sources.tables import Rows, joined, save_rows, saved_rows
 from psgrad.inputs.targets import Labels
-from psgrad.inputs.tasks.labels import Labels as HeadLabels
+from psgrad.inputs.tasks.labels import HeadLabels
 
 __all__ = ["Block", "Rows", "Samples", "load_data", "open_rows"]
 
@@ -59,24 +59,13 @@ def _rows_of(source: TableSource, path: Path, wanted: Wanted) -> Rows:
     """The rows of a file: of a format that is converted, by one process of each host."""
     if source.read_again:
         return source.rows(path, wanted)
-
-    def convert(target: Path) -> None:
-        rows = source.rows(path, wanted)
-        if not isinstance(rows, MappedRows):
-            raise _NotConverted(rows)
-        rows.save(target)
-
-    try:
-        file = made_once(f"rows of {source.name}: {Stamp.of(path)} {wanted}", convert)
-    except _NotConverted as found:
-        return found.rows
+    content = f"rows of {source.name}: {Stamp.of(path)} {wanted}"
+    file = made_once(content, lambda target: save_rows(source.rows(path, wanted), target))
     return source.rows(path, wanted) if file is None else saved_rows(file, path)
 
 
 def _arrays_of(source: ArraySource, path: Path, wanted: Wanted) -> dict[str, Any]:
-    """The arrays of a file: of a format that is read into memory, by one process of each host, and mapped by
-    all.
-    """
+    """The arrays of a file; those that are read into memory are read once on a host, and mapped by all."""
     if source.read_again:
         return source.arrays(path, wanted)
 
@@ -94,13 +83,6 @@ def _arrays_of(source: ArraySource, path: Path, wanted: Wanted) -> dict[str, Any
         name: np.load(file, mmap_mode="c", allow_pickle=False)
         for name, file in zip(wanted.columns, files, strict=True)
     }
-
-
-class _NotConverted(Exception):
-    """The rows of a format that reads them in another manner."""
-
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
 
 
 def _library_rows(config: DataConfig, base: Path, wanted: Wanted, allow_download: bool) -> Rows:
@@ -152,26 +134,19 @@ def load_data(
 
     Raises ConfigError where a file, column or factory is not there, DataError where the data can't be used.
     """
-    found = _loaded(config, base, unit, pretrained, kept, criterion, trained_on, allow_download)
+    if config.text is not None or config.prompt is not None or config.messages is not None:
+        found = _load_texts(config, base, unit, pretrained, kept)
+    elif config.images is not None or config.image is not None:
+        found = _load_images(config, base, unit, labels_for(config, criterion), pretrained or trained_on)
+    else:
+        found = _load_numbers(config, base, unit, labels_for(config, criterion), allow_download)
     found.stamps = tuple(Stamp.of(file) for file in files_read_again(config, base))
     return found
 
 
-def _loaded(
-    config: DataConfig,
-    base: Path,
-    unit: str | None,
-    pretrained: Pretrained | None,
-    kept: Path | None,
-    criterion: Criterion | None,
-    trained_on: Mapping[str, Any] | None,
-    allow_download: bool,
+def _load_numbers(
+    config: DataConfig, base: Path, unit: str | None, labels: Labels, allow_download: bool
 ) -> Samples:
-    if config.text is not None or config.prompt is not None or config.messages is not None:
-        return _load_texts(config, base, unit, pretrained, kept)
-    labels = labels_for(config, criterion)
-    if config.images is not None or config.image is not None:
-        return _load_images(config, base, unit, labels, pretrained or trained_on)
     if config.factory is not None:
         dataset = made_by_factory(config, base)
         if not _is_table(dataset):

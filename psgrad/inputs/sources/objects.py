@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 
@@ -54,20 +53,8 @@ class _OtherSchema(Exception):
         self.schema = schema
 
 
-class _Places(Protocol):
-    """Where rows are, for messages."""
-
-    def place(self, row: int) -> str: ...
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """Rows that have no other number than their own."""
-
-    named: str
-
-    def place(self, row: int) -> str:
-        return f"{self.named}, row {row}"
+_Place = Callable[[int], str]
+"""Where a row is, for messages."""
 
 
 def table_of(objects: Sequence[Object], first: int, named: str) -> pa.Table:
@@ -75,17 +62,16 @@ def table_of(objects: Sequence[Object], first: int, named: str) -> pa.Table:
     Raises DataError for a column of mixed types.
     """
     names = list(dict.fromkeys(name for each in objects for name in each))
+    place = f"{named}, row {{}}".format
     return pa.table(
-        {name: _column([each.get(name) for each in objects], name, first, _Counted(named)) for name in names}
+        {name: _column([each.get(name) for each in objects], name, first, place) for name in names}
     )
 
 
 def _parts(
     objects: Iterable[tuple[int, Object]], schema: pa.Schema, numbers: RowNumbers, known: dict[str, int]
 ) -> Iterator[pa.Table]:
-    """Tables of this schema. `known` gets the first row that has each key. Raises
-    _OtherSchema where a part needs another schema.
-    """
+    """Tables of this schema. `known` gets the first row that has each key. Raises _OtherSchema."""
     left = iter(objects)
     first = 0
     while part := list(islice(left, _ROWS_PER_PART)):
@@ -94,7 +80,7 @@ def _parts(
             for name in each.keys() - known:
                 known[name] = row
         columns = [
-            _column([each.get(name) for _, each in part], name, first, numbers) for name in schema.names
+            _column([each.get(name) for _, each in part], name, first, numbers.place) for name in schema.names
         ]
         kinds = [
             (field.name, _merged(field, array, known, first, numbers))
@@ -122,34 +108,34 @@ def _merged(
     return merged
 
 
-def _column(values: list[Any], name: str, first: int, numbers: _Places) -> pa.Array:
+def _column(values: list[Any], name: str, first: int, place: _Place) -> pa.Array:
     try:
         return pa.array(values)
     except OverflowError as error:
-        row = next(row for row, value in enumerate(values) if not _fits(value))
+        row = next(row for row, value in enumerate(values) if _raises(value, OverflowError))
         raise DataError(
-            f"{name!r} holds {values[row]} in {numbers.place(first + row)}, more than a 64-bit signed integer"
-            " can"
+            f"{name!r} holds {values[row]} in {place(first + row)}, more than a 64-bit signed integer can"
         ) from error
     except UnicodeEncodeError as error:
-        raise _half_character(values, name, first, numbers) from error
+        raise _half_character(values, name, first, place) from error
     except pa.ArrowException as error:
-        raise _mixed_rows(values, name, first, numbers) from error
+        raise _mixed_rows(values, name, first, place) from error
 
 
-def _fits(value: Any) -> bool:
+def _raises(value: Any, kind: type[Exception]) -> bool:
+    """Whether Arrow has this kind of error for a value by itself."""
     try:
         pa.array([value])
-    except OverflowError:
-        return False
-    return True
+    except (OverflowError, UnicodeEncodeError, pa.ArrowException) as error:
+        return isinstance(error, kind)
+    return False
 
 
-def _half_character(values: list[Any], name: str, first: int, numbers: _Places) -> DataError:
+def _half_character(values: list[Any], name: str, first: int, place: _Place) -> DataError:
     """The error for a column with a text that no file in UTF-8 can hold, with its row."""
-    row = next(row for row, value in enumerate(values) if not _is_unicode(value))
+    row = next(row for row, value in enumerate(values) if _raises(value, UnicodeEncodeError))
     return DataError(
-        f"{name!r} holds half of a character in {numbers.place(first + row)}: an escape from \\ud800 to"
+        f"{name!r} holds half of a character in {place(first + row)}: an escape from \\ud800 to"
         " \\udfff without its other half",
         expected="texts of whole Unicode characters",
         cause="a text that was cut in the middle of a character, such as an emoji",
@@ -157,34 +143,22 @@ def _half_character(values: list[Any], name: str, first: int, numbers: _Places) 
     )
 
 
-def _is_unicode(value: Any) -> bool:
-    try:
-        pa.array([value])
-    except UnicodeEncodeError:
-        return False
-    except (pa.ArrowException, OverflowError):
-        return True
-    return True
-
-
-def _mixed_rows(values: list[Any], name: str, first: int, numbers: _Places) -> DataError:
+def _mixed_rows(values: list[Any], name: str, first: int, place: _Place) -> DataError:
     """The error for a part of a column that has no one type, with the first two rows that differ."""
     seen: list[tuple[int, pa.DataType]] = []
     for row, value in enumerate(values):
         try:
             kind = pa.array([value]).type
         except UnicodeEncodeError:
-            return _half_character(values, name, first, numbers)
+            return _half_character(values, name, first, place)
         except pa.ArrowException as error:  # a list of different things
             return DataError(
-                f"{name!r} holds a list of mixed types in {numbers.place(first + row)}: {error}",
+                f"{name!r} holds a list of mixed types in {place(first + row)}: {error}",
                 expected="one type in all lists",
             )
         for other, before in seen:
             if merged_type(before, kind) is None:
-                return mixed_types(
-                    name, (numbers.place(first + other), before), (numbers.place(first + row), kind)
-                )
+                return mixed_types(name, (place(first + other), before), (place(first + row), kind))
         if all(kind != before for _, before in seen):
             seen.append((row, kind))
     raise AssertionError("a column that Arrow refuses has two rows that differ")
@@ -193,12 +167,11 @@ def _mixed_rows(values: list[Any], name: str, first: int, numbers: _Places) -> D
 def header_of(path: Path, objects: Sequence[Object], rows: int | None) -> DataHeader:
     """What the first objects of a file say of it; `rows` is None where there are more."""
     names = list(dict.fromkeys(name for each in objects for name in each))
-    numbers = RowNumbers(path, "row")
-    numbers.add(range(len(objects)))
+    place = f"{path}, row {{}}".format
     columns, unusable = {}, {}
     for name in names:
         try:
-            columns[name] = column_of(_column([each.get(name) for each in objects], name, 0, numbers).type)
+            columns[name] = column_of(_column([each.get(name) for each in objects], name, 0, place).type)
         except DataError as error:
             columns[name], unusable[name] = Column(None, "mixed"), error
     return DataHeader(path, names, columns, rows, unusable=unusable)

@@ -6,11 +6,14 @@ The header needs no torch, so that a config is checked at once; rows are tensors
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from psgrad.config import DataConfig
@@ -19,17 +22,47 @@ from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.inputs.sources.arrow import is_list, kind_of
 from psgrad.inputs.sources.files import (
     Wanted,
+    as_line,
     not_numbers,
     require_columns,
     require_file,
     require_rows,
-    require_single_names,
+    text_lines,
 )
 from psgrad.plugins import SOURCES, configured
 
 if TYPE_CHECKING:
     from psgrad.inputs.rows import Samples
     from psgrad.inputs.sources.tables import Rows
+
+
+class KeptRows:
+    """Which of the next rows are kept, asked in order.
+
+    Args:
+        kept: [n] bool.
+        source: the data in words.
+    """
+
+    def __init__(self, kept: npt.NDArray[np.bool_], source: str) -> None:
+        self._kept, self._source, self._at = kept, source, 0
+
+    def next(self, count: int = 1) -> npt.NDArray[np.bool_]:
+        """Of so many rows. Raises DataError where there are not so many left."""
+        found = self._kept[self._at : self._at + count]
+        self._at += count
+        if len(found) < count:
+            self.require_all()
+        return found
+
+    def require_all(self) -> None:
+        """Raises DataError unless just all rows were asked for."""
+        if self._at != len(self._kept):
+            raise DataError(
+                f"{self._source} has {'more' if self._at > len(self._kept) else 'fewer'} rows than the run's"
+                f" dataset, which had {len(self._kept):,}",
+                cause="the files were changed after the run",
+            )
 
 
 class Source(ABC):
@@ -59,6 +92,13 @@ class Source(ABC):
         """
         raise NotImplementedError
 
+    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
+        """Write the kept rows of files of this format again, for psgrad select. output: the source of the
+        format to be written, which is this one but for tables of Arrow. Raises DataError for files whose rows
+        can't be in one file.
+        """
+        raise NotImplementedError
+
 
 class TableSource(Source):
     """A format whose rows can be read as Arrow tables, with columns of any type."""
@@ -66,6 +106,41 @@ class TableSource(Source):
     @abstractmethod
     def rows(self, path: Path, wanted: Wanted) -> Rows:
         """The wanted columns. Raises ConfigError for one that is not there, DataError for a damaged file."""
+
+
+class BatchSource(TableSource):
+    """A format of Arrow's batches. Rows of one such format can be written again as another."""
+
+    @abstractmethod
+    def batches(self, path: Path) -> AbstractContextManager[tuple[pa.Schema, Iterable[pa.RecordBatch]]]:
+        """The schema of a file, and all its rows."""
+
+    @abstractmethod
+    def writer(self, target: BinaryIO, schema: pa.Schema) -> Any:
+        """What writes tables of this schema."""
+
+    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
+        assert isinstance(output, BatchSource)
+        writer, first = None, None
+        for path in files:
+            with self.batches(path) as (schema, batches):
+                if writer is None:
+                    writer, first = output.writer(target, schema), schema
+                for batch in batches:
+                    rows = batch.filter(pa.array(kept.next(batch.num_rows)))
+                    writer.write_table(pa.Table.from_batches([rows], schema=schema).cast(first))
+        if writer is not None:
+            writer.close()
+
+
+class LineSource(TableSource):
+    """A format of a row a line."""
+
+    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
+        for path in files:
+            for _, line in text_lines(path):
+                if kept.next()[0]:
+                    target.write(as_line(line))
 
 
 class ArraySource(Source):
@@ -115,17 +190,21 @@ class DataHeader:
 
 
 def data_headers(config: DataConfig, base: Path) -> list[DataHeader]:
-    """The headers of the files that a config names. Raises ConfigError where there is none, DataError where
-    one can't be read.
-    """
+    """The headers of the files that a config names. Raises ConfigError and DataError."""
     source, paths = source_of(config, base)
     return [source.header(path) for path in paths]
+
+
+def source_for(path: Path) -> Source:
+    """The source of a file's format. Raises ConfigError where there is none."""
+    found: Source = configured(SOURCES, data_format(path), {}, path.parent)
+    return found
 
 
 def source_of(config: DataConfig, base: Path) -> tuple[Source, list[Path]]:
     """(the source that reads the files that a config names, the files). Raises ConfigError and DataError."""
     paths = [require_file(path, "dataset", DataError) for path in data_files(config, base)]
-    source: Source = configured(SOURCES, data_format(paths[0]), {}, base)
+    source = source_for(paths[0])
     packed = [path for path in paths if path.suffix.lower() in COMPRESSIONS]
     if packed and not source.compressed:
         raise DataError(
@@ -147,9 +226,7 @@ _GLOB = frozenset("*?[")
 
 
 def data_files(config: DataConfig, base: Path) -> list[Path]:
-    """The files of data.path, those of a glob in the order of their names. Raises ConfigError for a glob
-    without files.
-    """
+    """The files of data.path, those of a glob in the order of their names. Raises ConfigError without any."""
     found = []
     for path in (base / each for each in config.paths):
         matches = [path]
@@ -178,7 +255,6 @@ def header_problems(
     yield from _error_of(require_rows, header.rows if header.rows is not None else 1, str(header.path))
     for name in wanted:
         yield from _error_of(require_columns, [name], header.names, str(header.path))
-    yield from _error_of(require_single_names, header.names, wanted, header.path)
     for name in wanted:
         if name in header.unusable:
             yield header.unusable[name]
@@ -195,14 +271,10 @@ def header_problems(
         if column is not None and column.kind in ("integer", "fraction", "boolean"):
             yield DataError(f"{name!r} is of type {column.dtype}", expected="text, chats or images")
     for identifier in (config.id, unit):
-        shape = (
-            header.columns[identifier].shape
-            if identifier is not None and identifier in header.columns
-            else None
-        )
-        if shape is not None and len(shape) != 1:
+        found = header.columns.get(identifier or "")
+        if found is not None and found.shape is not None and len(found.shape) != 1:
             yield DataError(
-                f"the ids {identifier!r} in {header.path} have the shape {list(shape)}",
+                f"the ids {identifier!r} in {header.path} have the shape {list(found.shape)}",
                 expected="one per row",
             )
     yield from _error_of(_require_one_length, header, wanted)
@@ -214,9 +286,7 @@ def with_rows(headers: list[DataHeader]) -> list[DataHeader]:
 
 
 def joined_header(headers: Sequence[DataHeader]) -> DataHeader:
-    """What the headers of several files say together. Raises DataError where a column is text in one and
-    numbers in another.
-    """
+    """What the headers of several files say together. Raises DataError for a column of mixed types."""
     first = headers[0]
     for other in headers[1:]:
         for name, column in other.columns.items():
@@ -234,18 +304,13 @@ def joined_header(headers: Sequence[DataHeader]) -> DataHeader:
 
 
 def _require_one_length(header: DataHeader, wanted: list[str]) -> None:
-    shapes = {
-        name: shape
-        for name in wanted
-        if name in header.columns and (shape := header.columns[name].shape) is not None
-    }
+    columns = {name: header.columns[name] for name in wanted if name in header.columns}
+    shapes = {name: each.shape for name, each in columns.items() if each.shape is not None}
     common_length(shapes, header.path)
 
 
 def common_length(shapes: Mapping[str, tuple[int, ...]], path: Path | str) -> int | None:
-    """How many rows there are; None where no column has a shape. Raises DataError where columns differ, or
-    where one has no rows.
-    """
+    """How many rows there are, None without shapes. Raises DataError where columns differ or have no rows."""
     for name, shape in shapes.items():
         if not shape:
             raise DataError(
@@ -266,6 +331,15 @@ def _error_of(check: Callable[..., object], *arguments: Any) -> Iterator[PsgradE
         check(*arguments)
     except PsgradError as error:
         yield error
+
+
+def require_same_columns(parts: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> None:
+    """Raises DataError where the last of the parts has other columns than the first."""
+    if {*parts[-1]} != {*parts[0]}:
+        raise DataError(
+            f"the columns of {files[len(parts) - 1]} are not those of {files[0]}",
+            expected="the same columns in all files, as one file has rows of one kind",
+        )
 
 
 def row_count(columns: Mapping[str, Column]) -> int | None:

@@ -11,7 +11,6 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import pyarrow as pa
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow import errors_of_damage
 from psgrad.inputs.sources.files import require_columns
-from psgrad.inputs.sources.library_datasets import class_names_of, content_sha256
+from psgrad.inputs.sources.library_datasets import class_names_of
 from psgrad.inputs.sources.objects import table_of
 from psgrad.inputs.sources.tables import JoinedRows, TableRows
 from psgrad.user_code import describe_failure
@@ -63,11 +62,6 @@ class StreamedRows(JoinedRows):
         super().__init__(parts)
         self.source = named
         self.class_names = class_names_of(stream.features or {}, columns)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A SHA-256 over the rows."""
-        return content_sha256(self)
 
     def place(self, row: int) -> str:
         return f"{self.source}, row {row}"
@@ -166,12 +160,7 @@ def _tables(stream: Any, rows: int, named: str) -> Iterator[pa.Table]:
 
 def _with_data_errors(items: Iterable[Any], named: str) -> Iterable[Any]:
     """The same items; an exception from making one becomes a DataError."""
-    left = iter(items)
-    while True:
-        try:
-            item = next(left)
-        except StopIteration:
-            return
-        except Exception as error:
-            raise DataError(f"reading {named} raised {describe_failure(error)}") from error
-        yield item
+    try:
+        yield from items
+    except Exception as error:
+        raise DataError(f"reading {named} raised {describe_failure(error)}") from error

@@ -12,16 +12,7 @@ from torch import Tensor
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.rows import (
-    Block,
-    Samples,
-    checked_weights,
-    row_numbers,
-    stacked,
-    to_tensor,
-    unique_ids,
-    unit_ids,
-)
+from psgrad.inputs.rows import Block, Samples, checked_weights, ids_and_units, stacked, to_tensor
 from psgrad.inputs.sources.arrow import is_list, is_text, plain, require_numbers
 from psgrad.inputs.sources.columns import RowName, axis_lengths, numbers
 from psgrad.inputs.sources.files import input_names, length_inputs, require_rows, target_names
@@ -58,12 +49,9 @@ class TableSamples(Samples):
         self._layout = self._laid_out(config)
         self._weight = config.weight
         self._lengths = axis_lengths(rows, [name for name in self._columns() if self._is_list(name)])
-        ids = (
-            row_numbers(rows.count)
-            if config.id is None
-            else unique_ids(plain(rows.column(config.id)).to_pandas(), config.id)
+        ids, units = ids_and_units(
+            config, unit, rows.count, lambda name: plain(rows.column(name)).to_pandas()
         )
-        units = None if unit is None else unit_ids(plain(rows.column(unit)).to_pandas(), unit)
         super().__init__(ids, self._scalar_targets(), rows.fingerprint, units)
         self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
         self.weighted = config.weight is not None
@@ -128,12 +116,10 @@ class TableSamples(Samples):
             return None
         (name,) = self._layout.target
         column, kind = self._rows.column(name), self._rows.schema.field(name).type
-        words = pa.types.is_dictionary(kind) and is_text(kind.value_type)
-        values = (
-            np.array(plain(column).to_pylist(), dtype=object)
-            if is_text(kind) or words
-            else numbers(column, name, self._rows.row_name)
-        )
+        if is_text(_value_type(kind)):
+            values = np.array(plain(column).to_pylist(), dtype=object)
+        else:
+            values = numbers(column, name, self._rows.row_name)
         encoded = self._labels.encoded(values, name, self._rows.row_name)
         self.class_names = encoded.class_names or self._rows.class_names.get(name)
         self.notes = (encoded.note,) if encoded.note else ()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import tempfile
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
@@ -20,7 +22,7 @@ from psgrad.inputs.sources.files import files_sha256, named_files
 
 Array = npt.NDArray[Any]
 
-
+_ROWS_PER_PART = 4096
 _UNIT, _NUMBER = b"psgrad.unit", "psgrad.number"  # of saved rows
 
 
@@ -34,9 +36,11 @@ class Rows(ABC):
         source: the same for messages.
         class_names: column -> names of its labels 0, 1, 2, ..., where the data tell them.
         notes: sentences for the manifest.
+        numbers: of the rows in their file, where they are not 0, 1, 2, ...
     """
 
     notes: tuple[str, ...] = ()
+    numbers: RowNumbers | None = None
 
     def __init__(self, schema: pa.Schema, count: int, files: Sequence[Path]) -> None:
         self.schema = schema
@@ -47,8 +51,8 @@ class Rows(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A SHA-256 over the files: of one file its own, of many the one of theirs in order."""
-        return files_sha256(self.files)
+        """A SHA-256 over the files, in order; over the rows where they are of no file."""
+        return files_sha256(self.files) if self.files else _content_sha256(self)
 
     @abstractmethod
     def read(self, start: int, stop: int) -> pa.Table:
@@ -69,12 +73,12 @@ class Rows(ABC):
 
     def place(self, row: int) -> str:
         """Where a row is, for messages: its file and its number there."""
-        return f"{self.source}, row {row}"
+        return f"{self.source}, row {row}" if self.numbers is None else self.numbers.place(row)
 
     def row_name(self, row: int) -> str:
         """A row in messages: its number, and its place where that says more."""
         place = self.place(row)
-        return f"row {row}" if place == Rows.place(self, row) else f"row {row} ({place})"
+        return f"row {row}" if place == f"{self.source}, row {row}" else f"row {row} ({place})"
 
     def _take_rising(self, rows: Array) -> pa.Table:
         return pa.concat_tables([self.read(start, stop) for start, stop in runs(rows)])
@@ -83,9 +87,9 @@ class Rows(ABC):
 class TableRows(Rows):
     """Rows of a table that is in memory, or mapped."""
 
-    def __init__(self, table: pa.Table, files: Sequence[Path]) -> None:
+    def __init__(self, table: pa.Table, files: Sequence[Path], numbers: RowNumbers | None = None) -> None:
         super().__init__(table.schema, table.num_rows, files)
-        self._table = table
+        self._table, self.numbers = table, numbers
 
     def read(self, start: int, stop: int) -> pa.Table:
         return self._table.slice(start, stop - start)
@@ -124,7 +128,7 @@ class MappedRows(TableRows):
 
     Args:
         parts: tables of this schema; anything that they raise is raised.
-        numbers: of the rows, where they are not 0, 1, 2, ... They may be added while the parts are made.
+        numbers: of the rows; they may be added while the parts are made.
     """
 
     def __init__(
@@ -139,54 +143,56 @@ class MappedRows(TableRows):
         with pa.ipc.new_file(str(file), schema) as writer:
             for part in parts:
                 writer.write_table(part)
-        super().__init__(pa.ipc.open_file(pa.memory_map(str(file))).read_all(), files)
-        self._numbers = numbers
-
-    def place(self, row: int) -> str:
-        return super().place(row) if self._numbers is None else self._numbers.place(row)
-
-    def save(self, target: Path) -> None:
-        """Write the table, with the rows' numbers, into a file that `saved_rows` opens."""
-        table = self._table
-        if self._numbers is not None:
-            about = {_UNIT: self._numbers.unit.encode()}
-            table = table.append_column(_NUMBER, pa.array(self._numbers.all())).replace_schema_metadata(about)
-        with pa.ipc.new_file(str(target), table.schema) as writer:
-            writer.write_table(table)
+        super().__init__(pa.ipc.open_file(pa.memory_map(str(file))).read_all(), files, numbers)
 
 
-class _SavedRows(TableRows):
-    def __init__(self, file: Path, path: Path) -> None:
-        table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
-        about = table.schema.metadata or {}
-        self._numbers = None
-        if _UNIT in about:
-            numbers = table.column(_NUMBER).to_numpy()
-            table = table.drop_columns([_NUMBER]).replace_schema_metadata(None)
-            self._numbers = RowNumbers(path, about[_UNIT].decode(), [numbers])
-        super().__init__(table, [path])
-
-    def place(self, row: int) -> str:
-        return super().place(row) if self._numbers is None else self._numbers.place(row)
+def save_rows(rows: Rows, target: Path) -> None:
+    """Write rows, with their numbers, into a file that `saved_rows` opens."""
+    table = rows.read(0, rows.count) if rows.count else rows.schema.empty_table()
+    if rows.numbers is not None:
+        about = {_UNIT: rows.numbers.unit.encode()}
+        table = table.append_column(_NUMBER, pa.array(rows.numbers.all())).replace_schema_metadata(about)
+    with pa.ipc.new_file(str(target), table.schema) as writer:
+        writer.write_table(table.unify_dictionaries())
 
 
 def saved_rows(file: Path, path: Path) -> Rows:
-    """The rows that `MappedRows.save` wrote; path: of the file that they are from."""
-    return _SavedRows(file, path)
+    """The rows that `save_rows` wrote, mapped into memory; path: of the file that they are from."""
+    table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+    about = table.schema.metadata or {}
+    if _UNIT not in about:
+        return TableRows(table, [path])
+    numbers = RowNumbers(path, about[_UNIT].decode(), [table.column(_NUMBER).to_numpy()])
+    return TableRows(table.drop_columns([_NUMBER]).replace_schema_metadata(None), [path], numbers)
 
 
 class GroupedRows(Rows):
-    """Rows of a file that is read by groups of rows, of which one at a time is in memory."""
+    """Rows of a file that is read by groups of rows, of which one at a time is in memory.
 
-    def __init__(self, schema: pa.Schema, sizes: Iterable[int], path: Path) -> None:
+    Args:
+        sizes: how many rows each group has.
+        kind: of the file, for messages.
+        read_group: the named columns of a group, by its number.
+    """
+
+    def __init__(
+        self,
+        schema: pa.Schema,
+        sizes: Iterable[int],
+        path: Path,
+        kind: str,
+        read_group: Callable[[int, list[str]], pa.Table],
+    ) -> None:
         self._starts = [0, *accumulate(sizes)]
         super().__init__(schema, self._starts[-1], [path])
+        self._kind, self._read_group = kind, read_group
         self._held: tuple[int, pa.Table] | None = None
         self._mapped: MappedRows | None = None
 
-    @abstractmethod
-    def read_group(self, group: int) -> pa.Table:
-        """The rows of a group, the columns of the schema."""
+    def column(self, name: str) -> pa.ChunkedArray:
+        with errors_of_damage(self.files[0], self._kind):
+            groups = range(len(self._starts) - 1)
+            return pa.concat_tables([self._read_group(group, [name]) for group in groups]).column(name)
 
     def read(self, start: int, stop: int) -> pa.Table:
         first, last = bisect_right(self._starts, start) - 1, bisect_right(self._starts, stop - 1) - 1
@@ -197,9 +203,7 @@ class GroupedRows(Rows):
         return pa.concat_tables(parts)
 
     def _take_rising(self, rows: Array) -> pa.Table:
-        """Rows from all over the file would have each group read anew every time: the first time makes a
-        mapped table of them.
-        """
+        """The first time makes a mapped table of all groups, each of which would else be read every time."""
         if len(self._starts) == 2:
             return self._group(0).take(pa.array(rows))
         if self._mapped is None:
@@ -212,7 +216,8 @@ class GroupedRows(Rows):
     def _group(self, group: int) -> pa.Table:
         if self._held is None or self._held[0] != group:
             self._held = None  # before the next one is read: one group in memory, not two
-            self._held = group, self.read_group(group)
+            with errors_of_damage(self.files[0], self._kind):
+                self._held = group, self._read_group(group, self.schema.names)
         return self._held[1]
 
 
@@ -273,6 +278,29 @@ def runs(rows: Array) -> list[tuple[int, int]]:
     """The (start, stop) of neighbouring rows, for rows in rising order."""
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
     return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, breaks)]
+
+
+def _content_sha256(rows: Rows) -> str:
+    found = hashlib.sha256()
+    with pa.ipc.new_stream(pa.PythonFile(_Hashing(found), mode="w"), rows.schema) as stream:
+        for start in range(0, rows.count, _ROWS_PER_PART):
+            part = rows.read(start, min(start + _ROWS_PER_PART, rows.count))
+            stream.write_table(part.combine_chunks())
+    return found.hexdigest()
+
+
+class _Hashing(io.RawIOBase):
+    """A file that keeps the hash of what is written into it."""
+
+    def __init__(self, digest: Any) -> None:
+        self._digest = digest
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        self._digest.update(content)
+        return len(content)
 
 
 def _without_categories(table: pa.Table) -> pa.Table:

@@ -7,19 +7,12 @@ from typing import ClassVar
 import numpy as np
 import pyarrow as pa
 
+from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
+from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.sources.arrow import is_list
-from psgrad.inputs.tasks.task import (
-    IGNORED,
-    TARGET,
-    EncodedRow,
-    Field,
-    TextRows,
-    TextTask,
-    is_text,
-    require_kind,
-)
-from psgrad.inputs.text.tokenizer import Encoding, chat_tokens, require_template
+from psgrad.inputs.tasks.task import IGNORED, EncodedRow, TextRows, TextTask, require_kind, require_text
+from psgrad.inputs.text.tokenizer import Encoding, Tokenizer, chat_tokens, require_template
 
 
 class CausalLM(TextTask):
@@ -30,9 +23,11 @@ class CausalLM(TextTask):
     """
 
     keys: ClassVar[str] = "one of text (a column), prompt and completion, and messages"
+    needed: ClassVar[tuple[str, ...]] = ()
+    label_per_token: ClassVar[bool] = True
 
-    def _prepare(self) -> None:
-        data = self.data
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, pretrained: Pretrained) -> None:
+        super().__init__(data, tokenizer, pretrained)
         given = [name for name in ("text", "prompt", "messages") if getattr(data, name) is not None]
         if len(given) != 1 or len(self.texts) > 1 or data.target is not None:
             named = [*given, *(["target"] if data.target is not None else [])]
@@ -42,10 +37,8 @@ class CausalLM(TextTask):
                 expected=self.keys,
                 next_step="leave target out: the labels are the text's own tokens" if data.target else None,
             )
-        of_pairs = () if data.prompt is None or data.completion is None else (data.prompt, data.completion)
-        of_chats = () if data.messages is None else (data.messages,)
-        self.columns = (*self.texts, *of_pairs, *of_chats)
-        self.fields = (*self.input_fields((0, 0)), Field(TARGET, ((0, 0),), IGNORED))
+        others = (data.prompt, data.completion, data.messages)
+        self.columns = (*self.texts, *(name for name in others if name is not None))
         if data.messages is not None:
             require_template(self.tokenizer)
 
@@ -55,7 +48,7 @@ class CausalLM(TextTask):
                 require_kind(schema, name, [_is_chat], "lists of messages, each with role and content")
                 _require_role(schema, name)
             else:
-                require_kind(schema, name, [is_text], "a column of text")
+                require_text(schema, name)
 
     def encode(self, rows: TextRows) -> list[EncodedRow]:
         if self.data.messages is not None:
@@ -98,11 +91,8 @@ class CausalLM(TextTask):
         tokens = self.tokenizer.encode(wholes, where=rows.where)
         found = []
         for i, row in enumerate(tokens):
-            start = (
-                _boundary(row, len(prompts[i]))
-                if row.span is not None
-                else self._prefix(rows, i, prompts[i], row)
-            )
+            told = row.span is not None
+            start = _boundary(row, len(prompts[i])) if told else self._prefix(rows, i, prompts[i], row)
             found.append((row, [place >= start for place in range(len(row.ids))]))
         return found
 

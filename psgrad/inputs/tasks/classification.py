@@ -7,34 +7,17 @@ from typing import ClassVar
 import numpy as np
 import pyarrow as pa
 
+from psgrad.config import DataConfig
 from psgrad.errors import DataError
+from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.sources.arrow import is_list, require_numbers
-from psgrad.inputs.tasks.labels import Labels
-from psgrad.inputs.tasks.task import (
-    TARGET,
-    Array,
-    EncodedRow,
-    Field,
-    TextRows,
-    TextTask,
-    is_text,
-    require_kind,
-)
+from psgrad.inputs.tasks.labels import HeadLabels
+from psgrad.inputs.tasks.task import Array, EncodedRow, TextRows, TextTask
+from psgrad.inputs.text.tokenizer import Tokenizer
 
 
 class _OfTexts(TextTask):
     """A target of one or two texts."""
-
-    def _prepare(self) -> None:
-        self.require_keys("text", "target")
-        assert self.data.target_column is not None
-        self.target: str = self.data.target_column
-        self.columns = (*self.texts, self.target)
-        self.fields = (*self.input_fields((0, 0)), Field(TARGET))
-
-    def check(self, schema: pa.Schema) -> None:
-        for name in self.texts:
-            require_kind(schema, name, [is_text], "a column of text")
 
     def encode(self, rows: TextRows) -> list[EncodedRow]:
         first, *second = (rows.texts(name) for name in self.texts)
@@ -52,11 +35,11 @@ class SequenceClassification(_OfTexts):
 
     keys: ClassVar[str] = "text, one column or two, and target, a column of labels"
 
-    def _prepare(self) -> None:
-        super()._prepare()
-        self.labels = Labels.of(self.pretrained.config, self.data)
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, pretrained: Pretrained) -> None:
+        super().__init__(data, tokenizer, pretrained)
+        self.labels = HeadLabels.of(pretrained.config, data)
         self.class_names = self.labels.given
-        self.several = self.pretrained.config.problem_type == "multi_label_classification"
+        self.several = pretrained.config.problem_type == "multi_label_classification"
 
     def check(self, schema: pa.Schema) -> None:
         super().check(schema)

@@ -11,6 +11,7 @@ import numpy as np
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.tasks.task import IGNORED, Array, TextRows
+from psgrad.wording import first_of
 
 _SHOWN = 20
 
@@ -28,7 +29,7 @@ def _require_one_order(config: Any, names: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Labels:
+class HeadLabels:
     """The classes of a head. names: of the classes 0, 1, ...; generic: whether they are LABEL_0, LABEL_1 and
     so on, which nobody gave.
     """
@@ -37,7 +38,7 @@ class Labels:
     generic: bool
 
     @classmethod
-    def of(cls, config: Any, data: DataConfig) -> Labels:
+    def of(cls, config: Any, data: DataConfig) -> HeadLabels:
         """Those of a model's config; data.class_names come first where the config has no names of its own.
 
         Raises ConfigError where class_names are not as many as the head has, where they have a name of the
@@ -86,30 +87,25 @@ class Labels:
 
     def _unknown(self, value: Any, where: str) -> DataError:
         if value is None or value != value:
-            return DataError(f"{where} has no label", expected=f"one of {self._listed()}")
-        named = isinstance(value, str)
+            return DataError(f"{where} has no label", expected=f"one of {first_of(self.names, _SHOWN)}")
+        arrived = f"{where} has the label {value!r}"
+        if not isinstance(value, str):
+            numbers = f"a number from 0 to {len(self.names) - 1}"
+            return DataError(arrived, expected=f"{numbers}, or {IGNORED} for a label that does not count")
+        expected = f"one of {first_of(self.names, _SHOWN)}"
+        if not self.generic:
+            return DataError(arrived, expected=expected)
         return DataError(
-            f"{where} has the label {value!r}",
-            expected=f"one of {self._listed()}"
-            if named
-            else f"a number from 0 to {len(self.names) - 1}, or {IGNORED} for a label that does not count",
-            cause="the model's config has no names of its classes (id2label)"
-            if named and self.generic
-            else None,
-            next_step="list the names in data.class_names, in the order of the model's outputs"
-            if named and self.generic
-            else None,
+            arrived,
+            expected=expected,
+            cause="the model's config has no names of its classes (id2label)",
+            next_step="list the names in data.class_names, in the order of the model's outputs",
         )
-
-    def _listed(self) -> str:
-        more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
-        return ", ".join(self.names[:_SHOWN]) + more
 
     def numbers(self, rows: TextRows, column: str) -> Array:
         """[n]: the class of each row's label."""
-        return np.array(
-            [self.number(value, rows.where(i)) for i, value in enumerate(rows.values(column))], np.int64
-        )
+        values = enumerate(rows.values(column))
+        return np.array([self.number(value, rows.where(i)) for i, value in values], np.int64)
 
     def of_list(self, values: Sequence[Any], where: str) -> list[int]:
         """The class of each label in a list."""

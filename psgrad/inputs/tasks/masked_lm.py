@@ -8,19 +8,11 @@ from typing import ClassVar
 import numpy as np
 import pyarrow as pa
 
+from psgrad.config import DataConfig
 from psgrad.errors import DataError
-from psgrad.inputs.tasks.task import (
-    IGNORED,
-    TARGET,
-    Array,
-    EncodedRow,
-    Field,
-    TextRows,
-    TextTask,
-    is_text,
-    require_kind,
-)
-from psgrad.inputs.text.tokenizer import Encoding
+from psgrad.inputs.models.loaded import Pretrained
+from psgrad.inputs.tasks.task import IGNORED, Array, EncodedRow, TextRows, TextTask, require_text
+from psgrad.inputs.text.tokenizer import Encoding, Tokenizer
 
 _MASK, _RANDOM = 0.8, 0.9  # as BERT: 80 % become the mask token, 10 % another token, 10 % stay
 
@@ -34,14 +26,13 @@ class MaskedLM(TextTask):
 
     keys: ClassVar[str] = "text, a column of texts; and target where the text has mask tokens already"
 
-    def _prepare(self) -> None:
-        self.require_keys("text", most=1)
-        self.columns = (
-            *self.texts,
-            *([self.data.target_column] if self.data.target_column is not None else ()),
-        )
-        self.fields = (*self.input_fields((0, 0)), Field(TARGET, ((0, 0),), IGNORED))
-        self.mask = self.tokenizer.inner.mask_token_id
+    needed: ClassVar[tuple[str, ...]] = ("text",)
+    most: ClassVar[int] = 1
+    label_per_token: ClassVar[bool] = True
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, pretrained: Pretrained) -> None:
+        super().__init__(data, tokenizer, pretrained)
+        self.mask = tokenizer.inner.mask_token_id
         if self.mask is None:
             raise DataError(
                 "the tokenizer has no mask token, and the task masked-lm hides tokens with it",
@@ -49,8 +40,9 @@ class MaskedLM(TextTask):
             )
 
     def check(self, schema: pa.Schema) -> None:
-        for name in self.columns:
-            require_kind(schema, name, [is_text], "a column of text")
+        super().check(schema)
+        if self.data.target_column is not None:
+            require_text(schema, self.data.target_column)
 
     def encode(self, rows: TextRows) -> list[EncodedRow]:
         tokens = self.tokenizer.encode(rows.texts(self.texts[0]), where=rows.where)

@@ -7,19 +7,20 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
+from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
+from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.tasks.task import (
     IGNORED,
-    TARGET,
     Array,
     EncodedRow,
-    Field,
     TextRows,
     TextTask,
-    is_text,
     is_texts,
     require_kind,
+    require_text,
 )
+from psgrad.inputs.text.tokenizer import Tokenizer
 
 
 class MultipleChoice(TextTask):
@@ -34,23 +35,21 @@ class MultipleChoice(TextTask):
         " choice, ...]; and target, the place of the right one from 0"
     )
 
-    def _prepare(self) -> None:
-        self.require_keys("text", "target", most=99)
+    most: ClassVar[int] = 99
+    axis: ClassVar[tuple[int, int]] = (1, 0)
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, pretrained: Pretrained) -> None:
+        super().__init__(data, tokenizer, pretrained)
         if len(self.texts) < 2:
             raise ConfigError("data.text names one column for the task multiple-choice", expected=self.keys)
-        assert self.data.target_column is not None
-        self.target: str = self.data.target_column
-        self.columns = (*self.texts, self.target)
-        self.fields = (*self.input_fields((1, 0)), Field(TARGET))
         self.count: int | None = None
 
     def check(self, schema: pa.Schema) -> None:
         question, *choices = self.texts
-        require_kind(schema, question, [is_text], "a column of text")
+        for name in (question, *(choices if len(choices) > 1 else ())):
+            require_text(schema, name)
         if len(choices) == 1:
             require_kind(schema, choices[0], [is_texts], "a list of choices in each row")
-        for name in choices if len(choices) > 1 else []:
-            require_kind(schema, name, [is_text], "a column of text")
 
     def encode(self, rows: TextRows) -> list[EncodedRow]:
         questions, choices = rows.texts(self.texts[0]), self._choices(rows)
@@ -64,17 +63,12 @@ class MultipleChoice(TextTask):
         )
         targets = self._targets(rows, count)
         values = [self.inputs_of(row) for row in tokens]
-        padding = [field.padding for field in self.fields]
-        return [
-            (
-                *(
-                    _stacked(parts, padding[place])
-                    for place, parts in enumerate(zip(*values[i * count : (i + 1) * count], strict=True))
-                ),
-                targets[i],
-            )
-            for i in range(len(rows))
-        ]
+        padding = [field.padding for field in self.fields[:-1]]
+        found: list[EncodedRow] = []
+        for i in range(len(rows)):
+            inputs = zip(zip(*values[i * count : (i + 1) * count], strict=True), padding, strict=True)
+            found.append((*(_stacked(parts, value) for parts, value in inputs), targets[i]))
+        return found
 
     def _choices(self, rows: TextRows) -> list[list[str]]:
         names = self.texts[1:]
@@ -94,10 +88,8 @@ class MultipleChoice(TextTask):
         return found
 
     def _targets(self, rows: TextRows, count: int) -> Array:
-        return np.array(
-            [self._number(value, count, rows.where(i)) for i, value in enumerate(rows.values(self.target))],
-            np.int64,
-        )
+        values = enumerate(rows.values(self.target))
+        return np.array([self._number(value, count, rows.where(i)) for i, value in values], np.int64)
 
     def _number(self, value: Any, count: int, where: str) -> int:
         number = int(value) if isinstance(value, str) and value.strip().isdigit() else value

@@ -7,18 +7,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
+from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.tasks.task import (
-    IGNORED,
-    TARGET,
-    EncodedRow,
-    Field,
-    TextRows,
-    TextTask,
-    is_text,
-    require_kind,
-)
-from psgrad.inputs.text.tokenizer import Encoding
+from psgrad.inputs.models.loaded import Pretrained
+from psgrad.inputs.tasks.task import IGNORED, EncodedRow, TextRows, TextTask, require_kind
+from psgrad.inputs.text.tokenizer import Encoding, Tokenizer
 
 
 class QuestionAnswering(TextTask):
@@ -34,25 +27,20 @@ class QuestionAnswering(TextTask):
     masked: ClassVar[bool] = False  # the logits of padding would be positions that the answer may have
     labels_are_positions: ClassVar[bool] = True
 
-    def _prepare(self) -> None:
-        self.require_keys("text", "target")
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, pretrained: Pretrained) -> None:
+        super().__init__(data, tokenizer, pretrained)
         if len(self.texts) != 2:
             raise ConfigError(
                 "data.text names one column for the task question-answering", expected=self.keys
             )
-        assert self.data.target_column is not None
-        self.target: str = self.data.target_column
-        self.columns = (*self.texts, self.target)
-        self.fields = (*self.input_fields((0, 0)), Field(TARGET))
-        if not self.tokenizer.inner.is_fast:
+        if not tokenizer.inner.is_fast:
             raise DataError(
-                f"the tokenizer {type(self.tokenizer.inner).__name__} tells no characters of tokens",
+                f"the tokenizer {type(tokenizer.inner).__name__} tells no characters of tokens",
                 expected="a tokenizer with a tokenizer.json",
             )
 
     def check(self, schema: pa.Schema) -> None:
-        for name in self.texts:
-            require_kind(schema, name, [is_text], "a column of text")
+        super().check(schema)
         require_kind(schema, self.target, [pa.types.is_struct], self.keys)
 
     def encode(self, rows: TextRows) -> list[EncodedRow]:

@@ -63,9 +63,7 @@ class TextRows:
         return found
 
     def texts(self, name: str, *, empty: bool = False) -> list[str]:
-        """The texts of a column. Raises DataError for one that is missing, and unless `empty` for one without
-        a letter.
-        """
+        """The texts of a column. Raises DataError for a missing one, and unless `empty` for a blank one."""
         found = self.values(name)
         for i, text in enumerate(found):
             if text is None or (not empty and not text.strip()):
@@ -81,8 +79,11 @@ class TextTask(ABC):
     """How rows of text become the inputs and the target of a model.
 
     Attributes:
+        keys: the keys of data that it takes, for messages.
+        needed: those of them that must be there. most: how many columns of text there may be.
         fields: the tensors of a row, the target last.
-        columns: the columns that it reads.
+        axis: the ragged axis of each input, and its column of lengths.
+        label_per_token: whether the target has a label at each position of the inputs.
         masked: whether padding is without effect on the loss where the model heeds its attention mask. It is
             not where the loss compares positions.
         labels_are_positions: whether a label is a position of the input, and not a class.
@@ -92,23 +93,31 @@ class TextTask(ABC):
     masked: ClassVar[bool] = True
     labels_are_positions: ClassVar[bool] = False
     keys: ClassVar[str]
-    """The keys of data that it takes, for messages."""
+    needed: ClassVar[tuple[str, ...]] = ("text", "target")
+    most: ClassVar[int] = 2
+    axis: ClassVar[tuple[int, int]] = (0, 0)
+    label_per_token: ClassVar[bool] = False
 
-    fields: tuple[Field, ...]
-    columns: tuple[str, ...]
     class_names: tuple[str, ...] | None = None
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, pretrained: Pretrained) -> None:
+        """Raises ConfigError for keys, DataError for a tokenizer that the task does not take."""
         self.data, self.tokenizer, self.pretrained = data, tokenizer, pretrained
-        self._prepare()
+        missing = [name for name in self.needed if getattr(data, name) is None]
+        if missing or len(self.texts) > self.most:
+            raise ConfigError(
+                f"data.{missing[0]} is missing for the task {pretrained.task}"
+                if missing
+                else f"data.text names {len(self.texts)} columns for the task {pretrained.task}",
+                expected=self.keys,
+            )
+        target = Field(TARGET, (self.axis,), IGNORED) if self.label_per_token else Field(TARGET)
+        self.fields = (*self.input_fields(self.axis), target)
 
-    @abstractmethod
-    def _prepare(self) -> None:
-        """Sets `fields` and `columns`. Raises ConfigError for keys that the task does not take."""
-
-    @abstractmethod
     def check(self, schema: pa.Schema) -> None:
         """Raises DataError for a column of another type than the task takes."""
+        for name in self.texts:
+            require_text(schema, name)
 
     @abstractmethod
     def encode(self, rows: TextRows) -> list[EncodedRow]:
@@ -126,7 +135,14 @@ class TextTask(ABC):
     @property
     def texts(self) -> tuple[str, ...]:
         """The columns of text."""
-        return column_names(self.data.text)
+        given = self.data.text
+        return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+
+    @property
+    def target(self) -> str:
+        """The column of targets, of a task that needs one."""
+        assert self.data.target_column is not None
+        return self.data.target_column
 
     def input_fields(self, *axes: tuple[int, int]) -> tuple[Field, ...]:
         """The fields of what the tokenizer makes, with these ragged axes."""
@@ -137,22 +153,6 @@ class TextTask(ABC):
         """The values of `input_fields`."""
         values = {"input_ids": row.ids, "attention_mask": [1] * len(row.ids), "token_type_ids": row.types}
         return tuple(np.asarray(values[name], np.int64) for name in self.tokenizer.inputs)
-
-    def require_keys(self, *needed: str, most: int = 2) -> None:
-        """Raises ConfigError unless the data section has these keys, and at most so many columns of text."""
-        missing = [name for name in needed if getattr(self.data, name) is None]
-        if missing or len(self.texts) > most:
-            raise ConfigError(
-                f"data.{missing[0]} is missing for the task {self.pretrained.task}"
-                if missing
-                else f"data.text names {len(self.texts)} columns for the task {self.pretrained.task}",
-                expected=self.keys,
-            )
-
-
-def column_names(value: str | list[str] | None) -> tuple[str, ...]:
-    """The columns that a key of one name or a list of names names."""
-    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -173,3 +173,8 @@ def require_kind(
     kind = schema.field(name).type
     if not any(fits(kind) for fits in kinds):
         raise DataError(f"{name!r} is of type {kind}", expected=expected)
+
+
+def require_text(schema: pa.Schema, name: str) -> None:
+    """Raises DataError unless a column holds texts."""
+    require_kind(schema, name, [is_text], "a column of text")

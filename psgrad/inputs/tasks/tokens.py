@@ -7,21 +7,21 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
+from psgrad.config import DataConfig
 from psgrad.errors import DataError
+from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.sources.arrow import is_list
-from psgrad.inputs.tasks.labels import Labels
+from psgrad.inputs.tasks.labels import HeadLabels
 from psgrad.inputs.tasks.task import (
     IGNORED,
-    TARGET,
     EncodedRow,
-    Field,
     TextRows,
     TextTask,
     is_text,
     is_texts,
     require_kind,
 )
-from psgrad.inputs.text.tokenizer import Encoding
+from psgrad.inputs.text.tokenizer import Encoding, Tokenizer
 
 
 class TokenClassification(TextTask):
@@ -32,13 +32,13 @@ class TokenClassification(TextTask):
 
     keys: ClassVar[str] = "text, a column of lists of words (or of texts), and target, lists of their labels"
 
-    def _prepare(self) -> None:
-        self.require_keys("text", "target", most=1)
-        assert self.data.target_column is not None
-        (self.text,), self.target = self.texts, self.data.target_column
-        self.columns = (self.text, self.target)
-        self.fields = (*self.input_fields((0, 0)), Field(TARGET, ((0, 0),), IGNORED))
-        self.labels = Labels.of(self.pretrained.config, self.data)
+    most: ClassVar[int] = 1
+    label_per_token: ClassVar[bool] = True
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, pretrained: Pretrained) -> None:
+        super().__init__(data, tokenizer, pretrained)
+        (self.text,) = self.texts
+        self.labels = HeadLabels.of(pretrained.config, data)
         self.class_names = self.labels.given
 
     def check(self, schema: pa.Schema) -> None:

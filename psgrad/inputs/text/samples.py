@@ -1,6 +1,4 @@
-"""A dataset of texts: tokens of rows, made when they are asked for, and kept as memory-mapped Arrow tables
-without padding.
-"""
+"""A dataset of texts: tokens of rows, made when asked for, kept without padding in mapped Arrow tables."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 
 from psgrad.config import DataConfig
-from psgrad.inputs.rows import Block, Samples, checked_weights, row_numbers, unique_ids, unit_ids
+from psgrad.inputs.rows import Block, Samples, checked_weights, ids_and_units
 from psgrad.inputs.sources.arrow import plain, require_numbers
 from psgrad.inputs.sources.tables import Array, Rows
 from psgrad.inputs.tasks.task import TARGET, EncodedRow, Field, TextRows, TextTask
@@ -68,12 +66,9 @@ class TextSamples(Samples):
         if config.target_column is not None:
             column = pa.table({config.target_column: plain(rows.column(config.target_column))})
             targets = task.targets(TextRows(column, range(rows.count), rows.place))
-        ids = (
-            row_numbers(rows.count)
-            if config.id is None
-            else unique_ids(plain(rows.column(config.id)).to_pandas(), config.id)
+        ids, units = ids_and_units(
+            config, unit, rows.count, lambda name: plain(rows.column(name)).to_pandas()
         )
-        units = None if unit is None else unit_ids(plain(rows.column(unit)).to_pandas(), unit)
         super().__init__(ids, targets, fingerprint, units)
 
     def read(self, start: int, stop: int) -> Block:

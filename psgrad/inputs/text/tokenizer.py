@@ -15,8 +15,9 @@ from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.models.hub import library, located, quiet
 from psgrad.inputs.models.loaded import Pretrained
+from psgrad.inputs.models.pretrained import model_inputs
 from psgrad.inputs.sources.files import sha256_of
-from psgrad.inputs.text.forward import model_inputs
+from psgrad.wording import first_line
 
 Where = Callable[[int], str]
 """The number of a text in a call to where it is written, for messages."""
@@ -148,34 +149,20 @@ class Tokenizer:
 
 def _encodings(batch: Any) -> list[Encoding]:
     """What a tokenizer returned, row by row."""
-    rows = range(len(batch["input_ids"]))
     fast = batch.encodings
     if fast is None:
-        return [
-            Encoding(
-                batch["input_ids"][i],
-                batch["token_type_ids"][i] if "token_type_ids" in batch else [0] * len(batch["input_ids"][i]),
-                list(map(bool, batch["special_tokens_mask"][i])),
-            )
-            for i in rows
-        ]
-    return [
-        Encoding(
-            each.ids,
-            each.type_ids,
-            list(map(bool, each.special_tokens_mask)),
-            each.sequence_ids,
-            each.word_ids,
-            each.offsets,
-        )
-        for each in fast
-    ]
+        types = batch.get("token_type_ids") or [[0] * len(ids) for ids in batch["input_ids"]]
+        special = [list(map(bool, each)) for each in batch["special_tokens_mask"]]
+        return list(map(Encoding, batch["input_ids"], types, special))
+    found = []
+    for each in fast:
+        told = (each.sequence_ids, each.word_ids, each.offsets)
+        found.append(Encoding(each.ids, each.type_ids, list(map(bool, each.special_tokens_mask)), *told))
+    return found
 
 
 def load_tokenizer(data: DataConfig, base: Path, pretrained: Pretrained) -> Tokenizer:
-    """The tokenizer that a config names, or the one in the model's folder. Raises ConfigError and
-    DataError.
-    """
+    """The tokenizer that a config names, or that in the model's folder. Raises ConfigError and DataError."""
     notes: list[str] = []
     folder = pretrained.folder
     if data.tokenizer is not None:
@@ -220,17 +207,13 @@ def _read(folder: Path) -> Any:
         if not any((folder / name).exists() for name in ("tokenizer.json", *_SAVED)):
             raise missing from error
         raise DataError(
-            f"the tokenizer in {folder} can't be read: {next(iter(str(error).splitlines()), '')}",
+            f"the tokenizer in {folder} can't be read: {first_line(error)}",
             cause="a damaged file, code of its own that psgrad does not run, or a library that is missing",
             next_step="load it with transformers.AutoTokenizer.from_pretrained to see more",
         ) from error
     # Of bytes or characters there is no vocabulary to be saved.
-    files = (
-        "tokenizer.json",
-        *inner.vocab_files_names.values(),
-        *(() if inner.vocab_files_names else _SAVED),
-    )
-    if not any((folder / name).exists() for name in files):
+    vocabulary = tuple(inner.vocab_files_names.values()) or _SAVED
+    if not any((folder / name).exists() for name in ("tokenizer.json", *vocabulary)):
         raise missing
     return inner
 
@@ -259,11 +242,8 @@ def _pad_token(inner: Any, config: Any, size: int | None) -> tuple[int, list[str
     if known(pad):
         return pad, []
     name, value = (inner.eos_token, end) if known(end) else ("the token 0", 0)
-    why = (
-        "the tokenizer has no pad token"
-        if pad is None
-        else f"the model has no embedding for the pad token {inner.pad_token}"
-    )
+    why = f"the model has no embedding for the pad token {inner.pad_token}"
+    why = "the tokenizer has no pad token" if pad is None else why
     return value, [f"{why}: rows are padded with {name}"]
 
 
@@ -372,8 +352,7 @@ def _rendered(tokenizer: Tokenizer, chat: Chat, where: str, **options: Any) -> A
             return tokenizer.inner.apply_chat_template(chat, **given)
     except Exception as error:  # templates raise what they want
         raise DataError(
-            f"{where}: the chat template raised {type(error).__name__}:"
-            f" {next(iter(str(error).splitlines()), '')}",
+            f"{where}: the chat template raised {type(error).__name__}: {first_line(error)}",
             expected="messages of the roles and in the order that the template takes",
         ) from error
 

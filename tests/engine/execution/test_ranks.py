@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from datetime import timedelta
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,8 +15,9 @@ from torch.distributed import DistNetworkError, HashStore
 
 from psgrad.engine.execution import process_group
 from psgrad.engine.execution.process_group import RankGroup
+from psgrad.engine.execution.rank_waits import Limits, Patience, ReachableStore
 from psgrad.engine.execution.ranks import MergingParts, RowPart, gaps, guided_ranges
-from psgrad.errors import DataError, DistributedError
+from psgrad.errors import ConfigError, DataError, DistributedError
 
 COUNTS, CHUNKS, SIZES = st.integers(0, 3000), st.integers(1, 70), st.integers(1, 70)
 
@@ -148,10 +149,8 @@ def test_rank_that_waits_gets_the_error_of_another(groups: list[RankGroup]) -> N
         groups[0].meet("samples")
 
 
-def test_rank_that_waits_names_one_without_sign_of_life(
-    groups: list[RankGroup], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_group, "_SILENCE", 0.3)
+def test_rank_that_waits_names_one_without_sign_of_life(groups: list[RankGroup]) -> None:
+    groups[0].limits = Limits(silence=0.3)
     groups[1]._stopped.set()
     with pytest.raises(DistributedError, match="rank 1 has given no sign of life"):
         groups[0].meet("samples")
@@ -166,7 +165,7 @@ def test_rank_that_was_asked_to_end_waits_a_shorter_time(
     began = time.monotonic()
     with pytest.raises(DistributedError, match="rank 1 has given no sign of life for 0 seconds"):
         groups[0].meet("samples")
-    assert time.monotonic() - began < 5 < process_group._SILENCE
+    assert time.monotonic() - began < 5 < groups[0].limits.silence
 
 
 @given(size=SIZES)
@@ -223,7 +222,7 @@ def attempt(store: HashStore, size: int, slow: int) -> list[Any]:
 
     def come(rank: int) -> None:
         time.sleep(0.2 * (rank == slow))
-        found[rank] = process_group.keys_of_this_attempt(store, rank, size)
+        found[rank] = process_group.keys_of_this_attempt(store, rank, size, 20.0)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -247,10 +246,73 @@ def test_ranks_that_start_again_find_no_key_of_the_attempt_before(slow: int) -> 
             store.add("psgrad.attempts", 1)
 
 
-def test_ranks_that_do_not_come_are_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "_TIMEOUT", timedelta(seconds=0.2))
-    with pytest.raises(DistributedError, match="not all of the 2 ranks have come within 0 minutes"):
-        process_group.keys_of_this_attempt(HashStore(), 0, 2)
+def test_ranks_that_do_not_come_are_a_named_error() -> None:
+    with pytest.raises(DistributedError, match="not all of the 2 ranks have come together within 0 seconds"):
+        process_group.keys_of_this_attempt(HashStore(), 0, 2, 0.2)
+
+
+def test_store_that_gives_no_answer_is_a_named_error() -> None:
+    """As an agent that is stopped: its first request is answered late, and no other is made."""
+    go_on, asked = threading.Event(), list[str]()
+
+    class Stopped:
+        def check(self, keys: list[str]) -> bool:
+            asked.extend(keys)
+            return go_on.wait(20)
+
+    store = ReachableStore(Stopped(), silence=0.3)  # type: ignore[arg-type]
+    began = time.monotonic()
+    for key in ("first", "second"):
+        with pytest.raises(DistributedError, match="has given no answer for 0 seconds"):
+            store.check([key])
+    assert time.monotonic() - began < 5
+    assert (asked, store.silent) == (["first"], True)
+    go_on.set()
+
+
+def test_wait_for_a_rank_that_lives_has_a_limit_and_names_it(
+    groups: list[RankGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 0 and 2 wait, rank 1 gives signs of life and does not come."""
+    for group in groups:
+        group.limits = Limits(work=1.0)
+
+    def waits() -> None:
+        with suppress(DistributedError):
+            groups[2].meet("samples")
+
+    other = threading.Thread(target=waits)
+    other.start()
+    with pytest.raises(
+        DistributedError, match=r"waited 1 seconds for 'met.samples'; not there: rank 1\n"
+    ) as found:
+        groups[0].meet("samples")
+    assert found.value.rank == 1
+    other.join()
+
+
+def test_time_in_which_a_rank_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    patience = Patience(2.5)
+    now += 3600.0
+    assert not patience.ended()
+    now += 1.0
+    assert not patience.ended()
+    now += 1.1
+    assert patience.ended()
+
+
+def test_limits_of_waits_come_from_the_environment() -> None:
+    assert Limits.of({}) == Limits(25.0, 600.0, 86_400.0)
+    assert Limits.of({"PSGRAD_RANK_SILENCE": "120", "PSGRAD_RANK_WORK": "1e6"}) == Limits(120.0, 600.0, 1e6)
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
+def test_limit_of_a_wait_that_is_no_number_of_seconds_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"PSGRAD_RANK_EXCHANGE is '{text}'") as found:
+        Limits.of({"PSGRAD_RANK_EXCHANGE": text})
+    assert found.value.next_step == "unset it for 600 seconds, or set a number"
 
 
 def test_store_that_is_gone_is_a_named_error(groups: list[RankGroup]) -> None:
@@ -258,16 +320,14 @@ def test_store_that_is_gone_is_a_named_error(groups: list[RankGroup]) -> None:
         def add(self, *args: Any) -> int:
             raise DistNetworkError("failed to recv, got 0 bytes")
 
-    groups[1]._store = process_group._Reached(Gone())  # type: ignore[arg-type]
+    groups[1]._store = ReachableStore(Gone(), 5.0)  # type: ignore[arg-type]
     with pytest.raises(DistributedError, match="can't be reached"):
         groups[1].progress("samples", 3)
 
 
-def test_rank_that_was_stopped_itself_takes_no_other_for_dead(
-    groups: list[RankGroup], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_that_was_stopped_itself_takes_no_other_for_dead(groups: list[RankGroup]) -> None:
     """Ctrl-Z stops all ranks; the first that goes on sees signs of life that are as old as the pause."""
-    monkeypatch.setattr(process_group, "_SILENCE", 2.0)
+    groups[0].limits = Limits(silence=2.0)
     groups[0]._require_others()
     groups[1]._stopped.set()
     groups[1]._beating.join()

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.execution.self_check import self_check, spread_rows
+from psgrad.engine.execution.ranks import spread_rows
+from psgrad.engine.execution.self_check import self_check
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.queries import PerSampleGradients

@@ -435,7 +435,10 @@ FORWARDS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] =
         lambda x, w: torch.stack([F.linear(x, part) for part in w.chunk(3)]).prod(0),
         ((6, 4),),
     ),
-    "rows in another order": (lambda x, w: F.linear(x, w[torch.tensor([2, 0, 0])]), ((3, 4),)),
+    "rows in another order": (
+        lambda x, w: F.linear(x, w[torch.tensor([2, 0, 0], device=w.device)]),
+        ((3, 4),),
+    ),
     "transpose": (lambda x, w: x @ w.t().contiguous().t() @ w.t(), ((4, 4),)),
     "sum of two": (lambda x, v, w: F.linear(x, v + w), ((5, 4), (5, 4))),
     "sum with itself": (lambda x, w: F.linear(x, w + w), ((5, 4),)),
@@ -448,7 +451,7 @@ FORWARDS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] =
     "times a scalar parameter": (lambda x, w, s: F.linear(x, s * w), ((5, 4), ())),
     "times a column of parameters": (lambda x, w, s: F.linear(x, s * w), ((5, 4), (5, 1))),
     "weight norm": (lambda x, v, g: F.linear(x, g * v / v.norm(dim=1, keepdim=True)), ((5, 4), (5, 1))),
-    "masked": (lambda x, w: F.linear(x, w * torch.ones(5, 4, dtype=torch.float64).tril()), ((5, 4),)),
+    "masked": (lambda x, w: F.linear(x, w * w.new_ones(5, 4).tril()), ((5, 4),)),
     "through a nonlinearity": (lambda x, w: F.linear(x, torch.tanh(w)), ((5, 4),)),
     "expanded": (lambda x, w: F.linear(x, w.expand(5, 4)), ((1, 4),)),
     "repeated": (lambda x, w: F.linear(x, w.repeat(2, 1)), ((3, 4),)),
@@ -478,8 +481,6 @@ FORWARDS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] =
 @pytest.mark.parametrize("name", FORWARDS)
 def test_weight_computed_from_parameters(name: str, device: torch.device) -> None:
     forward, shapes = FORWARDS[name]
-    if device.type != "cpu":
-        pytest.skip("masks and indices of these forwards are on the CPU")
     check_layer(Made(forward, *shapes), (randn(4, 4),), device)
 
 

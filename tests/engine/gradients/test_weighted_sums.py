@@ -23,6 +23,8 @@ from psgrad.engine.gradients import (
 from psgrad.errors import TransformError
 from tests.oracles import one_sample_gradients
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 BOUND = 0.7
 
 

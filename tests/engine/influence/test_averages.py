@@ -15,6 +15,8 @@ from psgrad.engine.influence.methods.gradient_products import GradientCosine, Gr
 from psgrad.engine.influence.methods.influence import Influence
 from psgrad.engine.influence.methods.projected import TRAK
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def made(checkpoints: int = 3, n: int = 17, m: int = 4) -> torch.Tensor:
     """[T, n, m] scores whose sizes differ by checkpoint and query."""

@@ -18,6 +18,8 @@ from psgrad.engine.influence.methods.datainf import DataInf, MeanOfInverses
 from psgrad.errors import InfluenceError
 from tests.engine.influence.problems import classified, convolution, cross_entropy, examples, gradient_rows
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 N, M = 13, 4
 
 

@@ -22,6 +22,8 @@ from tests.engine.influence.problems import (
     mlp,
 )
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 class Sequence(nn.Module):
     """[n, 4, 5] by one layer at four positions, a tied table and a layer that is used twice."""

@@ -31,6 +31,8 @@ from tests.engine.influence.problems import (
     squared_error,
 )
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 N, M = 11, 4
 
 
@@ -123,7 +125,8 @@ def test_ekfac_self_influence(case: str) -> None:
     norms = torch.cat([block.preconditioned_norm for block in blocks])
     expected = matrix(method, training)[""].diagonal()
     assert torch.allclose(result, expected, rtol=1e-10, atol=0)
-    prepared = training.flat.join(method.precondition(training.flat.split(training.materialise())))
+    rows = training.materialise().to(training.device)
+    prepared = training.flat.join(method.precondition(training.flat.split(rows)))
     assert torch.allclose(norms, prepared.norm(dim=1), rtol=1e-10, atol=0)
 
 

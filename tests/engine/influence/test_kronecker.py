@@ -23,6 +23,8 @@ from tests.engine.influence.problems import (
     squared_error,
 )
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 class Bare(nn.Module):
     """Weights that no layer owns: x @ w + b, a scale without factors, and one weight that is used twice."""

@@ -29,6 +29,8 @@ from tests.engine.influence.problems import (
 )
 from tests.engine.influence.runs import fit, layer_scores, scores, self_influence
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def huber(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.huber_loss(output, target, delta=0.5, reduction="sum")

@@ -11,6 +11,8 @@ from psgrad.engine.influence.solvers.lissa import lissa
 from psgrad.errors import InfluenceError
 from tests.engine.influence.test_conjugate_gradient import relative, solved, symmetric
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 SPECTRUM = torch.logspace(-1, 1, 40, dtype=torch.float64)
 
 
@@ -110,3 +112,25 @@ def test_lissa_stalled_residual() -> None:
     assert not facts["converged"]
     assert 1e-5 < facts["relative_residual_max"] < 0.1
     assert "falls no more" in heard[0]
+
+
+def test_lissa_predicted_time_told() -> None:
+    """Before the second product, also where the number of iterations is given."""
+    matrix, heard, now = symmetric(SPECTRUM), list[str](), [0.0]
+
+    def slow(block: torch.Tensor) -> torch.Tensor:
+        now[0] += 6.0
+        return block @ matrix
+
+    lissa(
+        slow,
+        torch.randn(2, 40, dtype=torch.float64),
+        tolerance=1e-3,
+        iterations=30,
+        clock=lambda: now[0],
+        say=heard.append,
+    )
+    assert heard[0] == (
+        "LiSSA takes 30 products with the curvature for every query, predicted to take 3 minutes;"
+        " influence.method.solver: conjugate_gradient takes far fewer"
+    )

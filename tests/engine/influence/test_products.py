@@ -5,6 +5,7 @@ and type.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.objective import Forward, Objective
+from psgrad.engine.execution.output_rows import gauss_newton_rows, gauss_newton_trace
 from psgrad.engine.influence.curvature import products
 from psgrad.engine.influence.curvature.products import (
     Curvature,
@@ -23,6 +26,7 @@ from psgrad.engine.influence.curvature.products import (
     RowProducts,
     curvature_products,
 )
+from psgrad.ragged import Block
 from tests.engine.influence.problems import cross_entropy, examples, squared_error
 
 N, CLASSES, DECAY = 19, 4, 0.3
@@ -234,5 +238,35 @@ def test_curvature_products_estimated_trace() -> None:
     mean, error = result.mean_eigenvalue()
     inputs = torch.cat([torch.as_tensor(training.read(0, 9).inputs[0]), torch.ones(9, 1)], 1)
     exact = float(inputs.square().sum()) / 9 * 200 / training.flat.size
-    assert 0 < error < 0.1 * exact
-    assert abs(mean - exact) < 4 * error
+    # a linear model's Jacobian has orthogonal rows, so that all signs give the same
+    assert error < 1e-10 * exact
+    assert mean == pytest.approx(exact, rel=1e-10)
+
+
+def pixel_cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.reshape(1, 6, 10), target.reshape(1, 10))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gauss_newton_trace_unbiased(weighted: bool) -> None:
+    """Over many seeds: its mean is the exact trace, and its spread the stated error."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 60)).double()
+    inputs, target = torch.randn(40, 8, dtype=torch.float64), torch.randint(0, 6, (40, 10))
+    training = examples(model, pixel_cross_entropy, inputs, target)
+    if weighted:
+        weights = torch.rand(40, dtype=torch.float64)
+
+        def read(start: int, stop: int) -> Block:
+            return Block((inputs[start:stop], weights[start:stop]), target[start:stop])
+
+        objective = Objective(model, pixel_cross_entropy, forward=Forward(weighted=True))
+        training = replace(training, objective=objective, read=read)
+    exact = sum(float(norms["square_norm"].sum()) for _, norms in gauss_newton_rows(training).norms())
+    found = torch.tensor([gauss_newton_trace(training, seed) for seed in range(60)], dtype=torch.float64)
+    off = (found[:, 0] - exact) / found[:, 1]
+    assert abs(float(off.mean())) < 4 / 60**0.5
+    assert 0.7 < float(off.std()) < 1.4
+    assert gauss_newton_trace(training.sized(7), 3) == pytest.approx(
+        gauss_newton_trace(training, 3), rel=1e-9
+    )

@@ -33,6 +33,8 @@ from tests.engine.influence.problems import (
     squared_error,
 )
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def weighted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Cross-entropy over positions [classes, t], one of them not counted."""

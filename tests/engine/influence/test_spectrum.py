@@ -10,9 +10,11 @@ from psgrad.engine.influence.solvers.spectrum import extremes, hutchinson_trace,
 from psgrad.errors import InfluenceError
 from tests.engine.influence.test_conjugate_gradient import symmetric
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def start(size: int, seed: int = 0) -> torch.Tensor:
-    return random_block(1, size, seed)[0]
+    return random_block(1, size, seed, device=torch.empty(0).device)[0]
 
 
 def test_spectrum_of_full_krylov_space() -> None:
@@ -65,7 +67,10 @@ def test_spectrum_nonfinite_refused() -> None:
 def test_spectrum_trace_estimate_unbiased() -> None:
     matrix = symmetric(torch.logspace(-2, 2, 60))
     exact = float(matrix.trace())
-    result = [hutchinson_trace(lambda v: v @ matrix, 60, probes=16, seed=seed) for seed in range(200)]
+    result = [
+        hutchinson_trace(lambda v: v @ matrix, 60, probes=16, seed=seed, device=matrix.device)
+        for seed in range(200)
+    ]
     scores = np.array([(value - exact) / error for value, error in result])
     spread = np.std([value for value, _ in result])
     assert abs(np.mean([value for value, _ in result]) - exact) < 4 * spread / np.sqrt(len(result))
@@ -74,5 +79,6 @@ def test_spectrum_trace_estimate_unbiased() -> None:
 
 
 def test_spectrum_trace_of_a_diagonal_matrix_is_exact() -> None:
-    value, error = hutchinson_trace(lambda v: v * torch.arange(1.0, 6.0), 5, probes=3)
+    diagonal = torch.arange(1.0, 6.0)
+    value, error = hutchinson_trace(lambda v: v * diagonal, 5, probes=3, device=diagonal.device)
     assert (value, error) == (15, 0)

@@ -41,7 +41,8 @@ class Rows:
     def setting(self, chunk_size: int | str = "auto", seed: int = 0) -> Setting:
         objective = Objective(self.model, self.criterion)
         examples = Examples(objective, self.read, len(self.inputs), {"chunk_size": chunk_size})
-        return Setting(examples, self.kind, self.targets, self.classes, seed=seed)
+        targets = None if self.targets is None else self.targets.cpu()  # where a dataset has them
+        return Setting(examples, self.kind, targets, self.classes, seed=seed)
 
     def loop(self) -> np.ndarray:
         """[n, p] float64: the gradients of one sample at a time, by PyTorch's own autograd."""

@@ -31,6 +31,8 @@ from psgrad.user_code import resolve
 from tests.engine.measures.own_passes import columns_of, gathered_of, setting_of
 from tests.models import ARCHITECTURES, Architecture
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 N = 6
 CONFIGS = Path(__file__).parents[3] / "configs"
 BOTH = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -54,9 +56,8 @@ def of_classes(model: nn.Module, inputs: Tensor, target: Tensor, **facts: object
 
 def maps_of(measure: Attribution, setting: object, norms: Tensor | None = None) -> Tensor:
     """The maps of all samples, in their order."""
-    gathered = gathered_of(
-        measure, setting, torch.ones(len(setting), dtype=torch.float64) if norms is None else norms
-    )
+    norms = torch.ones(len(setting), dtype=torch.float64) if norms is None else norms
+    gathered = gathered_of(measure, setting, norms.cpu())  # where columns are
     return gathered.arrays["map_0"][gathered.arrays["rows"].argsort()]
 
 

@@ -17,6 +17,8 @@ from psgrad.errors import MeasureError
 from tests.engine.measures.own_passes import columns_of, setting_of
 from tests.models import ARCHITECTURES, Architecture
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 N = 7
 
 

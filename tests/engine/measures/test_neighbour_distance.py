@@ -20,6 +20,8 @@ from psgrad.engine.measures.measure import Gathered
 from tests.engine.measures.one_run import measured
 from tests.engine.measures.own_passes import setting_of
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 ROOT = Path(__file__).parents[3]
 MOST = 5  # columns: no more than parameters, so that nothing is projected
 

@@ -22,6 +22,8 @@ from psgrad.engine.measures.builtin.dataset import (
 )
 from tests.engine.measures.passes import Rows, measured
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 SPREADS = torch.tensor([2.0, 1.0, 0.5, 0.5, 0.25], dtype=torch.float64)
 
 
@@ -108,7 +110,7 @@ def test_noise_scale_interval_coverage(size: float) -> None:
     truth = float(SPREADS.square().sum()) / float(mean.square().sum())
     held, widths = 0, 0
     for seed in range(300):
-        g = drawn(200, mean, 1000 + seed)
+        g = drawn(200, mean, 1000 + seed).cpu()  # where statistics of columns are computed
         squares, middle = g.square().sum(1), g.mean(0)
         square_mean, noise = resampled_estimates(squares, g @ middle, float(middle.square().sum()), 300, seed)
         low, high = interval((noise / square_mean).where(square_mean > 0, torch.inf), 0.95)
@@ -151,8 +153,8 @@ def test_noise_scale_seed() -> None:
 
 
 def test_noise_scale_blocks_hold_every_sample_once() -> None:
-    values = torch.rand(10_001, 2, dtype=torch.float64)
-    result = block_sums(torch.cat([values, torch.ones(10_001, 1)], 1), 0)
+    values = torch.rand(10_001, 2, dtype=torch.float64).cpu()
+    result = block_sums(torch.cat([values, torch.ones(10_001, 1).cpu()], 1), 0)
     assert result.shape == (512, 3)
     torch.testing.assert_close(result.sum(0)[:2], values.sum(0))
     assert sorted(set(result[:, 2].tolist())) == [19, 20]

@@ -15,6 +15,8 @@ from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.measures.gradient_norms import GradientNorms, NormDistribution
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 # Half a bin of the histogram, of which there are 64 a decade.
 QUANTILE_ERROR = 10 ** (0.5 / 64) - 1
 

@@ -29,6 +29,8 @@ from psgrad.engine.measures.measure import Measure
 from psgrad.errors import MeasureError
 from tests.engine.measures.passes import Measured, Rows, classifier, measured
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def every() -> list[Measure]:
     return [

@@ -7,6 +7,8 @@ import torch
 
 from psgrad.engine.measures.output_values import summary_for
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def summary_of(kind: str, output: object, target: object, ignore_index: int = -100) -> dict[str, float]:
     summary = summary_for(kind, ignore_index)

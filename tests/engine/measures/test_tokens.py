@@ -14,6 +14,8 @@ from psgrad.engine.measures.measure import Gathered, Measure
 from psgrad.errors import MeasureError
 from tests.engine.measures.own_passes import columns_of, gathered_of, setting_of
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 IGNORED = -100
 VOCABULARY, WIDTH, ROWS, LENGTH = 11, 6, 4, 5
 

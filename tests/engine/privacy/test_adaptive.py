@@ -16,6 +16,8 @@ from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.step import private_sum
 from psgrad.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def test_adaptive_bound_update_formula() -> None:
     """C exp(-eta (b - gamma)), where b is the share of norms at most C: of ten, seven are, and of three

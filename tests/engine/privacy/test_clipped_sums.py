@@ -26,6 +26,8 @@ from tests.engine.privacy.clipped_loop import (
 from tests.models import ARCHITECTURES, Architecture
 from tests.oracles import Gradients
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 RECORDS = 9
 GROUPINGS: dict[str, Callable[..., Clipping]] = {
     "flat": Clipping.flat,

@@ -16,6 +16,8 @@ from psgrad.engine.privacy.clipping import Clipping, Group, rounded_down
 from psgrad.engine.privacy.records import Relation
 from psgrad.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 NAMES = ["encoder.0.weight", "encoder.0.bias", "encoder.1.weight", "head.weight", "scale"]
 
 

@@ -33,6 +33,8 @@ from psgrad.errors import ConfigError
 from psgrad.workflows.private_setup import clipping_of
 from tests.engine.privacy.planted import PlantedGenerator
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 ALPHA = 1e-4
 SIGMAS = (0.3, 0.5, 1.0, 2.5, 7.0, 1e3, 2.0**31 + 0.7, 1e12, 2.0**44)
 

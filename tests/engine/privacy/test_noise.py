@@ -21,6 +21,8 @@ from psgrad.engine.privacy.noise import Mechanism, Noise
 from psgrad.engine.privacy.records import Relation
 from psgrad.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 ALPHA = 1e-4
 MECHANISMS: tuple[Mechanism, ...] = ("gaussian", "discrete_gaussian")
 # Two groups: the sensitivity is the root of the sum of squares, 0.5.

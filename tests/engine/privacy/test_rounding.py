@@ -26,6 +26,8 @@ from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.step import PrivateTraining, private_sum
 from psgrad.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 ALPHA = 1e-4
 EVERY = Sampling("poisson", sample_rate=1.0)
 Released = Callable[[torch.dtype, int, bool, Generator], Tensor]
@@ -118,7 +120,7 @@ def weights_column(dtype: torch.dtype, seed: int, target: bool, generator: Gener
 
 def unrounded(values: Tensor, deviation: float, generator: Generator) -> Tensor:
     """Noise in the sum's own type, and no grid: what releases must not be."""
-    return generator.normal(values.shape, values.dtype).mul_(deviation).add_(values)
+    return generator.normal(values.shape, values.dtype, values.device).mul_(deviation).add_(values)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from psgrad.engine.gradients.deferral.propagation import (
     contracted,
     embedded,
     expanded,
-    masked,
     narrowed,
     of_each,
     reshaped,
@@ -59,6 +58,7 @@ def _negate(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _masked_fill(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
+    """A product with zeros and ones. `times` refuses NaN and infinity, which zeros would not remove."""
     value, (mask, filling) = deferred[0], args[1:]
     if (
         value is None
@@ -67,7 +67,7 @@ def _masked_fill(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) ->
         or torch.broadcast_shapes(mask.shape, value.shape) != value.shape
     ):
         return NotImplemented
-    return masked(batch, value, (~mask).to(value.dtype))
+    return times(batch, value, (~mask).to(value.dtype))
 
 
 def _where(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def _where(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
         or torch.broadcast_shapes(mask.shape, value.shape) != value.shape
     ):
         return NotImplemented
-    return masked(batch, value, (mask if place == 0 else ~mask).to(value.dtype))
+    return times(batch, value, (mask if place == 0 else ~mask).to(value.dtype))
 
 
 def _is_zero(number: torch.Tensor) -> bool:
@@ -97,7 +97,7 @@ def _is_zero(number: torch.Tensor) -> bool:
 
 def _triangle(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
     value = deferred[0]
-    return masked(
+    return times(
         batch, value, op(torch.ones(value.shape[-2:], dtype=value.dtype, device=value.device), *args[1:])
     )
 
@@ -108,7 +108,7 @@ def _derivative(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> 
     if value is None or any(w is not None for w in deferred[1:]) or any(batch.is_mapped(a) for a in args[1:]):
         return NotImplemented
     ones = torch.ones(value.shape, dtype=value.dtype, device=value.device)
-    return masked(batch, value, op(ones, *args[1:], **kwargs))
+    return times(batch, value, op(ones, *args[1:], **kwargs))
 
 
 def _softmax(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:

@@ -101,15 +101,13 @@ def embedded(value: DeferredGradient, dim: int, start: int, step: int, size: int
 
 
 def scaled(value: DeferredGradient, factor: float) -> DeferredGradient:
-    return value.with_terms([Placed(p.term.scaled(factor), p.layout) for p in value.terms])
+    """The gradient times a factor. Factors in float16 are widened first: there a product may vanish."""
+    wide = [p.at(slice(None), torch.float32) if p.term.dtype == torch.float16 else p for p in value.terms]
+    return value.with_terms([placed.scaled(factor) for placed in wide])
 
 
 def times(batch: Batch, value: DeferredGradient, by: torch.Tensor, product: Any = torch.mul) -> Any:
     return of_each(batch, value, value.shape, lambda placed: placed_maps.times(placed, by, product))
-
-
-def masked(batch: Batch, value: DeferredGradient, by: torch.Tensor) -> Any:
-    return of_each(batch, value, value.shape, lambda placed: placed_maps.masked(placed, by))
 
 
 def contracted(batch: Batch, value: DeferredGradient, dim: int, matrix: torch.Tensor) -> Any:
@@ -136,7 +134,7 @@ def _add(batch: Batch, op: Op, deferred: DeferredArguments, args: Any, kwargs: A
         alpha = -alpha
     one = next(w for w in deferred if w is not None)
     first, second = (terms_of(batch, argument, value) for argument, value in zip(args, deferred, strict=True))
-    terms = [*first, *(p if alpha == 1 else Placed(p.term.scaled(float(alpha)), p.layout) for p in second)]
+    terms = [*first, *(placed if alpha == 1 else placed.scaled(float(alpha)) for placed in second)]
     if all(isinstance(p.term, Dense) for p in terms):  # values need no second one beside them
         terms = merged(terms)
     return one.with_terms(terms)

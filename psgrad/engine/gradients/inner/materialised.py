@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from psgrad.engine.gradients.deferral import Placed
 from psgrad.engine.gradients.inner.regions import (
     SIDE_BYTES,
     Region,
@@ -156,10 +155,7 @@ def _part(
     start = 0
     for place, rows, cut, width in piece:
         region = bundle[place]
-        terms = [
-            Placed(placed.term.at(samples, dtype), placed.layout)
-            for placed in (region.left, region.right)[side]
-        ]
+        terms = [placed.at(samples, dtype) for placed in (region.left, region.right)[side]]
         parts = value_parts(terms, region.elements, rows, cut)
         if into is None:
             into = parts[0]

@@ -16,7 +16,7 @@ from psgrad.engine.gradients.inner.factored import Sides, add_factored, have_fac
 from psgrad.engine.gradients.inner.materialised import LONGEST_SUM, add_by_values, bundled
 from psgrad.engine.gradients.inner.regions import SIDE_BYTES, Region, budget, regions, rows_of
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.norms import square_norms
+from psgrad.engine.gradients.norms import largest_numbers, square_norms
 from psgrad.engine.gradients.terms import CANCELLATION, Term, accumulating_dtype
 
 # Orders of contraction of a region.
@@ -213,13 +213,8 @@ def _are_products(bundle: Sequence[Region], side: int, places: torch.Tensor) -> 
     broken = torch.zeros_like(are_products)
     for region in bundle if len(places) else ():
         for placed in (region.left, region.right)[side]:
-            factors = [
-                f[places].reshape(len(places), -1)
-                for f in placed.term.factors
-                if f.is_floating_point() and f[0].numel()
-            ]
-            largest = [torch.linalg.vector_norm(f, math.inf, 1) for f in factors]
-            if largest:
-                are_products |= torch.stack([size > 0 for size in largest]).all(0)
-                broken |= ~torch.stack([torch.isfinite(size) for size in largest]).all(0)
+            largest = largest_numbers(placed.term.at(places))
+            if len(largest):
+                are_products |= (largest > 0).all(0)
+                broken |= ~largest.isfinite().all(0)
     return are_products & ~broken

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed, oriented
-from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.layout import Run
 from psgrad.engine.gradients.terms import Term
 
-# For each axis of a parameter the places of a term: first, one past the last, step.
-Window = tuple[tuple[int, int, int], ...]
+# For each axis of a parameter the places of a term, and their number.
+Window = tuple[tuple[Run, int], ...]
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,8 @@ class Region:
 
     def at(self, samples: slice | torch.Tensor, others: slice | torch.Tensor) -> Region:
         """The same for some samples of either side."""
-        return replace(self, left=_at(self.left, samples), right=_at(self.right, others))
-
-
-def _at(side: Sequence[Placed], samples: slice | torch.Tensor) -> tuple[Placed, ...]:
-    return tuple(Placed(placed.term.at(samples), placed.layout) for placed in side)
+        left = tuple(placed.at(samples) for placed in self.left)
+        return replace(self, left=left, right=tuple(placed.at(others) for placed in self.right))
 
 
 def regions(x: DeferredGradient, y: DeferredGradient) -> list[Region]:
@@ -66,26 +63,15 @@ def apart(terms: Sequence[Placed]) -> list[list[int]]:
     """The terms of one parameter by their window; all together if two windows have an element in common."""
     windows: dict[Window, list[int]] = {}
     for place, placed in enumerate(terms):
-        windows.setdefault(_window(placed.layout), []).append(place)
+        windows.setdefault(placed.layout.runs, []).append(place)
     if any(_overlap(one, other) for one, other in itertools.combinations(windows, 2)):
         return [list(range(len(terms)))]
     return list(windows.values())
 
 
-def _window(layout: Layout) -> Window:
-    return tuple((at.start, at.stop, at.step or 1) for at in layout.slices)
-
-
 def _overlap(one: Window, other: Window) -> bool:
     """Whether two windows may have an element in common."""
-    return all(_runs_overlap(a, b) for a, b in zip(one, other, strict=True))
-
-
-def _runs_overlap(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
-    """Whether two runs of places may overlap."""
-    if a[1] <= b[0] or b[1] <= a[0]:
-        return False
-    return (a[0] - b[0]) % math.gcd(a[2], b[2]) == 0
+    return not any(a.is_apart(length, *b) for (a, length), b in zip(one, other, strict=True))
 
 
 def _region(left: Sequence[Placed], right: Sequence[Placed]) -> Region:
@@ -93,7 +79,7 @@ def _region(left: Sequence[Placed], right: Sequence[Placed]) -> Region:
     parameter.
     """
     every = [*left, *right]
-    if len({_window(placed.layout) for placed in every}) > 1:
+    if len({placed.layout.runs for placed in every}) > 1:
         return Region(tuple(left), tuple(right), math.prod(every[0].layout.shape), is_aligned=False)
     every = [Placed(placed.term, placed.layout.bare) for placed in every]
     elements = math.prod(every[0].layout.shape)
@@ -130,10 +116,7 @@ def value_parts(
     aligned terms.
     """
     if rows is None:
-        return [
-            placed.layout.apply(placed.term.materialise(), lead=1).reshape(placed.term.samples, elements)
-            for placed in side
-        ]
+        return [placed.materialise().reshape(placed.term.samples, elements) for placed in side]
     width = elements // count * (rows.stop - rows.start)
     return [placed.term.some_rows(rows, count).reshape(placed.term.samples, width) for placed in side]
 

@@ -8,7 +8,7 @@ one have no name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -81,16 +81,42 @@ class Cut(Protocol):
     def slice(self, name: int, at: slice) -> None:
         """Restrict the term to these entries of an atom."""
 
+    def sum(self, name: int) -> None:
+        """Sum over an atom, which is removed."""
 
-def cut_out(cut: Cut, layout: Layout, dim: int, start: int, step: int, length: int) -> bool:
-    """Restrict a term to `length` places of an axis, by a run of each of its atoms. False if the places are
-    not a product of runs.
-    """
-    runs = split_run(start, step, length, [layout.atoms[name] for name in cut.axes[dim]])
-    if runs is None:
-        return False
-    for name, (run, count) in zip(cut.axes[dim], runs, strict=True):
-        if not run.covers(count):
-            cut.slice(name, slice(run.start, run.end(count), run.step))
-    cut.shape[dim] = length
-    return True
+
+class CutMaps:
+    """Linear maps of a kind of term for which a map along an atom is a map of its factors."""
+
+    def cut(self, layout: Layout) -> Any:
+        """The term's factors, cut; None where the layout mixes axes of the term."""
+        raise NotImplementedError
+
+    @staticmethod
+    def placed(cut: Any) -> Placed:
+        """The term after changes of its cut factors."""
+        raise NotImplementedError
+
+    def narrow(self, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:
+        """By a run of each of the axis' atoms; None if the places are not a product of runs."""
+        cut: Cut | None = self.cut(layout)
+        if cut is None:
+            return None
+        runs = split_run(start, step, length, [layout.atoms[name] for name in cut.axes[dim]])
+        if runs is None:
+            return None
+        for name, (run, count) in zip(cut.axes[dim], runs, strict=True):
+            if not run.covers(count):
+                cut.slice(name, slice(run.start, run.end(count), run.step))
+        cut.shape[dim] = length
+        return self.placed(cut)
+
+    def sum(self, layout: Layout, dims: set[int]) -> Placed | None:
+        cut: Cut | None = self.cut(layout)
+        if cut is None:
+            return None
+        for dim in dims:
+            for name in cut.axes[dim]:
+                cut.sum(name)
+            cut.axes[dim], cut.shape[dim] = [], 1
+        return self.placed(cut)

@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -29,6 +29,7 @@ from psgrad.engine.gradients.terms.numerics import (
     accumulating_dtype,
     block_bytes,
     blocks,
+    rows_of,
     square_norm,
     zero_where_lost,
 )
@@ -76,12 +77,25 @@ class Placed:
     def plain(cls, term: Term) -> Placed:
         return cls(term, Layout.identity(term.shape))
 
+    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Placed:
+        """As Term.at."""
+        return Placed(self.term.at(samples, dtype), self.layout)
+
+    def scaled(self, factor: float) -> Placed:
+        """As Term.scaled."""
+        return Placed(self.term.scaled(factor), self.layout)
+
+    def materialise(self) -> torch.Tensor:
+        """[n, *shape of the parameter]"""
+        return self.layout.apply(self.term.materialise(), lead=1)
+
 
 class Term(ABC):
-    """One summand of a per-sample gradient."""
+    """One summand of a per-sample gradient. Its kinds are frozen dataclasses of their factors."""
 
     shape: tuple[int, ...]  # canonical, per sample
     lost_at: str = ""  # the operator at which its factors were lost; empty if that did not happen
+    position_axis: ClassVar[int] = 1  # of all factors, if the value is a sum over positions
 
     @property
     @abstractmethod
@@ -100,21 +114,33 @@ class Term(ABC):
     def dtype(self) -> torch.dtype:
         return self.factors[0].dtype
 
-    @abstractmethod
-    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Term:
+    def _with_factors(self, change: Callable[[torch.Tensor, str], torch.Tensor]) -> Self:
+        """The term with each factor, and its name, replaced by `change`."""
+        factors = {
+            field.name: change(factor, field.name)
+            for field in fields(self)  # type: ignore[arg-type]
+            if isinstance(factor := getattr(self, field.name), torch.Tensor)
+        }
+        return replace(self, **factors)  # type: ignore[type-var]
+
+    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Self:
         """The term of some of the samples, in another precision if `dtype` is given."""
+
+        kind = dtype or self.dtype
+
+        def some(factor: torch.Tensor, name: str) -> torch.Tensor:
+            is_index = not (factor.is_floating_point() or factor.is_complex())
+            return rows_of(factor, samples).to(factor.dtype if is_index else kind)
+
+        return self._with_factors(some)
 
     def among(self, places: torch.Tensor, count: int) -> Term:
         """The term of `count` samples: this term's samples are at `places` [n], the others are zero."""
         rows = torch.full((count,), self.samples, device=self.device).index_copy(
             0, places, torch.arange(self.samples, device=self.device)
         )
-        padded = {
-            field.name: torch.cat([factor, factor.new_zeros(1, *factor.shape[1:])])
-            for field in fields(self)  # type: ignore[arg-type]
-            if isinstance(factor := getattr(self, field.name), torch.Tensor)
-        }
-        return replace(self, **padded).at(rows)  # type: ignore[type-var, return-value]
+        padded = self._with_factors(lambda x, _: torch.cat([x, x.new_zeros(1, *x.shape[1:])]))
+        return padded.at(rows)
 
     @abstractmethod
     def square_norms(self) -> torch.Tensor:
@@ -148,15 +174,19 @@ class Term(ABC):
     def scaled(self, factor: float) -> Term:
         """The term times a number."""
 
-    @abstractmethod
     def merge_key(self) -> tuple[Any, ...]:
         """A key that is equal for terms that can be merged to one term."""
+        return type(self), self.shape
 
-    @abstractmethod
-    def plus(self, others: Sequence[Any]) -> Term:
-        """The sum of this term and others with the same merge key, as one term: of products, one with the
+    def plus(self, others: Sequence[Any]) -> Self:
+        """The sum of this term and others with the same merge key, as one term: by default one with the
         positions of all.
         """
+        return self._with_factors(
+            lambda factor, name: torch.cat(
+                [factor, *(getattr(term, name) for term in others)], self.position_axis
+            )
+        )
 
     @property
     def multiplications(self) -> int:
@@ -216,6 +246,13 @@ class Term(ABC):
         and the index [n, t].
         """
         return False
+
+    @property
+    def stored_product(self) -> Term | None:
+        """The term itself, if it is stored as a sum of outer products of `factors` [n, g, t, a] and [n, g, t,
+        b]; None if its factors are anything else.
+        """
+        return None
 
     def as_product(self) -> Term:
         """A sum of outer products that is no look-up, with `factors` [n, g, t, a] and [n, g, t, b]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,6 @@ from psgrad.engine.gradients.terms.numerics import (
     blocks,
     norms_at_least,
     of_one_dtype,
-    rows_of,
     square_norm,
     sum_of_products,
 )
@@ -68,15 +67,6 @@ class Convolution(Term):
     @property
     def factors(self) -> tuple[torch.Tensor, ...]:
         return (self.cotangents, self.inputs)
-
-    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Convolution:
-        kind = dtype or self.dtype
-        return Convolution(
-            rows_of(self.cotangents, samples).to(kind),
-            rows_of(self.inputs, samples).to(kind),
-            self.weight_shape,
-            self.geometry,
-        )
 
     def as_product(self) -> Product:
         """The same gradient with its patches materialised, [n, g, t, columns]."""
@@ -186,14 +176,6 @@ class Convolution(Term):
 
     def merge_key(self) -> tuple[Any, ...]:
         return Convolution, self.shape, self.geometry, self.inputs.shape[2:], self.cotangents.shape[2:]
-
-    def plus(self, others: Sequence[Convolution]) -> Convolution:
-        every = (self, *others)
-        cotangents, inputs = (
-            torch.cat([term.cotangents for term in every], 1),
-            torch.cat([term.inputs for term in every], 1),
-        )
-        return Convolution(cotangents, inputs, self.weight_shape, self.geometry)
 
     @property
     def matrix_shape(self) -> tuple[int, int, int] | None:

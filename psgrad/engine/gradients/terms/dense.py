@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -18,7 +17,6 @@ from psgrad.engine.gradients.terms.numerics import (
     accumulating,
     norms_at_least,
     of_one_dtype,
-    rows_of,
     square_norm,
 )
 
@@ -40,9 +38,6 @@ class Dense(Term):
     @property
     def factors(self) -> tuple[torch.Tensor, ...]:
         return (self.value,)
-
-    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Dense:
-        return replace(self, value=rows_of(self.value, samples).to(dtype or self.dtype))
 
     def square_norms(self) -> torch.Tensor:
         return square_norm(self.value)
@@ -69,9 +64,6 @@ class Dense(Term):
 
     def scaled(self, factor: float) -> Dense:
         return replace(self, value=self.value * factor)
-
-    def merge_key(self) -> tuple[Any, ...]:
-        return Dense, self.shape
 
     def plus(self, others: Sequence[Dense]) -> Dense:
         lost = next((term.lost_at for term in (self, *others) if term.lost_at), "")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,7 +18,6 @@ from psgrad.engine.gradients.terms.numerics import (
     block_bytes,
     blocks,
     norms_at_least,
-    rows_of,
     sum_of_products,
 )
 from psgrad.engine.gradients.terms.product import Product
@@ -45,10 +42,6 @@ class GroupedProduct(Term):
     @property
     def factors(self) -> tuple[torch.Tensor, ...]:
         return (self.left, self.right, self.index)
-
-    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> GroupedProduct:
-        left, right = (rows_of(x, samples).to(dtype or self.dtype) for x in (self.left, self.right))
-        return GroupedProduct(rows_of(self.index, samples), left, right, self.count)
 
     def order_costs(self) -> dict[str, Cost]:
         """As for groups of equal size, with twice the mean size: the largest group determines the cost."""
@@ -135,16 +128,6 @@ class GroupedProduct(Term):
 
     def scaled(self, factor: float) -> GroupedProduct:
         return GroupedProduct(self.index, self.left * factor, self.right, self.count)
-
-    def merge_key(self) -> tuple[Any, ...]:
-        return GroupedProduct, self.shape
-
-    def plus(self, others: Sequence[GroupedProduct]) -> GroupedProduct:
-        every = (self, *others)
-        index, left, right = (
-            torch.cat([getattr(term, name) for term in every], 1) for name in ("index", "left", "right")
-        )
-        return GroupedProduct(index, left, right, self.count)
 
     def times(self, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
         return None if each else Hadamard.of(self, layout, by, product)

@@ -114,9 +114,7 @@ class Multiples(Term):
         if own is None or other.term.stored_value is not None:
             return None
         wide = accumulating_dtype(own.dtype)
-        product = placed_maps.times(
-            Placed(other.term.at(slice(None), wide), other.layout), own.coefficients.to(wide), each=True
-        )
+        product = placed_maps.times(other.at(slice(None), wide), own.coefficients.to(wide), each=True)
         if product is None:
             return None
         return product[0].term.dot(product[0].layout.invert(own.shared, product[0].term.shape)).double()

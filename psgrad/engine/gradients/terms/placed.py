@@ -6,12 +6,13 @@ be materialised. If a term is placed in a window of the parameter, the map is ap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
-from psgrad.engine.gradients.layout import Run
+from psgrad.engine.gradients.layout import Layout, Run
 from psgrad.engine.gradients.precision_guard import samples_to_recompute
 from psgrad.engine.gradients.terms.base import Multiply, Placed
 
@@ -35,26 +36,15 @@ def narrowed(placed: Placed, dim: int, start: int, step: int, length: int) -> li
         if count == layout.inner[dim]
         else placed.term.narrow(bare, dim, at.start, at.step or 1, count)
     )
-    return (
-        None
-        if inner is None
-        else [_in_window(inner, [run if d == dim else old for d, old in enumerate(layout.window)])]
-    )
+    return None if inner is None else [_in_window(inner, layout, {dim: run})]
 
 
 def summed(placed: Placed, dims: set[int]) -> list[Placed] | None:
     """The sum over some axes, which stay with length one."""
     if not _has_finite_factors(placed):
         return None
-    layout = placed.layout
-    inner = placed.term.sum(layout.bare, dims)
-    if inner is None:
-        return None
-    return [
-        inner
-        if layout.window is None
-        else _in_window(inner, [Run(0, 1, 1) if d in dims else run for d, run in enumerate(layout.window)])
-    ]
+    inner = placed.term.sum(placed.layout.bare, dims)
+    return None if inner is None else [_in_window(inner, placed.layout, dict.fromkeys(dims, Run(0, 1, 1)))]
 
 
 def times(
@@ -88,12 +78,7 @@ def times(
     inner = placed.term.times(layout.bare, by, product, each=each)
     if inner is None or not _has_finite_factors(inner):
         return None
-    return [inner if layout.window is None else _in_window(inner, layout.window)]
-
-
-def masked(placed: Placed, by: torch.Tensor) -> list[Placed] | None:
-    """`times`, but a zero of `by` gives a zero of the result also for NaN and infinity."""
-    return times(placed, by)  # returns None if there is NaN or infinity
+    return [_in_window(inner, layout)]
 
 
 def _has_finite_factors(placed: Placed) -> bool:
@@ -121,10 +106,7 @@ def contracted(placed: Placed, dim: int, matrix: torch.Tensor) -> list[Placed] |
     inner = placed.term.contract(layout.bare, dim, matrix)
     if inner is None or not _is_finite(whole) or not _has_finite_factors(inner):
         return None
-    if layout.window is None:
-        return [inner]
-    window = [Run(0, 1, matrix.shape[-1]) if d == dim else run for d, run in enumerate(layout.window)]
-    return [_in_window(inner, window)]
+    return [_in_window(inner, layout, {dim: Run(0, 1, matrix.shape[-1])})]
 
 
 def expanded(placed: Placed, shape: Sequence[int]) -> list[Placed] | None:
@@ -147,10 +129,8 @@ def reshaped(placed: Placed, shape: Sequence[int]) -> Placed | None:
             filled = scattered(bare, dim, index, run.size)
             if filled is None:
                 return None
-            rest = [
-                Run(0, 1, run.size) if d == dim else other for d, other in enumerate(placed.layout.window)
-            ]
-            return reshaped(_in_window(filled[0], rest), shape)
+            whole = _in_window(filled[0], placed.layout, {dim: Run(0, 1, run.size)})
+            return reshaped(whole, shape)
     return None
 
 
@@ -158,25 +138,23 @@ def scattered(placed: Placed, dim: int, index: torch.Tensor, size: int) -> list[
     """The entries of an axis added at an index in an axis of length `size`, which is zero elsewhere."""
     if not _has_finite_factors(placed):
         return None
-    if placed.layout.window is None:
-        inner = placed.term.scatter(placed.layout, dim, index, size)
-    else:
-        inner = placed.term.scatter(placed.layout.bare, dim, index[placed.layout.slices[dim]], size)
-    if inner is None:
-        return None
-    window = placed.layout.window
-    return [
-        inner
-        if window is None
-        else _in_window(inner, [Run(0, 1, size) if d == dim else run for d, run in enumerate(window)])
-    ]
+    if placed.layout.window is not None:
+        index = index[placed.layout.slices[dim]]
+    inner = placed.term.scatter(placed.layout.bare, dim, index, size)
+    return None if inner is None else [_in_window(inner, placed.layout, {dim: Run(0, 1, size)})]
 
 
-def _in_window(placed: Placed, window: Sequence[Run]) -> Placed:
+def _in_window(placed: Placed, before: Layout, new: Mapping[int, Run] = MappingProxyType({})) -> Placed:
+    """A term after a map, in the window, if any, of its layout before; new: the runs of the axes that the map
+    has changed.
+    """
     layout = placed.layout
+    if before.window is None:
+        return placed
+    window = tuple(new.get(dim, run) for dim, run in enumerate(before.window))
     if all(run.covers(length) for run, length in zip(window, layout.inner, strict=True)):
         return Placed(placed.term, layout.bare)
-    return Placed(placed.term, replace(layout, window=tuple(window)))
+    return Placed(placed.term, replace(layout, window=window))
 
 
 def narrow(value: torch.Tensor) -> torch.Tensor:

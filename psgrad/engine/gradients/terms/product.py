@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from psgrad.engine.gradients.costs import Cost, Machine, norm_order_costs
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.terms.axes import arranged, by_atoms, cut_out, varies
+from psgrad.engine.gradients.terms.axes import CutMaps, arranged, by_atoms, varies
 from psgrad.engine.gradients.terms.base import Multiply, Placed, Slice, Term, sums_of_grams
 from psgrad.engine.gradients.terms.dense import dense
 from psgrad.engine.gradients.terms.hadamard import Hadamard
@@ -26,7 +25,6 @@ from psgrad.engine.gradients.terms.numerics import (
     exponent,
     norms_at_least,
     power_of_two,
-    rows_of,
     square_norm,
     sum_of_products,
     times_shared,
@@ -36,13 +34,14 @@ from psgrad.engine.gradients.terms.product_cut import CutProduct
 
 
 @dataclass(frozen=True)
-class Product(Term):
+class Product(CutMaps, Term):
     """Sums over positions of outer products: `ngta,ngtb->ngab`. The weight gradient of every matrix
     product.
     """
 
     left: torch.Tensor  # [n, g, t, a]
     right: torch.Tensor  # [n, g, t, b]
+    position_axis = 2
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -51,12 +50,6 @@ class Product(Term):
     @property
     def factors(self) -> tuple[torch.Tensor, ...]:
         return (self.left, self.right)
-
-    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Product:
-        return Product(
-            rows_of(self.left, samples).to(dtype or self.dtype),
-            rows_of(self.right, samples).to(dtype or self.dtype),
-        )
 
     def order_costs(self) -> dict[str, Cost]:
         """Gram matrices cost t*t*(a+b) a group, the value t*a*b; neither is needed for one position."""
@@ -117,15 +110,6 @@ class Product(Term):
     def scaled(self, factor: float) -> Product:
         return Product(self.left * factor, self.right)
 
-    def merge_key(self) -> tuple[Any, ...]:
-        return Product, self.shape
-
-    def plus(self, others: Sequence[Product]) -> Product:
-        every = (self, *others)
-        return Product(
-            torch.cat([term.left for term in every], 2), torch.cat([term.right for term in every], 2)
-        )
-
     @property
     def is_outer_product(self) -> bool:
         return self.left.shape[2] == 1
@@ -133,6 +117,10 @@ class Product(Term):
     @property
     def matrix_shape(self) -> tuple[int, int, int] | None:
         return self.shape  # type: ignore[return-value]
+
+    @property
+    def stored_product(self) -> Product:
+        return self
 
     def as_product(self) -> Product:
         return self
@@ -273,11 +261,11 @@ class Product(Term):
             left = some.left @ first if groups == 1 else some.left @ first.view(groups, rows, -1)
             yield samples, left.flatten(1, 2), (some.right @ second).flatten(1, 2)
 
-    def _cut(self, layout: Layout) -> CutProduct | None:
+    def cut(self, layout: Layout) -> CutProduct | None:
         return CutProduct.of(self.left, self.right, layout)
 
     @staticmethod
-    def _placed(cut: CutProduct) -> Placed:
+    def placed(cut: CutProduct) -> Placed:
         """The product after the change. It is materialised if one factor has no axis left, because the value
         is then no larger than the other factor.
         """
@@ -287,24 +275,8 @@ class Product(Term):
             return dense(value.reshape(len(left), *cut.sizes()), cut.names, cut.axes, cut.shape)
         return arranged(Product(left, right), cut.names, cut.sizes(), cut.axes, cut.shape)
 
-    def narrow(self, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:
-        cut = self._cut(layout)
-        if cut is None or not cut_out(cut, layout, dim, start, step, length):
-            return None
-        return self._placed(cut)
-
-    def sum(self, layout: Layout, dims: set[int]) -> Placed | None:
-        cut = self._cut(layout)
-        if cut is None:
-            return None
-        for dim in dims:
-            for name in cut.axes[dim]:
-                cut.sum(name)
-            cut.axes[dim], cut.shape[dim] = [], 1
-        return self._placed(cut)
-
     def times(self, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
-        cut = self._cut(layout)
+        cut = self.cut(layout)
         if cut is None:
             return None
         names = cut.names
@@ -320,10 +292,10 @@ class Product(Term):
             return None
         else:
             return Hadamard.of(self, layout, by, product)
-        return self._placed(cut)
+        return self.placed(cut)
 
     def sum_times(self, layout: Layout, dims: set[int], shared: torch.Tensor) -> Placed | None:
-        cut = self._cut(layout)
+        cut = self.cut(layout)
         if cut is None:
             return None
         gone = {name for dim in dims for name in cut.axes[dim]}
@@ -343,14 +315,14 @@ class Product(Term):
         return dense(value, [name for name in names if name not in gone], cut.axes, shape)
 
     def scatter(self, layout: Layout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
-        cut = self._cut(layout)
+        cut = self.cut(layout)
         if cut is None or len(cut.axes[dim]) != 1 or not cut.scatter(cut.axes[dim][0], index, size):
             return None
         cut.shape[dim] = size
-        return self._placed(cut)
+        return self.placed(cut)
 
     def contract(self, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
-        cut = self._cut(layout)
+        cut = self.cut(layout)
         if cut is None:
             return None
         new = len(layout.atoms)
@@ -362,4 +334,4 @@ class Product(Term):
         if not cut.contract(cut.axes[dim], matrix, new):
             return None
         cut.axes[dim], cut.shape[dim] = [new], matrix.shape[-1]
-        return self._placed(cut)
+        return self.placed(cut)

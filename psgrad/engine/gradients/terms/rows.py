@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from psgrad.engine.gradients.costs import Cost
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.terms.axes import arranged, by_atoms, cut_out, named_axes, owners, varies
-from psgrad.engine.gradients.terms.base import Multiply, Names, Placed, Slice, Term
+from psgrad.engine.gradients.terms.axes import CutMaps, arranged, by_atoms, varies
+from psgrad.engine.gradients.terms.base import Multiply, Placed, Slice, Term
 from psgrad.engine.gradients.terms.dense import dense
 from psgrad.engine.gradients.terms.numerics import (
     accumulating,
@@ -24,15 +23,15 @@ from psgrad.engine.gradients.terms.numerics import (
     norms_at_least,
     of_one_dtype,
     power_of_two,
-    rows_of,
     square_norm,
     sum_of_products,
 )
 from psgrad.engine.gradients.terms.product import Product
+from psgrad.engine.gradients.terms.rows_cut import CutRows
 
 
 @dataclass(frozen=True)
-class Rows(Term):
+class Rows(CutMaps, Term):
     """Rows that are added to a table by an index: the gradient of an embedding. The one-hot factor is never
     made.
     """
@@ -48,11 +47,6 @@ class Rows(Term):
     @property
     def factors(self) -> tuple[torch.Tensor, ...]:
         return (self.rows, self.index)
-
-    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Rows:
-        return Rows(
-            rows_of(self.index, samples), rows_of(self.rows, samples).to(dtype or self.dtype), self.count
-        )
 
     def _keys(self) -> torch.Tensor:
         """[n * t]: one number for each pair of sample and table row."""
@@ -112,17 +106,6 @@ class Rows(Term):
 
     def scaled(self, factor: float) -> Rows:
         return Rows(self.index, self.rows * factor, self.count)
-
-    def merge_key(self) -> tuple[Any, ...]:
-        return Rows, self.shape
-
-    def plus(self, others: Sequence[Rows]) -> Rows:
-        every = (self, *others)
-        return Rows(
-            torch.cat([term.index for term in every], 1),
-            torch.cat([term.rows for term in every], 1),
-            self.count,
-        )
 
     def order_costs(self) -> dict[str, Cost]:
         size = self.rows.shape[1] * self.rows.shape[2] * accumulating_dtype(self.dtype).itemsize
@@ -307,28 +290,20 @@ class Rows(Term):
         for samples in blocks(self.samples, each, self.device):
             yield samples, first[ranks[samples]], self.rows[samples].to(dtype) @ second
 
-    def narrow(self, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:
-        cut = _Cut.of(self, layout)
-        if cut is None or not cut_out(cut, layout, dim, start, step, length):
-            return None
-        return cut.placed()
+    def cut(self, layout: Layout) -> CutRows | None:
+        return CutRows.of(self.index, self.rows, self.count, layout)
 
-    def sum(self, layout: Layout, dims: set[int]) -> Placed | None:
-        cut = _Cut.of(self, layout)
-        if cut is None:
-            return None
-        for dim in dims:
-            for name in cut.axes[dim]:
-                if name == cut.table:
-                    cut.count = 1  # all rows are one then
-                else:
-                    cut.rows = cut.rows.sum(2 + cut.columns.index(name))
-                    cut.columns.remove(name)
-            cut.axes[dim], cut.shape[dim] = [], 1
-        return cut.placed()
+    @staticmethod
+    def placed(cut: CutRows) -> Placed:
+        """The rows after the change."""
+        n, t, *sizes = cut.rows.shape
+        if cut.count == 1:
+            return dense(cut.rows.sum(1), cut.columns, cut.axes, cut.shape)
+        term = Rows(cut.index, cut.rows.reshape(n, t, math.prod(sizes)), cut.count)
+        return arranged(term, [cut.table, *cut.columns], [cut.count, *sizes], cut.axes, cut.shape)
 
     def times(self, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
-        cut = _Cut.of(self, layout)
+        cut = self.cut(layout)
         if cut is None:
             return None
         names = [cut.table, *cut.columns]
@@ -342,17 +317,17 @@ class Rows(Term):
             cut.rows = product(cut.rows, spread[samples, cut.index])
         else:
             cut.rows = product(cut.rows, spread[cut.index])
-        return cut.placed()
+        return self.placed(cut)
 
     def scatter(self, layout: Layout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
-        cut = _Cut.of(self, layout)
+        cut = self.cut(layout)
         if cut is None or cut.axes[dim] != [cut.table]:
             return None
         cut.index, cut.count, cut.shape[dim] = index[cut.index], size, size
-        return cut.placed()
+        return self.placed(cut)
 
     def contract(self, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
-        cut = _Cut.of(self, layout)
+        cut = self.cut(layout)
         if cut is None or matrix.dim() != 2:
             return None
         new, names = len(layout.atoms), cut.axes[dim]
@@ -366,49 +341,7 @@ class Rows(Term):
             return None
         rows, matrix = of_one_dtype(cut.rows.reshape(n, t, math.prod(sizes)), matrix)
         cut.rows, cut.columns = torch.matmul(rows, matrix), [new]
-        return cut.placed()
-
-
-@dataclass
-class _Cut:
-    """Rows with columns cut into the atoms of a layout; the axis of the table is one axis of the layout."""
-
-    index: torch.Tensor  # [n, t]
-    rows: torch.Tensor  # [n, t, *columns]
-    count: int
-    table: int  # the table's axis
-    columns: Names
-    axes: list[Names]
-    shape: list[int]
-
-    @classmethod
-    def of(cls, term: Rows, layout: Layout) -> _Cut | None:
-        axes = named_axes(layout)
-        if axes is None:
-            return None
-        owner = owners(layout, term.shape)
-        tables, columns = ([name for name in owner if owner[name] == axis] for axis in range(2))
-        if len(tables) != 1 or tables not in axes:
-            return None
-        rows = term.rows.reshape(*term.rows.shape[:2], *(layout.atoms[name] for name in columns))
-        return cls(term.index, rows, term.count, tables[0], columns, axes, list(layout.inner))
-
-    def slice(self, name: int, at: slice) -> None:
-        if name == self.table:
-            start, stop, step = at.indices(self.count)
-            inside = (self.index >= start) & (self.index < stop) & ((self.index - start) % step == 0)
-            self.count = len(range(start, stop, step))
-            self.index = torch.where(inside, (self.index - start) // step, 0)
-            self.rows = self.rows.masked_fill(~inside.reshape(*inside.shape, *(1,) * len(self.columns)), 0)
-        else:
-            self.rows = self.rows[(slice(None),) * (2 + self.columns.index(name)) + (at,)]
-
-    def placed(self) -> Placed:
-        n, t, *sizes = self.rows.shape
-        if self.count == 1:
-            return dense(self.rows.sum(1), self.columns, self.axes, self.shape)
-        term = Rows(self.index, self.rows.reshape(n, t, math.prod(sizes)), self.count)
-        return arranged(term, [self.table, *self.columns], [self.count, *sizes], self.axes, self.shape)
+        return self.placed(cut)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.flat import Flat, Vectors, as_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.gradients.terms import Product, accumulating_dtype, blocks, times_shared
+from psgrad.engine.gradients.terms import Product, Term, accumulating_dtype, blocks, times_shared
 from psgrad.engine.influence.curvature.kronecker_factors import Form, Side, only_product
 
 
@@ -108,7 +108,7 @@ class Basis:
         several.
         """
         term = self.product(gradients)
-        if term is None or term.left.shape[2] != 1:
+        if term is None or not term.is_outer_product:
             return None
         rotated = self.rotated_factors(term)
         return rotated.left.squeeze(2), rotated.right.squeeze(2)
@@ -123,9 +123,9 @@ class Basis:
         kind = dtype or accumulating_dtype(gradient.dtype)
         term = self.product(gradients)
         groups, rows, columns = self.size
-        by_factors = term is not None and term.left.shape[2] * (rows**2 + columns**2) < rows * columns * (
-            rows + columns
-        )
+        by_factors = term is not None and term.factors[0].shape[2] * (
+            rows**2 + columns**2
+        ) < rows * columns * (rows + columns)
         for block in blocks(len(gradients), 3 * groups * rows * columns * kind.itemsize, gradient.device):
             if by_factors:
                 assert term is not None
@@ -134,7 +134,7 @@ class Basis:
                 values = {name: _materialised(gradients, name, block).to(kind) for name in self.names}
                 yield block, self.rotate(self.matrices(values))
 
-    def product(self, gradients: PerSampleGradients) -> Product | None:
+    def product(self, gradients: PerSampleGradients) -> Term | None:
         """Gradients of one group as factors, [n, g, t, a] and [n, g, t, b], not rotated; None if they have
         none.
         """
@@ -145,9 +145,9 @@ class Basis:
         """The names of its parameters."""
         return [self.name] if self.bias is None else [self.name, self.bias.name]
 
-    def rotated_factors(self, term: Product) -> Product:
+    def rotated_factors(self, term: Term) -> Product:
         """A product as `product` has it, with its bias, rotated."""
-        left, right = term.left, term.right
+        left, right = term.factors
         if self.bias is not None:
             ones = left.new_ones(*left.shape[:3], 1)
             left, right = (
@@ -259,7 +259,7 @@ class Multiplied:
     def inner(self, gradients: PerSampleGradients) -> torch.Tensor:
         """[n, m] float64: the inner products with gradients of one group."""
         term, label = self.basis.product(gradients), self.basis.label
-        if term is not None and term.left.shape[2] == 1 and self._rotates(term):
+        if term is not None and term.is_outer_product and self._rotates(term):
             return outer_inner(self.basis.rotated_factors(term), self.values)
         if term is not None and self._rotates(term):
             rotated = DeferredGradient.of(self.basis.rotated_factors(term), self.values.shape[1:])
@@ -269,9 +269,9 @@ class Multiplied:
         products: torch.Tensor = PerSampleGradients(own, gradients.losses, {}).inner(as_gradients(other))
         return products
 
-    def _rotates(self, term: Product) -> bool:
+    def _rotates(self, term: Term) -> bool:
         _, rows, columns = self.basis.size
-        of_gradients = self.samples * term.left.shape[2] * (rows**2 + columns**2)
+        of_gradients = self.samples * term.factors[0].shape[2] * (rows**2 + columns**2)
         return of_gradients <= len(self.values) * rows * columns * (rows + columns)
 
     @cached_property

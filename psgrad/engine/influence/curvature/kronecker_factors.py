@@ -22,7 +22,7 @@ from psgrad.engine.execution.ranks import Arrays, Processes
 from psgrad.engine.gradients.deferred import DeferredGradient, oriented_if_free
 from psgrad.engine.gradients.layout import Layout
 from psgrad.engine.gradients.queries import PerSampleGradients
-from psgrad.engine.gradients.terms import Product, Term, blocks
+from psgrad.engine.gradients.terms import Term, blocks
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ def factored(gradient: DeferredGradient) -> dict[Form, list[Term]]:
     return by_form
 
 
-def only_product(gradient: DeferredGradient, form: Form) -> Product | None:
+def only_product(gradient: DeferredGradient, form: Form) -> Term | None:
     """The gradient as one product in this form; None if it is anything else, such as several terms or a
     materialised one.
     """
     (term,) = factored(gradient).get(form, [None]) if len(gradient.terms) == 1 else [None]
-    return term if isinstance(term, Product) else None
+    return None if term is None else term.stored_product
 
 
 def cover(forms: Iterable[Form], shape: torch.Size) -> bool:

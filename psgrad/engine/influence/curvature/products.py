@@ -19,7 +19,7 @@ import torch
 from psgrad.engine.execution.buckets import Added
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import chunk_budget
-from psgrad.engine.execution.output_rows import gauss_newton_rows
+from psgrad.engine.execution.output_rows import gauss_newton_rows, gauss_newton_trace, outputs_alike
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Flat, Vectors
 from psgrad.engine.gradients.terms import block_bytes
@@ -258,6 +258,9 @@ class PassProducts(CurvatureProducts):
         )
         if source is not None:
             return sum(float(norms["square_norm"].sum()) for _, norms in source.norms()) / self.count / p, 0.0
+        if self.curvature == "gauss_newton" and outputs_alike(self.training):
+            trace, error = gauss_newton_trace(self.training, self.seed)
+            return trace / self.count / p, error / self.count / p
         without_decay = PassProducts(self.training, self.curvature, seed=self.seed)
         trace, error = hutchinson_trace(
             without_decay.apply, p, probes=_PROBES, seed=self.seed, device=self.training.device

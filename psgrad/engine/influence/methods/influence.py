@@ -5,6 +5,7 @@ query's loss.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -26,8 +27,9 @@ from psgrad.engine.influence.solvers.conjugate_gradient import (
     conjugate_gradient,
     nystroem,
 )
-from psgrad.engine.influence.solvers.costs import Work
+from psgrad.engine.influence.solvers.costs import Work, solved_products
 from psgrad.engine.influence.solvers.lissa import lissa
+from psgrad.engine.influence.solvers.spectrum import TOLD_SECONDS, duration_words
 from psgrad.errors import ConfigError, InfluenceError
 
 # Parameters up to which the curvature is materialised in any case: 288 MB, and seconds for its
@@ -57,6 +59,9 @@ _OTHER_ESTIMAND = "arnoldi inverts the curvature along its leading eigenvectors 
 # estimates it by.
 _WITH_LEVERAGE, ROUGH = ("exact", "dual", "conjugate_gradient"), 1e-3
 _ITERATIONS = {"conjugate_gradient": 200, "lissa": 5000, "arnoldi": 200}
+# Products with single vectors by which conjugate gradients look for the ends of the spectrum first, and how
+# many vectors of a block are tried to predict the rest.
+_BEFORE_SOLVING, _TRIED = 40, 8
 
 
 @dataclass(frozen=True)
@@ -274,6 +279,10 @@ class Influence(Method):
             products: CurvatureProducts, damping: float, rhs: torch.Tensor, spectrum: bool
         ) -> tuple[torch.Tensor, dict[str, Any]]:
             iterations = _ITERATIONS[solver] if self.iterations is None else self.iterations
+            if spectrum and solver != "lissa":  # which predicts its own
+                products_with_one = iterations if solver == "arnoldi" else _BEFORE_SOLVING
+                solved = 0 if solver == "arnoldi" else solved_products(len(rhs))
+                tell_of_time(products, rhs, products_with_one, solved, training, checkpoint.say)
             if solver == "arnoldi":
                 result = arnoldi(
                     products.apply,
@@ -334,3 +343,30 @@ class Influence(Method):
                 )
             return Diagonal((diagonal + damping).to(rhs))
         return None
+
+
+def tell_of_time(
+    products: CurvatureProducts,
+    rhs: torch.Tensor,
+    singly: int,
+    in_blocks: float,
+    training: Examples,
+    say: Callable[[str], None],
+) -> None:
+    """Say what a solve is predicted to take, where that is long: so many products with one vector each, and
+    so many in blocks of vectors, of which one and a few are tried.
+    """
+    begun = training.seconds()
+    products.apply(rhs[:1].double())
+    one = training.seconds()
+    predicted = singly * (one - begun)
+    if in_blocks:
+        products.apply(rhs[:_TRIED].double())
+        predicted += in_blocks * (training.seconds() - one) / len(rhs[:_TRIED])
+    if predicted > TOLD_SECONDS:
+        say(
+            f"scores of {len(rhs):,} queries take about {singly + in_blocks:,.0f} products with the curvature"
+            f" ({products.how}), predicted to take {duration_words(predicted)};"
+            " influence.method.curvature: fisher, or influence.method.name: ekfac, is much faster where the"
+            " model's output is large, and estimates another curvature"
+        )

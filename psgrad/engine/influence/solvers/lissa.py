@@ -11,8 +11,10 @@ import torch
 
 from psgrad.engine.influence.solvers.spectrum import (
     ROUNDING,
+    TOLD_SECONDS,
     Apply,
     assert_finite,
+    duration_words,
     extremes,
     negative_curvature,
     random_block,
@@ -74,17 +76,23 @@ def lissa(
     size = torch.where(size > 0, size, 1.0)
     x, residual, used = torch.zeros_like(rhs), rhs, 0
     relative = torch.linalg.vector_norm(residual, dim=1) / size
-    begun = clock() if seconds is not None else 0.0
+    begun = clock()
     best, why = [float(relative.max())], f"after {iterations} iterations"
     while used < iterations and bool((relative > tolerance).any()):
         x = x + residual / scale
         residual = rhs - apply(x)
         used += 1
         relative = torch.linalg.vector_norm(residual, dim=1) / size
-        spent = clock() - begun if seconds is not None and (used == 1 or used % _LOOK == 0) else 0.0
-        if used == 1 and seconds is not None:
+        spent = clock() - begun if used == 1 or (seconds is not None and used % _LOOK == 0) else 0.0
+        if used == 1:
             needed = min(iterations, _terms(lowest, scale, tolerance))
-            if spent * needed > seconds:
+            if spent * needed > TOLD_SECONDS:
+                say(
+                    f"LiSSA takes {needed:,} products with the curvature for every query, predicted to take"
+                    f" {duration_words(spent * needed)}; influence.method.solver: conjugate_gradient takes"
+                    " far fewer"
+                )
+            if seconds is not None and spent * needed > seconds:
                 raise _too_long(needed, spent * needed, seconds, scale / max(lowest, 1e-300))
         if used % _LOOK:
             continue
@@ -134,15 +142,11 @@ def _terms(lowest: float, scale: float, tolerance: float) -> int:
 def _too_long(terms: int, predicted: float, seconds: float, condition: float) -> InfluenceError:
     return InfluenceError(
         f"LiSSA is predicted to take {terms:,} products with the curvature for every query, about"
-        f" {_duration(predicted)}",
-        expected=f"at most {_duration(seconds)}, where the options name no number of iterations",
+        f" {duration_words(predicted)}",
+        expected=f"at most {duration_words(seconds)}, where the options name no number of iterations",
         cause=f"a condition number of {condition:.2g}, by which the number of products grows",
         next_step=(
             "set solver: conjugate_gradient, which takes far fewer products; or a larger damping, a larger"
             f" tolerance, or iterations: {terms}, which are then taken however long that is"
         ),
     )
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"

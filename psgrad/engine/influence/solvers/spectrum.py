@@ -16,6 +16,13 @@ from psgrad.errors import InfluenceError
 ROUNDING = 1e-9
 # Of the largest eigenvalue, what a damping adds that leaves an inverse half its digits.
 _ENOUGH = 1e-8
+# What a solve may be predicted to take before a person is told.
+TOLD_SECONDS = 10.0
+
+
+def duration_words(seconds: float) -> str:
+    """A predicted time, rounded."""
+    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
 
 
 def assert_finite(rhs: torch.Tensor) -> None:

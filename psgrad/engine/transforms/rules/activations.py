@@ -14,10 +14,11 @@ from psgrad.engine.transforms.rules.families import (
     diagonal_jvp,
     elementwise,
     elementwise_batch,
+    first_result,
     shifted,
     sum_to,
 )
-from psgrad.engine.transforms.rules.registry import define
+from psgrad.engine.transforms.rules.registry import Maker, Op, define
 
 elementwise(aten.relu.default, x0=lambda out, x: lambda g: run(aten.threshold_backward.default, g, out, 0))
 elementwise(
@@ -31,12 +32,6 @@ elementwise(
         lambda g: run(aten.gelu_backward.default, g, x, approximate=approximate)
     ),
 )
-elementwise(aten.silu.default, x0=lambda out, x: lambda g: run(aten.silu_backward.default, g, x))
-elementwise(aten.mish.default, x0=lambda out, x: lambda g: run(aten.mish_backward.default, g, x))
-elementwise(aten.hardswish.default, x0=lambda out, x: lambda g: run(aten.hardswish_backward.default, g, x))
-elementwise(
-    aten.hardsigmoid.default, x0=lambda out, x: lambda g: run(aten.hardsigmoid_backward.default, g, x)
-)
 elementwise(
     aten.elu.default,
     x0=lambda out, x, alpha=1, scale=1, input_scale=1: (
@@ -47,34 +42,35 @@ elementwise(
     aten.leaky_relu.default,
     x0=lambda out, x, slope=0.01: lambda g: run(aten.leaky_relu_backward.default, g, x, slope, False),
 )
-elementwise(
-    aten.softplus.default,
-    x0=lambda out, x, beta=1, threshold=20: (
-        lambda g: run(aten.softplus_backward.default, g, x, beta, threshold)
-    ),
-)
-elementwise(
-    aten.softshrink.default,
-    x0=lambda out, x, lambd=0.5: lambda g: run(aten.softshrink_backward.default, g, x, lambd),
-)
-elementwise(
-    aten.hardshrink.default,
-    x0=lambda out, x, lambd=0.5: lambda g: run(aten.hardshrink_backward.default, g, x, lambd),
-)
+
+
+def _by_kernel(backward: Op, *defaults: Any) -> Maker:
+    """The VJP by a kernel of the cotangent, x and the options, for which it has no defaults itself."""
+    return lambda out, x, *options: lambda g: run(backward, g, x, *options, *defaults[len(options) :])
+
+
+for _name, _defaults in (
+    ("silu", ()),
+    ("mish", ()),
+    ("hardswish", ()),
+    ("hardsigmoid", ()),
+    ("softplus", (1, 20)),
+    ("softshrink", (0.5,)),
+    ("hardshrink", (0.5,)),
+):
+    _backward = getattr(aten, f"{_name}_backward").default
+    elementwise(getattr(aten, _name).default, x0=_by_kernel(_backward, *_defaults))
+
+
+def _prelu_back(position: int) -> Maker:
+    return lambda out, x, weight: lambda g: run(aten._prelu_kernel_backward.default, g, x, weight)[position]
 
 
 # At zero, PyTorch's first derivative of prelu is the left one; its forward mode and its second derivative use
 # the right one.
 define(
     aten._prelu_kernel.default,
-    vjp={
-        0: broadcasting(
-            lambda out, x, weight: lambda g: run(aten._prelu_kernel_backward.default, g, x, weight)[0], 0
-        ),
-        1: broadcasting(
-            lambda out, x, weight: lambda g: run(aten._prelu_kernel_backward.default, g, x, weight)[1], 1
-        ),
-    },
+    vjp={position: broadcasting(_prelu_back(position), position) for position in (0, 1)},
     jvp={
         0: diagonal_jvp(lambda out, x, weight: lambda t: torch.where(x >= 0, t, weight * t), 0),
         1: diagonal_jvp(lambda out, x, weight: lambda t: torch.where(x >= 0, 0, x * t), 1),
@@ -114,7 +110,7 @@ define(
 )
 define(
     aten.log_sigmoid_forward.default,
-    vjp={0: lambda out, x: lambda g: g[0] * _dlogsigmoid(x)},
+    vjp={0: first_result(lambda out, x: lambda g: g * _dlogsigmoid(x))},
     batch=elementwise_batch,
 )
 
@@ -133,7 +129,7 @@ def _glu_back(out: torch.Tensor, x: torch.Tensor, dim: int = -1) -> Any:
     return lambda g: torch.cat([open_gates * g, (1 - open_gates) * open_gates * g * values], dim)
 
 
-define(aten.glu.default, vjp={0: _glu_back}, batch=shifted(1, defaults={1: -1}))
+define(aten.glu.default, vjp={0: _glu_back}, batch=shifted(1))
 
 # The fused kernels of the rules above. Second derivatives go through PyTorch's decompositions of them.
 elementwise(
@@ -185,13 +181,13 @@ elementwise(
     x1=lambda out, g, *rest: lambda h: _softplus_second(h * g, *rest),
 )
 define(aten.gelu_backward.default, batch=_broadcast_batch)
-for _op in (
+define(
     aten.silu_backward.default,
     aten.mish_backward.default,
     aten.hardsigmoid_backward.default,
     aten.leaky_relu_backward.default,
-):
-    define(_op, batch=elementwise_batch)
+    batch=elementwise_batch,
+)
 for _op in (
     aten.softshrink_backward.default,
     aten.hardshrink_backward.default,

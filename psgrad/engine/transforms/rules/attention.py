@@ -1,23 +1,19 @@
-"""Rules of scaled dot-product attention and its fused kernels: the sample axis is folded into the kernels'
-batch axis.
-"""
+"""Scaled dot-product attention, as one operator and by matrix products."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from psgrad.engine.transforms.operators import is_random
 from psgrad.engine.transforms.random_draws import drawing_by_label
-from psgrad.engine.transforms.rules.families import aten, sum_to
-from psgrad.engine.transforms.rules.registry import JointVJP, Op, define, replace
+from psgrad.engine.transforms.rules.families import aten
+from psgrad.engine.transforms.rules.registry import Op, define
 from psgrad.engine.transforms.state import state
-from psgrad.errors import UnsupportedOperatorError
 
 
-def _attention(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _attention(*args: Any, **kwargs: Any) -> Any:
     """Attention with a derivative, computed as [batch, heads, t, d], the only layout with fused kernels."""
     query, key, value = args[:3]
     rest, rank = list(args[3:]), max(query.dim(), key.dim(), value.dim())
@@ -84,16 +80,16 @@ def by_matrix_products(
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    weights = _weights(query, key, attn_mask, is_causal, scale)
+    weights = attention_weights(query, key, attn_mask, is_causal, scale)
     if dropout_p > 0:
         weights = torch.dropout(weights, dropout_p, True)
     return torch.matmul(weights, value)
 
 
-def _weights(
+def attention_weights(
     query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool, scale: float | None
 ) -> torch.Tensor:
-    scores = torch.matmul(query, key.transpose(-2, -1)) * _scale_of(query, scale)
+    scores = torch.matmul(query, key.transpose(-2, -1)) * scale_of(query, scale)
     if is_causal:
         mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
@@ -101,7 +97,7 @@ def _weights(
     return aten._safe_softmax.default(scores, -1)
 
 
-def _scale_of(query: torch.Tensor, scale: float | None) -> float:
+def scale_of(query: torch.Tensor, scale: float | None) -> float:
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
@@ -128,7 +124,7 @@ def _attention_batch(
         _to_rank_4(t).expand(*_common(query, key, value), -1, -1) if rank < 4 else t
         for t in (query, key, value)
     ]
-    mask = _fold_mask(batch, attn_mask, query)
+    mask = fold_mask(batch, attn_mask, query)
     folded = [batch.fold(t) for t in lifted]
     # outer autograd saves the kernel's arguments and result; the function may write into its own tensors
     if state.attached:
@@ -146,7 +142,7 @@ def _common(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(torch.broadcast_shapes(*[_to_rank_4(t).shape[:-2] for t in tensors]))
 
 
-def _fold_mask(batch: Any, mask: Any, query: torch.Tensor) -> Any:
+def fold_mask(batch: Any, mask: Any, query: torch.Tensor) -> Any:
     """A mask that broadcasts against the folded batch axis."""
     if mask is None or not batch.is_mapped(mask):
         if mask is not None and mask.dim() == 4 and mask.shape[0] != 1:
@@ -158,308 +154,3 @@ def _fold_mask(batch: Any, mask: Any, query: torch.Tensor) -> Any:
 
 
 define(aten.scaled_dot_product_attention.default, instead=_attention, batch=_attention_batch)
-
-# -- the fused kernels ---------------------------------------------------------------------------------------
-
-
-def _cpu_back(
-    out: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Any:
-    return _of_result(
-        lambda g, _: _backward_for_cpu(g, query, key, value, *out[:2], dropout_p, is_causal, **options)
-    )
-
-
-def _of_result(kernel: Callable[[torch.Tensor, Sequence[int]], Any]) -> Any:
-    """The VJP through the attended values only: no other result of a fused kernel has a derivative."""
-
-    def back(gs: Sequence[Any], positions: Sequence[int]) -> dict[int, Any]:
-        if gs[0] is None:
-            return {}
-        grads = kernel(gs[0], positions)
-        return {position: grads[position] for position in positions}
-
-    return back
-
-
-def _mask_keyword(batch: Any, op: Op, *args: Any, attn_mask: Any = None, **kwargs: Any) -> Any:
-    query = next(a for a in args if isinstance(a, torch.Tensor))
-    tensors = [batch.fold(a) if isinstance(a, torch.Tensor) else a for a in args]
-    result = op(*tensors, attn_mask=_fold_mask(batch, attn_mask, query), **kwargs)
-    return batch.unfold(result)
-
-
-define(aten._scaled_dot_product_flash_attention_for_cpu.default, vjp=JointVJP(_cpu_back), batch=_mask_keyword)
-
-# PyTorch's backward kernel computes the weights as exp(score - logsumexp), a difference of rounded numbers.
-# For large scores the sum of these weights is not one. psgrad has an operator that checks for large scores: a
-# check of values in a rule could not be captured and replayed.
-
-LARGE_SCORE = 1e3
-_library = torch.library.Library("psgrad", "FRAGMENT")
-_library.define(
-    "attention_backward_for_cpu(Tensor g, Tensor query, Tensor key, Tensor value, Tensor out,"
-    " Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-_backward_for_cpu = torch.ops.psgrad.attention_backward_for_cpu.default
-
-
-def _backward_kernels(
-    g: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: torch.Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The cotangents of query, key and value [b, heads, positions, features] by PyTorch's kernel, and by
-    matrix products for the batch entries b with large finite scores.
-    """
-    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-        g, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-    )
-    large = logsumexp.abs() > LARGE_SCORE
-    if not large.any():
-        return grads  # type: ignore[no-any-return]
-    rows = (large & logsumexp.isfinite()).flatten(1).any(1).nonzero()[:, 0]
-    if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[0] > 1:
-        attn_mask = attn_mask[rows]
-    wide = [x[rows].to(logsumexp.dtype) for x in (g, query, key, value)]
-    exact: Any = _back_by_matrix_products(
-        wide[0], wide[1], wide[2], wide[3], attn_mask, dropout_p, is_causal, scale
-    )
-    for grad, part in zip(grads, exact[:3], strict=True):
-        grad[rows] = part.to(grad.dtype)
-    return grads  # type: ignore[no-any-return]
-
-
-_library.impl("attention_backward_for_cpu", _backward_kernels, "CPU")
-torch.library.register_fake(
-    "psgrad::attention_backward_for_cpu",
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    lib=_library,
-)
-define(_backward_for_cpu, batch=_mask_keyword)
-
-# The backward kernels have no derivative. A second derivative uses matrix products.
-
-
-def _back_by_matrix_products(
-    g: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Any,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The cotangents of query, key, value and of the scores. If there are fewer heads of keys than of
-    queries, each head of keys belongs to a group of heads of queries.
-    """
-    if dropout_p > 0:
-        raise UnsupportedOperatorError(
-            "a second derivative of a fused attention kernel with dropout",
-            cause="the kernel does not return its dropout mask",
-            next_step="use torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the model, or dropout_p=0",
-        )
-    group = query.shape[-3] // key.shape[-3]
-    wide_key, wide_value = (x.repeat_interleave(group, -3) if group > 1 else x for x in (key, value))
-    weights = _weights(query, wide_key, mask, is_causal, scale)
-    toward = torch.matmul(g, wide_value.transpose(-2, -1))
-    scores = weights * (toward - (toward * weights).sum(-1, keepdim=True))
-    products = (
-        scores @ wide_key * _scale_of(query, scale),
-        scores.transpose(-2, -1) @ query * _scale_of(query, scale),
-    )
-    backs = (products[1], weights.transpose(-2, -1) @ g)
-    to_key, to_value = (x.unflatten(-3, (-1, group)).sum(-3) if group > 1 else x for x in backs)
-    return products[0], to_key, to_value, scores
-
-
-@replace(_backward_for_cpu)
-def _cpu_backward(
-    g: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    logsumexp: Any,
-    dropout_p: float,
-    causal: bool,
-    **options: Any,
-) -> Any:
-    mask, scale = options.get("attn_mask"), options.get("scale")
-    return _back_by_matrix_products(g, query, key, value, mask, dropout_p, causal, scale)[:3]
-
-
-def _cuda_flash_back(
-    out: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *_: Any,
-    **scale: Any,
-) -> Any:
-    *results_and_tables, seed, offset = out[:8]
-    rest = (*results_and_tables, dropout_p, is_causal, seed, offset)
-    backward = aten._scaled_dot_product_flash_attention_backward.default
-    return _of_result(lambda g, _: backward(g, query, key, value, *rest, **scale))
-
-
-def _cuda_efficient_back(
-    out: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: Any = None,
-) -> Any:
-    result, logsumexp, seed, offset = out
-
-    def kernel(g: torch.Tensor, positions: Sequence[int]) -> Any:
-        mask = [True, True, True, 3 in positions]
-        return aten._scaled_dot_product_efficient_attention_backward.default(
-            g,
-            query,
-            key,
-            value,
-            bias,
-            result,
-            logsumexp,
-            seed,
-            offset,
-            dropout_p,
-            mask,
-            is_causal,
-            scale=scale,
-        )
-
-    return _of_result(kernel)
-
-
-def _efficient_forward(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The backward kernel needs the log-sum-exp, which the forward call omits if no tensor requires grad."""
-    if args[4]:
-        return None
-    return aten._scaled_dot_product_efficient_attention.default(*args[:4], True, *args[5:], **kwargs)
-
-
-def _fold_leading(unfolded: frozenset[int] = frozenset()) -> Any:
-    """Batching of a fused CUDA kernel by folding. unfolded: positions of arguments without a batch axis, such
-    as random states and sequence tables.
-    """
-
-    def rule(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
-        full = [
-            (
-                batch.raw(a)[0]
-                if i in unfolded and batch.is_mapped(a)
-                else batch.fold(a)
-                if isinstance(a, torch.Tensor) and i not in unfolded
-                else a
-            )
-            for i, a in enumerate(args)
-        ]
-        result = op(*full, **kwargs)
-        return tuple(
-            (
-                batch.unfold(r)
-                if isinstance(r, torch.Tensor) and r.dim() >= 3
-                else r.unsqueeze(0).expand(batch.size, *r.shape)
-                if isinstance(r, torch.Tensor)
-                else r
-            )
-            for r in result
-        )
-
-    return rule
-
-
-define(
-    aten._scaled_dot_product_flash_attention.default, vjp=JointVJP(_cuda_flash_back), batch=_fold_leading()
-)
-define(
-    aten._scaled_dot_product_flash_attention_backward.default, batch=_fold_leading(frozenset({6, 7, 12, 13}))
-)
-
-
-@replace(aten._scaled_dot_product_flash_attention_backward.default)
-def _cuda_flash_backward(
-    g: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, *rest: Any, scale: Any = None
-) -> Any:
-    dropout_p, causal = rest[4:6]  # behind the tables of sequences
-    return _back_by_matrix_products(g, query, key, value, None, dropout_p, causal, scale)[:3]
-
-
-@replace(aten._scaled_dot_product_efficient_attention_backward.default)
-def _cuda_efficient_backward(
-    g: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any,
-    out: Any,
-    logsumexp: Any,
-    seed: Any,
-    offset: Any,
-    dropout_p: float,
-    wanted: Sequence[bool],
-    causal: bool = False,
-    *,
-    scale: Any = None,
-) -> Any:
-    *grads, scores = _back_by_matrix_products(g, query, key, value, bias, dropout_p, causal, scale)
-    return *grads, sum_to(scores, bias.shape, bias.dtype) if bias is not None else None
-
-
-define(
-    aten._scaled_dot_product_efficient_attention.default,
-    vjp=JointVJP(_cuda_efficient_back),
-    instead=_efficient_forward,
-    batch=_fold_leading(),
-)
-define(aten._scaled_dot_product_efficient_attention_backward.default, batch=_fold_leading(frozenset({7, 8})))
-
-
-@replace(aten._scaled_dot_product_cudnn_attention.default)
-def _by_flash_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: Any = None,
-) -> tuple[Any, ...]:
-    """cuDNN's attention, by the flash kernel, which has rules; or by matrix products if there is a mask,
-    which the flash kernel does not take.
-    """
-    if bias is None:
-        return aten._scaled_dot_product_flash_attention.default(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )
-    out = by_matrix_products(query, key, value, bias, dropout_p, is_causal, scale=scale)
-    unused = torch.empty(0, device=query.device)
-    return out, unused, unused, unused, query.shape[-2], key.shape[-2], unused, unused, unused

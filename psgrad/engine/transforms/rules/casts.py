@@ -9,10 +9,12 @@ import torch
 from psgrad.engine.transforms.private_torch import is_non_overlapping_and_dense_or_false
 from psgrad.engine.transforms.rules.families import (
     aten,
+    broadcasting,
     cast,
     elementwise,
     elementwise_batch,
-    sum_to,
+    linear,
+    unchanged,
 )
 from psgrad.engine.transforms.rules.registry import constant, define
 
@@ -56,7 +58,7 @@ elementwise(
 
 def _exact_division(op: Any) -> Any:
     """`div` with a rounding mode is a step function; with the mode None it is a division."""
-    return lambda level, args, kwargs: op(*args) if kwargs.get("rounding_mode") is None else None
+    return lambda x, y, *, rounding_mode=None: op(x, y) if rounding_mode is None else None
 
 
 define(aten.div.Tensor_mode, instead=_exact_division(aten.div.Tensor), batch=elementwise_batch)
@@ -75,11 +77,6 @@ def _overwrite_batch(
     return op(batch.physical(target), aligned, *args, **kwargs)
 
 
-def _written(out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    shape, dtype = source.shape, source.dtype
-    return lambda g: sum_to(g, shape, dtype)
-
-
 def _overwritten(out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """A cotangent of zeros, not None: if the derivative of the overwritten value is not finite, autograd's is
     NaN.
@@ -88,8 +85,12 @@ def _overwritten(out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) 
     return lambda g: torch.zeros(shape, dtype=dtype, device=device)
 
 
-define(aten.copy.default, vjp={0: _overwritten, 1: _written}, batch=_overwrite_batch)
-define(aten.fill.Tensor, vjp={0: _overwritten, 1: _written}, batch=_overwrite_batch)
+define(
+    aten.copy.default,
+    aten.fill.Tensor,
+    vjp={0: _overwritten, 1: broadcasting(unchanged, 1)},
+    batch=_overwrite_batch,
+)
 define(aten.fill.Scalar, vjp={0: _overwritten}, batch=_overwrite_batch)
 
 
@@ -106,13 +107,8 @@ def _copied(
     return op(batch.physical(x), memory_format=layout, **kwargs)
 
 
-define(
-    aten._to_copy.default,
-    vjp={0: lambda out, x, **kwargs: _cast_back(x.dtype, x.device)},
-    linear=(0,),
-    batch=_copied,
-)
-define(aten.clone.default, vjp={0: lambda out, x, **kwargs: lambda g: g}, linear=(0,), batch=_copied)
+linear(aten._to_copy.default, back=lambda out, x, **kwargs: _cast_back(x.dtype, x.device), batch=_copied)
+linear(aten.clone.default, back=unchanged, batch=_copied)
 
 
 def _cast_back(dtype: torch.dtype, device: torch.device) -> Any:

@@ -14,7 +14,15 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.rules.elementwise import conj
-from psgrad.engine.transforms.rules.families import aten, elementwise, elementwise_batch, leading, wrap_dim
+from psgrad.engine.transforms.rules.families import (
+    aten,
+    elementwise,
+    elementwise_batch,
+    leading,
+    linear,
+    unchanged,
+    wrap_dim,
+)
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 from psgrad.engine.transforms.tracer import innermost
 from psgrad.errors import TransformError
@@ -32,24 +40,13 @@ def _carried_out(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_conj() if innermost(x).is_conj() else x
 
 
-def _imaginary(g: torch.Tensor) -> torch.Tensor:
-    return torch.complex(torch.zeros_like(g), g)
-
-
 # -- views of the same memory: a value below may be a conjugate that was not computed ----------------------
 
-define(
-    aten.resolve_conj.default,
-    aten.resolve_neg.default,
-    vjp={0: lambda out, x: lambda g: g},
-    linear=(0,),
-    batch=leading,
-)
-define(aten._neg_view.default, vjp={0: lambda out, x: lambda g: -g}, linear=(0,), batch=leading)
-define(
+linear(aten.resolve_conj.default, aten.resolve_neg.default, back=unchanged, batch=leading)
+linear(aten._neg_view.default, back=lambda out, x: lambda g: -g, batch=leading)
+linear(
     aten.view_as_real.default,
-    vjp={0: lambda out, x: lambda g: _from_pairs(g)},
-    linear=(0,),
+    back=lambda out, x: _from_pairs,
     batch=lambda batch, op, x: op(_carried_out(batch.physical(x))),
 )
 
@@ -61,21 +58,13 @@ def _view_as_complex_batch(batch: Any, op: Op, x: torch.Tensor) -> torch.Tensor:
     return op(physical if together else physical.contiguous())
 
 
-define(
-    aten.view_as_complex.default,
-    vjp={0: lambda out, x: lambda g: _to_pairs(g)},
-    linear=(0,),
-    batch=_view_as_complex_batch,
-)
-define(
+linear(aten.view_as_complex.default, back=lambda out, x: _to_pairs, batch=_view_as_complex_batch)
+linear(
     aten.real.default,
-    vjp={
-        0: lambda out, x: (lambda g: torch.complex(g, torch.zeros_like(g))) if x.is_complex() else lambda g: g
-    },
-    linear=(0,),
+    back=lambda out, x: (lambda g: torch.complex(g, torch.zeros_like(g))) if x.is_complex() else lambda g: g,
     batch=leading,
 )
-define(aten.imag.default, vjp={0: lambda out, x: lambda g: _imaginary(g)}, linear=(0,), batch=leading)
+linear(aten.imag.default, back=lambda out, x: lambda g: torch.complex(torch.zeros_like(g), g), batch=leading)
 
 
 def write_part(op: Op, base: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
@@ -185,18 +174,15 @@ def _along_axes(batch: Any, op: Op, x: torch.Tensor, dims: Sequence[int], *rest:
     return op(physical.new_zeros(1, *x.shape), axes, *rest)[:0]  # the kernels fail on empty tensors
 
 
-define(
+linear(
     aten._fft_c2c.default,
-    vjp={
-        0: lambda out, x, dims, scaling, forward: (
-            lambda g: aten._fft_c2c.default(g, dims, scaling, not forward)
-        )
-    },
-    linear=(0,),
+    back=lambda out, x, dims, scaling, forward: (
+        lambda g: aten._fft_c2c.default(g, dims, scaling, not forward)
+    ),
     batch=_along_axes,
 )
-define(aten._fft_r2c.default, vjp={0: _real_to_complex_back}, linear=(0,), batch=_along_axes)
-define(aten._fft_c2r.default, vjp={0: _complex_to_real_back}, linear=(0,), batch=_along_axes)
+linear(aten._fft_r2c.default, back=_real_to_complex_back, batch=_along_axes)
+linear(aten._fft_c2r.default, back=_complex_to_real_back, batch=_along_axes)
 
 
 @replace(aten.stft.default)

@@ -14,21 +14,13 @@ from psgrad.engine.transforms.rules.convolution_weights import Geometry, weight_
 from psgrad.engine.transforms.rules.families import aten
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 
-
-def _input_back(
-    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *geometry: Any
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda g: run(
-        aten.convolution_backward.default, g, x, weight, [0], *geometry, [True, False, False]
-    )[0]
+INPUT, WEIGHT = range(2)
 
 
-def _weight_back(
-    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *geometry: Any
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda g: run(
-        aten.convolution_backward.default, g, x, weight, [0], *geometry, [False, True, False]
-    )[1]
+def _gradient(which: int, g: Any, x: torch.Tensor, weight: torch.Tensor, geometry: Any) -> torch.Tensor:
+    """The kernel's gradient in the input or in the weight."""
+    mask = [which == INPUT, which == WEIGHT, False]
+    return run(aten.convolution_backward.default, g, x, weight, [0], *geometry, mask)[which]  # type: ignore[no-any-return]
 
 
 def _bias_back(out: torch.Tensor, *args: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -69,7 +61,15 @@ def _own_weights(
     return out.unflatten(1, (n, -1)).movedim(1, 0)
 
 
-define(aten.convolution.default, vjp={0: _input_back, 1: _weight_back, 2: _bias_back}, batch=_batch)
+define(
+    aten.convolution.default,
+    vjp={
+        0: lambda out, x, weight, bias, *geometry: lambda g: _gradient(INPUT, g, x, weight, geometry),
+        1: lambda out, x, weight, bias, *geometry: lambda g: _gradient(WEIGHT, g, x, weight, geometry),
+        2: _bias_back,
+    },
+    batch=_batch,
+)
 
 
 def _backward_batch(
@@ -124,23 +124,13 @@ def _cotangent_back(
 def _backward_input_back(
     out: Any, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *args: Any
 ) -> Callable[..., Any]:
-    only = [True, False, False]
-    return lambda hs: (
-        aten.convolution_backward.default(g, x, hs[1], [0], *args[:-1], only)[0]
-        if hs[1] is not None
-        else None
-    )
+    return lambda hs: _gradient(INPUT, g, x, hs[1], args[:-1]) if hs[1] is not None else None
 
 
 def _backward_weight_back(
     out: Any, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *args: Any
 ) -> Callable[..., Any]:
-    only = [False, True, False]
-    return lambda hs: (
-        aten.convolution_backward.default(g, hs[0], weight, [0], *args[:-1], only)[1]
-        if hs[0] is not None
-        else None
-    )
+    return lambda hs: _gradient(WEIGHT, g, hs[0], weight, args[:-1]) if hs[0] is not None else None
 
 
 define(

@@ -214,18 +214,13 @@ def as_matrices(
     patches = windows(
         x.flatten(0, 1), kernel, positions, geometry
     )  # [n * b, i, *kernel, *positions], a view so far
-    # Copied with the positions last, so that whole rows of the input are copied at once.
-    patches = (
-        patches.reshape(n, b, groups, -1, positions.numel())
-        .permute(0, 2, 3, 1, 4)
-        .reshape(n, groups, -1, b * positions.numel())
-    )
-    rows = (
-        g.reshape(n, b, groups, -1, positions.numel())
-        .permute(0, 2, 3, 1, 4)
-        .reshape(n, groups, -1, b * positions.numel())
-    )
-    return patches.transpose(2, 3), rows.transpose(2, 3)
+
+    def by_group(x: torch.Tensor) -> torch.Tensor:
+        """Copied with the positions last, so that whole rows of the input are copied at once."""
+        x = x.reshape(n, b, groups, -1, positions.numel()).permute(0, 2, 3, 1, 4)
+        return x.reshape(n, groups, -1, b * positions.numel()).transpose(2, 3)
+
+    return by_group(patches), by_group(g)
 
 
 def windows(x: torch.Tensor, kernel: torch.Size, positions: torch.Size, geometry: Geometry) -> torch.Tensor:

@@ -8,16 +8,10 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.interpreter import run
-from psgrad.engine.transforms.rules.families import aten, wrap_dim
+from psgrad.engine.transforms.rules.families import aten, first_result, shifted, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 from psgrad.engine.transforms.rules.special import no_derivative
 from psgrad.engine.transforms.shape_checks import refuse_shapes
-
-
-def _softmax_batch(batch: Any, op: Op, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-    if x.dim() == 0:
-        return op(batch.physical(x).unsqueeze(1), 1, half_to_float).squeeze(1)
-    return op(batch.physical(x), wrap_dim(dim, x.dim()) + 1, half_to_float)
 
 
 def _softmax_backward_batch(
@@ -39,7 +33,7 @@ for _forward, _backward in (
                 lambda g, dtype=x.dtype: run(backward, g, out, dim, dtype)
             )
         },
-        batch=_softmax_batch,
+        batch=shifted(1),
     )
     define(_backward, batch=_softmax_backward_batch)
 
@@ -68,7 +62,7 @@ define(
             lambda g, kind=x.dtype: aten._softmax_backward_data.default(g, out, dim, kind)
         )
     },
-    batch=lambda batch, op, x, dim, dtype=None: op(batch.physical(x), wrap_dim(dim, x.dim()) + 1, dtype),
+    batch=shifted(1),
 )
 
 
@@ -245,12 +239,8 @@ for _forward, _backward in (
     define(
         _forward,
         vjp={
-            0: lambda out, x, target, weight, reduction, ignore_index, backward=_backward: (
-                lambda gs: (
-                    run(backward, gs[0], x, target, weight, reduction, ignore_index, out[1])
-                    if gs[0] is not None
-                    else None
-                )
+            0: first_result(
+                lambda out, x, *options, backward=_backward: lambda g: run(backward, g, x, *options, out[1])
             ),
             2: no_derivative("aten::nll_loss", "weight"),
         },
@@ -273,46 +263,24 @@ def _linear_cross_entropy(
     smoothing: float,
 ) -> torch.Tensor:
     """The kernels compute gradients in the forward pass, for the batch as a whole; here the logits of a
-    sample are computed at once, or those of some positions at a time if they are many.
+    sample are computed at once. If they are many, they are computed by slices of positions, each of which
+    runs again in the backward pass.
     """
-    each = SLICE_BYTES // max(1, layer.shape[0] * x.element_size())
-    if x.dim() != 2 or layer.dim() != 2 or len(x) <= max(1, each):
-        logits = aten.linear.default(x, layer, bias)
-        refuse_shapes(aten.cross_entropy_loss.default, (logits, target, weight), {})
-        return aten.cross_entropy_loss.default(
-            logits, target, weight, _REDUCTIONS.index(reduction), ignore_index, smoothing
-        )
-    return _in_slices(x, layer, target, bias, weight, reduction, ignore_index, smoothing)
-
-
-_REDUCTIONS = ("none", "mean", "sum")
-# Of the logits of a sample that exist at a time.
-SLICE_BYTES = 32 << 20
-
-
-def _in_slices(
-    x: torch.Tensor,
-    layer: torch.Tensor,
-    target: torch.Tensor,
-    bias: Any,
-    weight: Any,
-    reduction: str,
-    ignore_index: int,
-    smoothing: float,
-) -> torch.Tensor:
-    """The loss by slices of positions, each of which runs again in the backward pass."""
     from psgrad.engine.transforms.checkpoint import checkpoint  # which is above the rules
 
-    each = max(1, SLICE_BYTES // (layer.shape[0] * x.element_size()))
-    # a value of the gradient for each sample takes less memory than the logits that it is a product of
-    settled = layer.shape[1] < len(x)
-    kind = _REDUCTIONS.index("none" if reduction == "none" else "sum")
+    each = max(1, SLICE_BYTES // max(1, layer.shape[0] * x.element_size()))
+    at_once = x.dim() != 2 or layer.dim() != 2 or len(x) <= each
+    kind = _REDUCTIONS.index(reduction if at_once or reduction == "none" else "sum")
 
     def losses(x: torch.Tensor, layer: torch.Tensor, bias: Any, target: torch.Tensor) -> torch.Tensor:
         logits = aten.linear.default(x, layer, bias)
         refuse_shapes(aten.cross_entropy_loss.default, (logits, target, weight), {})
         return aten.cross_entropy_loss.default(logits, target, weight, kind, ignore_index, smoothing)
 
+    if at_once:
+        return losses(x, layer, bias, target)
+    # a value of the gradient for each sample takes less memory than the logits that it is a product of
+    settled = layer.shape[1] < len(x)
     parts = [
         checkpoint(losses, x[start : start + each], layer, bias, target[start : start + each], settle=settled)
         for start in range(0, len(x), each)
@@ -321,6 +289,11 @@ def _in_slices(
         return torch.cat(parts)
     total = torch.stack(parts).sum()
     return total if reduction == "sum" else total / _counted(target, weight, ignore_index, len(x))
+
+
+_REDUCTIONS = ("none", "mean", "sum")
+# Of the logits of a sample that exist at a time.
+SLICE_BYTES = 32 << 20
 
 
 def _counted(target: torch.Tensor, weight: Any, ignore_index: int, positions: int) -> Any:

@@ -14,6 +14,7 @@ from psgrad.engine.transforms.rules.families import (
     broadcasting,
     cast,
     elementwise,
+    unchanged,
 )
 from psgrad.engine.transforms.rules.registry import define
 
@@ -21,21 +22,20 @@ from psgrad.engine.transforms.rules.registry import define
 
 elementwise(
     aten.add.Tensor,
-    x0=lambda out, x, y, alpha=1: lambda g: g,
+    x0=unchanged,
     x1=lambda out, x, y, alpha=1: lambda g: _scale(g, alpha),
 )
 elementwise(
     aten.sub.Tensor,
-    x0=lambda out, x, y, alpha=1: lambda g: g,
+    x0=unchanged,
     x1=lambda out, x, y, alpha=1: lambda g: _scale(g, -alpha),
 )
-elementwise(aten.add.Scalar, x0=lambda out, x, y, alpha=1: lambda g: g)
-elementwise(aten.sub.Scalar, x0=lambda out, x, y, alpha=1: lambda g: g)
+elementwise(aten.add.Scalar, aten.sub.Scalar, aten.fmod.Scalar, aten.remainder.Scalar, x0=unchanged)
 elementwise(aten.rsub.Scalar, x0=lambda out, x, y, alpha=1: lambda g: _scale(g, -alpha))
 elementwise(
     aten.rsub.Tensor,
     x0=lambda out, x, y, alpha=1: lambda g: _scale(g, -alpha),
-    x1=lambda out, x, y, alpha=1: lambda g: g,
+    x1=unchanged,
 )
 elementwise(
     aten.mul.Tensor, x0=lambda out, x, y: lambda g: g * conj(y), x1=lambda out, x, y: lambda g: g * conj(x)
@@ -76,13 +76,13 @@ elementwise(
 )
 elementwise(
     aten.addcmul.default,
-    x0=lambda out, a, x, y, value=1: lambda g: g,
+    x0=unchanged,
     x1=lambda out, a, x, y, value=1: lambda g: g * conj(_scale(y, value)),
     x2=lambda out, a, x, y, value=1: lambda g: g * conj(_scale(x, value)),
 )
 elementwise(
     aten.addcdiv.default,
-    x0=lambda out, a, x, y, value=1: lambda g: g,
+    x0=unchanged,
     x1=lambda out, a, x, y, value=1: lambda g: g * conj(value / y),
     x2=lambda out, a, x, y, value=1: lambda g: -g * conj(_scale(x, value) / (y * y)),
 )
@@ -108,18 +108,16 @@ elementwise(
     x0=lambda out, x, y: lambda g: g * x / out,
     x1=lambda out, x, y: lambda g: g * y / out,
 )
-elementwise(aten.fmod.Scalar, x0=lambda out, x, y: lambda g: g)
-elementwise(aten.remainder.Scalar, x0=lambda out, x, y: lambda g: g)
 # The rounded quotient is computed by one operator: its zero derivative must not be multiplied by an infinite
 # one of a division.
 elementwise(
     aten.fmod.Tensor,
-    x0=lambda out, x, y: lambda g: g,
+    x0=unchanged,
     x1=lambda out, x, y: lambda g: -g * torch.div(x, y, rounding_mode="trunc"),
 )
 elementwise(
     aten.remainder.Tensor,
-    x0=lambda out, x, y: lambda g: g,
+    x0=unchanged,
     x1=lambda out, x, y: lambda g: -g * torch.div(x, y, rounding_mode="floor"),
 )
 # If two numbers are equal, each gets half of the cotangent, as in PyTorch.
@@ -339,8 +337,7 @@ elementwise(aten.lgamma.default, x0=lambda out, x: lambda g: g * torch.digamma(x
 elementwise(aten.digamma.default, x0=lambda out, x: lambda g: g * torch.polygamma(1, x))
 elementwise(aten.polygamma.default, x1=lambda out, n, x: lambda g: g * torch.polygamma(n + 1, x))
 elementwise(aten.sinc.default, x0=lambda out, x: lambda g: _sinc_back(g, x))
-elementwise(aten._conj.default, x0=lambda out, x: lambda g: g.conj())
-elementwise(aten._conj_physical.default, x0=lambda out, x: lambda g: g.conj())
+elementwise(aten._conj.default, aten._conj_physical.default, x0=lambda out, x: lambda g: g.conj())
 elementwise(
     aten.nan_to_num.default, x0=lambda out, x, *args, **kwargs: lambda g: g * cast(torch.isfinite(x), g.dtype)
 )

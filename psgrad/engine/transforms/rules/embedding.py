@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.rules.families import aten
+from psgrad.engine.transforms.rules.families import aten, linear
 from psgrad.engine.transforms.rules.registry import Op, define, refuse, replace
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import Tracer, innermost
@@ -34,14 +34,14 @@ def _embedding_back(
     return lambda g: aten.embedding_dense_backward.default(g, index, count, padding_idx, False)
 
 
-def _refuse_scale() -> NoReturn:
+def _refuse_scale(layer: str = "embedding") -> NoReturn:
     raise TransformError(
-        f"an embedding with scale_grad_by_freq=True{diagnostics.where()}",
+        f"an {layer} with scale_grad_by_freq=True{diagnostics.where()}",
         cause=(
             "its gradient is divided by how often a token occurs in the batch, so it is not the gradient of a"
             " function"
         ),
-        next_step="build the embedding with scale_grad_by_freq=False",
+        next_step=f"build the {layer} with scale_grad_by_freq=False",
     )
 
 
@@ -110,7 +110,7 @@ def scatter_rows(g: torch.Tensor, index: torch.Tensor, count: int, padding_idx: 
     return tables.index_add_(0, flat, rows.reshape(-1, d)).reshape(n, count, d)
 
 
-define(aten.embedding.default, vjp={0: _embedding_back}, linear=(0,), batch=_embedding_batch)
+linear(aten.embedding.default, back=_embedding_back, batch=_embedding_batch)
 define(
     aten.embedding_dense_backward.default,
     vjp={
@@ -150,14 +150,7 @@ def _embedding_bag(
     padding_idx: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     if scale:
-        raise TransformError(
-            f"an embedding bag with scale_grad_by_freq=True{diagnostics.where()}",
-            cause=(
-                "its gradient is divided by how often a token occurs in the batch, so it is not the gradient"
-                " of a function"
-            ),
-            next_step="build the embedding bag with scale_grad_by_freq=False",
-        )
+        _refuse_scale("embedding bag")
     bags, positions = offsets.shape[0], index.shape[0]
     # A position belongs to the last bag that starts at or before it: if several start there, all but that one
     # are empty.

@@ -6,23 +6,17 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.rules.families import aten
+from psgrad.engine.transforms.rules.families import aten, first_result, on_physical
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
 
-
-def _like_mapped(batch: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A tensor like a mapped one, with values that don't depend on it: made for every sample, because it may
-    be written to.
-    """
-    return op(batch.physical(x), *args, **kwargs)
-
-
+# Tensors like a mapped one, with values that don't depend on it: made for every sample, because they may be
+# written to.
 constant(
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.full_like.default,
     aten.empty_like.default,
-    batch=_like_mapped,
+    batch=on_physical,
 )
 
 
@@ -183,10 +177,7 @@ define(  # drawn as a function of uniform numbers, through which its parameter h
     vjp={0: lambda out, a, generator=None: lambda g: g * aten._standard_gamma_grad.default(a, out)},
     batch=draw_with_parameters,
 )
-define(
-    aten._standard_gamma_grad.default,
-    batch=lambda batch, op, a, out: op(batch.physical(a), batch.physical(out)),
-)
+define(aten._standard_gamma_grad.default, batch=on_physical)
 constant(
     aten.poisson.default, aten.binomial.default, aten._sample_dirichlet.default, batch=draw_with_parameters
 )
@@ -215,10 +206,12 @@ constant(aten.multinomial.default, same=shared_multinomial, batch=_draw_from_row
 def _dropout_back(out: Any, x: torch.Tensor, p: float, train: bool | None) -> Any:
     mask = out[1]
     scale = 1 / (1 - p) if p < 1 else 0.0
-    return lambda gs: gs[0] * mask * scale if gs[0] is not None else None
+    return lambda g: g * mask * scale
 
 
-define(aten.native_dropout.default, vjp={0: _dropout_back}, batch=draw_like, same=shared_dropout)
+define(
+    aten.native_dropout.default, vjp={0: first_result(_dropout_back)}, batch=draw_like, same=shared_dropout
+)
 
 
 @replace(aten.dropout.default)
@@ -267,19 +260,15 @@ def _same_slopes(
 
 
 define(
+    aten.rrelu.default,
     aten.rrelu_.default,
     batch=draw_like,
     same=lambda draw, op, x, *args: _same_slopes(draw, op, x, x, *args)[0],
 )
-define(
-    aten.rrelu.default,
-    instead=lambda level, args, kwargs: _rrelu(*args, **kwargs),
-    batch=draw_like,
-    same=lambda draw, op, x, *args: _same_slopes(draw, op, x, x, *args)[0],
-)
+define(aten.rrelu.default, instead=_rrelu)
 define(
     aten.rrelu_with_noise_functional.default,
-    vjp={0: lambda out, x, *args: lambda gs: gs[0] * out[1] if gs[0] is not None else None},
+    vjp={0: first_result(lambda out, x, *args: lambda g: g * out[1])},
     batch=_draw_slopes,
     same=_same_slopes,
 )

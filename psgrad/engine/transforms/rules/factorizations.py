@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.rules.elementwise import conj
-from psgrad.engine.transforms.rules.families import aten, cast, leading
-from psgrad.engine.transforms.rules.linear_systems import everywhere, eye_like, with_empty
+from psgrad.engine.transforms.rules.families import aten, cast, leading, on_physical
+from psgrad.engine.transforms.rules.linear_systems import eye_like, with_empty
 from psgrad.engine.transforms.rules.matmul import h
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 from psgrad.engine.transforms.state import state
@@ -96,11 +96,10 @@ def _qr_back(out: Any, a: torch.Tensor, mode: str = "reduced") -> Callable[[list
     return back
 
 
-def _qr_instead(level: Any, args: Any, kwargs: Any) -> Any:
+def _qr_instead(a: torch.Tensor, mode: str = "reduced") -> Any:
     """QR by the square part of a wide matrix, which determines Q; and for R alone, by the QR with Q, which
     the derivative of R contains.
     """
-    a, mode = args[0], args[1] if len(args) > 1 else kwargs.get("mode", "reduced")
     rows, columns = a.shape[-2:]
     if mode == "r":
         return a.new_empty(0), aten.linalg_qr.default(a, "reduced")[1]
@@ -148,7 +147,7 @@ def _ormqr(
     )
 
 
-define(aten.linalg_householder_product.default, aten.ormqr.default, batch=everywhere)
+define(aten.linalg_householder_product.default, aten.ormqr.default, batch=on_physical)
 
 # -- eigenvalues ---------------------------------------------------------------------------------------------
 
@@ -177,14 +176,13 @@ def _eigh_back(
     return back
 
 
-def _with_vectors(level: Any, args: Any, kwargs: Any) -> Any:
+def _with_vectors(a: torch.Tensor, UPLO: str = "L", compute_v: bool = True) -> Any:
     """The eigenvalues alone, by the operator with vectors, which the derivative of the eigenvalues
     contains.
     """
-    a, triangle, vectors = (*args, "L", True)[:3] if len(args) < 3 else args
-    if vectors and kwargs.get("compute_v", True):
+    if compute_v:
         return None
-    return aten._linalg_eigh.default(a, kwargs.get("UPLO", triangle), True)[0], a.new_empty(0)
+    return aten._linalg_eigh.default(a, UPLO, True)[0], a.new_empty(0)
 
 
 def _eigh_batch(batch: Any, op: Op, a: torch.Tensor, UPLO: str = "L", compute_v: bool = True) -> Any:
@@ -227,7 +225,7 @@ def _eig_back(out: Any, a: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
 define(aten.linalg_eig.default, vjp={0: _eig_back}, batch=leading)
 define(
     aten._linalg_eigvals.default,
-    instead=lambda level, args, kwargs: aten.linalg_eig.default(*args)[0],
+    instead=lambda a: aten.linalg_eig.default(a)[0],
     batch=leading,
 )
 
@@ -278,15 +276,15 @@ def _phase(turned: torch.Tensor, s: torch.Tensor) -> Any:
     return torch.diag_embed(torch.complex(torch.zeros_like(diagonal), diagonal))
 
 
-def _svd_instead(level: Any, args: Any, kwargs: Any) -> Any:
+def _svd_instead(
+    a: torch.Tensor, full_matrices: bool = False, compute_uv: bool = True, *, driver: Any = None
+) -> Any:
     """The singular values alone, by the operator with vectors, which the derivative of the values
     contains.
     """
-    names = dict(zip(("A", "full_matrices", "compute_uv"), args, strict=False)) | kwargs
-    if names.get("compute_uv", True):
+    if compute_uv:
         return None
-    a = names["A"]
-    values = aten._linalg_svd.default(a, False, True, driver=names.get("driver"))[1]
+    values = aten._linalg_svd.default(a, False, True, driver=driver)[1]
     return a.new_empty(0), values, a.new_empty(0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -125,6 +125,28 @@ def elementwise(*ops: Op, **derivatives: Maker) -> None:
     define(*ops, vjp=vjp or None, jvp=jvp, batch=elementwise_batch)
 
 
+def linear(*ops: Op, back: Maker, batch: Callable[..., Any] | None = None) -> None:
+    """Declare operators that are linear in their first argument. back: the VJP, which is their adjoint."""
+    define(*ops, vjp={0: back}, linear=(0,), batch=batch)
+
+
+def first_result(make: Maker) -> Maker:
+    """The VJP of an operator with several results, from that of its first result. The others have no
+    derivative.
+    """
+
+    def maker(out: Any, *args: Any, **kwargs: Any) -> Callable[[Sequence[Any]], Any]:
+        closure = make(out, *args, **kwargs)
+        return lambda gs: closure(gs[0]) if gs[0] is not None else None
+
+    return maker
+
+
+def unchanged(out: torch.Tensor, *args: Any, **kwargs: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The VJP of an operator that adds its argument, or only moves it: the cotangent itself."""
+    return lambda g: g
+
+
 def wrap_dim(dim: int, rank: int) -> int:
     """The axis as a non-negative number. A scalar has the axes of a vector, as in PyTorch."""
     rank = max(rank, 1)
@@ -135,35 +157,25 @@ def wrap_dim(dim: int, rank: int) -> int:
     return dim % rank
 
 
-def shifted(*positions: int, defaults: Mapping[int, Any] | None = None) -> Callable[..., Any]:
+def shifted(*positions: int) -> Callable[..., Any]:
     """Batching for operators that take one tensor and axes: each axis argument is increased by one.
 
-    positions: of the axis arguments. An absent axis argument is taken from `defaults`, if it is there.
+    positions: of the axis arguments.
     """
+    last = max(positions)
 
     def rule(batch: Any, op: Op, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        rank = x.dim()
         full = list(args)
+        if len(full) < last:
+            for argument in schema_of(op).arguments[len(full) + 1 : last + 1]:
+                full.append(kwargs.pop(argument.name, argument.default_value))
         for position in positions:
-            if position - 1 >= len(full):
-                if defaults is None or position not in defaults:
-                    names = [a.name for a in schema_of(op).arguments]
-                    if names[position] in kwargs:
-                        full += [
-                            schema_of(op).arguments[p].default_value for p in range(len(full) + 1, position)
-                        ]
-                        full.append(kwargs.pop(names[position]))
-                    else:
-                        continue
-                else:
-                    full += [schema_of(op).arguments[p].default_value for p in range(len(full) + 1, position)]
-                    full.append(defaults[position])
             value = full[position - 1]
             if isinstance(value, int):
-                full[position - 1] = wrap_dim(value, rank) + 1
+                full[position - 1] = wrap_dim(value, x.dim()) + 1
             elif isinstance(value, (list, tuple)):
-                full[position - 1] = [wrap_dim(d, rank) + 1 for d in value]
-        if rank == 0:  # an axis of a scalar: computed as a vector of length one
+                full[position - 1] = [wrap_dim(d, x.dim()) + 1 for d in value]
+        if x.dim() == 0:  # an axis of a scalar: computed as a vector of length one
             return without_unit_axis(op(batch.physical(x).unsqueeze(1), *full, **kwargs))
         return op(batch.physical(x), *full, **kwargs)
 
@@ -200,3 +212,8 @@ def folded(*positions: int) -> Callable[..., Any]:
 def leading(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
     """Batching for operators that use trailing axes only: the sample axis is one more leading axis."""
     return op(*[batch.raw(a) for a in args], **kwargs)
+
+
+def on_physical(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
+    """Batching for kernels whose operands must all have the same leading axes, so also the sample axis."""
+    return op(*[batch.physical(a) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)

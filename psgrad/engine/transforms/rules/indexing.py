@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.rules.embedding import looked_up
-from psgrad.engine.transforms.rules.families import aten, leading, sum_to, wrap_dim
-from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
-from psgrad.errors import TransformError
+from psgrad.engine.transforms.rules.families import aten, linear, sum_to, unchanged, wrap_dim
+from psgrad.engine.transforms.rules.registry import Op, define, replace
 
 
 def along(
@@ -40,11 +38,11 @@ def _gather_back(
     return lambda g: aten.scatter_add.default(torch.zeros(shape, dtype=dtype, device=device), dim, index, g)
 
 
-define(aten.gather.default, vjp={0: _gather_back}, linear=(0,), batch=along)
+linear(aten.gather.default, back=_gather_back, batch=along)
 define(
     aten.scatter_add.default,
     vjp={
-        0: lambda out, x, dim, index, source: lambda g: g,
+        0: unchanged,
         3: lambda out, x, dim, index, source: lambda g: fit(aten.gather.default(g, dim, index), source.shape),
     },
     batch=along,
@@ -93,7 +91,7 @@ def _index_select_back(out: torch.Tensor, x: torch.Tensor, dim: int, index: torc
     return lambda g: aten.index_select_backward.default(g, shape, dim, index) if len(shape) else g
 
 
-define(aten.index_select.default, vjp={0: _index_select_back}, linear=(0,), batch=_index_select_batch)
+linear(aten.index_select.default, back=_index_select_back, batch=_index_select_batch)
 
 
 def _index_add_batch(
@@ -123,7 +121,7 @@ def _index_add_batch(
 define(
     aten.index_add.default,
     vjp={
-        0: lambda out, x, dim, index, source, alpha=1: lambda g: g,
+        0: unchanged,
         3: (
             lambda out, x, dim, index, source, alpha=1: (
                 lambda g: aten.index_select.default(g, dim, index) * alpha
@@ -245,7 +243,7 @@ def _add_at_places(
     return aten.index_select_backward.default(g, one_axis, dim, place.reshape(-1)).reshape(shape)
 
 
-define(aten.index.Tensor, vjp={0: _index_back}, linear=(0,), batch=_index_batch)
+linear(aten.index.Tensor, back=_index_back, batch=_index_batch)
 
 
 def _index_put_batch(
@@ -353,7 +351,7 @@ define(
             lambda t: aten.index_put.default(torch.zeros_like(out), indices, t.to(out.dtype), accumulate)
         )
     },
-    instead=lambda level, args, kwargs: _by_mask(*args, **kwargs),
+    instead=_by_mask,
     batch=_index_put_batch,
 )
 define(aten.index_put_.default, batch=_index_put_batch)
@@ -362,81 +360,3 @@ define(
     vjp={0: _index_back},
     batch=lambda batch, op, x, indices: _index_batch(batch, aten.index.Tensor, x, indices),
 )
-
-# -- triangles, searching ------------------------------------------------------------------------------------
-
-define(
-    aten.tril.default,
-    vjp={0: lambda out, x, diagonal=0: lambda g: aten.tril.default(g, diagonal)},
-    batch=leading,
-)
-define(
-    aten.triu.default,
-    vjp={0: lambda out, x, diagonal=0: lambda g: aten.triu.default(g, diagonal)},
-    batch=leading,
-)
-define(
-    aten.one_hot.default,
-    batch=lambda batch, op, x, classes=-1: op(batch.physical(x), classes),
-)
-constant(aten.one_hot.default)
-
-
-def _search_batch(batch: Any, op: Op, *args: Any, sorter: Any = None, **kwargs: Any) -> torch.Tensor:
-    """Batching of searchsorted(boundaries, x) and bucketize(x, boundaries): each sample searches its own
-    boundaries.
-    """
-    x, boundaries = args if op is aten.bucketize.Tensor else args[::-1]
-    shared = not batch.is_mapped(boundaries) and not batch.is_mapped(sorter)
-    if shared and boundaries.dim() == 1:
-        return op(*[batch.raw(a) for a in args], **kwargs, **({} if sorter is None else {"sorter": sorter}))
-    lead = boundaries.shape[:-1] if boundaries.dim() > 1 else ()
-    places, values = batch.physical(boundaries), batch.physical(x)
-    rows = values.reshape(batch.size, *lead, x.shape[-1] if lead else x.numel())
-    order = None if sorter is None else batch.physical(sorter)
-    return torch.searchsorted(places.contiguous(), rows.contiguous(), sorter=order, **kwargs).reshape(
-        values.shape
-    )
-
-
-constant(aten.bucketize.Tensor, aten.searchsorted.Tensor, batch=_search_batch)
-
-
-def _nonzero_static_batch(
-    batch: Any, op: Op, x: torch.Tensor, *, size: int, fill_value: int = -1
-) -> torch.Tensor:
-    """The indices of the first `size` nonzero elements of each sample, in order, by a stable sort."""
-    nonzero = batch.physical(x).reshape(batch.size, -1) != 0
-    order = nonzero.logical_not().to(torch.uint8).sort(dim=1, stable=True)[1]
-    order = torch.constant_pad_nd(order, [0, max(size - order.shape[1], 0)])[:, :size]
-    places = torch.stack(torch.unravel_index(order, x.shape), -1) if x.dim() else order.unsqueeze(-1)[..., :0]
-    filled = torch.arange(size, device=x.device) < nonzero.sum(1, keepdim=True)
-    return torch.where(filled.unsqueeze(-1), places, fill_value)
-
-
-constant(aten.nonzero_static.default, batch=_nonzero_static_batch)
-
-
-def _depends_on_data(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
-    raise TransformError(
-        f"{op.name().removeprefix('aten::')} is not possible on a value that differs between"
-        f" samples{diagnostics.where()}",
-        expected="a program that is the same for every sample",
-        cause="a Python number, a branch (if, while, assert) or a shape depends on one sample's data",
-        next_step="write the choice with torch.where, or take the number from outside the function",
-    )
-
-
-constant(
-    aten._unique2.default,
-    aten.unique_dim.default,
-    aten.unique_consecutive.default,
-    aten.bincount.default,
-    batch=_depends_on_data,
-)
-
-
-@replace(aten.masked_select.default)
-def _masked_select(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    x, mask = torch.broadcast_tensors(x, mask)
-    return x[mask]

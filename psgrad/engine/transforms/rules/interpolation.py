@@ -79,11 +79,9 @@ def _grid_sampler(x: torch.Tensor, grid: torch.Tensor, *options: Any) -> torch.T
 
 def _grid_back(backward: Op) -> JointVJP:
     def make(out: torch.Tensor, x: torch.Tensor, grid: torch.Tensor, *options: Any) -> Any:
-        def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
-            grads = backward(g, x, grid, *options, [0 in positions, 1 in positions])
-            return {position: grads[position] for position in positions}
-
-        return back
+        return lambda g, positions: dict(
+            enumerate(backward(g, x, grid, *options, [0 in positions, 1 in positions]))
+        )
 
     return JointVJP(make)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.rules.families import aten, leading, sum_to, wrap_dim
+from psgrad.engine.transforms.rules.families import aten, leading, linear, sum_to, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define
 
 # -- joining -------------------------------------------------------------------------------------------------
@@ -44,11 +44,10 @@ def _stack_back(
     return lambda place: lambda g: aten.select.int(g, dim, place).to(dtypes[place])
 
 
-define(aten.cat.default, vjp={0: _cat_back}, linear=(0,), batch=_cat_batch)
-define(
+linear(aten.cat.default, back=_cat_back, batch=_cat_batch)
+linear(
     aten.stack.default,
-    vjp={0: _stack_back},
-    linear=(0,),
+    back=_stack_back,
     batch=lambda batch, op, tensors, dim=0: op(
         [batch.physical(t) for t in tensors], wrap_dim(dim, tensors[0].dim() + 1) + 1
     ),

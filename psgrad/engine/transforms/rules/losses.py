@@ -4,16 +4,18 @@ operators and a mean; PyTorch's tables define them so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.private_torch import schema_of
-from psgrad.engine.transforms.rules.families import aten, broadcasting, diagonal_jvp
+from psgrad.engine.transforms.rules.families import aten, broadcasting, diagonal_jvp, first_result
 from psgrad.engine.transforms.rules.registry import Maker, Op, define, replace
 from psgrad.engine.transforms.rules.special import no_derivative
 from psgrad.engine.transforms.shape_checks import refuse_shapes
+from psgrad.engine.transforms.tracer import map_tracers
 
 
 def reduced(loss: torch.Tensor, reduction: int) -> torch.Tensor:
@@ -64,7 +66,7 @@ def _element_by_element(op: Op, vjp: dict[int, Maker]) -> None:
         op,
         vjp={position: broadcasting(make, position) for position, make in vjp.items()},
         jvp={position: diagonal_jvp(make, position) for position, make in vjp.items()},
-        instead=lambda level, args, kwargs: written(full(args, kwargs)),
+        instead=lambda *args, **kwargs: written(full(args, kwargs)),
         batch=batch,
     )
 
@@ -156,10 +158,8 @@ def _ctc_back(
         if isinstance(input_lengths, torch.Tensor)
         else aten._ctc_loss_backward.default
     )
-    return lambda gs: (
-        run(backward, gs[0], x, targets, input_lengths, target_lengths, losses, log_alpha, blank, forgive)
-        if gs[0] is not None
-        else None
+    return lambda g: run(
+        backward, g, x, targets, input_lengths, target_lengths, losses, log_alpha, blank, forgive
     )
 
 
@@ -204,7 +204,7 @@ def _ctc_backward_batch(batch: Any, op: Op, g: torch.Tensor, *args: Any) -> torc
 
 
 for _overload in ("default", "Tensor"):
-    define(getattr(aten._ctc_loss, _overload), vjp={0: _ctc_back}, batch=_ctc_batch)
+    define(getattr(aten._ctc_loss, _overload), vjp={0: first_result(_ctc_back)}, batch=_ctc_batch)
     define(
         getattr(aten._ctc_loss_backward, _overload),
         vjp={
@@ -213,6 +213,23 @@ for _overload in ("default", "Tensor"):
         },
         batch=_ctc_backward_batch,
     )
+
+
+# -- margins between classes ---------------------------------------------------------------------------------
+
+
+def _by_rows(op: Op, back: Maker, of_rows: Callable[..., Any]) -> None:
+    """Declare a loss of (scores, targets). back: its VJP for rows and without a reduction; of_rows: the loss
+    in all other cases, by that of rows; None where it is that already.
+    """
+
+    def rule(batch: Any, op: Op, x: torch.Tensor, target: torch.Tensor, *rest: Any) -> Any:
+        loss = of_rows(x, target, *rest)
+        if loss is not None:
+            return map_tracers(batch.physical, loss)
+        return batch.unfold(op(batch.fold(x), batch.fold(target), *rest))
+
+    define(op, vjp={0: back}, instead=of_rows, batch=rule)
 
 
 # PyTorch's kernels multiply each class's slope, zeros too, with the cotangent: zero times infinity is NaN.
@@ -248,21 +265,7 @@ def _multi_margin_back(
     return lambda g: g.unsqueeze(1) * slopes
 
 
-def _multi_margin_batch(
-    batch: Any, op: Op, x: torch.Tensor, target: torch.Tensor, *rest: Any
-) -> torch.Tensor:
-    loss = _multi_margin_of_rows(x, target, *rest)
-    if loss is not None:
-        return batch.physical(loss)  # type: ignore[no-any-return]
-    return batch.unfold(op(batch.fold(x), batch.fold(target), *rest))  # type: ignore[no-any-return]
-
-
-define(
-    aten.multi_margin_loss.default,
-    vjp={0: _multi_margin_back},
-    instead=lambda level, args, kwargs: _multi_margin_of_rows(*args, **kwargs),
-    batch=_multi_margin_batch,
-)
+_by_rows(aten.multi_margin_loss.default, _multi_margin_back, _multi_margin_of_rows)
 
 
 def _multilabel_margin_of_rows(
@@ -283,21 +286,11 @@ def _multilabel_margin_back(out: Any, x: torch.Tensor, target: torch.Tensor, red
     margins = 1 - x.gather(1, labels).unsqueeze(2) + x.unsqueeze(1)  # [row, label, class]
     counted = listed.unsqueeze(2) & (out[1] == 0).unsqueeze(1) & (margins > 0)  # NaN is not above zero
     slopes = counted.sum(1).scatter_add(1, labels, -counted.sum(2)).to(x.dtype) / x.shape[1]
-    return lambda gs: gs[0].unsqueeze(1) * slopes if gs[0] is not None else None
+    return lambda g: g.unsqueeze(1) * slopes
 
 
-def _multilabel_margin_batch(
-    batch: Any, op: Op, x: torch.Tensor, target: torch.Tensor, reduction: int
-) -> Any:
-    loss = _multilabel_margin_of_rows(x, target, reduction)
-    if loss is not None:
-        return tuple(map(batch.physical, loss))
-    return batch.unfold(op(batch.fold(x), batch.fold(target), reduction))
-
-
-define(
+_by_rows(
     aten.multilabel_margin_loss_forward.default,
-    vjp={0: _multilabel_margin_back},
-    instead=lambda level, args, kwargs: _multilabel_margin_of_rows(*args, **kwargs),
-    batch=_multilabel_margin_batch,
+    first_result(_multilabel_margin_back),
+    _multilabel_margin_of_rows,
 )

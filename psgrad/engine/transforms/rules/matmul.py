@@ -12,7 +12,7 @@ import torch
 
 from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.elementwise import conj
-from psgrad.engine.transforms.rules.families import aten, sum_to
+from psgrad.engine.transforms.rules.families import aten, broadcasting, on_physical, sum_to, unchanged
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 
 
@@ -36,17 +36,18 @@ def h(x: torch.Tensor) -> torch.Tensor:
 # -- x @ weightᵀ + bias, whole: one rule for vectors, rows, and rows of rows ---------------------------------
 
 
+def _linear_of_vector_weight(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> Any:
+    """F.linear also takes a weight without output axis."""
+    if weight.dim() == 2:
+        return None
+    out = torch.matmul(x, weight)
+    return out if bias is None else out + bias
+
+
 def _linear_weight(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda g: run(aten.mm.default, columns(g), conj(rows(x)))
-
-
-def _linear_bias(
-    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    shape, dtype = bias.shape, bias.dtype
-    return lambda g: sum_to(g, shape, dtype)
 
 
 def _linear_batch(
@@ -69,19 +70,11 @@ define(
     vjp={
         0: lambda out, x, weight, bias=None: lambda g: run(aten.matmul.default, g, conj(weight)),
         1: _linear_weight,
-        2: _linear_bias,
+        2: broadcasting(unchanged, 2),
     },
     batch=_linear_batch,
-    instead=lambda level, args, kwargs: _linear_of_vector_weight(*args, **kwargs),
+    instead=_linear_of_vector_weight,
 )
-
-
-def _linear_of_vector_weight(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> Any:
-    """F.linear also takes a weight without output axis."""
-    if weight.dim() == 2:
-        return None
-    out = torch.matmul(x, weight)
-    return out if bias is None else out + bias
 
 
 # -- the plain products --------------------------------------------------------------------------------------
@@ -166,9 +159,8 @@ def _matmul_right(
     return lambda g: sum_to(run(aten.matmul.default, h(a), g), shape, dtype)
 
 
-def _vector_matmul(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _vector_matmul(a: torch.Tensor, b: torch.Tensor) -> Any:
     """Products with a vector, as products with a matrix of one row or one column."""
-    a, b = args
     if a.dim() > 1 and b.dim() > 1:
         return None
     if a.dim() == 1 and b.dim() == 1:
@@ -260,13 +252,7 @@ def _pull(
 define(aten._cdist_forward.default, vjp={0: _cdist_x, 1: _cdist_y}, batch=_cdist_batch)
 
 
-def _cdist_backward_batch(
-    batch: Any, op: Op, g: torch.Tensor, x: torch.Tensor, y: torch.Tensor, p: float, distances: torch.Tensor
-) -> Any:
-    return op(*[batch.physical(t) for t in (g, x, y)], p, batch.physical(distances))
-
-
-define(aten._cdist_backward.default, batch=_cdist_backward_batch)
+define(aten._cdist_backward.default, batch=on_physical)
 
 
 @replace(aten._cdist_backward.default)

@@ -22,11 +22,11 @@ from torch.nn.utils.rnn import pad_packed_sequence
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.levels import Divergence
-from psgrad.engine.transforms.private_torch import DisableTorchFunction, make_wrapper, tree_map
+from psgrad.engine.transforms.private_torch import make_wrapper
 from psgrad.engine.transforms.rules.families import aten
 from psgrad.engine.transforms.rules.recurrent import LAYERS, layers
 from psgrad.engine.transforms.rules.registry import replace
-from psgrad.engine.transforms.rules.unpacked import unpacked
+from psgrad.engine.transforms.rules.unpacked import StandIn, unpacked
 from psgrad.errors import TransformError
 
 
@@ -44,8 +44,8 @@ class Ragged:
 
     def stand_ins(self) -> tuple[Tensor, Tensor]:
         """The data, and the sizes of the batch at each time."""
-        data = make_wrapper(StandIn, self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
-        sizes = make_wrapper(StandIn, self.rows.shape[:1], dtype=torch.int64, device=self.lengths.device)
+        data = make_wrapper(Packed, self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
+        sizes = make_wrapper(Packed, self.rows.shape[:1], dtype=torch.int64, device=self.lengths.device)
         data.ragged = sizes.ragged = self
         return data, sizes
 
@@ -54,45 +54,33 @@ class Ragged:
         return _packed(self.rows.unsqueeze(1), self.lengths.tolist())
 
 
-class StandIn(torch.Tensor):
-    """A tensor whose shape the samples do not agree on."""
+class Packed(StandIn):
+    """One of the two tensors of a packed sequence."""
 
     ragged: Ragged
 
+    def settled(self) -> Tensor:
+        return self.ragged.packed()[2 - self.dim()]
+
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function in _SAME_FOR_ALL:
-            with DisableTorchFunction():
-                return function(*args, **kwargs)
+    def for_all(cls, function: Any, args: Any, kwargs: Any) -> Any:
         first = args[0]
         if function is torch.Tensor.size and args[1:] == (-1,) and first.dim() == 2:
             return first.ragged.rows.shape[1]
         if function is torch.Tensor.__getitem__ and type(args[1]) is int and first.dim() == 1 and not args[1]:
             return torch.ones((), dtype=torch.int64)  # each sample has one sequence
-        if function is torch.Tensor.size and args[1:] == (0,) and _unpacks_to_own_length(sys._getframe(1)):
+        if function is torch.Tensor.size and args[1:] == (0,) and _unpacks_to_own_length(sys._getframe(2)):
             return -1  # which the operator below takes for no total length
         cell = _LAYERS.get(function)
-        if cell is not None and isinstance(first, cls) and isinstance(args[1], cls) and not kwargs:
-            found = _recurrent(cell, first.ragged, *args[2:])
-            if found is not None:
-                return found
+        if cell is not None and isinstance(args[1], cls) and not kwargs:
+            return _recurrent(cell, first.ragged, *args[2:])
         if function.__name__ == "_pad_packed_sequence" and args[4] <= 0 and not kwargs:
             ragged = first.ragged
             return unpacked(ragged.rows, ragged.lengths, args[2]), ragged.lengths
-        return function(*tree_map(_settled, tuple(args)), **tree_map(_settled, kwargs))
-
-    @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return op(*tree_map(_settled, args), **tree_map(_settled, kwargs or {}))
+        return None
 
 
 _LAYERS = {getattr(torch, name): cell for name, cell in LAYERS.items()}
-_SAME_FOR_ALL = (
-    torch.Tensor.dim,
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
-)
 
 
 def _unpacks_to_own_length(caller: FrameType) -> bool:
@@ -100,10 +88,6 @@ def _unpacks_to_own_length(caller: FrameType) -> bool:
     times to give it to the operator alone; any other caller may compute with it.
     """
     return caller.f_code is pad_packed_sequence.__code__ and caller.f_locals["total_length"] is None
-
-
-def _settled(x: Any) -> Any:
-    return x.ragged.packed()[2 - x.dim()] if isinstance(x, StandIn) else x
 
 
 def _recurrent(

@@ -1,4 +1,4 @@
-"""Pooling and resampling: the sample axis is folded into the kernels' batch axis."""
+"""Pooling: the sample axis is folded into the kernels' batch axis."""
 
 from __future__ import annotations
 
@@ -7,106 +7,57 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.rules.families import aten, folded
+from psgrad.engine.transforms.rules.families import aten, first_result, folded, on_physical
 from psgrad.engine.transforms.rules.registry import Op, define
 
 
-def pooled(axes: int, tensors: int = 1) -> Callable[..., Any]:
-    """Batching for a kernel that takes `tensors` tensors first, each with `axes` spatial axes, a channel axis
-    and perhaps a batch axis.
-    """
+def pooled(axes: int) -> Callable[..., Any]:
+    """Batching for a kernel on tensors with `axes` spatial axes, a channel axis and perhaps a batch axis."""
 
     def rule(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
-        rank = axes + 2
-        if args[0].dim() == rank:
+        if args[0].dim() == axes + 2:
             return folded(*range(len(args)))(batch, op, *args, **kwargs)
-        return op(*[batch.physical(a) if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+        return on_physical(batch, op, *args, **kwargs)
 
     return rule
 
 
-def _max_pool_back(backward: Op, spatial: int) -> Any:
-    def make(
-        out: Any,
-        x: torch.Tensor,
-        kernel: Any,
-        stride: Any = (),
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-    ) -> Any:
-        def fill(value: Any, default: Any) -> Any:
-            return default if value in ((), []) else [value] * spatial if isinstance(value, int) else value
-
-        return lambda gs: (
-            backward(
-                gs[0], x, kernel, fill(stride, kernel), fill(padding, 0), fill(dilation, 1), ceil_mode, out[1]
-            )
-            if gs[0] is not None
-            else None
-        )
-
-    return make
+# -- the largest values: a backward kernel puts each cotangent to one place ----------------------------------
 
 
-def _picked(spatial: int) -> Any:
-    """The VJP of a max pool's backward, which puts each cotangent to one place: the values at those
-    places.
+def _declare_largest(name: str, axes: int, back: Callable[[Op], Any], batch: Callable[..., Any]) -> None:
+    """Declare an operator that returns values and their places, and its backward kernel, whose last argument
+    are these places. back: from the backward kernel to the VJP.
     """
+    forward, backward = getattr(aten, name).default, getattr(aten, f"{name}_backward").default
 
-    def make(out: torch.Tensor, g: torch.Tensor, x: torch.Tensor, *args: Any) -> Any:
-        index, shape = args[-1].flatten(-spatial), g.shape
-        return lambda h: h.flatten(-spatial).gather(-1, index).reshape(shape)
+    def values_at_places(out: torch.Tensor, g: torch.Tensor, x: torch.Tensor, *args: Any) -> Any:
+        index, shape = args[-1].flatten(-axes), g.shape
+        return lambda h: h.flatten(-axes).gather(-1, index).reshape(shape)
 
-    return make
+    define(forward, vjp={0: first_result(back(backward))}, batch=batch)
+    define(backward, vjp={0: values_at_places}, batch=batch)
 
 
-define(
-    aten.max_pool2d_with_indices.default,
-    vjp={0: _max_pool_back(aten.max_pool2d_with_indices_backward.default, 2)},
-    batch=pooled(2),
-)
-define(
-    aten.max_pool3d_with_indices.default,
-    vjp={0: _max_pool_back(aten.max_pool3d_with_indices_backward.default, 3)},
-    batch=pooled(3),
-)
-define(aten.max_pool2d_with_indices_backward.default, vjp={0: _picked(2)}, batch=pooled(2))
-define(aten.max_pool3d_with_indices_backward.default, vjp={0: _picked(3)}, batch=pooled(3))
+def _max_pool_back(spatial: int) -> Any:
+    def fill(value: Any, default: Any) -> Any:
+        return default if value in ((), []) else [value] * spatial if isinstance(value, int) else value
 
-define(
-    aten.adaptive_max_pool2d.default,
-    vjp={
-        0: lambda out, x, size: (
-            lambda gs: (
-                aten.adaptive_max_pool2d_backward.default(gs[0], x, out[1]) if gs[0] is not None else None
+    return lambda backward: (
+        lambda out, x, kernel, stride=(), padding=0, dilation=1, ceil_mode=False: (
+            lambda g: backward(
+                g, x, kernel, fill(stride, kernel), fill(padding, 0), fill(dilation, 1), ceil_mode, out[1]
             )
         )
-    },
-    batch=pooled(2),
-)
-define(
-    aten.adaptive_max_pool3d.default,
-    vjp={
-        0: lambda out, x, size: (
-            lambda gs: (
-                aten.adaptive_max_pool3d_backward.default(gs[0], x, out[1]) if gs[0] is not None else None
-            )
-        )
-    },
-    batch=pooled(3),
-)
-define(aten.adaptive_max_pool2d_backward.default, vjp={0: _picked(2)}, batch=pooled(2))
-define(aten.adaptive_max_pool3d_backward.default, vjp={0: _picked(3)}, batch=pooled(3))
+    )
 
 
-# -- fractional max pooling: the places are drawn outside and come as an argument ----------------------------
+def _adaptive_back(backward: Op) -> Any:
+    return lambda out, x, size: lambda g: backward(g, x, out[1])
 
 
 def _fractional_back(backward: Op) -> Any:
-    return lambda out, x, kernel, size, samples: (
-        lambda gs: backward(gs[0], x, kernel, size, out[1]) if gs[0] is not None else None
-    )
+    return lambda out, x, kernel, size, samples: lambda g: backward(g, x, kernel, size, out[1])
 
 
 def _fractional_batch(axes: int) -> Callable[..., Any]:
@@ -128,16 +79,21 @@ def _fractional_batch(axes: int) -> Callable[..., Any]:
 
 
 for _axes in (2, 3):
-    _forward = getattr(aten, f"fractional_max_pool{_axes}d").default
-    _backward = getattr(aten, f"fractional_max_pool{_axes}d_backward").default
-    define(_forward, vjp={0: _fractional_back(_backward)}, batch=_fractional_batch(_axes))
-    define(_backward, vjp={0: _picked(_axes)}, batch=_fractional_batch(_axes))
+    _declare_largest(f"max_pool{_axes}d_with_indices", _axes, _max_pool_back(_axes), pooled(_axes))
+    _declare_largest(f"adaptive_max_pool{_axes}d", _axes, _adaptive_back, pooled(_axes))
+    # of places that are drawn outside
+    _declare_largest(f"fractional_max_pool{_axes}d", _axes, _fractional_back, _fractional_batch(_axes))
 
 # -- averages ------------------------------------------------------------------------------------------------
 
 
-def _avg_back(backward: Op) -> Any:
-    def make(
+def _declare_average(axes: int) -> None:
+    forward, backward = (getattr(aten, f"avg_pool{axes}d{end}").default for end in ("", "_backward"))
+    adaptive, adaptive_backward = (
+        getattr(aten, f"_adaptive_avg_pool{axes}d{end}").default for end in ("", "_backward")
+    )
+
+    def back(
         out: torch.Tensor,
         x: torch.Tensor,
         kernel: Any,
@@ -152,38 +108,15 @@ def _avg_back(backward: Op) -> Any:
             g, x, kernel, stride or kernel, spatial, ceil_mode, count_include_pad, divisor_override
         )
 
-    return make
+    def adaptive_second(out: torch.Tensor, g: torch.Tensor, x: torch.Tensor) -> Any:
+        size = g.shape[-axes:]
+        return lambda h: adaptive(h, size)
+
+    define(forward, vjp={0: back}, batch=pooled(axes))
+    define(backward, vjp={0: lambda out, g, x, *args: lambda h: forward(h, *args)}, batch=pooled(axes))
+    define(adaptive, vjp={0: lambda out, x, size: lambda g: adaptive_backward(g, x)}, batch=pooled(axes))
+    define(adaptive_backward, vjp={0: adaptive_second}, batch=pooled(axes))
 
 
-define(aten.avg_pool2d.default, vjp={0: _avg_back(aten.avg_pool2d_backward.default)}, batch=pooled(2))
-define(aten.avg_pool3d.default, vjp={0: _avg_back(aten.avg_pool3d_backward.default)}, batch=pooled(3))
-define(
-    aten.avg_pool2d_backward.default,
-    vjp={0: lambda out, g, x, *args: lambda h: aten.avg_pool2d.default(h, *args)},
-    batch=pooled(2),
-)
-define(
-    aten.avg_pool3d_backward.default,
-    vjp={0: lambda out, g, x, *args: lambda h: aten.avg_pool3d.default(h, *args)},
-    batch=pooled(3),
-)
-define(
-    aten._adaptive_avg_pool2d.default,
-    vjp={0: lambda out, x, size: lambda g: aten._adaptive_avg_pool2d_backward.default(g, x)},
-    batch=pooled(2),
-)
-define(
-    aten._adaptive_avg_pool3d.default,
-    vjp={0: lambda out, x, size: lambda g: aten._adaptive_avg_pool3d_backward.default(g, x)},
-    batch=pooled(3),
-)
-define(
-    aten._adaptive_avg_pool2d_backward.default,
-    vjp={0: lambda out, g, x: lambda h, size=g.shape[-2:]: aten._adaptive_avg_pool2d.default(h, size)},
-    batch=pooled(2),
-)
-define(
-    aten._adaptive_avg_pool3d_backward.default,
-    vjp={0: lambda out, g, x: lambda h, size=g.shape[-3:]: aten._adaptive_avg_pool3d.default(h, size)},
-    batch=pooled(3),
-)
+_declare_average(2)
+_declare_average(3)

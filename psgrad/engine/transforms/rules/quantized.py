@@ -14,7 +14,7 @@ from torch import Tensor
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.interpreter import run
-from psgrad.engine.transforms.rules.families import aten
+from psgrad.engine.transforms.rules.families import aten, linear
 from psgrad.engine.transforms.rules.registry import Op, constant, define, refuse
 from psgrad.errors import TransformError
 
@@ -70,7 +70,7 @@ def _define_packed(op: Op) -> None:
 
         return pull
 
-    define(op, vjp={0: back}, linear=(0,), batch=_rows)
+    linear(op, back=back, batch=_rows)
 
 
 for _name in (

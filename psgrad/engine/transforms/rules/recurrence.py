@@ -38,6 +38,17 @@ recurrence_backward = torch.ops.psgrad.recurrence_backward.default
 # -- the steps -----------------------------------------------------------------------------------------------
 
 
+def _packed(sizes: Sequence[int], lengths: Tensor, device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
+    """The order of the rows, longest first; where the rows that run stand among those of all times; how many
+    run at each time.
+    """
+    order = lengths.argsort(descending=True, stable=True)
+    running = torch.arange(len(sizes), device=lengths.device).unsqueeze(1) < lengths[order]
+    rows = [count for count in running.sum(1).tolist() if count]
+    places = torch.cat([order[:count] + time * sizes[0] for time, count in enumerate(rows)])
+    return order.to(device), places.to(device), rows
+
+
 def _run(
     projected: Tensor,
     hidden: Tensor,
@@ -56,7 +67,11 @@ def _run(
     rows end before their last time; what is behind is zero.
     """
     if lengths is not None:
-        return _run_ragged(projected, hidden, memory, outer, bias, sizes, lengths, cell)
+        order, places, rows = _packed(sizes, lengths, outer.device)
+        found = _run(projected[places], hidden[order], memory[order], outer, bias, rows, None, cell)
+        behind = [x.new_zeros(projected.shape[0], x.shape[1]) for x in found]
+        states, memories, sums = (x.index_copy(0, places, y) for x, y in zip(behind, found, strict=True))
+        return states, memories, sums
     weight, steps = outer.t(), []
     for piece in projected.split(list(sizes)):
         hidden, memory = hidden[: len(piece)], memory[: len(piece)]
@@ -123,8 +138,13 @@ def _back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The cotangents of the sums, and of the states to begin with."""
     if lengths is not None:
+        order, places, rows = _packed(sizes, lengths, outer.device)
         given = (g_states, g_memories, g_sums, states, memories, sums)
-        return _back_ragged(given, hidden, memory, outer, bias, sizes, lengths, cell)
+        picked = [None if x is None else x[places] for x in given]
+        d, *starts = _back(*picked, hidden[order], memory[order], outer, bias, rows, None, cell)  # type: ignore[call-arg, arg-type]
+        whole = d.new_zeros(sum(sizes), d.shape[1]).index_copy(0, places, d)
+        to_starts = [torch.zeros_like(x).index_copy(0, order, x) for x in starts]
+        return whole, to_starts[0], to_starts[1]
     sizes = list(sizes)
     factors = _FACTORS[cell](sums, before(states, hidden, sizes), memories, before(memories, memory, sizes))
     by_time = [
@@ -212,56 +232,6 @@ _BACK: dict[str, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] = {
     TANH: lambda now, to_hidden, _: (now[0] * to_hidden, None, None),
     RELU: lambda now, to_hidden, _: (now[0] * to_hidden, None, None),
 }
-
-
-# -- rows that end before their last time --------------------------------------------------------------------
-
-
-def _packed(sizes: Sequence[int], lengths: Tensor, device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
-    """The order of the rows, longest first; where the rows that run stand among those of all times; how many
-    run at each time.
-    """
-    order = lengths.argsort(descending=True, stable=True)
-    running = torch.arange(len(sizes), device=lengths.device).unsqueeze(1) < lengths[order]
-    rows = [count for count in running.sum(1).tolist() if count]
-    places = torch.cat([order[:count] + time * sizes[0] for time, count in enumerate(rows)])
-    return order.to(device), places.to(device), rows
-
-
-def _run_ragged(
-    projected: Tensor,
-    hidden: Tensor,
-    memory: Tensor,
-    outer: Tensor,
-    bias: Tensor | None,
-    sizes: Sequence[int],
-    lengths: Tensor,
-    cell: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    order, places, rows = _packed(sizes, lengths, outer.device)
-    found = _run(projected[places], hidden[order], memory[order], outer, bias, rows, None, cell)
-    states, memories, sums = (
-        x.new_zeros(projected.shape[0], x.shape[1]).index_copy(0, places, x) for x in found
-    )
-    return states, memories, sums
-
-
-def _back_ragged(
-    given: Sequence[Tensor | None],
-    hidden: Tensor,
-    memory: Tensor,
-    outer: Tensor,
-    bias: Tensor | None,
-    sizes: Sequence[int],
-    lengths: Tensor,
-    cell: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    order, places, rows = _packed(sizes, lengths, outer.device)
-    picked = [None if x is None else x[places] for x in given]
-    d, *starts = _back(*picked, hidden[order], memory[order], outer, bias, rows, None, cell)  # type: ignore[call-arg, arg-type]
-    whole = d.new_zeros(sum(sizes), d.shape[1]).index_copy(0, places, d)
-    to_hidden, to_memory = (torch.zeros_like(x).index_copy(0, order, x) for x in starts)
-    return whole, to_hidden, to_memory
 
 
 # -- rules ---------------------------------------------------------------------------------------------------

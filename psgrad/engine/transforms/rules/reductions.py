@@ -9,7 +9,15 @@ import torch
 
 from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.elementwise import conj
-from psgrad.engine.transforms.rules.families import aten, cast, shifted, without_unit_axis, wrap_dim
+from psgrad.engine.transforms.rules.families import (
+    aten,
+    cast,
+    first_result,
+    linear,
+    shifted,
+    without_unit_axis,
+    wrap_dim,
+)
 from psgrad.engine.transforms.rules.registry import Op, constant, define, replace
 from psgrad.engine.transforms.state import state
 
@@ -69,10 +77,10 @@ def mean_back(
     return lambda g: spread(cast(g, kind) / count, shape, dims, keepdim)
 
 
-define(aten.sum.default, vjp={0: _sum_back}, linear=(0,), batch=full(aten.sum.dim_IntList))
-define(aten.sum.dim_IntList, vjp={0: _sum_back}, linear=(0,), batch=by_axes)
-define(aten.mean.default, vjp={0: mean_back}, linear=(0,), batch=full(aten.mean.dim))
-define(aten.mean.dim, vjp={0: mean_back}, linear=(0,), batch=by_axes)
+linear(aten.sum.default, back=_sum_back, batch=full(aten.sum.dim_IntList))
+linear(aten.sum.dim_IntList, back=_sum_back, batch=by_axes)
+linear(aten.mean.default, back=mean_back, batch=full(aten.mean.dim))
+linear(aten.mean.dim, back=mean_back, batch=by_axes)
 
 
 def _nansum_back(out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -161,10 +169,7 @@ def _pick_back(dim_position: int) -> Any:
         dim = args[dim_position - 1] if len(args) >= dim_position else kwargs.get("dim", -1)
         keepdim = index.dim() == len(shape)
 
-        def back(gs: list[Any]) -> torch.Tensor | None:
-            g = gs[0]
-            if g is None:
-                return None
+        def back(g: torch.Tensor) -> torch.Tensor:
             if not len(shape):
                 return g
             zeros = torch.zeros(shape, dtype=dtype, device=device)
@@ -174,11 +179,19 @@ def _pick_back(dim_position: int) -> Any:
 
         return back
 
-    return make
+    return first_result(make)
 
 
-define(aten.max.dim, aten.min.dim, vjp={0: _pick_back(1)}, batch=shifted(1))
-define(aten.sort.default, vjp={0: _pick_back(1)}, batch=shifted(1, defaults={1: -1}))
+define(
+    aten.max.dim,
+    aten.min.dim,
+    aten.median.dim,
+    aten.nanmedian.dim,
+    aten.mode.default,
+    aten.sort.default,
+    vjp={0: _pick_back(1)},
+    batch=shifted(1),
+)
 define(
     aten.sort.stable,
     vjp={0: _pick_back(1)},
@@ -186,10 +199,7 @@ define(
         batch.physical(x), stable=stable, dim=wrap_dim(dim, x.dim()) + 1, descending=descending
     ),
 )
-define(aten.topk.default, vjp={0: _pick_back(2)}, batch=shifted(2, defaults={2: -1}))
-define(aten.kthvalue.default, vjp={0: _pick_back(2)}, batch=shifted(2, defaults={2: -1}))
-define(aten.mode.default, vjp={0: _pick_back(1)}, batch=shifted(1, defaults={1: -1}))
-define(aten.median.dim, aten.nanmedian.dim, vjp={0: _pick_back(1)}, batch=shifted(1))
+define(aten.topk.default, aten.kthvalue.default, vjp={0: _pick_back(2)}, batch=shifted(2))
 
 
 def _quantile(
@@ -246,20 +256,18 @@ def _cumsum_back(out: torch.Tensor, x: torch.Tensor, dim: int, *, dtype: Any = N
     return lambda g: cast(g.flip(dim).cumsum(dim).flip(dim) if g.dim() else g, kind)
 
 
-define(aten.cumsum.default, vjp={0: _cumsum_back}, linear=(0,), batch=shifted(1))
+linear(aten.cumsum.default, back=_cumsum_back, batch=shifted(1))
 
 
 def _extreme_so_far_back(out: Any, x: torch.Tensor, dim: int) -> Any:
     """The VJP of cummax and cummin: each result's cotangent goes to the index of the extreme value so far."""
     shape, dtype, device, index = x.shape, x.dtype, x.device, out[1]
-    return lambda gs: (
-        torch.zeros(shape, dtype=dtype, device=device).scatter_add(dim, index, gs[0])
-        if gs[0] is not None
-        else None
-    )
+    return lambda g: torch.zeros(shape, dtype=dtype, device=device).scatter_add(dim, index, g)
 
 
-define(aten.cummax.default, aten.cummin.default, vjp={0: _extreme_so_far_back}, batch=shifted(1))
+define(
+    aten.cummax.default, aten.cummin.default, vjp={0: first_result(_extreme_so_far_back)}, batch=shifted(1)
+)
 
 
 def _logcumsumexp_back(out: torch.Tensor, x: torch.Tensor, dim: int) -> Any:
@@ -382,7 +390,7 @@ def _one_axis(
 
 
 constant(aten.argmax.default, aten.argmin.default, batch=_one_axis)
-constant(aten.argsort.default, batch=shifted(1, defaults={1: -1}))
+constant(aten.argsort.default, batch=shifted(1))
 constant(aten.any.dim, aten.all.dim, batch=shifted(1))
 constant(aten.any.dims, aten.all.dims, batch=by_axes)
 constant(aten.any.default, batch=full(aten.any.dims))

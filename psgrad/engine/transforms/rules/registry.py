@@ -38,8 +38,8 @@ Push = Callable[..., Callable[..., Any] | None]  # None: for these arguments the
 @dataclass(frozen=True)
 class JointVJP:
     """A VJP that computes several cotangents together: `make(out, *args)` -> `(cotangent(s), positions) ->
-    {position: cotangent}`. A cotangent may be replaced by a function without arguments that returns it: a
-    contraction that can stay un-run.
+    {position: cotangent}`, for these positions or more. A cotangent may be replaced by a function without
+    arguments that returns it: a contraction that can stay un-run.
     """
 
     make: Maker
@@ -51,8 +51,8 @@ class DerivativeRule:
 
     Attributes:
         vjp: by position of the argument.
-        instead: a function of the tracers that may replace the operator: returns its result, or None to use
-            the VJP.
+        instead: a program of other operators, which may replace the operator where it has a derivative:
+            returns its result, or None to use the VJP.
         jvp: shortcuts for forward mode, which otherwise transposes the VJP (see forward.py): by position, a
             maker of the closure from the argument's tangent to the result's.
         linear: the arguments in which the operator is linear if the others are fixed.
@@ -219,7 +219,6 @@ def forget_derivative(op: Op) -> None:
 
 
 def forget_batching(op: Op) -> None:
-    _rules_cache.clear()
     _batchings.pop(op, None)
 
 

@@ -7,6 +7,7 @@ Histograms count each sample's values separately. Their derivative is zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,10 +30,10 @@ def _scattered(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Ten
     return aten.scatter_add.default(torch.zeros_like(x), dim, index, source)
 
 
-def _instead(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _instead(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, kind: str, include_self: bool = True
+) -> Any:
     """Sums and means by scatter_add, which has derivatives; None for other reductions."""
-    x, dim, index, source, kind = args
-    include_self = kwargs.get("include_self", True)
     if kind not in ("sum", "mean"):
         return None
     start = x if include_self else aten.scatter.value(x, dim, index, 0)
@@ -43,6 +44,26 @@ def _instead(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return total / counts.clamp(min=1)
 
 
+@dataclass(frozen=True)
+class _Places:
+    """Where values of a source go. include_self: whether the target's own values count there."""
+
+    dim: int
+    index: torch.Tensor
+    include_self: bool
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """The target's values that count."""
+        return x if self.include_self else aten.scatter.value(x, self.dim, self.index, 0)
+
+    def at(self, x: torch.Tensor) -> torch.Tensor:
+        """For each value of the source that of the target at its place."""
+        return aten.gather.default(x, self.dim, self.index)
+
+    def sum(self, x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return aten.scatter_add.default(self.own(x), self.dim, self.index, source)
+
+
 def _back(
     out: torch.Tensor,
     x: torch.Tensor,
@@ -50,59 +71,38 @@ def _back(
     index: torch.Tensor,
     source: torch.Tensor,
     kind: str,
-    **kwargs: Any,
+    include_self: bool = True,
 ) -> Any:
-    include_self = kwargs.get("include_self", True)
-    shares = _product_shares if kind == "prod" else _extreme_shares
+    places, shares = _Places(dim, index, include_self), _product_shares if kind == "prod" else _extreme_shares
 
     def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
-        own, arriving = shares(out, x, dim, index, source, include_self)
-        own_part = g * own if include_self else aten.scatter.value(g * own, dim, index, 0)
-        cotangents = {0: own_part, 3: fit(aten.gather.default(g, dim, index) * arriving, source.shape)}
-        return {position: cotangents[position] for position in positions}
+        own, arriving = shares(out, x, _reached(source, index), places)
+        return {0: places.own(g * own), 3: fit(places.at(g) * arriving, source.shape)}
 
     return back
 
 
 def _extreme_shares(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    dim: int,
-    index: torch.Tensor,
-    source: torch.Tensor,
-    include_self: bool,
+    out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, places: _Places
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The shares of the cotangent for extremes: equal largest (smallest) values share it equally."""
-    own = cast(x == out, out.dtype)
-    own = own if include_self else aten.scatter.value(own, dim, index, 0)
-    arriving = cast(_reached(source, index) == aten.gather.default(out, dim, index), out.dtype)
-    winners = aten.scatter_add.default(own, dim, index, arriving)
-    return own / winners, arriving / aten.gather.default(winners, dim, index)
+    own, arriving = cast(x == out, out.dtype), cast(source == places.at(out), out.dtype)
+    winners = places.sum(own, arriving)
+    return places.own(own) / winners, arriving / places.at(winners)
 
 
 def _product_shares(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    dim: int,
-    index: torch.Tensor,
-    source: torch.Tensor,
-    include_self: bool,
+    out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, places: _Places
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For each factor the product of the other factors of its element: the whole product divided by the
     factor, unless the factor is zero.
 
     For a zero factor it is the product of the nonzero factors if this is the only zero, else zero.
     """
-    source = _reached(source, index)
-
-    def sum_of(own: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        own = own if include_self else aten.scatter.value(own, dim, index, 0)
-        return aten.scatter_add.default(own, dim, index, arriving)
-
     no_zeros = [torch.where(t == 0, torch.ones_like(t), t) for t in (x, source)]
-    zeros = sum_of(cast(x == 0, x.dtype), cast(source == 0, x.dtype))
-    zero_sum = sum_of(*[torch.where(t == 0, t, torch.zeros_like(t)) for t in (x, source)])
-    product = _reduce(no_zeros[0], dim, index, no_zeros[1], "prod", include_self)
+    zeros = places.sum(cast(x == 0, x.dtype), cast(source == 0, x.dtype))
+    zero_sum = places.sum(*[torch.where(t == 0, t, torch.zeros_like(t)) for t in (x, source)])
+    product = _reduce(no_zeros[0], places.dim, places.index, no_zeros[1], "prod", places.include_self)
 
     def others(
         t: torch.Tensor, safe: torch.Tensor, at: Callable[[torch.Tensor], torch.Tensor]
@@ -114,9 +114,7 @@ def _product_shares(
         )
         return torch.where(t == 0, at(product) * other_zeros, at(out) / safe)
 
-    return others(x, no_zeros[0], lambda t: t), others(
-        source, no_zeros[1], lambda t: aten.gather.default(t, dim, index)
-    )
+    return others(x, no_zeros[0], lambda t: t), others(source, no_zeros[1], places.at)
 
 
 def _reached(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -218,8 +216,8 @@ def _product_of_segments(
     return _reduce(start, axis, index, known, "prod", True) * factor
 
 
-def _segment_instead(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return None if args[1] in ("max", "min") else _segment_reduce(*args, **kwargs)
+def _segment_instead(data: torch.Tensor, kind: str, **kwargs: Any) -> Any:
+    return None if kind in ("max", "min") else _segment_reduce(data, kind, **kwargs)
 
 
 def _segment_back(

@@ -13,7 +13,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.rules.elementwise import conj
-from psgrad.engine.transforms.rules.families import aten, elementwise, elementwise_batch
+from psgrad.engine.transforms.rules.families import aten, elementwise, elementwise_batch, first_result
 from psgrad.engine.transforms.rules.registry import Maker, constant, define
 from psgrad.errors import UnsupportedOperatorError
 
@@ -36,30 +36,47 @@ def no_derivative(operator: str, argument: str) -> Maker:
 
 SQRT_2PI = math.sqrt(2 * math.pi)
 
-elementwise(aten.i0.default, x0=lambda out, x: lambda g: g * aten.special_i1(x))
-elementwise(
-    aten.special_i0e.default, x0=lambda out, x: lambda g: g * (aten.special_i1e(x) - torch.sgn(x) * out)
-)
-elementwise(
-    aten.special_i1.default,
-    x0=lambda out, x: lambda g: g * _half_near_zero(x, lambda x: aten.i0(x) - out / x),
-)
-elementwise(
-    aten.special_i1e.default,
-    x0=lambda out, x: (
+_OF_ONE_VARIABLE: dict[str, Maker] = {
+    "i0": lambda out, x: lambda g: g * aten.special_i1(x),
+    "special_i0e": lambda out, x: lambda g: g * (aten.special_i1e(x) - torch.sgn(x) * out),
+    "special_i1": lambda out, x: lambda g: g * _half_near_zero(x, lambda x: aten.i0(x) - out / x),
+    "special_i1e": lambda out, x: (
         lambda g: (
             g * _half_near_zero(x, lambda x: aten.special_i0e(x) - out * (torch.sgn(x) + x.reciprocal()))
         )
     ),
-)
-elementwise(
-    aten.special_erfcx.default, x0=lambda out, x: lambda g: g * (2 * x * out - 2 / math.sqrt(math.pi))
-)
-elementwise(aten.special_ndtri.default, x0=lambda out, x: lambda g: g * SQRT_2PI * torch.exp(out * out / 2))
-elementwise(
-    aten.special_log_ndtr.default, x0=lambda out, x: lambda g: g / SQRT_2PI * torch.exp(-(out + x * x / 2))
-)
-elementwise(aten.special_entr.default, x0=lambda out, x: lambda g: -g * (1 + torch.log(x)))
+    "special_erfcx": lambda out, x: lambda g: g * (2 * x * out - 2 / math.sqrt(math.pi)),
+    "special_ndtri": lambda out, x: lambda g: g * SQRT_2PI * torch.exp(out * out / 2),
+    "special_log_ndtr": lambda out, x: lambda g: g / SQRT_2PI * torch.exp(-(out + x * x / 2)),
+    "special_entr": lambda out, x: lambda g: -g * (1 + torch.log(x)),
+    # PyTorch has no derivative of the following ones
+    "special_bessel_j0": lambda out, x: lambda g: -g * aten.special_bessel_j1(x),
+    "special_bessel_j1": lambda out, x: lambda g: g * (aten.special_bessel_j0(x) - _over(out, x)),
+    "special_bessel_y0": lambda out, x: lambda g: -g * aten.special_bessel_y1(x),
+    "special_bessel_y1": lambda out, x: lambda g: g * (aten.special_bessel_y0(x) - out / x),
+    "special_modified_bessel_i0": lambda out, x: lambda g: g * aten.special_modified_bessel_i1(x),
+    "special_modified_bessel_i1": lambda out, x: (
+        lambda g: g * (aten.special_modified_bessel_i0(x) - _over(out, x))
+    ),
+    "special_modified_bessel_k0": lambda out, x: lambda g: -g * aten.special_modified_bessel_k1(x),
+    "special_modified_bessel_k1": lambda out, x: (
+        lambda g: -g * (aten.special_modified_bessel_k0(x) + out / x)
+    ),
+    "special_scaled_modified_bessel_k0": lambda out, x: (
+        lambda g: g * (out - aten.special_scaled_modified_bessel_k1(x))
+    ),
+    "special_scaled_modified_bessel_k1": lambda out, x: (
+        lambda g: g * (out - out / x - aten.special_scaled_modified_bessel_k0(x))
+    ),
+    "special_spherical_bessel_j0": lambda out, x: (
+        lambda g: (
+            g * torch.where(x == 0, 0, (torch.cos(x) - out) / torch.where(x == 0, torch.ones_like(x), x))
+        )
+    ),
+    "special_airy_ai": no_derivative("aten::special_airy_ai", "x"),
+}
+for _name, _back in _OF_ONE_VARIABLE.items():
+    elementwise(getattr(aten, _name).default, x0=_back)
 
 
 def _half_near_zero(x: torch.Tensor, slope: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -105,57 +122,14 @@ def _gamma_density(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.exp((a - 1) * torch.log(x) - x - torch.lgamma(a))
 
 
-def _mantissa_back(out: Any, x: torch.Tensor) -> Any:
-    """x = mantissa * 2 ** exponent; the exponent is a step function."""
-    return lambda gs: torch.ldexp(gs[0], -out[1]) if gs[0] is not None else None
+# x = mantissa * 2 ** exponent; the exponent is a step function
+define(
+    aten.frexp.Tensor,
+    vjp={0: first_result(lambda out, x: lambda g: torch.ldexp(g, -out[1]))},
+    batch=elementwise_batch,
+)
 
-
-define(aten.frexp.Tensor, vjp={0: _mantissa_back}, batch=elementwise_batch)
-
-# -- Bessel functions and polynomials, which have no derivative in PyTorch -----------------------------------
-
-elementwise(aten.special_bessel_j0.default, x0=lambda out, x: lambda g: -g * aten.special_bessel_j1(x))
-elementwise(
-    aten.special_bessel_j1.default,
-    x0=lambda out, x: lambda g: g * (aten.special_bessel_j0(x) - _over(out, x)),
-)
-elementwise(aten.special_bessel_y0.default, x0=lambda out, x: lambda g: -g * aten.special_bessel_y1(x))
-elementwise(
-    aten.special_bessel_y1.default, x0=lambda out, x: lambda g: g * (aten.special_bessel_y0(x) - out / x)
-)
-elementwise(
-    aten.special_modified_bessel_i0.default,
-    x0=lambda out, x: lambda g: g * aten.special_modified_bessel_i1(x),
-)
-elementwise(
-    aten.special_modified_bessel_i1.default,
-    x0=lambda out, x: lambda g: g * (aten.special_modified_bessel_i0(x) - _over(out, x)),
-)
-elementwise(
-    aten.special_modified_bessel_k0.default,
-    x0=lambda out, x: lambda g: -g * aten.special_modified_bessel_k1(x),
-)
-elementwise(
-    aten.special_modified_bessel_k1.default,
-    x0=lambda out, x: lambda g: -g * (aten.special_modified_bessel_k0(x) + out / x),
-)
-elementwise(
-    aten.special_scaled_modified_bessel_k0.default,
-    x0=lambda out, x: lambda g: g * (out - aten.special_scaled_modified_bessel_k1(x)),
-)
-elementwise(
-    aten.special_scaled_modified_bessel_k1.default,
-    x0=lambda out, x: lambda g: g * (out - out / x - aten.special_scaled_modified_bessel_k0(x)),
-)
-elementwise(
-    aten.special_spherical_bessel_j0.default,
-    x0=lambda out, x: (
-        lambda g: (
-            g * torch.where(x == 0, 0, (torch.cos(x) - out) / torch.where(x == 0, torch.ones_like(x), x))
-        )
-    ),
-)
-elementwise(aten.special_airy_ai.default, x0=no_derivative("aten::special_airy_ai", "x"))
+# -- polynomials ---------------------------------------------------------------------------------------------
 
 # For polynomials whose derivative is a polynomial of another family in PyTorch: the factor and the family.
 _DERIVATIVES = {

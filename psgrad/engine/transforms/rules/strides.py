@@ -81,12 +81,6 @@ def _strided_copy(
     return aten.index.Tensor(x.reshape(-1), [_lookup(x, size, stride, offset)])
 
 
-def _strided(level: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Under a gradient: a lookup, recorded as the view that it is."""
-    out = _strided_copy(*args, **kwargs)
-    return level.remember_views(aten.as_strided.default, args, kwargs, out)  # type: ignore[no-any-return]
-
-
 def _strided_batch(
     batch: Any, op: Op, x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> Any:
@@ -96,7 +90,7 @@ def _strided_batch(
     return op(physical, [batch.size, *size], [physical.stride(0), *stride], offset)
 
 
-define(aten.as_strided.default, instead=_strided, batch=_strided_batch)
+define(aten.as_strided.default, instead=_strided_copy, batch=_strided_batch)
 
 
 @replace(aten.as_strided_scatter.default)

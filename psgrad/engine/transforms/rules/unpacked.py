@@ -29,12 +29,19 @@ def unpacked(rows: Tensor, lengths: Tensor, batch_first: bool) -> Unpacked:
     return made
 
 
-class Unpacked(torch.Tensor):
-    """A tensor whose number of times the samples do not agree on."""
+class StandIn(torch.Tensor):
+    """A tensor whose shape the samples do not agree on. Subclasses define the two methods."""
 
-    rows: Tensor
-    lengths: Tensor
-    batch_first: bool
+    def settled(self) -> Tensor:
+        """The tensor for samples that agree on the length; Divergence if they do not."""
+        raise NotImplementedError
+
+    @classmethod
+    def for_all(cls, function: Any, args: Any, kwargs: Any) -> Any:
+        """The result for samples of all lengths; None where it has to be found for each length. The first
+        argument is of this class.
+        """
+        raise NotImplementedError
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,7 +49,7 @@ class Unpacked(torch.Tensor):
         if function in _SAME_FOR_ALL:
             with DisableTorchFunction():
                 return function(*args, **kwargs)
-        found = _for_all(function, args, kwargs) if isinstance(args[0], cls) else None
+        found = cls.for_all(function, args, kwargs) if isinstance(args[0], cls) else None
         if found is not None:
             return found
         return function(*tree_map(_settled, tuple(args)), **tree_map(_settled, kwargs))
@@ -50,6 +57,25 @@ class Unpacked(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return op(*tree_map(_settled, args), **tree_map(_settled, kwargs or {}))
+
+
+def _settled(x: Any) -> Any:
+    return x.settled() if isinstance(x, StandIn) else x
+
+
+class Unpacked(StandIn):
+    """A tensor whose number of times the samples do not agree on."""
+
+    rows: Tensor
+    lengths: Tensor
+    batch_first: bool
+
+    def settled(self) -> Tensor:
+        return self.rows[: self.lengths.tolist()[0]].unsqueeze(0 if self.batch_first else 1)
+
+    @classmethod
+    def for_all(cls, function: Any, args: Any, kwargs: Any) -> Any:
+        return _for_all(function, args, kwargs)
 
 
 _SAME_FOR_ALL = (
@@ -63,15 +89,7 @@ _SUMS = (torch.sum, torch.Tensor.sum)
 _LARGEST = (torch.amax, torch.Tensor.amax, torch.max, torch.Tensor.max)
 
 
-def _settled(x: Any) -> Any:
-    """The tensor for samples that agree on the length; Divergence if they do not."""
-    if not isinstance(x, Unpacked):
-        return x
-    return x.rows[: x.lengths.tolist()[0]].unsqueeze(0 if x.batch_first else 1)
-
-
 def _for_all(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result for samples of all lengths; None where it has to be found for each length."""
     x, rest = args[0], args[1:]
     sequence = 0 if x.batch_first else 1
     if function is torch.Tensor.index_select and rest[:1] == (sequence,) and _has_one_entry(rest, kwargs):

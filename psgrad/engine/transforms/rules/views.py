@@ -13,7 +13,16 @@ import torch
 
 from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.read_only import memory_of
-from psgrad.engine.transforms.rules.families import aten, cast, leading, shifted, sum_to, wrap_dim
+from psgrad.engine.transforms.rules.families import (
+    aten,
+    broadcasting,
+    cast,
+    leading,
+    linear,
+    shifted,
+    unchanged,
+    wrap_dim,
+)
 from psgrad.engine.transforms.rules.registry import Op, define
 
 # -- shape ---------------------------------------------------------------------------------------------------
@@ -49,21 +58,14 @@ define(aten.reshape.default, batch=_view_batch)
 # This view has no other users. After batching the memory layout may not allow it, so it is a reshape.
 define(
     aten._unsafe_view.default,
-    vjp={0: _back_to_shape},
-    jvp={0: _along_shape},
-    batch=lambda batch, op, x, size: _view_batch(batch, aten.reshape.default, x, size),
-)
-define(
     aten._reshape_alias.default,
     vjp={0: _back_to_shape},
     jvp={0: _along_shape},
-    batch=lambda batch, op, x, size, stride: _view_batch(batch, aten.reshape.default, x, size),
+    batch=lambda batch, op, x, size, *stride: _view_batch(batch, aten.reshape.default, x, size),
 )
-define(aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, vjp={0: _back_to_shape}, linear=(0,))
-define(
+linear(
     aten.squeeze.default,
-    vjp={0: _back_to_shape},
-    linear=(0,),
+    back=_back_to_shape,
     batch=lambda batch, op, x: _view_batch(batch, aten.view.default, x, [s for s in x.shape if s != 1]),
 )
 
@@ -73,27 +75,14 @@ def _squeeze_batch(batch: Any, op: Op, x: torch.Tensor, dims: Any) -> torch.Tens
     return aten.squeeze.dims(batch.physical(x), [d + 1 for d in wanted if x.dim() and x.shape[d] == 1])
 
 
-define(aten.squeeze.dim, aten.squeeze.dims, batch=_squeeze_batch)
-define(
+linear(aten.squeeze.dim, aten.squeeze.dims, back=_back_to_shape, batch=_squeeze_batch)
+linear(
     aten.unsqueeze.default,
+    back=_back_to_shape,
     batch=lambda batch, op, x, dim: op(batch.physical(x), wrap_dim(dim, x.dim() + 1) + 1),
 )
-define(
-    aten.alias.default,
-    aten.lift_fresh.default,
-    aten.lift.default,
-    vjp={0: lambda out, x: lambda g: g},
-    linear=(0,),
-    batch=leading,
-)
+linear(aten.alias.default, aten.lift_fresh.default, aten.lift.default, back=unchanged, batch=leading)
 define(aten.detach.default, vjp={}, batch=leading)
-
-
-def _sum_back(
-    out: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    shape, dtype = x.shape, x.dtype
-    return lambda g: sum_to(g, shape, dtype)
 
 
 def _expand_batch(
@@ -109,7 +98,7 @@ def _expand_batch(
     )
 
 
-define(aten.expand.default, vjp={0: _sum_back}, linear=(0,), batch=_expand_batch)
+linear(aten.expand.default, back=broadcasting(unchanged, 0), batch=_expand_batch)
 
 
 def _repeat_back(
@@ -125,30 +114,23 @@ def _repeat_back(
     return back
 
 
-define(
+linear(
     aten.repeat.default,
-    vjp={0: _repeat_back},
-    linear=(0,),
+    back=_repeat_back,
     batch=lambda batch, op, x, repeats: op(batch.aligned(x, len(repeats)), [1, *repeats]),
 )
 
 # -- order of axes -------------------------------------------------------------------------------------------
 
-define(
+linear(
     aten.t.default,
-    vjp={0: lambda out, x: lambda g: run(aten.t.default, g)},
-    linear=(0,),
+    back=lambda out, x: lambda g: run(aten.t.default, g),
     batch=lambda batch, op, x: batch.physical(x).transpose(1, 2) if x.dim() == 2 else batch.physical(x),
 )
-define(
+linear(
     aten.transpose.int,
-    vjp={0: lambda out, x, d0, d1: lambda g: run(aten.transpose.int, g, d0, d1)},
-    linear=(0,),
-    batch=lambda batch, op, x, d0, d1: (
-        op(batch.physical(x), wrap_dim(d0, x.dim()) + 1, wrap_dim(d1, x.dim()) + 1)
-        if x.dim()
-        else batch.physical(x)
-    ),
+    back=lambda out, x, d0, d1: lambda g: run(aten.transpose.int, g, d0, d1),
+    batch=shifted(1, 2),
 )
 
 
@@ -166,18 +148,12 @@ def inverse_permutation(dims: Sequence[int]) -> list[int]:
     return inverse
 
 
-define(
+linear(
     aten.permute.default,
-    vjp={0: _permute_back},
-    linear=(0,),
+    back=_permute_back,
     batch=lambda batch, op, x, dims: op(batch.physical(x), [0, *(wrap_dim(d, x.dim()) + 1 for d in dims)]),
 )
-define(
-    aten.flip.default,
-    vjp={0: lambda out, x, dims: lambda g: aten.flip.default(g, dims)},
-    linear=(0,),
-    batch=shifted(1),
-)
+linear(aten.flip.default, back=lambda out, x, dims: lambda g: aten.flip.default(g, dims), batch=shifted(1))
 
 
 def _roll_batch(
@@ -189,10 +165,9 @@ def _roll_batch(
     return op(physical, shifts, [wrap_dim(d, x.dim()) + 1 for d in dims])
 
 
-define(
+linear(
     aten.roll.default,
-    vjp={0: lambda out, x, shifts, dims=(): lambda g: aten.roll.default(g, [-s for s in shifts], dims)},
-    linear=(0,),
+    back=lambda out, x, shifts, dims=(): lambda g: aten.roll.default(g, [-s for s in shifts], dims),
     batch=_roll_batch,
 )
 
@@ -209,113 +184,103 @@ def _shuffled_back(out: torch.Tensor, x: torch.Tensor, groups: int) -> Callable[
     return lambda g: aten.channel_shuffle.default(g, others) if others else g
 
 
-define(
+linear(
     aten.channel_shuffle.default,
     aten.native_channel_shuffle.default,
-    vjp={0: _shuffled_back},
-    linear=(0,),
+    back=_shuffled_back,
     batch=_shuffle_batch,
 )
 
 # -- parts ---------------------------------------------------------------------------------------------------
 
 
-def _shape_of(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A maker of a VJP that needs the argument's shape, and must not hold its value."""
-    return lambda out, x, *args, **kwargs: make(x.shape, *args, **kwargs)
+def _declare_part(
+    view: Op, backward: Op, scatter: Op, axes: Sequence[int], complete: Callable[..., tuple[Any, ...]]
+) -> None:
+    """Declare a view of a part of a tensor; the operator that puts the part's cotangent into zeros; and the
+    one that writes a value, perhaps of another dtype, into the part.
+
+    axes: which of the view's arguments are axes. complete: (shape of the tensor, arguments) -> all arguments.
+    """
+
+    def of_whole(out: torch.Tensor, x: torch.Tensor, *where: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        shape = x.shape
+        return lambda g: backward(g, shape, *complete(shape, *where))
+
+    def of_source(
+        out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, *where: Any
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        dtype = source.dtype
+        return lambda g: cast(view(g, *where), dtype)
+
+    def behind_samples(shape: Sequence[int], where: Sequence[Any]) -> list[Any]:
+        return [wrap_dim(a, len(shape)) + 1 if i in axes else a for i, a in enumerate(where)]
+
+    linear(view, back=of_whole, batch=shifted(*(axis + 1 for axis in axes)))
+    linear(
+        backward,
+        back=lambda out, g, shape, *where: lambda h: view(h, *where),
+        batch=lambda batch, op, g, shape, *where: op(
+            batch.physical(g), [batch.size, *shape], *behind_samples(shape, where)
+        ),
+    )
+    define(
+        scatter,
+        vjp={
+            0: lambda out, x, source, *where: lambda g: scatter(g, torch.zeros_like(view(g, *where)), *where),
+            1: of_source,
+        },
+        batch=lambda batch, op, x, source, *where: op(
+            batch.physical(x), batch.physical(source), *behind_samples(x.shape, complete(x.shape, *where))
+        ),
+    )
 
 
-define(
+def _bounded_slice(
+    shape: Sequence[int], dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> tuple[int, ...]:
+    first, last, _ = slice(start, end).indices(shape[dim])
+    return dim, first, last, step
+
+
+_declare_part(
     aten.select.int,
-    vjp={
-        0: _shape_of(lambda shape, dim, index: lambda g: aten.select_backward.default(g, shape, dim, index))
-    },
-    linear=(0,),
-    batch=shifted(1),
-)
-define(
-    aten.slice.Tensor,
-    vjp={
-        0: _shape_of(
-            lambda shape, dim=0, start=None, end=None, step=1: (
-                lambda g: aten.slice_backward.default(
-                    g, shape, dim, *_slice_bounds(shape[dim], start, end), step
-                )
-            )
-        )
-    },
-    linear=(0,),
-    batch=shifted(1, defaults={1: 0}),
-)
-
-
-def _slice_bounds(size: int, start: int | None, end: int | None) -> tuple[int, int]:
-    first, last, _ = slice(start, end).indices(size)
-    return first, last
-
-
-define(
     aten.select_backward.default,
-    vjp={0: lambda out, g, shape, dim, index: lambda h: aten.select.int(h, dim, index)},
-    linear=(0,),
-    batch=lambda batch, op, g, shape, dim, index: op(
-        batch.physical(g), [batch.size, *shape], wrap_dim(dim, len(shape)) + 1, index
-    ),
+    aten.select_scatter.default,
+    (0,),
+    lambda shape, dim, index: (dim, index),
 )
-define(
-    aten.slice_backward.default,
-    vjp={
-        0: lambda out, g, shape, dim, start, end, step: lambda h: aten.slice.Tensor(h, dim, start, end, step)
-    },
-    linear=(0,),
-    batch=lambda batch, op, g, shape, dim, start, end, step: op(
-        batch.physical(g), [batch.size, *shape], wrap_dim(dim, len(shape)) + 1, start, end, step
-    ),
+_declare_part(
+    aten.slice.Tensor, aten.slice_backward.default, aten.slice_scatter.default, (0,), _bounded_slice
 )
-define(
+_declare_part(
     aten.diagonal.default,
-    vjp={
-        0: _shape_of(
-            lambda shape, offset=0, dim1=0, dim2=1: (
-                lambda g: aten.diagonal_backward.default(g, shape, offset, dim1, dim2)
-            )
-        )
-    },
-    linear=(0,),
-    batch=shifted(2, 3, defaults={2: 0, 3: 1}),
-)
-define(
     aten.diagonal_backward.default,
-    vjp={0: lambda out, g, shape, offset, dim1, dim2: lambda h: aten.diagonal.default(h, offset, dim1, dim2)},
-    linear=(0,),
-    batch=lambda batch, op, g, shape, offset, dim1, dim2: op(
-        batch.physical(g),
-        [batch.size, *shape],
-        offset,
-        wrap_dim(dim1, len(shape)) + 1,
-        wrap_dim(dim2, len(shape)) + 1,
-    ),
+    aten.diagonal_scatter.default,
+    (1, 2),
+    lambda shape, offset=0, dim1=0, dim2=1: (offset, dim1, dim2),
 )
 
 
-define(
+def _unfold_back(
+    out: torch.Tensor, x: torch.Tensor, dim: int, size: int, step: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    shape = x.shape
+    return lambda g: aten.unfold_backward.default(g, shape, dim, size, step)
+
+
+linear(
     aten.unfold.default,
-    vjp={
-        0: _shape_of(
-            lambda shape, dim, size, step: lambda g: aten.unfold_backward.default(g, shape, dim, size, step)
-        )
-    },
-    linear=(0,),
+    back=_unfold_back,
     batch=lambda batch, op, x, dim, size, step: (
         op(batch.physical(x), wrap_dim(dim, x.dim()) + 1, size, step)
         if x.dim()
         else op(batch.physical(x).unsqueeze(1), 1, size, step).squeeze(1)
     ),
 )
-define(
+linear(
     aten.unfold_backward.default,
-    vjp={0: lambda out, g, shape, dim, size, step: lambda h: aten.unfold.default(h, dim, size, step)},
-    linear=(0,),
+    back=lambda out, g, shape, dim, size, step: lambda h: aten.unfold.default(h, dim, size, step),
     batch=lambda batch, op, g, shape, dim, size, step: (
         op(batch.physical(g), [batch.size, *shape], wrap_dim(dim, len(shape)) + 1, size, step)
         if len(shape)
@@ -324,93 +289,37 @@ define(
 )
 
 
-def _scatter_batch(
-    batch: Any, op: Op, x: torch.Tensor, source: torch.Tensor, dim: int = 0, *args: Any, **kwargs: Any
+def _sum_of_parts(
+    gs: list[Any],
+    join: Callable[[list[torch.Tensor]], torch.Tensor],
+    into_zeros: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    return op(batch.physical(x), batch.physical(source), wrap_dim(dim, x.dim()) + 1, *args, **kwargs)
-
-
-def _scattered_back(view: Op) -> Callable[..., Any]:
-    """The VJP in a value that is written into a view. The value may have another dtype than the tensor."""
-
-    def made(
-        out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, *where: Any
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        dtype = source.dtype
-        return lambda g: cast(view(g, *where), dtype)
-
-    return made
-
-
-define(
-    aten.select_scatter.default,
-    vjp={
-        0: lambda out, x, source, dim, index: (
-            lambda g: aten.select_scatter.default(
-                g, torch.zeros_like(aten.select.int(g, dim, index)), dim, index
-            )
-        ),
-        1: _scattered_back(aten.select.int),
-    },
-    batch=_scatter_batch,
-)
-define(
-    aten.slice_scatter.default,
-    vjp={
-        0: lambda out, x, source, *where: (
-            lambda g: aten.slice_scatter.default(g, torch.zeros_like(aten.slice.Tensor(g, *where)), *where)
-        ),
-        1: _scattered_back(aten.slice.Tensor),
-    },
-    batch=_scatter_batch,
-)
-define(
-    aten.diagonal_scatter.default,
-    vjp={
-        0: lambda out, x, source, *where: (
-            lambda g: aten.diagonal_scatter.default(
-                g, torch.zeros_like(aten.diagonal.default(g, *where)), *where
-            )
-        ),
-        1: _scattered_back(aten.diagonal.default),
-    },
-    batch=lambda batch, op, x, source, offset=0, dim1=0, dim2=1: op(
-        batch.physical(x),
-        batch.physical(source),
-        offset,
-        wrap_dim(dim1, x.dim()) + 1,
-        wrap_dim(dim2, x.dim()) + 1,
-    ),
-)
+    """The cotangent of a tensor from those of all its parts, in order; None stands for zero."""
+    if all(g is not None for g in gs):
+        return join(gs)
+    parts = [into_zeros(place, g) for place, g in enumerate(gs) if g is not None]
+    return functools.reduce(aten.add.Tensor, parts)
 
 
 def _split_back(
     out: Sequence[torch.Tensor], x: torch.Tensor, size: Any, dim: int = 0
 ) -> Callable[[list[Any]], torch.Tensor]:
-    shape, sizes = x.shape, [part.shape[dim] for part in out]
+    shape = x.shape
+    ends = list(itertools.accumulate(part.shape[dim] for part in out))
 
-    def back(gs: list[Any]) -> torch.Tensor:
-        if all(g is not None for g in gs):
-            return aten.cat.default(gs, dim)
-        starts = itertools.accumulate(sizes, initial=0)
-        parts = [
-            aten.slice_backward.default(g, shape, dim, start, start + size, 1)
-            for g, start, size in zip(gs, starts, sizes, strict=False)
-            if g is not None
-        ]
-        return functools.reduce(aten.add.Tensor, parts)
+    def into_zeros(place: int, g: torch.Tensor) -> torch.Tensor:
+        return aten.slice_backward.default(g, shape, dim, ends[place] - g.shape[dim], ends[place], 1)
 
-    return back
+    return lambda gs: _sum_of_parts(gs, lambda gs: aten.cat.default(gs, dim), into_zeros)
 
 
-define(
+linear(
     aten.split.Tensor,
     aten.split_with_sizes.default,
     aten.unsafe_split.Tensor,
     aten.unsafe_split_with_sizes.default,
-    vjp={0: _split_back},
-    linear=(0,),
-    batch=shifted(2, defaults={2: 0}),
+    back=_split_back,
+    batch=shifted(2),
 )
 
 
@@ -418,16 +327,11 @@ def _unbind_back(
     out: Sequence[torch.Tensor], x: torch.Tensor, dim: int = 0
 ) -> Callable[[list[Any]], torch.Tensor]:
     shape = x.shape
-
-    def back(gs: list[Any]) -> torch.Tensor:
-        if all(g is not None for g in gs):
-            return aten.stack.default(gs, dim)
-        parts = [
-            aten.select_backward.default(g, shape, dim, place) for place, g in enumerate(gs) if g is not None
-        ]
-        return functools.reduce(aten.add.Tensor, parts)
-
-    return back
+    return lambda gs: _sum_of_parts(
+        gs,
+        lambda gs: aten.stack.default(gs, dim),
+        lambda place, g: aten.select_backward.default(g, shape, dim, place),
+    )
 
 
-define(aten.unbind.int, vjp={0: _unbind_back}, linear=(0,), batch=shifted(1, defaults={1: 0}))
+linear(aten.unbind.int, back=_unbind_back, batch=shifted(1))

@@ -1,22 +1,24 @@
-"""Datasets in Arrow's own format, as files or streams, mapped into memory."""
+"""Datasets in Arrow's own format, which is feather's, too: files or streams, mapped into memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import pyarrow as pa
 
 from psgrad.inputs.sources.arrow import errors_of_damage
-from psgrad.inputs.sources.files import Wanted, require_columns, require_single_names
-from psgrad.inputs.sources.source import DataHeader, TableSource, column_of
+from psgrad.inputs.sources.files import Wanted, require_columns
+from psgrad.inputs.sources.source import BatchSource, DataHeader, column_of
 from psgrad.inputs.sources.tables import GroupedRows, Rows, TableRows
 
 _MAGIC = b"ARROW1"
 _SMALL = 1 << 20
 
 
-class Arrow(TableSource):
+class Arrow(BatchSource):
     """A table of Arrow, as pyarrow, pandas' to_feather and datasets write it."""
 
     name: ClassVar[str] = "arrow"
@@ -35,25 +37,37 @@ class Arrow(TableSource):
         with errors_of_damage(path, "arrow"):
             found = _opened(path)
             require_columns(wanted.columns, found.schema.names, str(path))
-            require_single_names(found.schema.names, wanted.columns, path)
             if isinstance(found, pa.ipc.RecordBatchFileReader):
-                return _Batches(found, wanted.columns, path)
+                return _batches(found, wanted.columns, path)
             return TableRows(found.read_all().select(wanted.columns), [path])
 
+    @contextmanager
+    def batches(self, path: Path) -> Iterator[tuple[pa.Schema, Iterable[pa.RecordBatch]]]:
+        with _opened(path) as found:
+            if isinstance(found, pa.ipc.RecordBatchFileReader):
+                yield found.schema, map(found.get_batch, range(found.num_record_batches))
+            else:
+                yield found.schema, found
 
-class _Batches(GroupedRows):
+    def writer(self, target: BinaryIO, schema: pa.Schema) -> Any:
+        return pa.ipc.new_file(target, schema)
+
+
+class Feather(Arrow):
+    """A table of Arrow, as pandas' to_feather writes it."""
+
+    name: ClassVar[str] = "feather"
+
+
+def _batches(file: pa.ipc.RecordBatchFileReader, columns: list[str], path: Path) -> Rows:
     """The batches of a file: those that are compressed are in memory one at a time."""
 
-    def __init__(self, file: pa.ipc.RecordBatchFileReader, columns: list[str], path: Path) -> None:
-        schema = pa.schema([file.schema.field(name) for name in columns])
-        sizes = (file.get_batch(place).num_rows for place in range(file.num_record_batches))
-        super().__init__(schema, sizes, path)
-        self._file = file
+    def read(group: int, names: list[str]) -> pa.Table:
+        return pa.Table.from_batches([file.get_batch(group)]).select(names)
 
-    def read_group(self, group: int) -> pa.Table:
-        with errors_of_damage(self.files[0], "arrow"):
-            batch = self._file.get_batch(group)
-            return pa.Table.from_batches([batch]).select(self.schema.names)
+    schema = pa.schema([file.schema.field(name) for name in columns])
+    sizes = (file.get_batch(place).num_rows for place in range(file.num_record_batches))
+    return GroupedRows(schema, sizes, path, "arrow", read)
 
 
 def _opened(path: Path) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:

@@ -1,4 +1,4 @@
-"""Datasets in csv: a header, comma-separated, in UTF-8.
+"""Datasets in csv and tsv: a header, separated by commas or tabs, in UTF-8.
 
 A file is read twice, block by block: to find the type of every column, then to convert it into a
 memory-mapped table in the temporary folder, which the system pages in and out.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar, TextIO
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +19,8 @@ import pyarrow.csv
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow import errors_of_damage
-from psgrad.inputs.sources.files import Wanted, not_numbers, open_text, require_columns, require_single_names
-from psgrad.inputs.sources.source import Column, DataHeader, TableSource
+from psgrad.inputs.sources.files import Wanted, as_line, not_numbers, open_text, require_columns
+from psgrad.inputs.sources.source import Column, DataHeader, KeptRows, Source, TableSource
 from psgrad.inputs.sources.tables import MappedRows, Rows
 
 _CSV_ROWS = 1000  # that the header looks at
@@ -50,17 +50,37 @@ class CSV(TableSource):
         return DataHeader(path, cells.names, columns, rows, texts)
 
     def rows(self, path: Path, wanted: Wanted) -> Rows:
-        """The wanted columns, converted into a memory-mapped table in the temporary folder.
-
-        The file is read twice, block by block: to find the type of every column, then to convert it.
-        """
         with errors_of_damage(path, self.name):
             cells = _Cells(path, self.name, self.delimiter)
             require_columns(wanted.columns, cells.names, str(path))
-            require_single_names(cells.names, wanted.columns, path)
             schema = _schema(cells, wanted)
             blocks = cells.blocks(wanted.columns)
             return MappedRows(schema, (_converted(block, schema, wanted) for block in blocks), [path])
+
+    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
+        first: list[str] | None = None
+        for path in files:
+            with open_text(path) as file:
+                records = _records(file, self.delimiter)
+                text, names = next(records, ("", []))
+                if first is None:
+                    first = names
+                    target.write(as_line(text))
+                elif names != first:
+                    raise DataError(
+                        f"the header of {path} is not that of {files[0]}",
+                        expected="the same columns in the same order, as one file has one header",
+                    )
+                for text, _ in records:
+                    if kept.next()[0]:
+                        target.write(as_line(text))
+
+
+class TSV(CSV):
+    """A table of text, separated by tabs, with the names of the columns in its first line."""
+
+    name: ClassVar[str] = "tsv"
+    delimiter: ClassVar[str] = "\t"
 
 
 class _Cells:
@@ -130,6 +150,21 @@ class _Cells:
         )
 
 
+def _records(file: TextIO, delimiter: str) -> Iterator[tuple[str, list[str]]]:
+    """(text, cells) of each record, which may have several lines. Blank lines are none."""
+    lines: list[str] = []
+
+    def taken() -> Iterator[str]:
+        for line in file:
+            lines.append(line)
+            yield line
+
+    for cells in csv.reader(taken(), delimiter=delimiter):
+        if cells:
+            yield "".join(lines), cells
+        lines.clear()
+
+
 def _converted(block: pa.RecordBatch, schema: pa.Schema, wanted: Wanted) -> pa.Table:
     texts = {*wanted.texts}
     cells = {name: block.column(name) for name in schema.names}
@@ -169,9 +204,7 @@ def _schema(cells: _Cells, wanted: Wanted) -> pa.Schema:
 
 
 def _note_words(name: str, cells: pa.Array, first_row: int, words: dict[tuple[str, bool], str]) -> None:
-    """Notes the first cell that is a number and the first that is none. Raises DataError where a column has
-    both.
-    """
+    """Notes the first cell that is a number and the first that is none. Raises DataError for both."""
     numeric = pc.match_substring_regex(cells, _NUMERIC)
     for kind in (True, False):
         row = pc.index(numeric, pa.scalar(kind)).as_py()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, open_text
 from psgrad.inputs.sources.objects import distinct_keys, header_of, object_rows, word_for
-from psgrad.inputs.sources.source import DataHeader, TableSource
+from psgrad.inputs.sources.source import DataHeader, KeptRows, Source, TableSource
 from psgrad.inputs.sources.tables import Rows
 
 
@@ -28,6 +29,18 @@ class JSON(TableSource):
         found = _objects(path)
         with errors_of_damage(path, "json"):
             return object_rows(path, lambda: enumerate(found), wanted, "entry")
+
+    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
+        found: list[Any] = []
+        around: dict[str, Any] | None = None
+        for path in files:
+            with open_text(path) as file:
+                content = json.load(file)
+            around = content if isinstance(content, dict) else around
+            objects = content["data"] if isinstance(content, dict) else content
+            found += [each for each, is_kept in zip(objects, kept.next(len(objects)), strict=True) if is_kept]
+        whole = found if around is None else {**around, "data": found}
+        target.write(json.dumps(whole, ensure_ascii=False, indent=1).encode() + b"\n")
 
 
 def _objects(path: Path) -> list[dict[str, Any]]:

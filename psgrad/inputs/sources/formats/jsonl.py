@@ -12,13 +12,13 @@ from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, text_lines
 from psgrad.inputs.sources.objects import distinct_keys, header_of, object_rows, word_for
-from psgrad.inputs.sources.source import DataHeader, TableSource
+from psgrad.inputs.sources.source import DataHeader, LineSource
 from psgrad.inputs.sources.tables import Rows
 
 _ROWS = 1000  # that the header looks at
 
 
-class JSONL(TableSource):
+class JSONL(LineSource):
     """An object in each line; its keys are the columns. Blank lines are no rows."""
 
     name: ClassVar[str] = "jsonl"

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
+from numpy.lib import format as npy
 
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.sources.files import Wanted, is_archive, require_columns
-from psgrad.inputs.sources.source import ArraySource, Column, DataHeader, row_count
+from psgrad.inputs.sources.source import (
+    ArraySource,
+    Column,
+    DataHeader,
+    KeptRows,
+    Source,
+    require_same_columns,
+    row_count,
+)
 
 _KINDS = {"b": "boolean", "i": "integer", "u": "integer", "f": "fraction", "U": "text", "S": "text"}
 
@@ -28,19 +38,12 @@ class NPZ(ArraySource):
             with zipfile.ZipFile(path) as archive:
                 for entry in archive.namelist():
                     with archive.open(entry) as file:
-                        version = np.lib.format.read_magic(file)
-                        read = (
-                            np.lib.format.read_array_header_1_0
-                            if version == (1, 0)
-                            else np.lib.format.read_array_header_2_0
-                        )
+                        version = npy.read_magic(file)
+                        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
                         shape, _, dtype = read(file)
-                    columns[entry.removesuffix(".npy")] = Column(
-                        _KINDS.get(dtype.kind, dtype.name), str(dtype), shape
-                    )
-        except (
-            Exception
-        ) as error:  # zipfile, zlib and numpy's header parser have a dozen errors for a damaged file
+                    kind = _KINDS.get(dtype.kind, dtype.name)
+                    columns[entry.removesuffix(".npy")] = Column(kind, str(dtype), shape)
+        except Exception as error:  # zipfile, zlib and numpy have a dozen errors for a damaged file
             raise unreadable(path, error) from error
         objects = {
             name: unreadable(path, ValueError("allow_pickle"))
@@ -59,10 +62,19 @@ class NPZ(ArraySource):
                 return {name: file[name] for name in wanted.columns}
         except (DataError, ConfigError):
             raise
-        except (
-            Exception
-        ) as error:  # zipfile, zlib and numpy's header parser have a dozen errors for a damaged file
+        except Exception as error:  # as above
             raise unreadable(path, error) from error
+
+    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
+        found: list[dict[str, Any]] = []
+        arrays: Mapping[str, Any]
+        for file in files:
+            with np.load(file, allow_pickle=False) as arrays:
+                rows = kept.next(len(arrays[next(iter(arrays))]))
+                found.append({name: arrays[name][rows] for name in arrays})
+                require_same_columns(found, files)
+        joined: dict[str, Any] = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
+        np.savez(target, **joined)
 
 
 def unreadable(path: Path, error: Exception) -> DataError:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from psgrad.inputs.sources.arrow import errors_of_damage
-from psgrad.inputs.sources.files import Wanted, require_columns, require_single_names
-from psgrad.inputs.sources.source import DataHeader, TableSource, column_of
+from psgrad.inputs.sources.files import Wanted, require_columns
+from psgrad.inputs.sources.source import BatchSource, DataHeader, column_of
 from psgrad.inputs.sources.tables import GroupedRows, Rows
 
 
-class Parquet(TableSource):
+class Parquet(BatchSource):
     """A table by columns, as pyarrow and pandas write it."""
 
     name: ClassVar[str] = "parquet"
@@ -31,21 +33,18 @@ class Parquet(TableSource):
         with errors_of_damage(path, "parquet"):
             file = pq.ParquetFile(path)
             require_columns(wanted.columns, file.schema_arrow.names, str(path))
-            require_single_names(file.schema_arrow.names, wanted.columns, path)
-            return _ParquetRows(file, wanted.columns, path)
-
-
-class _ParquetRows(GroupedRows):
-    def __init__(self, file: pq.ParquetFile, columns: list[str], path: Path) -> None:
-        schema = pa.schema([file.schema_arrow.field(name) for name in columns])
+        schema = pa.schema([file.schema_arrow.field(name) for name in wanted.columns])
         sizes = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
-        super().__init__(schema, sizes, path)
-        self._file = file
 
-    def read_group(self, group: int) -> pa.Table:
-        with errors_of_damage(self.files[0], "parquet"):
-            return self._file.read_row_group(group, columns=self.schema.names).select(self.schema.names)
+        def read(group: int, names: list[str]) -> pa.Table:
+            return file.read_row_group(group, columns=names).select(names)
 
-    def column(self, name: str) -> pa.ChunkedArray:
-        with errors_of_damage(self.files[0], "parquet"):
-            return self._file.read(columns=[name]).column(name)
+        return GroupedRows(schema, sizes, path, self.name, read)
+
+    @contextmanager
+    def batches(self, path: Path) -> Iterator[tuple[pa.Schema, Iterable[pa.RecordBatch]]]:
+        with pq.ParquetFile(path) as file:
+            yield file.schema_arrow, file.iter_batches()
+
+    def writer(self, target: BinaryIO, schema: pa.Schema) -> Any:
+        return pq.ParquetWriter(target, schema)

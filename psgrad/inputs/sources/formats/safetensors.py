@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import safetensors
 
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.sources.files import Wanted, require_columns
-from psgrad.inputs.sources.source import ArraySource, Column, DataHeader, row_count
+from psgrad.inputs.sources.source import (
+    ArraySource,
+    Column,
+    DataHeader,
+    KeptRows,
+    Source,
+    require_same_columns,
+    row_count,
+)
 
 
 class Safetensors(ArraySource):
@@ -24,14 +33,9 @@ class Safetensors(ArraySource):
             with safetensors.safe_open(path, framework="numpy") as file:
                 for name in sorted(file.keys()):
                     found = file.get_slice(name)
-                    kind = (
-                        "boolean"
-                        if found.get_dtype() == "BOOL"
-                        else "integer"
-                        if found.get_dtype()[0] in "IU"
-                        else "fraction"
-                    )
-                    columns[name] = Column(kind, found.get_dtype(), tuple(found.get_shape()))
+                    dtype = found.get_dtype()
+                    kind = "boolean" if dtype == "BOOL" else "integer" if dtype[0] in "IU" else "fraction"
+                    columns[name] = Column(kind, dtype, tuple(found.get_shape()))
         except Exception as error:
             raise damaged(path, error) from error
         return DataHeader(path, list(columns), columns, row_count(columns))
@@ -46,6 +50,21 @@ class Safetensors(ArraySource):
             raise
         except Exception as error:
             raise damaged(path, error) from error
+
+    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
+        import torch
+        from safetensors.torch import save
+
+        found: list[dict[str, Any]] = []
+        metadata = None
+        for path in files:
+            with safetensors.safe_open(path, framework="pt") as file:
+                metadata = file.metadata() if metadata is None else metadata
+                columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+                rows = kept.next(len(next(iter(columns.values()))))
+                found.append({name: each[rows].contiguous() for name, each in columns.items()})
+                require_same_columns(found, files)
+        target.write(save({name: torch.cat([part[name] for part in found]) for name in found[0]}, metadata))
 
 
 def damaged(path: Path, error: Exception) -> DataError:

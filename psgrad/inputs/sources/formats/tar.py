@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,7 @@ from psgrad.config.data import COMPRESSIONS
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow import errors_of_damage, merged_type, mixed_types
 from psgrad.inputs.sources.files import Wanted, require_columns
-from psgrad.inputs.sources.source import DataHeader, TableSource, column_of
+from psgrad.inputs.sources.source import DataHeader, KeptRows, Source, TableSource, column_of
 from psgrad.inputs.sources.tables import Rows
 
 KEY = "__key__"
@@ -49,6 +49,25 @@ class Tar(TableSource):
         archive = _opened(path, wanted.columns)
         require_columns(wanted.columns, [KEY, *archive.extensions], str(path))
         return _TarRows(path, archive, wanted.columns)
+
+    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
+        """The files of rows as they are there, in the same order."""
+        names: set[str] = set()
+        with tarfile.open(fileobj=target, mode="w|") as written:
+            for path in files:
+                keys = list(_opened(path, columns=()).members)
+                is_kept = dict(zip(keys, kept.next(len(keys)), strict=True))
+                with pa.input_stream(str(path)) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+                    for member in _files(archive):
+                        if not is_kept[_key_of(member.name)[0]]:
+                            continue
+                        if member.name in names:
+                            raise DataError(
+                                f"{path} has the file {member.name}, as another archive before it",
+                                expected="a name of its own for each row, as they go into one archive",
+                            )
+                        names.add(member.name)
+                        written.addfile(member, archive.extractfile(member))
 
 
 @dataclass(frozen=True)
@@ -151,9 +170,7 @@ def _decoder_of(extension: str) -> Callable[[bytes], Any]:
 
 
 def _opened(path: Path, columns: Sequence[str] | None = None, rows: int | None = None) -> _Archive:
-    """An archive: of a compressed one these columns, None for all; of the first `rows` keys, None for all.
-    Raises DataError.
-    """
+    """An archive: of a compressed one these columns, of any the first `rows` keys. Raises DataError."""
     try:
         with errors_of_damage(path, "tar"):
             if path.suffix.lower() not in COMPRESSIONS:
@@ -196,18 +213,6 @@ def _key_of(name: str) -> tuple[str, str]:
     folder, _, file = name.rpartition("/")
     base, _, extension = file.partition(".")
     return f"{folder}/{base}".removeprefix("./").lstrip("/"), extension.lower()
-
-
-def tar_keys(path: Path) -> list[str]:
-    """The keys of an archive's rows, in their order. Raises DataError."""
-    return list(_opened(path, columns=()).members)
-
-
-def tar_files(path: Path) -> Iterator[tuple[str, tarfile.TarInfo, IO[bytes] | None]]:
-    """(key, header, content) of each file of an archive's rows; the content is there until the next one."""
-    with pa.input_stream(str(path)) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
-        for member in _files(archive):
-            yield _key_of(member.name)[0], member, archive.extractfile(member)
 
 
 def _places(archive: tarfile.TarFile) -> Iterator[_Place]:

@@ -8,13 +8,13 @@ from typing import ClassVar
 from psgrad.inputs.sources.arrow import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, text_lines
 from psgrad.inputs.sources.objects import object_rows
-from psgrad.inputs.sources.source import Column, DataHeader, TableSource
+from psgrad.inputs.sources.source import Column, DataHeader, LineSource
 from psgrad.inputs.sources.tables import Rows
 
 COLUMN = "text"
 
 
-class TXT(TableSource):
+class TXT(LineSource):
     """Lines of text in UTF-8, the column `text`. Blank lines are no rows."""
 
     name: ClassVar[str] = "txt"
