@@ -71,6 +71,10 @@ class InfluenceConfig(Section):
     not_taken: ClassVar[Mapping[str, str]] = {
         "damping": "damping is an option of the method: influence.method.damping",
         "learning_rate": "learning rates go with checkpoints: influence.checkpoints",
+        "learning_rates": (
+            "each learning rate goes with its checkpoint, so that no list can have another length:"
+            " influence.checkpoints: [{path: ..., learning_rate: ...}]"
+        ),
     }
 
     queries: QueriesConfig | None = None
