@@ -11,6 +11,7 @@ checkpoints one after another and with stacked weights, in one thread, interleav
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -23,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from script import command_line, write_json
 from sklearn.metrics import roc_auc_score
 from torch import nn
 
@@ -147,7 +147,10 @@ def speed(make: Callable[[], nn.Module], chunk_size: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = command_line("Measures over checkpoints: what they find, and how they pass.")
+    parser = argparse.ArgumentParser(
+        description="Measures over checkpoints: what they find, and how they pass."
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     content: dict[str, Any] = {"quality": quality(), "speed": {}}
@@ -164,7 +167,8 @@ def main() -> None:
                 f" {row['chosen']:<12}",
                 flush=True,
             )
-    write_json(arguments, content)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -53,6 +53,10 @@ from psgrad.engine.influence.ranking import joined_scores
 
 RUNS, COUNT = (0, 1, 2), 10
 EXACT, FACTORED = Influence(weight_decay=RECIPE.weight_decay), EKFAC(weight_decay=RECIPE.weight_decay)
+# EK-FAC, and two steps of conjugate gradients from there, in the space that all queries share.
+STEPPED = Influence(
+    weight_decay=RECIPE.weight_decay, solver="conjugate_gradient", preconditioner="ekfac", iterations=2
+)
 SOURCE = Source(weight_decay=RECIPE.weight_decay, momentum=RECIPE.momentum)
 TEN, THREE, TEN_FACTORED = (
     "influence, ten checkpoints",
@@ -216,6 +220,7 @@ def rows() -> list[Row]:
         Row("influence, five of the ten", EXACT, 1, "half"),
         Row("ekfac, final checkpoint", FACTORED, 1, "last"),
         Row(TEN_FACTORED, FACTORED, 1, "all"),
+        Row("two steps after ekfac, ten checkpoints", STEPPED, 1, "all"),
         Row("ekfac, ten checkpoints, plain mean", FACTORED, 1, "all", average="plain"),
         Row("gradient_dot, final checkpoint", GradientDot(), 1, "last"),
         Row("tracin, ten checkpoints, their learning rates", TracIn(), 1, "all"),

@@ -1,9 +1,10 @@
 """Norms under a model whose weights stay in their file, beside the same with all weights in memory.
 
     python benchmarks/offloaded.py [--layers 48] [--width 1600] [--passes 3] [--type bfloat16] [--json FILE]
-                                   [--depths 4 8 16 32 48] [--small]
+                                   [--folder FOLDER]
+                                   [--small]
 
-**Weights in a file.** A checkpoint of GPT-2 XL's shape (1.5 billion parameters) with random weights is
+A checkpoint of GPT-2 XL's shape (1.5 billion parameters) with random weights is
 written to a temporary folder, and the norms of all its parameters' gradients are computed for 8 rows of 128
 tokens, three ways:
 
@@ -18,9 +19,6 @@ that of seconds.
 
 *Peak* is the most anonymous memory that the process has had (RssAnon), libraries and Python included. The
 bars: 2 GiB, at most 1.3 times the resident way's time, and the same norms to 1e-5.
-
-**Depth.** The peak of a pass over models of the same width and more and more layers, with and without blocks
-that run again, as the allocator counts it, beside what `psgrad plan` predicts.
 """
 
 from __future__ import annotations
@@ -36,14 +34,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from memory import allocated
-from models import GPT
 from norms import machine
 
 Facts = dict[str, Any]
@@ -161,26 +156,23 @@ class Peak:
             time.sleep(0.02)
 
 
-def ways(layers: int, width: int, dtype: str, passes: int, chosen: Sequence[str]) -> list[Facts]:
+def ways(folder: Path, passes: int, chosen: Sequence[str]) -> list[Facts]:
     """What each way takes. The ways run in turn, so that what else runs on the machine slows all of them."""
-    with tempfile.TemporaryDirectory() as name:
-        print(f"writing {layers} layers of width {width} in {dtype}", flush=True)
-        make(Path(name), layers, width, dtype)
-        servers = {where: Server(Path(name), where) for where in ("resident", "offloaded")}
-        runs: dict[str, list[Facts]] = {way: [] for way in chosen}
-        for number in range(passes + 1):  # the first of each is not counted, and has one row
-            for way in chosen:
-                where, again = WAYS[way]
-                facts = servers[where].norms(again, ROWS if number else 1)
-                load = os.getloadavg()[0]
-                print(
-                    f"{number or 'warm':>4} {way:<20} {facts['seconds']:7.1f} s, of processors"
-                    f" {facts['processor_seconds']:7.1f} s, load {load:.1f}",
-                    flush=True,
-                )
-                runs[way].append(facts | {"load": load})
-        for server in servers.values():
-            server.end()
+    servers = {where: Server(folder, where) for where in dict.fromkeys(WAYS[way][0] for way in chosen)}
+    runs: dict[str, list[Facts]] = {way: [] for way in chosen}
+    for number in range(passes + 1):  # the first of each is not counted, and has one row
+        for way in chosen:
+            where, again = WAYS[way]
+            facts = servers[where].norms(again, ROWS if number else 1)
+            load = os.getloadavg()[0]
+            print(
+                f"{number or 'warm':>4} {way:<20} {facts['seconds']:7.1f} s, of processors"
+                f" {facts['processor_seconds']:7.1f} s, load {load:.1f}",
+                flush=True,
+            )
+            runs[way].append(facts | {"load": load})
+    for server in servers.values():
+        server.end()
     found = [summary(way, each, runs[chosen[0]]) for way, each in runs.items()]
     for each in found:
         print(
@@ -213,97 +205,17 @@ def summary(way: str, runs: list[Facts], first: list[Facts]) -> Facts:
     }
 
 
-def depth(layers: int, width: int, rows: int) -> Facts:
-    """The peaks of passes over a model of so many layers, and those that their plans predict; of norms, of
-    projections, and of clipped sums beside the sums themselves, which have the size of the model.
-    """
-    from psgrad.engine.execution.chunk_plan import plan_chunk
-    from psgrad.engine.execution.objective import Objective
-    from psgrad.engine.execution.recompute import Recompute
-    from psgrad.engine.gradients import (
-        TwoSided,
-        per_sample_projections,
-        per_sample_square_norms,
-        per_sample_weighted_sum,
-    )
-
-    found: Facts = {"layers": layers}
-    torch.manual_seed(0)
-    ids = torch.randint(0, 100, (rows, TOKENS))
-    model = GPT(100, TOKENS, width, layers, max(1, width // HEADS))
-    again = Recompute(False)
-    again.add(model)
-    objective = Objective(model, lambda logits, ids: F.cross_entropy(logits[:-1], ids[1:]))
-    sums = sum(parameter.numel() * parameter.element_size() for parameter in objective.params.values())
-    queries: dict[str, Any] = {
-        "norms": per_sample_square_norms,
-        "projections": partial(per_sample_projections, projection=TwoSided(4, 4, seed=0)),
-        "clipped sums": partial(
-            per_sample_weighted_sum,
-            weights=lambda norms: (1 / norms.square_norms().sqrt()).clamp(max=1),
-            memory=0,
-        ),
-    }
-    for query, how in queries.items():
-        for recomputed in ("none", "blocks") if query == "norms" else ("blocks",):
-            again.on = recomputed == "blocks"
-
-            def computed(params: Any, inputs: Any, target: Any, how: Any = how) -> Any:
-                return how(objective.loss, params, inputs, target, in_dims=(0, 0), has_aux=True)
-
-            planned = None
-            if query == "norms":  # the others look at values
-                planned = plan_chunk(computed, objective.params, (ids,), ids).peak_bytes
-            took = allocated(partial(computed, objective.params, (ids,), ids), torch.device("cpu"))
-            results = sums if query == "clipped sums" else 0
-            found[query if again.on else "norms, all values kept"] = {
-                "peak_bytes": took - results,
-                "planned_bytes": None if planned is None else planned - results,
-            }
-    print(
-        f"{layers:3d} layers: "
-        + ", ".join(
-            f"{name} {each['peak_bytes'] / 2**20:.1f} MiB"
-            + ("" if each["planned_bytes"] is None else f" (planned {each['planned_bytes'] / 2**20:.1f})")
-            for name, each in found.items()
-            if name != "layers"
-        ),
-        flush=True,
-    )
-    return found
-
-
-def plot(found: list[Facts], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
-    layers = [each["layers"] for each in found]
-    for name in [name for name in found[0] if name != "layers"]:
-        label = name if "kept" in name else f"{name}, blocks run again"
-        axes.plot(layers, [each[name]["peak_bytes"] / 2**20 for each in found], "o-", label=label)
-        if found[0][name]["planned_bytes"] is not None:
-            axes.plot(layers, [each[name]["planned_bytes"] / 2**20 for each in found], "k:", lw=1)
-    axes.plot([], [], "k:", lw=1, label="planned")
-    axes.set(xlabel="layers", ylabel="memory of a pass (MiB)", ylim=(0, None))
-    axes.legend()
-    figure.savefig(file, dpi=150)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--width", type=int, default=1600)
     parser.add_argument("--type", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--passes", type=int, default=3)
-    parser.add_argument("--depths", type=int, nargs="*", default=[4, 8, 16, 32, 48])
-    parser.add_argument("--json", type=Path, help="write the figures to this file, and the plot beside it")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), metavar="WAY")
     parser.add_argument("--small", action="store_true", help="tiny shapes: shows that the script runs")
     parser.add_argument("--serve", choices=["resident", "offloaded"], help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help="of the checkpoint, which stays there for the next time")
     arguments = parser.parse_args()
     if arguments.serve:
         serve(arguments.folder, arguments.serve)
@@ -311,23 +223,25 @@ def main() -> None:
     layers, width, passes = (
         (2, 64, 1) if arguments.small else (arguments.layers, arguments.width, arguments.passes)
     )
-    depths = [2, 4] if arguments.small else arguments.depths
-    found = ways(layers, width, arguments.type, passes, arguments.ways) if layers else []
-    peaks = [depth(each, 64 if arguments.small else 256, ROWS) for each in depths]
-    if found:
-        last = found[-1]
-        holds = last["times"] <= TIMES and last["peak_bytes"] <= LIMIT and last["apart"] <= APART
-        print(f"bar, {TIMES} x, 2 GiB, norms to {APART}: {'met' if holds else 'missed'}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = arguments.folder or Path(name)
+        if not (folder / "config.json").exists():
+            print(f"writing {layers} layers of width {width} in {arguments.type}", flush=True)
+            make(folder, layers, width, arguments.type)
+        if not passes:  # the checkpoint alone
+            return
+        found = ways(folder, passes, arguments.ways)
+    last = found[-1]
+    holds = last["times"] <= TIMES and last["peak_bytes"] <= LIMIT and last["apart"] <= APART
+    print(f"bar, {TIMES} x, 2 GiB, norms to {APART}: {'met' if holds else 'missed'}")
     if arguments.json:
         facts = {
             "machine": machine(torch.device("cpu")),
             "type": arguments.type,
             "layers": layers,
             "ways": found,
-            "depths": peaks,
         }
         arguments.json.write_text(json.dumps(facts, indent=1) + "\n")
-        plot(peaks, arguments.json.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from psgrad.engine.execution.memory import CHUNK_SHARE
 from psgrad.engine.execution.residence_plan import WeightsPlan, weights_plan
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "large-models.md"
@@ -47,9 +48,13 @@ class Model:
         return attention + 3 * self.width * self.hidden + 2 * self.width
 
     @property
+    def largest(self) -> int:
+        """Parameters of the largest weight, the table of tokens."""
+        return self.vocabulary * self.width
+
+    @property
     def parameters(self) -> int:
-        table = self.vocabulary * self.width
-        return self.layers * self.block + (1 if self.tied else 2) * table + self.width
+        return self.layers * self.block + (1 if self.tied else 2) * self.largest + self.width
 
     @property
     def values(self) -> int:
@@ -64,7 +69,7 @@ class Model:
         """
         sides = self.layers * (6 * self.width + 2 * self._keys_width + 3 * (self.width + self.hidden))
         sides += self.vocabulary + self.width
-        matrices = self.parameters - (0 if self.tied else self.vocabulary * self.width)
+        matrices = self.parameters - (0 if self.tied else self.largest)
         return 3 * 2.0 * matrices * TOKENS + 2.0 * TOKENS**2 * sides
 
 
@@ -85,12 +90,14 @@ def seconds_of_moving(plan: WeightsPlan) -> float:
 def _rows_of_table(model: Model, memory: int) -> Iterator[str]:
     """A row of the table for each choice, with the numbers of GPUs that have it."""
     plans = {
-        devices: weights_plan(BYTES * model.parameters, memory, devices, BYTES * model.block)
+        devices: weights_plan(
+            BYTES * model.parameters, memory, devices, min(devices, A_HOST), BYTES * model.largest
+        )
         for devices in DEVICES
     }
     for plan, some in groupby(DEVICES, plans.__getitem__):
         numbers = list(some)
-        rows = min(ROWS, (memory - plan.held) // model.values)
+        rows = min(ROWS, max(1, (memory - plan.held) // CHUNK_SHARE // model.values))
         computing, moving = rows * model.operations / (PEAK * UTILISATION), seconds_of_moving(plan)
         cells = (
             model.name,

@@ -40,6 +40,8 @@ class Kind(StrEnum):
     lds = "lds"
     mislabel = "mislabel"
     removal = "removal"
+    groups = "groups"
+    curve = "curve"
 
 
 Top = Annotated[
@@ -72,8 +74,17 @@ Evaluate = Annotated[
         "--evaluate",
         help=(
             "Do not rank, but retrain and compare: without one example (loo), on subsets (lds), with wrong"
-            " labels (mislabel), or without the strongest proponents (removal)."
+            " labels (mislabel), without each query's strongest proponents (removal), without one group of"
+            " influence.groups (groups), or without the rows that help or hurt all queries most (curve)."
         ),
+    ),
+]
+Remove = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--remove",
+        metavar="AMOUNT",
+        help="Of --evaluate curve: how many rows are left out, such as 1% or 20. May be repeated.",
     ),
 ]
 QueriesPart = Annotated[
@@ -116,6 +127,7 @@ def influence(
     matrix: Matrix = False,
     report: Report = True,
     evaluate: Evaluate = None,
+    remove: Remove = None,
     output: Output = None,
     settings: Settings = None,
     overwrite: Overwrite = False,
@@ -135,6 +147,8 @@ def influence(
     style = "json" if as_json else "terminal"
     chosen = {"ids": ids, "where": where, "wrong": wrong or None, "worst": worst}
     settings = [*(settings or ()), *_settings("influence.queries", chosen)]
+    settings += _settings("influence.evaluate", {"remove": remove})
+    _require_a_curve(remove, evaluate)
     if part is not None:
         require_one_of(processes > 1, "--part", "--processes")
         require_one_of(overwrite, "--part", "--overwrite")
@@ -146,8 +160,8 @@ def influence(
         # The folder of an evaluation is its own: the config's is that of the scores.
         resolved = _read(config, settings, None, method, top)
         from psgrad.reports.evaluation import write_evaluation
+        from psgrad.workflows.earlier_evaluations import evaluation_folder
         from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
-        from psgrad.workflows.influence_evaluate import evaluation_folder
 
         folder = evaluation_folder(resolved, evaluate.value, output)
         with shared_run(processes, shown, folder) as (group, progress):
@@ -243,3 +257,14 @@ def show_scores(result: InfluenceResult, top: int, style: str) -> None:
 
     typer.echo(summary(result), err=True)
     write_influence(result, top, style, sys.stdout)
+
+
+def _require_a_curve(remove: list[str] | None, evaluate: Kind | None) -> None:
+    from psgrad.errors import ConfigError
+
+    if remove and evaluate is not Kind.curve:
+        raise ConfigError(
+            "--remove was given without --evaluate curve",
+            expected="--evaluate curve, which leaves rows out and trains again",
+            next_step="add it: nothing else removes rows",
+        )

@@ -9,7 +9,8 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from psgrad.config.analysis import AnalyzeConfig, GateConfig
 from psgrad.config.data import SOURCE_KEYS, DataConfig
-from psgrad.config.influence import MEASUREMENTS, InfluenceConfig
+from psgrad.config.influence import InfluenceConfig
+from psgrad.config.influence_queries import MEASUREMENTS
 from psgrad.config.model import LABELS_FROM_TEXT, TASK_LOSSES, TASKS, ModelConfig
 from psgrad.config.privacy import PrivacyConfig
 from psgrad.config.sections import (

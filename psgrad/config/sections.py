@@ -134,8 +134,10 @@ class EngineConfig(Section):
     of one of them; auto for weights that are offloaded or sharded, and when a row does not fit into memory.
     Patterns such as `encoder.layer.*` name other modules to run again.
     """
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Precision; bfloat16 is mixed: products in bfloat16, parameters, sums and norms in float32."""
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    """Precision; bfloat16 and float16 are mixed: products in them, parameters, sums and norms in float32.
+    float16, for `analyze`, scales each sample's loss by a power of two.
+    """
     verify: Annotated[int, Field(ge=0)] = 3
     """Rows whose gradient is checked against a plain one-sample gradient; 0 for none."""
     capture: Literal["auto", "off"] = "auto"

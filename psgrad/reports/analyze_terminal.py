@@ -77,8 +77,8 @@ def summary(result: AnalyzeResult) -> str:
         if check.worst_error_of_autocast is not None:
             apart = number(check.worst_error_of_autocast)
             lines.append(
-                f"mixed precision: a plain gradient differs from float32's by up to {apart} of its norm on"
-                " these samples"
+                f"mixed precision: gradients differ from float32's by up to {apart} of their norm on these"
+                " samples"
             )
     elif check.reason:
         lines.append(f"self-check: skipped, as {check.reason}")

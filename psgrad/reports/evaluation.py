@@ -23,6 +23,11 @@ TITLES: Mapping[str, str] = {
     "loo": "leave-one-out (what models retrained without one example say, against what was predicted)",
     "mislabel": "mislabel detection (labels flipped on purpose, found by self-influence)",
     "removal": "removal (rise of the query's measurement when its strongest proponents are left out)",
+    "groups": "groups left out one at a time (what retrained models say, against summed scores)",
+    "curve": (
+        "removal curve (mean rise over the queries when the rows that help or hurt all of them most are left"
+        " out)"
+    ),
 }
 
 
@@ -46,7 +51,7 @@ def evaluation_facts(result: EvaluationResult) -> list[tuple[str, str]]:
     found = [("evaluated", TITLES[result.kind]), ("retrained", retrained_words(result))]
     if "queries" in facts:
         found.append(("queries", f"{facts['queries']:,}, each by the {result.unit}"))
-    if result.kind in ("lds", "loo"):
+    if "ceiling" in facts:
         found.append(("noise", ceiling_words(facts)))
     return found
 
@@ -69,6 +74,16 @@ def retrained_words(result: EvaluationResult) -> str:
         return (
             f"{models}: {count(facts['flips'], 'set')} of flips, {facts['share']:.0%} of the labels each, and"
             " cross-validation"
+        )
+    if result.kind == "groups":
+        return (
+            f"{models}: without each of {facts['removals']:,} of {facts['groups']:,} groups,"
+            f" {count(facts['seeds'], 'seed')} each"
+        )
+    if result.kind == "curve":
+        return (
+            f"{models}: without the rows that help or hurt most, of {facts['rows']:,}, and without random"
+            f" ones, {count(facts['seeds'], 'seed')} each"
         )
     return (
         f"{models}: without the strongest proponents of each of {facts['queries']:,} queries,"
@@ -103,8 +118,10 @@ def method_name(row: Row) -> str:
 
 def ordered(table: pd.DataFrame, kind: str) -> pd.DataFrame:
     """The rows by the kind's first number, the largest first; of removal by method, in order of what the most
-    removed examples bring.
+    removed examples bring; of curve by side and number.
     """
+    if kind == "curve":
+        return table.sort_values(["side", "removed", "rise"], ascending=[False, True, False], kind="stable")
     if kind != "removal":
         return table.sort_values(HEADLINE[kind], ascending=False, kind="stable")
     last = table[table["removed"] == table["removed"].max()].set_index("method")["rise"]
@@ -148,6 +165,15 @@ def _short(name: str, form: str) -> Writer:
     return lambda row: MISSING if pd.isna(row[name]) else form.format(row[name])
 
 
+_CORRELATIONS = [
+    ("Pearson", _decimals("pearson", 4)),
+    ("95 % interval", _interval(digits=4)),
+    ("Spearman", _decimals("spearman", 4)),
+    ("slope", _decimals("slope", 4)),
+    ("intercept", _short("intercept", "{:.2g}")),
+    ("pooled", _decimals("pooled", 4)),
+    ("undefined", _whole("undefined")),
+]
 _COLUMNS: Mapping[str, list[tuple[str, Writer]]] = {
     "lds": [
         ("LDS", _decimals("mean")),
@@ -157,15 +183,8 @@ _COLUMNS: Mapping[str, list[tuple[str, Writer]]] = {
         ("undefined", _whole("undefined")),
         ("damping", _short("damping", "{:g} x mean")),
     ],
-    "loo": [
-        ("Pearson", _decimals("pearson", 4)),
-        ("95 % interval", _interval(digits=4)),
-        ("Spearman", _decimals("spearman", 4)),
-        ("slope", _decimals("slope", 4)),
-        ("intercept", _short("intercept", "{:.2g}")),
-        ("pooled", _decimals("pooled", 4)),
-        ("undefined", _whole("undefined")),
-    ],
+    "loo": _CORRELATIONS,
+    "groups": _CORRELATIONS,
     "mislabel": [
         ("ROC-AUC", _with_deviation("auc")),
         ("average precision", _with_deviation("average_precision")),
@@ -176,6 +195,15 @@ _COLUMNS: Mapping[str, list[tuple[str, Writer]]] = {
         ("rise", _decimals("rise", 4)),
         ("95 % interval", _interval(digits=4)),
         ("lead of {main}", _decimals("ahead", 4)),
+        ("95 % interval of it", _interval("ahead_low", "ahead_high", 4)),
+    ],
+    "curve": [
+        ("left out", lambda row: "helps most" if row["side"] == "helpful" else "hurts most"),
+        ("rows", _whole("removed")),
+        ("rise", _decimals("rise", 4)),
+        ("95 % interval", _interval(digits=4)),
+        ("predicted", _decimals("predicted", 4)),
+        ("{main} minus this", _decimals("ahead", 4)),
         ("95 % interval of it", _interval("ahead_low", "ahead_high", 4)),
     ],
 }

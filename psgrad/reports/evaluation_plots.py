@@ -5,6 +5,8 @@ tuning.
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
 
 from psgrad.reports.drawing import (
     DARK,
@@ -22,12 +24,13 @@ from psgrad.reports.drawing import (
 from psgrad.reports.evaluation import method_name, ordered
 from psgrad.reports.ticks import count_axis, log_axis
 from psgrad.reports.words import brief
-from psgrad.results.influence import HEADLINE, EvaluationResult
+from psgrad.results.influence import HEADLINE, RANDOM, EvaluationResult
 from psgrad.results.manifest import read_manifest
 
 _AXES = {
     "lds": "linear datamodeling score (mean rank correlation over the queries)",
     "loo": "Pearson correlation of predicted and actual rises (mean over the queries)",
+    "groups": "Pearson correlation of predicted and actual rises without a group (mean over the queries)",
     "mislabel": "ROC-AUC of the flipped labels (mean over the sets of flips)",
 }
 _NAME_LIMIT = 40
@@ -38,6 +41,8 @@ def evaluation_plots(result: EvaluationResult) -> list[Plot]:
     """All figures that this result has the data for."""
     if result.kind == "removal":
         return [removal_curves(result)]
+    if result.kind == "curve":
+        return [curves_of_both_sides(result)]
     plots = [intervals(result)]
     if len(result.points):
         plots.append(predicted_and_actual(result))
@@ -116,7 +121,8 @@ def predicted_and_actual(result: EvaluationResult) -> Plot:
             axes.set(xlabel=f"predicted {result.unit}", ylabel="after retraining")
         else:
             axes.set(xlabel=f"score of {result.method} ({unit})", ylabel=f"{result.unit}, after retraining")
-    caption = f"Each removed example and each query, by {result.method}."
+    what = "group" if result.kind == "groups" else "example"
+    caption = f"Each removed {what} and each query, by {result.method}."
     caption += (
         " On the dashed line the prediction is exact."
         if predicts
@@ -135,29 +141,52 @@ def removal_curves(result: EvaluationResult) -> Plot:
     """The mean rise against the number of removed examples, one line a method."""
     figure, axes = figure_with_axes(4.2)
     for name, rows in ordered(result.table, "removal").groupby("method", sort=False):
-        control = bool(rows["control"].iloc[0])
-        colour = REVIEW if name == result.method else QUIET if control else DARK
-        style = DASHES if control else "-"
-        axes.fill_between(rows["removed"], rows["low"], rows["high"], color=colour, alpha=0.12, linewidth=0)
-        axes.plot(
-            rows["removed"],
-            rows["rise"],
-            color=colour,
-            linestyle=style,
-            marker="o",
-            markersize=4,
-            label=brief(str(name), _NAME_LIMIT),
-        )
+        _curve(axes, result, str(name), rows)
     axes.set(
         xlabel="examples left out: those with the largest scores for the query", ylabel=f"mean {result.unit}"
     )
     count_axis(axes, "x")
     legend_above(axes)
-    return Plot(
-        "evaluation",
-        "Removal curves",
-        "Bands: 95 % bootstrap intervals over the queries. Dashed: controls.",
-        figure,
+    return Plot("evaluation", "Removal curves", _BANDS, figure)
+
+
+def curves_of_both_sides(result: EvaluationResult) -> Plot:
+    """The mean rise over the queries against the number of rows that are left out, one line a method and
+    side; what the config's method predicted, as crosses.
+    """
+    figure, axes = figure_with_axes(4.6)
+    random = result.table["method"] == RANDOM
+    shown = result.table[~random | (result.table["side"] == "helpful")]
+    for (name, side), rows in shown.groupby(["method", "side"], sort=False):
+        words = f"{name}, {_SIDES[str(side)]}" if name != RANDOM else "random rows"
+        _curve(axes, result, str(name), rows.sort_values("removed"), words)
+        if name == result.method and rows["predicted"].notna().any():
+            axes.plot(rows["removed"], rows["predicted"], "x", color=REVIEW, markersize=6)
+    axes.axhline(0, color=QUIET, linewidth=0.8)
+    axes.set(xlabel="training examples left out", ylabel=f"mean {result.unit}")
+    count_axis(axes, "x")
+    legend_above(axes, columns=2)
+    caption = f"{_BANDS} Crosses: what the scores of {result.method} predicted, as a sum."
+    return Plot("evaluation", "Removal curve", caption, figure)
+
+
+_SIDES = {"helpful": "helps most", "harmful": "hurts most"}
+_BANDS = "Bands: 95 % bootstrap intervals over the queries. Dashed: controls."
+
+
+def _curve(axes: Axes, result: EvaluationResult, name: str, rows: pd.DataFrame, words: str = "") -> None:
+    """A line with its band. rows: of one method, by the number of removed examples."""
+    control = bool(rows["control"].iloc[0])
+    colour = REVIEW if name == result.method else QUIET if control else DARK
+    axes.fill_between(rows["removed"], rows["low"], rows["high"], color=colour, alpha=0.12, linewidth=0)
+    axes.plot(
+        rows["removed"],
+        rows["rise"],
+        color=colour,
+        linestyle=DASHES if control else "-",
+        marker="o",
+        markersize=4,
+        label=brief(words or name, _NAME_LIMIT),
     )
 
 

@@ -13,7 +13,9 @@ from markupsafe import Markup
 
 from psgrad.reports.drawing import Plot
 from psgrad.reports.influence_plots import draw_influence_plots
+from psgrad.reports.influence_questions import next_step, question_sections
 from psgrad.reports.influence_sheets import DIFFERS_NOTE, MAX_SHEETS, PER_SIDE
+from psgrad.reports.influence_tokens import token_sections
 from psgrad.reports.influence_words import (
     Example,
     agreement_words,
@@ -86,8 +88,11 @@ def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
             sections=[
                 asked(result),
                 *sheets(result),
+                *question_sections(result),
+                *token_sections(result),
                 *(figure(result, plot) for plot in plots if not plot.name.endswith("_sheet")),
                 meaning(result),
+                next_step(result),
                 this_run(manifest, result.folder, fit_facts(result)),
             ],
             made=made_words(manifest),

@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 import pandas as pd
 
+from psgrad.reports.influence_questions import question_tables
 from psgrad.reports.influence_words import (
     Example,
     agreement_words,
@@ -45,6 +46,11 @@ def write_influence(result: InfluenceResult, top: int, style: str, stream: TextI
     for query in reported_queries(result, SHOWN_QUERIES):
         stream.write(f"\n{query_title(result, query)}\n")
         print_table(sides_table(*examples(result, query, top)), stream)
+    for words, tables in question_tables(result):
+        stream.write(f"\n{words}\n")
+        for each in tables[:SHOWN_QUERIES]:
+            stream.write(f"{each.caption}\n")
+            print_table(each, stream)
     stream.write(f"{result.folder}\n")
 
 
@@ -62,6 +68,10 @@ def influence_content(result: InfluenceResult) -> dict[str, Any]:
         "warnings": result.warnings,
         "folder": result.folder,
         "scores": scores.to_dict("records"),
+        **{
+            name.removesuffix(".parquet"): frame.to_dict("records")
+            for name, frame in result.questions.files().items()
+        },
     }
 
 

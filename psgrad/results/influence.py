@@ -13,6 +13,8 @@ import numpy as np
 import pandas as pd
 
 from psgrad.results.analyze import TopSample, disagrees
+from psgrad.results.influence_questions import QuestionTables
+from psgrad.results.influence_tokens import TokenPair
 from psgrad.wording import ShortRepr
 
 Array = np.ndarray[Any, Any]
@@ -44,6 +46,7 @@ QUERY_COLUMNS = (
     "confidence",
     "measurement",
     "agreement",
+    "cluster",
     "status",
 )
 TRAINING_COLUMNS = (
@@ -133,8 +136,11 @@ class InfluenceResult(ShortRepr):
     `unit` says what a score is. `predicts_removal`: whether it is the change on removal of the example, and
     `check` what a few such changes are where training goes on; None where that was not tried. `measurement`
     is what of a query is explained, and `larger_is_worse` its sense. `facts` are what the method says of its
-    fit (damping, residual, iterations, spectrum), for each checkpoint; `warnings` are for people. `manifest`
-    is what manifest.json holds: see `psgrad.results.manifest`.
+    fit (damping, residual, iterations, spectrum), for each checkpoint; `warnings` are for people. `questions`
+    has the answers about groups, contrasts and clusters. `evaluations` has what earlier evaluations of the
+    same scores found, kind -> its part of evaluation.json. `tokens` has the ranked pairs of the
+    shown queries token by token, with `level: token`. `manifest` is what manifest.json holds: see
+    `psgrad.results.manifest`.
     """
 
     scores: pd.DataFrame
@@ -154,6 +160,9 @@ class InfluenceResult(ShortRepr):
     class_names: list[str] | None = None
     check: RemovalCheck | None = None
     larger_is_worse: bool = True
+    questions: QuestionTables = field(default_factory=QuestionTables)
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tokens: list[TokenPair] = field(default_factory=list)
 
 
 def ranked_pairs(
@@ -190,6 +199,16 @@ def ranked_pairs(
     if layer is not None:
         pairs["layer"] = layer
     return pairs[[column for column in SCORE_COLUMNS if column in pairs]]
+
+
+def harmful_rows(training: pd.DataFrame) -> pd.DataFrame:
+    """The training examples that hurt all queries together, the worst first, with `predicted_change`: the sum
+    of the scores of a row and of those before it, which is what removing them all predicts to first order.
+    """
+    rows = training[(training["status"] == "ok") & (training["overall"] < 0)]
+    found = rows.sort_values("overall", kind="stable")
+    names = [name for name in ("id", "index", "target", "prediction", "loss", "overall") if name in found]
+    return found[names].assign(predicted_change=found["overall"].cumsum())
 
 
 def pairs_of(scores: pd.DataFrame, query_index: int, k: int) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -264,9 +283,21 @@ EVALUATION_COLUMNS: Mapping[str, tuple[str, ...]] = {
         *("recall", "recall_deviation", "undefined"),
     ),
     "removal": ("removed", "rise", "low", "high", "ahead", "ahead_low", "ahead_high"),
+    "groups": ("pearson", "low", "high", "spearman", "slope", "intercept", "pooled", "undefined"),
+    "curve": (
+        *("side", "removed", "rise", "low", "high", "predicted"),
+        *("ahead", "ahead_low", "ahead_high"),
+    ),
 }
+# The kinds whose table has several rows of each method: one a number of removed examples.
+CURVES = ("removal", "curve")
 # The main column of each kind.
-HEADLINE: Mapping[str, str] = {"lds": "mean", "loo": "pearson", "mislabel": "auc", "removal": "rise"}
+HEADLINE: Mapping[str, str] = {
+    **{"lds": "mean", "loo": "pearson", "mislabel": "auc"},
+    **{"removal": "rise", "groups": "pearson", "curve": "rise"},
+}
+# The control that knows nothing.
+RANDOM = "random"
 # Columns that stand in evaluation.json as one list.
 _INTERVALS = {"low": ("interval", "high"), "ahead_low": ("ahead_interval", "ahead_high")}
 
@@ -276,15 +307,16 @@ class EvaluationResult(ShortRepr):
     """The results of the methods.
 
     Attributes:
-        kind: 'lds', 'loo', 'mislabel' or 'removal'.
+        kind: 'lds', 'loo', 'mislabel', 'removal', 'groups' or 'curve'.
         method: the config's, with which the others are compared.
-        table: one row a method or control (for removal, one a number of removed examples, too), with
+        table: one row a method or control (of CURVES, one a number of removed examples, too), with
             `method`, `control` (bool) and EVALUATION_COLUMNS of the kind. Missing numbers are NaN.
         facts: of the evaluation as a whole (numbers of models, the noise ceiling, how many queries), by the
             names of evaluation.json.
         details: one row a method and query (lds, loo, removal) or set of flips (mislabel): the values behind
             the means.
-        points: of loo, one row a removal and query: predicted and actual rise, by the config's method.
+        points: of loo and groups, one row a removal and query: predicted and actual rise, by the
+            config's method.
         curves: of lds with tuning, method -> damping -> the score on the tuning subsets and queries.
         notes: sentences.
         unit: the unit of a rise, in words.
@@ -314,7 +346,7 @@ def evaluation_content(result: EvaluationResult) -> dict[str, Any]:
     for row in result.table.to_dict("records"):
         values = _values(result.kind, {str(key): value for key, value in row.items()})
         name = str(row["method"])
-        if result.kind == "removal":
+        if result.kind in CURVES:
             entry = methods.setdefault(name, {"control": bool(row["control"]), "curve": []})
             entry["curve"].append(values)
         else:
@@ -347,7 +379,7 @@ def _values(kind: str, row: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _plain(value: Any) -> int | float | None:
+def _plain(value: Any) -> int | float | str | None:
     if pd.isna(value):
         return None
-    return value if isinstance(value, int) else float(value)
+    return value if isinstance(value, int | str) else float(value)

@@ -18,7 +18,7 @@ from torch import nn
 from psgrad.config import Config, EvaluationConfig, MethodConfig
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Forward
-from psgrad.engine.influence.averages import Average
+from psgrad.engine.influence.averages import Average, is_relative
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe
 from psgrad.engine.influence.evaluation.retraining import (
     EnsembleTrainer,
@@ -92,6 +92,13 @@ class Bench:
     def average(self) -> Average:
         """How scores of several checkpoints are averaged."""
         return self.setup.run.config.influence.average
+
+    def predicts_removal(self, name: str) -> bool:
+        """Whether sums of the scores with this name in tables predict a change of the measurement."""
+        if name not in self.methods or not self.methods[name].predicts_removal:
+            return False
+        several = is_relative(self.methods[name], len(self.setup.views), self.average)
+        return not several and (name != self.main or self.normalize is None)
 
     def places(self) -> list[CheckpointExamples]:
         """The training examples as the model of each checkpoint sees them."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,29 +14,36 @@ from psgrad.config import Config
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.influence.averages import joined_self
 from psgrad.engine.influence.index.build import from_index
-from psgrad.engine.influence.method import Fitted, Screened, screened
+from psgrad.engine.influence.method import Fitted
 from psgrad.engine.influence.ranking import divisor
 from psgrad.engine.influence.solvers.costs import solved_products
-from psgrad.errors import InfluenceError
 from psgrad.inputs.shown import input_of
 from psgrad.inputs.sources.files import require_unchanged
 from psgrad.reports.words import duration
-from psgrad.results import InfluenceResult, Progress, Say
+from psgrad.results import InfluenceResult, Say
 from psgrad.results.influence import (
-    QUERY_COLUMNS,
     SIGN,
-    TRAINING_COLUMNS,
     RemovalCheck,
     shown_queries,
     shown_rows,
 )
+from psgrad.results.influence_questions import QuestionTables
+from psgrad.results.influence_tokens import TokenPair
 from psgrad.results.manifest import Counts, InfluenceFacts, RunManifest
 from psgrad.storage import RunFolder
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
-from psgrad.workflows.influence_index import open_index, screened_rows
-from psgrad.workflows.influence_queries import chosen_rows, errors_about_queries
+from psgrad.workflows.earlier_evaluations import earlier_evaluations
+from psgrad.workflows.influence_index import open_index
+from psgrad.workflows.influence_questions import answered
 from psgrad.workflows.influence_ranking import Rankings, check_removals, marked_beyond_loss, rank
+from psgrad.workflows.influence_screening import (
+    Looks,
+    Warnings,
+    tell_of_plain_mean,
+    tell_of_unranked,
+    without_nonfinite,
+)
 from psgrad.workflows.influence_setup import (
     InfluenceSetup,
     errors_of_own_method,
@@ -44,6 +51,15 @@ from psgrad.workflows.influence_setup import (
     set_up_influence,
     unit_of,
 )
+from psgrad.workflows.influence_tables import (
+    query_table,
+    training_table,
+    with_agreement,
+    with_clusters,
+    with_overall,
+    write_tables,
+)
+from psgrad.workflows.influence_tokens import require_tokens, token_pairs
 from psgrad.workflows.running import (
     LOADING,
     Clock,
@@ -109,6 +125,7 @@ def loaded(
 ) -> tuple[InfluenceSetup, GradientIndex | None]:
     """(what the run is made of, the index that answers; None without one)."""
     setup = set_up_influence(config, warnings, progress, processes)
+    require_tokens(setup)
     if config.influence.index is None:
         return setup, None
     store = open_index(config, setup.run)
@@ -131,7 +148,11 @@ def written(
         known = scored.queries[scored.queries["status"] == "ok"].set_index("index")["measurement"]
         marked = marked_beyond_loss(scored.setup, scored.rankings.scores, known, warnings)
         scored = replace(scored, rankings=replace(scored.rankings, scores=marked))
-    setup, removals = scored.setup, scored.removals
+    setup, removals, questions = scored.setup, scored.removals, QuestionTables()
+    if scored.rankings.matrix is not None:
+        with clock("questions"):
+            all_scores = scored.rankings.matrix["scores"]
+            questions = answered(setup, all_scores, scored.queries, scored.training, warnings)
     size = setup.processes.size
     found = replace(
         described(setup),
@@ -149,8 +170,14 @@ def written(
         timings=clock.seconds,
     )
     with clock("tables"):
-        result = _result(scored, facts, folder, warnings.messages)
-        write_tables(result, scored.rankings, folder)
+        result = replace(
+            _result(scored, facts, folder, warnings.messages),
+            questions=questions,
+            tokens=scored.tokens,
+            evaluations=earlier_evaluations(setup.run.config, found),
+        )
+        result = with_clusters(result)
+        write_tables(result, scored.rankings.matrix if scored.matrix else None, folder)
     if report:
         from psgrad.reports.influence_page import write_influence_report  # which is all that needs matplotlib
 
@@ -164,7 +191,8 @@ class Scored:
     """What a run has found.
 
     setup: without the rows that have no score. queries, training: the tables of the result. fit: the facts of
-    the method at each checkpoint. unit: of a score.
+    the method at each checkpoint. unit: of a score. matrix: whether all scores become a file.
+    tokens: see `token_pairs`.
     """
 
     setup: InfluenceSetup
@@ -175,6 +203,8 @@ class Scored:
     unit: str
     removals: RemovalCheck | None = None
     ranks: dict[str, Any] | None = None
+    matrix: bool = False
+    tokens: list[TokenPair] = field(default_factory=list)
 
     def counts(self) -> Counts:
         excluded = [int((table["status"] != "ok").sum()) for table in (self.training, self.queries)]
@@ -198,10 +228,11 @@ def scored_by_all(
     with clock("scores"), errors_of_own_method(wanted.method.name):
         queries = query_table(setup, looks)
         shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
-        rankings = rank(setup, fitted, divisors, shown, matrix, progress)
+        rankings = rank(setup, fitted, divisors, shown, matrix or setup.keeps_all_scores, progress)
         tell_of_unranked(setup, rankings, warnings)
         tell_of_plain_mean(setup, rankings, warnings)
         queries = with_agreement(queries, setup.query_rows, rankings.agreement)
+        tokens = token_pairs(setup, fitted, rankings.pairs, shown)
     spent = setup.agreed_seconds(clock.seconds["scores"])
     with clock("self-influence"), errors_of_own_method(wanted.method.name):
         own = self_influence(setup, fitted, spent, warnings)
@@ -215,20 +246,7 @@ def scored_by_all(
     facts, unit = [each.facts for each in fitted], unit_of(setup, fitted)
     seconds, waited = setup.processes.spent()
     ranks = rank_facts(setup.processes, "influence.", RankWork(seconds, waited))
-    return Scored(setup, queries, training, rankings, facts, unit, removals, ranks)
-
-
-class Warnings:
-    """What the run says to people: told at once, and kept for the report."""
-
-    def __init__(self, progress: Say) -> None:
-        self.messages: list[str] = []
-        self._progress = progress
-
-    def __call__(self, message: str) -> None:
-        if message not in self.messages:
-            self.messages.append(message)
-            self._progress(Progress(0, 0, "influence", message))
+    return Scored(setup, queries, training, rankings, facts, unit, removals, ranks, matrix, tokens)
 
 
 def described(setup: InfluenceSetup) -> InfluenceFacts:
@@ -255,104 +273,6 @@ def described(setup: InfluenceSetup) -> InfluenceFacts:
         ],
         queries={"rows": len(setup.query_rows), "fingerprint": setup.query_reader.samples.fingerprint},
     )
-
-
-class Looks:
-    """What one pass over training examples and queries saw: whose numbers are finite at every checkpoint, and
-    the last one's columns.
-    """
-
-    def __init__(self, training: list[Screened], queries: list[Screened]) -> None:
-        self.training, self.queries = training[-1], queries[-1]
-        self.kept = torch.stack([each.finite for each in training]).all(0).numpy()
-        self.asked = torch.stack([each.finite for each in queries]).all(0).numpy()
-
-
-def without_nonfinite(
-    setup: InfluenceSetup, store: GradientIndex | None, say: Callable[[str], None]
-) -> tuple[InfluenceSetup, Looks]:
-    """The setup without the rows whose loss or gradient is not finite at some checkpoint, which are named.
-
-    store: the index that answers. It has no score for such training examples, and they are not read again.
-    Raises InfluenceError where nothing is left.
-    """
-    training = [screened(view.training) for view in setup.views] if store is None else screened_rows(store)
-    with errors_about_queries():
-        queries = [screened(view.queries) for view in setup.views]
-    looks = Looks(training, queries)
-    samples = setup.run.samples
-    for what, kept, ids in (
-        ("training examples", looks.kept, samples.ids),
-        ("queries", looks.asked, setup.query_reader.samples.ids[setup.query_rows]),
-    ):
-        out = np.flatnonzero(~kept)
-        if len(out) == len(kept):
-            raise InfluenceError(
-                f"the loss or the gradient of every one of the {len(kept):,} {what} is not finite",
-                cause="a checkpoint of a run that diverged, or data with NaN",
-                next_step="run psgrad analyze to see which rows and parameters",
-            )
-        if len(out):
-            say(
-                f"excluded {len(out):,} of {len(kept):,} {what}, whose loss or gradient is not finite:"
-                f" {named(ids[out])}"
-            )
-    if looks.kept.all() and looks.asked.all():
-        return setup, looks
-    rows = np.flatnonzero(looks.kept) if store is None else setup.training_rows
-    asked = setup.query_rows[looks.asked]
-    views = [
-        replace(
-            view,
-            training=replace(
-                view.training,
-                read=chosen_rows(setup.run.reader, rows),
-                count=len(rows),
-                numbers=torch.from_numpy(rows),
-            ),
-            queries=replace(view.queries, read=chosen_rows(setup.query_reader, asked), count=len(asked)),
-        )
-        for view in setup.views
-    ]
-    return replace(setup, views=views, query_rows=asked, training_rows=rows), looks
-
-
-def named(ids: np.ndarray) -> str:
-    """The first few of some ids."""
-    return ", ".join(map(str, ids[:5])) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
-
-
-def tell_of_unranked(setup: InfluenceSetup, rankings: Rankings, say: Callable[[str], None]) -> None:
-    """Say which queries have no proponent and no opponent."""
-    ids, rows = setup.query_reader.samples.ids, np.setdiff1d(setup.query_rows, rankings.scores["query_index"])
-    if len(rows):
-        say(
-            f"{len(rows):,} of {len(setup.query_rows):,} queries have no score but zeros and NaN, and no"
-            f" ranking: {named(ids[rows])}"
-        )
-
-
-def tell_of_plain_mean(setup: InfluenceSetup, rankings: Rankings, say: Callable[[str], None]) -> None:
-    """Warn of a plain mean over checkpoints of scores that are on a scale of their own at each."""
-    config, shares = setup.run.config.influence, rankings.largest_share
-    if config.average != "plain" or len(shares) == 0 or setup.method.joins_by_own_rule:
-        return
-    share = float(np.nanmedian(shares)) if np.isfinite(shares).any() else float("nan")
-    say(
-        f"influence.average: plain: this is a plain mean of the scores of {len(setup.views)} checkpoints, and"
-        f" their sizes differ: for half of the queries one checkpoint makes {share:.0%} of it or more"
-        f" ({1 / len(setup.views):.0%} if all were alike). Such means of the loss rank much worse than"
-        " average: relative, the default"
-    )
-
-
-def with_agreement(queries: pd.DataFrame, rows: np.ndarray, agreement: np.ndarray) -> pd.DataFrame:
-    """The table of queries with the agreement of the checkpoints on these rows; as it is without any."""
-    if not len(agreement):
-        return queries
-    known = pd.Series(agreement, index=rows)
-    found = queries.assign(agreement=known.reindex(queries["index"]).to_numpy())
-    return found[[name for name in QUERY_COLUMNS if name in found]]
 
 
 def self_influence(
@@ -419,71 +339,3 @@ def _result(scored: Scored, facts: dict[str, Any], folder: RunFolder, warnings: 
         check=scored.removals,
         larger_is_worse=setup.measurement.sign > 0,
     )
-
-
-def query_table(setup: InfluenceSetup, looks: Looks) -> pd.DataFrame:
-    """One row a query; see QUERY_COLUMNS. Excluded ones, too."""
-    reader, rows = setup.query_reader, setup.asked_rows
-    targets = reader.targets_at(rows)
-    columns = {
-        "id": reader.samples.ids[rows],
-        "index": rows,
-        **({} if targets is None else {"target": targets}),
-        **looks.queries.columns,
-        "measurement": setup.measurement.sign * looks.queries.losses,
-        "status": np.where(looks.asked, "ok", "nonfinite"),
-    }
-    return pd.DataFrame({name: columns[name] for name in QUERY_COLUMNS if name in columns})
-
-
-def training_table(setup: InfluenceSetup, looks: Looks, own: np.ndarray | None) -> pd.DataFrame:
-    """One row a training example; see TRAINING_COLUMNS, but `overall`. Excluded ones, too."""
-    samples, reader, kept = setup.run.samples, setup.run.reader, looks.kept
-    everything = np.arange(len(samples))
-    targets = reader.targets_at(everything)
-    columns = {
-        "id": samples.ids,
-        "index": everything,
-        **({} if targets is None else {"target": targets}),
-        **looks.training.columns,
-        "loss": looks.training.losses,
-        "grad_norm": looks.training.norms,
-        **({} if own is None else {"self_influence": _of_all(own, setup.training_rows, len(kept))}),
-        "status": np.where(kept, "ok", "nonfinite"),
-    }
-    return _in_order(columns)
-
-
-def with_overall(training: pd.DataFrame, rows: np.ndarray, overall: np.ndarray) -> pd.DataFrame:
-    """The table of training examples with the mean of their scores over the queries: `overall` [n], of these
-    rows [n].
-    """
-    return _in_order({**training, "overall": _of_all(overall, rows, len(training))})
-
-
-def _in_order(columns: Mapping[str, Any]) -> pd.DataFrame:
-    return pd.DataFrame({name: columns[name] for name in TRAINING_COLUMNS if name in columns})
-
-
-def _of_all(values: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
-    """[count]: the values of these rows, and NaN of the others."""
-    column = np.full(count, np.nan)
-    column[rows] = values
-    return column
-
-
-def write_tables(result: InfluenceResult, rankings: Rankings, folder: RunFolder) -> None:
-    """scores.parquet and scores.csv, self_influence.parquet, queries.parquet, and the matrix where it is
-    wanted.
-    """
-    # pandas keeps `attrs` in the file's metadata; a CSV file has none, and says it in a column.
-    for name, frame in (("scores.parquet", result.scores), ("self_influence.parquet", result.training)):
-        said = frame.copy()
-        said.attrs = {"unit": result.unit, "sign": SIGN, "predicts_removal": result.predicts_removal}
-        folder.write_table(name, said)
-    folder.write_csv("scores.csv", result.scores.assign(unit=result.unit))
-    folder.write_table("queries.parquet", result.queries)
-    if rankings.matrix is not None:
-        from safetensors.numpy import save
-
-        folder.write_bytes("matrix.safetensors", save(rankings.matrix))

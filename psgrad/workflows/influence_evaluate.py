@@ -42,9 +42,12 @@ from psgrad.results import Progress, Say
 from psgrad.results.influence import EVALUATION_FILE, EvaluationResult, evaluation_content
 from psgrad.storage import RunFolder
 from psgrad.user_code import with_code_beside
+from psgrad.workflows.earlier_evaluations import evaluation_folder
 from psgrad.workflows.evaluation_bench import Array, Bench, bench_of
+from psgrad.workflows.evaluation_sets import evaluate_curve, evaluate_groups
 from psgrad.workflows.evaluation_truths import Found, evaluate_lds, evaluate_loo, evaluate_removal, frame
-from psgrad.workflows.influence import described, without_nonfinite
+from psgrad.workflows.influence import described
+from psgrad.workflows.influence_screening import without_nonfinite
 from psgrad.workflows.influence_setup import set_up_influence
 from psgrad.workflows.running import Clock, describe_run, recorded
 
@@ -201,6 +204,8 @@ _WAYS: dict[EvaluationKind, Callable[[Bench], Found]] = {
     "loo": evaluate_loo,
     "mislabel": evaluate_mislabel,
     "removal": evaluate_removal,
+    "groups": evaluate_groups,
+    "curve": evaluate_curve,
 }
 
 
@@ -218,7 +223,8 @@ def evaluate_influence(
     influence --evaluate`.
 
     Args:
-        kind: 'lds', 'loo', 'mislabel' or 'removal'; the options of each are in influence.evaluate.
+        kind: 'lds', 'loo', 'mislabel', 'removal', 'groups' or 'curve'; the options of each are in
+            influence.evaluate.
         output: a folder of its own; None for the config's, with the kind behind its name. Scores in the
             config's folder stay as they are.
         overwrite: replace an earlier evaluation there. What it has of retrained models is used again where it
@@ -252,7 +258,10 @@ def evaluate_influence(
             raise ConfigError(
                 "data.group: scores of groups are not compared with training again",
                 expected="a sample a row for psgrad influence evaluate",
-                next_step="leave data.group out here",
+                next_step=(
+                    "leave data.group out, name the column in influence.groups, and evaluate groups: scores"
+                    " are then summed over the rows of each"
+                ),
             )
     if not processes.leads:
         setup, _ = without_nonfinite(setup, None, say)
@@ -287,11 +296,6 @@ def evaluate_influence(
         result = replace(result, manifest=facts)
         write_files(result, folder)
     return result
-
-
-def evaluation_folder(config: Config, kind: EvaluationKind, output: Path | None) -> Path:
-    """The folder of an evaluation, beside that of the config's scores where no other one is named."""
-    return output if output is not None else config.output.with_name(f"{config.output.name}-{kind}")
 
 
 def write_files(result: EvaluationResult, folder: RunFolder) -> None:

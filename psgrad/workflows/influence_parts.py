@@ -19,7 +19,8 @@ from safetensors.numpy import load_file
 
 from psgrad.config import Config
 from psgrad.engine.execution.ranks import OneProcess, RowPart
-from psgrad.errors import DataError
+from psgrad.engine.influence.over_queries import joined_over
+from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.sources.files import require_unchanged
 from psgrad.results import InfluenceResult, Progress, Say
 from psgrad.results.manifest import read_manifest
@@ -29,18 +30,16 @@ from psgrad.user_code import with_code_beside
 from psgrad.workflows.identity import NUMBER_OF_PARTS, digest, reopen
 from psgrad.workflows.influence import (
     Scored,
-    Warnings,
     loaded,
     manifest_for,
     scored_by_all,
-    with_agreement,
-    with_overall,
-    without_nonfinite,
     written,
 )
 from psgrad.workflows.influence_queries import chosen_rows
 from psgrad.workflows.influence_ranking import Rankings, with_all_queries
+from psgrad.workflows.influence_screening import Warnings, without_nonfinite
 from psgrad.workflows.influence_setup import InfluenceSetup, identity_at_first, identity_of_asked
+from psgrad.workflows.influence_tables import with_agreement, with_overall
 from psgrad.workflows.parts import config_of, manifest_of_parts, require_unmerged, shared_folder
 from psgrad.workflows.running import LOADING, Clock, PassProgress, recorded
 
@@ -61,6 +60,11 @@ def influence_part(
     clock, warnings = Clock(), Warnings(progress)
     progress(LOADING)
     setup, store = loaded(config, warnings, progress, OneProcess())
+    if config.influence.level == "token":
+        raise ConfigError(
+            "influence.level: token: the parts of a run store scores of samples",
+            next_step="leave --part out, or set influence.level: sample",
+        )
     setup = setup.watched(PassProgress(clock, progress))
     now = _identity(setup, count, matrix)
     manifest = replace(manifest_for(setup), identity=now, run=digest(now))
@@ -102,7 +106,8 @@ def _merged(config: Config, manifest: dict[str, Any], report: bool, progress: Sa
     assert folder is not None, "the folder has a manifest"
     parts = _stored(folder, then[NUMBER_OF_PARTS], warnings)
     with recorded(folder, read_manifest(manifest), clock) as record:
-        result = written(_joined(setup, parts), record, folder, clock, warnings, report)
+        joined = replace(_joined(setup, parts), matrix=then[_MATRIX])
+        result = written(joined, record, folder, clock, warnings, report)
     folder.drop_shards()
     return result
 
@@ -211,7 +216,10 @@ def _joined(setup: InfluenceSetup, parts: Sequence[_Part]) -> Scored:
         training_rows=first.arrays["training_rows"],
     )
     sums = {
-        label: torch.from_numpy(np.sum([part.arrays[f"sums.{label}"] for part in parts], axis=0))
+        label: joined_over(
+            [torch.from_numpy(part.arrays[f"sums.{label}"]) for part in parts],
+            setup.run.config.influence.over_queries,
+        )
         for label in first.labels
     }
     scores, overall = with_all_queries(setup, pairs, sums)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -50,17 +51,7 @@ def queries_of(
 def _listed(wanted: QueriesConfig, samples: Samples) -> np.ndarray:
     """The rows that a config lists, in its order; all where it lists none."""
     if wanted.ids is not None:
-        places = {str(each): row for row, each in enumerate(samples.ids.tolist())}
-        missing = [each for each in wanted.ids if str(each) not in places]
-        if missing:
-            close = nearest(str(missing[0]), list(places))
-            raise ConfigError(
-                f"influence.queries.ids names {missing[0]!r}, which no row has"
-                + (f" (nor {len(missing) - 1} more of them)" if len(missing) > 1 else ""),
-                expected=f"ids such as {', '.join(list(places)[:3])}: of {len(places):,} rows",
-                next_step=f"did you mean {close}?" if close else None,
-            )
-        return np.array([places[str(each)] for each in wanted.ids], dtype=np.int64)
+        return _rows_of_ids("influence.queries.ids", wanted.ids, samples, np.arange(len(samples)))
     if wanted.rows is None:
         return np.arange(len(samples))
     rows = np.array(wanted.rows, dtype=np.int64)
@@ -70,6 +61,46 @@ def _listed(wanted: QueriesConfig, samples: Samples) -> np.ndarray:
             expected=f"rows from 0 to {len(samples) - 1}: the queries have {len(samples)}",
         )
     return rows
+
+
+def _rows_of_ids(key: str, ids: Sequence[str | int], samples: Samples, among: np.ndarray) -> np.ndarray:
+    """The rows of these ids, among some rows. Raises ConfigError, with the config's key, for an id that none
+    of them has.
+    """
+    places = dict(zip(map(str, samples.ids[among].tolist()), among.tolist(), strict=True))
+    missing = [each for each in ids if str(each) not in places]
+    if missing:
+        close = nearest(str(missing[0]), list(places))
+        raise ConfigError(
+            f"{key} names {missing[0]!r}, which no row has"
+            + (f" (nor {len(missing) - 1} more of them)" if len(missing) > 1 else ""),
+            expected=f"ids such as {', '.join(list(places)[:3])}: of {len(places):,} rows",
+            next_step=f"did you mean {close}?" if close else None,
+        )
+    return np.array([places[str(each)] for each in ids], dtype=np.int64)
+
+
+def contrasted_rows(config: Config, samples: Samples, rows: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """The pairs of queries that a config contrasts, as rows; `rows` are those of the queries."""
+    pairs = config.influence.contrast or []
+    found = _rows_of_ids("influence.contrast", [each for pair in pairs for each in pair], samples, rows)
+    return tuple((int(one), int(other)) for one, other in found.reshape(-1, 2))
+
+
+def least_queries(clusters: int | Literal["auto"]) -> int:
+    """How many queries so many clusters need."""
+    return 3 if clusters == "auto" else clusters + 1
+
+
+def require_enough_queries(config: Config, rows: np.ndarray) -> None:
+    """Raises ConfigError where there are no more queries than clusters."""
+    clusters = config.influence.clusters
+    if clusters is not None and len(rows) < least_queries(clusters):
+        raise ConfigError(
+            f"influence.clusters: {clusters} clusters of {len(rows)} queries",
+            expected=f"at least {least_queries(clusters)} queries",
+            next_step="ask about more queries, or for fewer clusters",
+        )
 
 
 def _table(

@@ -18,6 +18,7 @@ from psgrad.engine.execution.loading import Read
 from psgrad.engine.influence.amounts import continued
 from psgrad.engine.influence.averages import Agreement
 from psgrad.engine.influence.method import Fitted, with_total
+from psgrad.engine.influence.over_queries import OverQueries, joined_over, over_queries
 from psgrad.engine.influence.ranking import JoinedBlock, Strongest, joined_scores
 from psgrad.errors import InfluenceError
 from psgrad.results import Progress
@@ -33,11 +34,11 @@ class Rankings:
     """What is kept of the scores.
 
     pairs: the ranked pairs of each query, with SCORE_COLUMNS; scores: the same with those of all queries
-    together. overall: [n], the mean over the queries that have a score. sums: label of a layer -> [2, n, 1 +
-    checkpoints], of all checkpoints together and of each: the sum over the queries of the scores that are not
-    NaN, and how many are not. shown: query row -> all scores, [rows of the training data], NaN where a row
-    was excluded. matrix: where it was wanted, scores [n, m], train_index [n] and query_index [m]. agreement,
-    largest_share: [m], of several checkpoints, see `Agreement`; empty of one.
+    together. overall: [n], over the queries that have a score, their mean or the largest. sums: label of a
+    layer -> [2, n, 1 + checkpoints], of all checkpoints together and of each, see `over_queries`. shown:
+    query row -> all scores, [rows of the training data], NaN where a row was excluded. matrix: where all
+    scores were to be kept, scores [n, m], train_index [n] and query_index [m]. agreement, largest_share: [m],
+    of several checkpoints, see `Agreement`; empty of one.
     """
 
     pairs: pd.DataFrame
@@ -73,7 +74,7 @@ def rank(
             replace(view.queries, read=_some(view.queries.read, first), count=len(places))
             for view in setup.views
         ]
-        block = _Block(wanted.top, [place - first for place in kept if place in places])
+        block = _Block(wanted.top, [place - first for place in kept if place in places], wanted.over_queries)
         per = "total" if wanted.layers == "none" else wanted.layers
         for joined in joined_scores(setup.method, fitted, asked, per, divisors, wanted.average):
             totals = tuple(map(with_total, joined.single))
@@ -105,11 +106,11 @@ class _Block:
 
     strongest: label -> of all checkpoints together, then of each. columns: the scores of the queries at the
     places `wanted`, part by part. sums: label -> parts of [2, n, 1 + checkpoints], of all checkpoints
-    together and of each: the sum over these queries of the scores that are not NaN, and how many are not.
+    together and of each, see `over_queries`.
     """
 
-    def __init__(self, top: int, wanted: list[int]) -> None:
-        self.top, self.wanted, self.m = top, wanted, 0
+    def __init__(self, top: int, wanted: list[int], joined_by: OverQueries) -> None:
+        self.top, self.wanted, self.m, self.joined_by = top, wanted, 0, joined_by
         self.strongest: dict[str, list[Strongest]] = {}
         self.columns: list[torch.Tensor] = []
         self.sums: dict[str, list[torch.Tensor]] = {}
@@ -128,7 +129,7 @@ class _Block:
             for strongest, own in zip(kept[1:], single, strict=True):
                 strongest.add(block.start, own)
             whole = torch.stack([scores, *single], 2).double()
-            self.sums.setdefault(label, []).append(torch.stack([whole.nansum(1), (~whole.isnan()).sum(1)]))
+            self.sums.setdefault(label, []).append(over_queries(whole, self.joined_by))
         self.columns.append(next(iter(block.scores.values()))[:, self.wanted])
 
 
@@ -145,7 +146,10 @@ def _assembled(setup: InfluenceSetup, blocks: list[_Block], shown: Sequence[int]
             layer = label if layers else None
             parts.append(_pairs(kept, query_ids[here], setup.query_rows[here], ids, rows, layer))
             place += block.m
-        sums[label] = torch.stack([torch.cat(block.sums[label], 1) for block in blocks]).sum(0)
+        sums[label] = joined_over(
+            [torch.cat(block.sums[label], 1) for block in blocks],
+            setup.run.config.influence.over_queries,
+        )
     pairs = pd.concat(parts, ignore_index=True)
     scores, overall = with_all_queries(setup, pairs, sums)
     columns = torch.cat([torch.cat(block.columns) for block in blocks], 1).numpy()
@@ -169,8 +173,8 @@ def _numbers(parts: Sequence[torch.Tensor]) -> np.ndarray:
 def with_all_queries(
     setup: InfluenceSetup, pairs: pd.DataFrame, sums: Mapping[str, torch.Tensor]
 ) -> tuple[pd.DataFrame, np.ndarray]:
-    """(the pairs with those of all queries together, by the mean of their scores; the mean [n]). See
-    `Rankings`.
+    """(the pairs with those of all queries together, by the mean of their scores or the largest; that number
+    [n]). See `Rankings`.
     """
     ids, rows, wanted = setup.run.samples.ids, setup.training_rows, setup.run.config.influence
     parts, found = [], list[np.ndarray]()

@@ -30,12 +30,17 @@ from psgrad.results import Say
 from psgrad.user_code import describe_failure
 from psgrad.workflows.checkpoints import at_weights, same_weights
 from psgrad.workflows.identity import digest, flattened, identity
-from psgrad.workflows.influence_queries import chosen_rows, queries_of
+from psgrad.workflows.influence_queries import (
+    chosen_rows,
+    contrasted_rows,
+    queries_of,
+    require_enough_queries,
+)
 from psgrad.workflows.influence_training import replayed
 from psgrad.workflows.rank_identity import require_same_on_ranks
 from psgrad.workflows.residence import Ranks
 from psgrad.workflows.running import read_ahead
-from psgrad.workflows.setup import Setup, Trained, draws_at_random, load, setup_of
+from psgrad.workflows.setup import Setup, Trained, draws_at_random, load, require_precision_of_all, setup_of
 from psgrad.workflows.shared_weights import turn_to_read
 
 
@@ -89,7 +94,8 @@ class InfluenceSetup:
 
     run: model, loss and training data, at the first checkpoint. asked_rows: the rows of `query_reader` that
     the config asks about. query_rows: [m], those of them that have scores. training_rows: [n], those of the
-    training data that are ranked.
+    training data that are ranked. groups: [rows of the training data], the group of each, where the config
+    names a column. contrasts: pairs of rows of `query_reader`.
     """
 
     run: Setup
@@ -100,6 +106,17 @@ class InfluenceSetup:
     asked_rows: np.ndarray
     query_rows: np.ndarray
     training_rows: np.ndarray
+    groups: np.ndarray | None = None
+    contrasts: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def keeps_all_scores(self) -> bool:
+        """Whether all scores are kept in memory for questions about several rows at once: where the config
+        asks one, and for a summary by class where they are few.
+        """
+        wanted = self.run.config.influence
+        asked = self.groups is not None or self.contrasts or wanted.clusters is not None
+        return bool(asked) or len(self.asked_rows) * len(self.run.samples) <= _FEW_SCORES
 
     @property
     def processes(self) -> Processes:
@@ -121,6 +138,10 @@ class InfluenceSetup:
         """The time that the first process took for something, for choices that all make alike."""
         name = self.processes.step("time")
         return self.processes.agreed(name, lambda: [round(own * 1e6)])[0] / 1e6
+
+
+# So many scores are kept even where no question of the config needs them: 32 MiB.
+_FEW_SCORES = 1 << 22
 
 
 def unit_of(setup: InfluenceSetup, fitted: Sequence[Fitted] = ()) -> str:
@@ -158,6 +179,7 @@ def set_up_influence(
 
     Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
     """
+    config = with_default_method(config, say)
     method = method_from(config.influence.method, config.base)
     if method.fits_whole_run and len(checkpoints_of(config)) == 1:
         say(_ALONE.format(config.influence.method.name))
@@ -181,7 +203,27 @@ def set_up_influence(
         view = _view(there, number, measurement, reader, rows, say, processes)
         views.append(replace(view, checkpoint=replace(view.checkpoint, run=training)))
     require_same_on_ranks("queries", identity_of_asked(reader, rows, views), processes)
-    return InfluenceSetup(run, method, measurement, views, reader, rows, rows, np.arange(len(run.samples)))
+    require_enough_queries(config, rows)
+    column = config.influence.groups
+    groups = None if column is None else run.more_samples(config.data, column).units
+    return InfluenceSetup(
+        *(run, method, measurement, views, reader, rows, rows, np.arange(len(run.samples))),
+        groups=groups,
+        contrasts=contrasted_rows(config, reader.samples, rows),
+    )
+
+
+def with_default_method(config: Config, say: Callable[[str], None]) -> Config:
+    """The config with EK-FAC as its method, where it names none and the loss is one of tokens. A solve for
+    each query, and the Gauss-Newton matrix of outputs as large as a vocabulary, take minutes there.
+    """
+    influence = config.influence
+    named = "method" in influence.model_fields_set
+    if named or config.loss.name != "token_cross_entropy" or config.data.group or influence.index:
+        return config
+    say("influence.method: ekfac, the default where the loss is one of tokens")
+    changed = influence.model_copy(update={"method": MethodConfig(name="ekfac")})
+    return config.model_copy(update={"influence": changed})
 
 
 _ALONE = (
@@ -225,6 +267,7 @@ def first_run(config: Config, processes: Processes) -> Setup:
     """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at
     random.
     """
+    require_precision_of_all(config, "influence")
     run = setup_of(
         load(
             _at(config, 0),

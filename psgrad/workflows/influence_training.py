@@ -61,6 +61,9 @@ def replayed(config: Config, run: Setup, say: Callable[[str], None]) -> tuple[Se
         Recipe(**{name: getattr(wanted, name) for name in _RECIPE}),
         wanted.seed,
         initial_weights(config, wanted, run),
+        fresh=None
+        if wanted.initial
+        else lambda seed: of_model(fresh_model(fresh_models(config, run), seed), run),
     )
     if config.model.checkpoint is not None:
         require_same_end(training, run.objective.params, str(config.model.checkpoint), wanted.tolerance)
@@ -74,6 +77,11 @@ def initial_weights(config: Config, wanted: TrainingConfig, run: Setup) -> Vecto
     else:
         at = config.model.model_copy(update={"checkpoint": wanted.initial, "state_dict_key": None})
         model = load_model(at, config.base, allow_download=config.allow_download).model
+    return of_model(model, run)
+
+
+def of_model(model: nn.Module, run: Setup) -> Vectors:
+    """name -> parameter of a model, of those that are trained."""
     own = dict(model.named_parameters())
     return {
         name: own[name].detach().to(value.device, value.dtype, copy=True)

@@ -30,7 +30,7 @@ from psgrad.errors import ConfigError
 from psgrad.inputs.loss import Criterion
 from psgrad.user_code import resolve
 from psgrad.workflows.residence import Ranks
-from psgrad.workflows.setup import Loss, Setup, Trained, load, setup_of
+from psgrad.workflows.setup import Loss, Setup, Trained, load, require_precision_of_all, setup_of
 
 # So many rows are run through the model to see whether it keeps them apart.
 _ROWS_LOOKED_AT = 4
@@ -154,6 +154,7 @@ def set_up_privately(
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
     """
     privacy = require_privacy(config)
+    require_precision_of_all(config, "dp-step")
     unit = privacy.unit
     column = None if unit is None else unit.column
     trained = Trained(privacy.trainable, "privacy.trainable")

@@ -13,7 +13,14 @@ from torch import nn
 
 from psgrad.config import Config, ModelConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
-from psgrad.engine.execution.residence_plan import SHARE, Where
+from psgrad.engine.execution.residence_plan import (
+    SHARE,
+    Where,
+    fit,
+    room_for_others,
+    room_for_parts,
+    smallest_group,
+)
 from psgrad.engine.execution.sharded import WeightParts
 from psgrad.engine.execution.stored import Stored, Supply
 from psgrad.engine.free_memory import free_memory
@@ -58,7 +65,7 @@ class Residence:
         room = self.room
         if automatic and self.shard_ranks > 1:
             sizes = [each.numel() * each.element_size() for each in model.parameters()]
-            room = min(room, max(sum(sizes) // self.shard_ranks, 2 * max(sizes, default=0)))
+            room = room_for_parts(room, sum(sizes), max(sizes, default=0), self.shard_ranks)
         return replace(self, supply=Supply(device, room))
 
     def require_room(self, model: nn.Module) -> None:
@@ -129,7 +136,7 @@ def residence_of(config: Config, device: torch.device, ranks: Ranks) -> Residenc
     engine, free = config.engine, free_memory(device)
     size = weight_bytes(config.model, config.base)
     compared = f"the model's files have {amount(size)}, and {amount(free)} are free"
-    if engine.parameters == "resident" or (engine.parameters == "auto" and size <= free // SHARE):
+    if engine.parameters == "resident" or (engine.parameters == "auto" and fit(size, free)):
         return Residence("engine.parameters says so" if engine.parameters == "resident" else compared)
     room, why = _room(config, free), compared
     if engine.parameters != "auto":
@@ -145,12 +152,12 @@ def residence_of(config: Config, device: torch.device, ranks: Ranks) -> Residenc
 def _room(config: Config, free: int) -> int:
     """Bytes that weights may take on the device where they do not live there."""
     memory = config.engine.memory
-    return (free // SHARE if memory == "auto" else memory) // SHARE
+    return room_for_others(free // SHARE if memory == "auto" else memory)
 
 
 def _group(wanted: int | str, ranks: Ranks, size: int, free: int) -> int | None:
-    """How many ranks keep the parts of a weight: as few as have room for them, those of one host or all; None
-    where these have none, either. size: bytes of all weights. free: bytes of a rank.
+    """How many ranks keep the parts of a weight, as wanted or as few as have room for them; None where none
+    do. size: bytes of all weights. free: bytes of a rank.
     """
     if wanted != "auto":
         if ranks.count > 1 and ranks.count % int(wanted):
@@ -160,8 +167,7 @@ def _group(wanted: int | str, ranks: Ranks, size: int, free: int) -> int | None:
                 next_step="start another number of processes, or set engine.shard_ranks: auto",
             )
         return int(wanted) if ranks.count > 1 else None
-    sizes = [ranks.per_host, ranks.count] if ranks.count % ranks.per_host == 0 else [ranks.count]
-    return next((each for each in sizes if each > 1 and size // each <= free // SHARE), None)
+    return smallest_group(size, free, ranks.count, ranks.per_host)
 
 
 def weight_bytes(config: ModelConfig, base: Path) -> int:

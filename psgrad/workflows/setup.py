@@ -191,6 +191,7 @@ class Setup(Loaded):
             "memory": self._chunk_memory(),
             "supply": self.supply,
             "recompute": self.recompute,
+            "scales_losses": self.autocast == torch.float16,
             "tokens": engine.tokens_per_chunk,
             "model_size": ModelSize.of(self.model),
             "randomness": self.randomness,
@@ -456,10 +457,22 @@ def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
     """(the type of parameters and inputs, the type that autocast computes in) of a config's dtype; None
     without autocast.
 
-    What is differentiated of a checkpoint in bfloat16 is float32, which holds each of its numbers exactly.
+    What is differentiated of a checkpoint in halves is float32, which holds each of its numbers exactly.
     """
     kind: torch.dtype = getattr(torch, name)
-    return (torch.float32, kind) if kind == torch.bfloat16 else (kind, None)
+    return (torch.float32, kind) if kind.itemsize == 2 else (kind, None)
+
+
+def require_precision_of_all(config: Config, command: str) -> None:
+    """Raises ConfigError for a precision that `analyze` alone has: sums over samples, and products with
+    curvature, are not scaled sample by sample.
+    """
+    if config.engine.dtype == "float16":
+        raise ConfigError(
+            f"engine.dtype: float16, and {command} has no losses that are scaled sample by sample",
+            expected="float32, float64 or bfloat16; float16 is for analyze",
+            next_step="set engine.dtype: bfloat16, which has the range of float32",
+        )
 
 
 def class_count(first_output: Callable[[], Any], criterion: Criterion) -> int | None:

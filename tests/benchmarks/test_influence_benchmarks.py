@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import sys
@@ -150,3 +151,36 @@ def test_the_size_that_a_solver_case_names_is_its_networks(script: Any) -> None:
     case = script("influence_solvers").Case(2, 3, 30, 2)
     training, queries = case.data()
     assert (training.flat.size, len(training), len(queries)) == (case.work().size, 30, 2)
+
+
+def test_replay_beside_the_same_run_without_examples(
+    bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replay = script("influence_replay")
+    monkeypatch.setattr(replay, "STEPS_TIMED", 4)
+    monkeypatch.setattr(replay, "QUERIES", 5)
+    monkeypatch.setattr(replay, "CASES", replay.CASES[:1])
+    arguments = argparse.Namespace(seeds=[0], shares=[0.05], subsets=4, epochs=1)
+    content = replay.report(bench, arguments)
+    (smooth,) = content["cases"]
+    (row,) = smooth["rows"]
+    assert row["mean"] > 0.9  # a few smooth steps
+    assert row["slope"] == pytest.approx(1, abs=0.1)
+    assert set(content["bars"]) == {"5% left out", "one query, in trainings", "a step, 5 queries, ms"}
+    assert "pass: 5% left out" in capsys.readouterr().out
+
+
+def test_seconds_of_solves_beside_plain_ways(script: Any, tmp_path: Path) -> None:
+    """The scores of psgrad and of the plain way are the same."""
+    bars = script("influence_bars")
+    torch.manual_seed(0)
+    problem = bars.posed(torch.nn.Sequential(torch.nn.Linear(64, 3), torch.nn.Linear(3, 10)), tmp_path, 2)
+    assert len(problem.checkpoints) == 2
+    one = replace(problem, states=problem.states[:1], learning_rates=(1.0,))
+    exact = bars.Influence(solver="exact", damping=bars.DAMPING)
+    torch.testing.assert_close(
+        bars.scores(one, exact),
+        bars.plain_exact(one),
+        rtol=1e-3,
+        atol=1e-5 * float(bars.scores(one, exact).abs().max()),
+    )

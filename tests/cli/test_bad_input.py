@@ -31,7 +31,7 @@ def test_wrong_type(workplace: Workplace) -> None:
 
 
 def test_every_problem_is_told_at_once(workplace: Workplace) -> None:
-    workplace.config["engine"] = {"verify": -1, "dtype": "float16"}
+    workplace.config["engine"] = {"verify": -1, "dtype": "float8"}
     workplace.config["analyze"] = {"top": 0}
     workplace.refused(2, "3 problems", "engine.verify", "engine.dtype", "analyze.top")
 

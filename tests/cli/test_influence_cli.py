@@ -17,7 +17,6 @@ from psgrad.cli import main
 from psgrad.errors import InfluenceError
 from psgrad.results import IndexResult, Progress
 from psgrad.results.influence import EVALUATION_COLUMNS, EvaluationResult
-from psgrad.workflows.influence_evaluate import evaluation_folder
 from tests.cli.conftest import stand_in
 from tests.reports.influence_runs import UNIT, result
 
@@ -65,12 +64,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     found = Stage()
     stand_in(monkeypatch, "influence", influence=found.influence)
     stand_in(monkeypatch, "influence_index", influence_index=found.influence_index)
-    stand_in(
-        monkeypatch,
-        "influence_evaluate",
-        evaluate_influence=found.evaluate_influence,
-        evaluation_folder=evaluation_folder,
-    )
+    stand_in(monkeypatch, "influence_evaluate", evaluate_influence=found.evaluate_influence)
     return found
 
 

@@ -70,7 +70,7 @@ def test_json_is_one_object(workplace: Workplace) -> None:
 
 
 def test_mistakes_of_the_config_and_of_what_it_names_are_told_together(workplace: Workplace) -> None:
-    workplace.config["engine"] = {"chunksize": 3, "dtype": "float16"}
+    workplace.config["engine"] = {"chunksize": 3, "dtype": "float8"}
     workplace.config["model"]["factory"] = "model.py:mpl"
     workplace.config["data"] |= {"target": "label", "id": "name"}
     workplace.config["analyze"] = {"measures": ["el2m", {"name": "el2n", "steps": 3}]}

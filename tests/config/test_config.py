@@ -328,7 +328,7 @@ def test_each_mistake_is_told(tmp_path: Path, old: str, new: str, expected: str)
         ),
         ("verify: -1", "engine.verify: got -1, expected at least 0"),
         ("verify: true", "engine.verify: got true, expected a whole number"),
-        ("dtype: float16", "engine.dtype: got 'float16', expected one of float32, float64, bfloat16"),
+        ("dtype: float8", "engine.dtype: got 'float8', expected one of float32, float64, bfloat16, float16"),
         ("device: 0", "engine.device: got 0, expected a string"),
         ("capture: on", "engine.capture: got 'on', expected one of auto, off"),
         ("compile: true", "engine.compile: got true, expected one of none, inductor"),

@@ -178,6 +178,10 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
         ("queries.rows=[1, 1]", "a row is listed twice in rows"),
         ("queries.rows=[-1]", "influence.queries.rows.0: got -1, expected at least 0"),
         ("method=tracin", "tracin sums over checkpoints of one training run"),
+        (
+            "learning_rates=[0.1, 0.2]",
+            "each learning rate goes with its checkpoint, so that no list can have",
+        ),
         ("index={}", "influence.index.path: missing; it is required"),
         (
             "index={path: there, dtype: int8}",

@@ -87,7 +87,7 @@ SAME = [
     {"engine": {"memory": 123}},
     {"engine": {"chunk_size": "some"}},
     {"engine": {"chunk_size": 0}},
-    {"engine": {"dtype": "float16"}},
+    {"engine": {"dtype": "float8"}},
     {"engine": {"chunksize": 3}},
     {"analyze": {"measures": ["el2n", {"name": "hessian_trace", "probes": 3}]}},
     {"analyze": {"measures": [3]}},

@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from decimal import Decimal
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from psgrad.engine.execution.stored import WeightFile
 from psgrad.inputs.models import identity
 from psgrad.inputs.models.identity import identify, tensor_digest
+from psgrad.inputs.models.in_files import tensors_in_files
+from psgrad.inputs.sources.host_files import shared_on_host
 
 DTYPES = [
     torch.float32,
@@ -331,3 +336,38 @@ def test_identify_is_the_same_in_every_process(wrap: str) -> None:
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     assert run.stdout.split() == [here["found"].weights_sha256, here["found"].modules_sha256]
+
+
+def test_weights_in_a_file_are_read_by_one_process_of_a_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And by all again after the file was written to. In memory they have the same identity."""
+    file = tmp_path / "weights.safetensors"
+
+    def model() -> nn.Module:
+        found = nn.Linear(3, 2)
+        tensors = tensors_in_files(file)
+        assert tensors is not None
+        for name, value in tensors.items():
+            setattr(found, name, nn.Parameter(value))
+        return found
+
+    read = list[int]()
+    monkeypatch.setattr(
+        WeightFile,
+        "read_into",
+        lambda weights, target, offset, own=WeightFile.read_into: (
+            read.append(offset),
+            own(weights, target, offset),
+        ),
+    )
+    resident = nn.Linear(3, 2)
+    with shared_on_host(f"identity of {tmp_path}", removes=True):
+        for _ in range(2):
+            save_file(resident.state_dict(), file)
+            found = [identify(model()) for _ in range(3)]
+            assert len(read) == 2
+            assert found == [identify(resident)] * 3
+            with torch.no_grad():
+                resident.weight += 1
+            read.clear()

@@ -197,11 +197,11 @@ def test_the_chunk_size_does_not_change_the_table(quick: Workplace, chunk_size: 
     pd.testing.assert_frame_equal(quick.samples("chunked"), quick.samples(), rtol=1e-10)
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("float64", 1e-12), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(("dtype", "error"), [("float64", 1e-12), ("bfloat16", 2e-2), ("float16", 2e-3)])
 def test_other_precisions(quick: Workplace, dtype: str, error: float) -> None:
     outcome = quick.succeeded("--set", f"engine.dtype={dtype}")
-    assert ("mixed precision: a plain gradient differs from float32's by up to 0.0" in outcome.err) == (
-        dtype == "bfloat16"
+    assert ("mixed precision: gradients differ from float32's by up to " in outcome.err) == (
+        dtype != "float64"
     )
     frame = quick.samples()
     inputs, target = torch.from_numpy(quick.arrays["x"]), torch.from_numpy(quick.arrays["y"])

@@ -101,6 +101,7 @@ def test_pretrained_model_has_the_same_numbers_and_identity(
     assert manifests[0]["hashes"] == manifests[1]["hashes"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("method", METHODS)
 def test_influence_method(
     tmp_path: Path,
@@ -108,10 +109,11 @@ def test_influence_method(
     capfd: pytest.CaptureFixture[str],
     both_ways: Run,
     method: str,
+    dtype: str,
 ) -> None:
     place = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
     place.prepare()
-    place.config["engine"] = {"chunk_size": 4}
+    place.config["engine"] = {"chunk_size": 4, "dtype": dtype}
     place.config["influence"] |= {"method": method, "queries": {"worst": 3}}
     one, other = both_ways(place, "influence", "config.yaml", "--no-report", "--matrix")
     assert_same_bits(one, other, "scores.parquet")
@@ -202,12 +204,17 @@ def test_audit_of_a_private_step(workplace: Workplace, monkeypatch: pytest.Monke
     assert found[0] == found[1]
 
 
-def test_private_step_keeps_what_it_trains_in_memory(workplace: Workplace, both_ways: Run) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_private_step_keeps_what_it_trains_in_memory(
+    workplace: Workplace, both_ways: Run, dtype: str
+) -> None:
     place = PrivateWorkplace(workplace)
+    place.config["engine"] = {"dtype": dtype}
     place.config["privacy"] |= EXACT | {"steps": 2, "trainable": ["2.*"]}
     one, other = both_ways(place, "dp-step", "config.yaml")
     models = [load_file(each / "public/model.safetensors") for each in (one, other)]
     assert models[0].keys() == models[1].keys()
+    assert all(models[1][name].dtype == value.dtype for name, value in models[0].items())
     assert all((models[1][name] == value).all() for name, value in models[0].items())
 
 

@@ -12,7 +12,7 @@ import torch
 from psgrad.engine.free_memory import free_memory
 
 # Of the free memory, what a chunk may take: other programs want some, and no estimate is exact.
-_SHARE = 4
+CHUNK_SHARE = 4
 # On a CPU, where larger chunks stop paying: what a chunk touches has left the caches long before.
 _CPU_CHUNK_BYTES = 128 << 20
 
@@ -43,7 +43,7 @@ def chunk_budget(device: torch.device, allowed: int | None = None) -> int:
 
     allowed: what the user gives it; None for a share of the free memory. More than pays is never taken.
     """
-    budget = free_memory(device) // _SHARE if allowed is None else allowed
+    budget = free_memory(device) // CHUNK_SHARE if allowed is None else allowed
     return min(budget, _CPU_CHUNK_BYTES) if device.type == "cpu" else budget
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from psgrad.engine.execution.loss_scaling import START, scaled
 from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.transforms import vmap
 from psgrad.engine.transforms.functional import swapped, tied_slots
@@ -59,7 +60,8 @@ class Objective:
             them it gets the columns of `forward`.
         summary: (output, target) to small tensors worth keeping (a prediction); the default keeps nothing.
         forward: how the model is called on its inputs.
-        autocast: the type in which matrix products and convolutions run, torch.bfloat16 for mixed precision:
+        autocast: the type in which matrix products and convolutions run, torch.bfloat16 for mixed
+            precision, or torch.float16, with scaled losses (see loss_scaling.py):
             model and criterion run under torch.autocast, which leaves delicate operators (softmax, norms,
             losses) in float32. Parameters, and with them their gradients, stay what they are. None runs all
             in the parameters' type.
@@ -177,6 +179,13 @@ class Objective:
         """(loss, summary) of one sample: inputs and target without a batch axis. A loss in halves comes as
         float32.
         """
+        if self.autocast == torch.float16:
+            return scaled(self._loss, START)(params, inputs, target)
+        return self._loss(params, inputs, target)
+
+    def _loss(
+        self, params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
+    ) -> Any:
         with swapped(self._slots, params), self.precision():
             output = self.output(*[x.unsqueeze(0) for x in inputs])
             value = self.loss_of(

@@ -41,7 +41,8 @@ class SelfCheck:
     the whole gradient (the norm of the difference) and of its norm as the queries compute it. Relative to the
     gradient's norm, or to a thousandth of the largest among them, so that rounding in a vanishing gradient
     does not count as an error. NaN where the gradient is not finite on either side. rounding: under autocast,
-    how far the witness itself is from its gradient in float32; else nothing.
+    how far the witness itself is from its gradient in float32, which is the witness where products are
+    float16; else nothing.
     """
 
     rows: list[int]
@@ -75,10 +76,11 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
     for place, row in enumerate(rows):
         inputs, target = stream.load(row, row + 1)
         found = _Comparison(gradients, place)
-        _witness(objective, inputs, target, objective.precision(), found.add)
+        own = nullcontext() if objective.autocast == torch.float16 else objective.precision()
+        _witness(objective, inputs, target, own, found.add)
         norms.append(found.norm)
         apart.append(max(found.distance, abs(our_norms[place] - found.norm)))
-        if objective.autocast is not None:
+        if objective.autocast == torch.bfloat16:
             halves, exact = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
             _witness(objective, inputs, target, objective.precision(), halves.__setitem__)
             _witness(objective, inputs, target, nullcontext(), exact.__setitem__)
@@ -89,7 +91,9 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
     rounding = [
         _relative(distance, norm, norm, scale) for distance, norm in zip(rounded, norms, strict=False)
     ]
-    if objective.autocast is not None:
+    if objective.autocast == torch.float16:  # without scaled losses the witness would be wrong in float16
+        kind, tolerances, rounding = torch.float16, [TOLERANCE[torch.float16]] * len(rows), errors
+    elif objective.autocast is not None:
         kind = objective.autocast
         tolerances = [
             _TIMES_THE_ROUNDING * (0.0 if math.isnan(share) else share) + torch.finfo(kind).eps

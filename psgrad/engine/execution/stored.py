@@ -24,6 +24,7 @@ from torch import Tensor
 
 from psgrad.engine.execution.memory import give_freed_memory_back
 from psgrad.engine.transforms.private_torch import make_wrapper, no_torch_function, schema_of, tree_map
+from psgrad.engine.transforms.rules.loss_scaling import with_scaled_cotangent
 from psgrad.errors import CheckpointError, ModelError
 
 _aten = torch.ops.aten
@@ -92,13 +93,16 @@ class WeightFile:
     """A file that weights are read from as long as it stays what it was.
 
     Raises CheckpointError where it can't be read, is shorter than it was, or was written to.
+
+    Attributes:
+        stamp: by which it is told from other files, and from itself after it was written to.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with self._errors_named():
             self._descriptor = os.open(path, os.O_RDONLY)
-        self._stamp = self._looks()
+        self.stamp = self._looks()
 
     def __del__(self) -> None:
         with suppress(AttributeError, OSError):
@@ -113,13 +117,13 @@ class WeightFile:
             if not count:
                 raise self._changed("it is shorter than it was")
             done += count
-        if self._looks() != self._stamp:
+        if self._looks() != self.stamp:
             raise self._changed("it was written to")
 
-    def _looks(self) -> tuple[int, int]:
+    def _looks(self) -> tuple[int, ...]:
         with self._errors_named():
             found = os.fstat(self._descriptor)
-        return found.st_size, found.st_mtime_ns
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
     @contextmanager
     def _errors_named(self) -> Iterator[None]:
@@ -252,6 +256,8 @@ class Stored(Tensor):
         if not all(issubclass(each, cls) or each in (Tensor, torch.nn.Parameter) for each in types):
             return NotImplemented  # a traced tensor's level comes first
         kwargs = kwargs or {}
+        if op is with_scaled_cotangent:  # the weight itself
+            return args[0]._seen_as(args[0].view_of_source)
         if op in _VIEWS:
             return tree_map(args[0]._seen_as, op(args[0].view_of_source, *args[1:], **kwargs))
         if op is _aten._to_copy.default and set(kwargs) == {"dtype"} and kwargs["dtype"] in _FLOATS:
@@ -307,9 +313,14 @@ def _is_written(op: Any, place: int, value: Any) -> bool:
 
 
 def as_stored(tensor: Tensor) -> Tensor:
-    """The tensor in the type that it is stored in; the tensor itself, but for a `Stored` one."""
+    """The tensor in the type that a weight in memory has: halves beside float32 as they are stored, others as
+    operators see them; the tensor itself, but for a `Stored` one.
+    """
     data = tensor.data
-    return data.as_stored() if isinstance(data, Stored) else tensor
+    if not isinstance(data, Stored):
+        return tensor
+    found = data.as_stored()
+    return found if data.dtype == torch.float32 and found.itemsize == 2 else found.to(data.dtype)
 
 
 class Supply:

@@ -21,6 +21,7 @@ from psgrad.engine.execution.buckets import ModelSize, RaggedChunks, positions_o
 from psgrad.engine.execution.chunk_plan import chunk_for, chunk_for_factors, plan_chunk
 from psgrad.engine.execution.failing_rows import failure_alone, failure_together, too_large
 from psgrad.engine.execution.loading import Chunk, DeviceRows, Loader, Read, to_device
+from psgrad.engine.execution.loss_scaling import each_at_its_scale, scaled
 from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
 from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.execution.replay import Replay
@@ -31,7 +32,8 @@ from psgrad.engine.gradients.per_sample import (
     per_sample_gradients,
     per_sample_square_norms,
 )
-from psgrad.engine.gradients.queries import PerSampleGradients
+from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
+from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.engine.transforms.program import Compiler
 from psgrad.errors import MeasureError, PsgradError
 from psgrad.ragged import Block, joined
@@ -121,6 +123,8 @@ class Stream:
         compile: 'inductor' has the program compiled.
         supply: brings offloaded parameters to the device; what it keeps there is given back at need.
         recompute: switched on when memory runs out over a single row.
+        scales_losses: whether cotangents are float16, which needs another scale for some samples (see
+            loss_scaling.py). Chunks are not replayed then.
         say: called with a sentence at each retry, and with the reason why chunks are not replayed or read
             ahead.
 
@@ -147,10 +151,11 @@ class Stream:
         compile: Compiler = "none",
         supply: Supply | None = None,
         recompute: Recompute | None = None,
+        scales_losses: bool = False,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.loss, self.params, self.randomness, self.say = loss, params, randomness, say
-        self.memory, self.recompute = memory, recompute
+        self.memory, self.recompute, self.scales_losses = memory, recompute, scales_losses
         reference = next(iter(params.values()))
         self.device, self.dtype = reference.device, reference.dtype
         self.automatic = chunk_size == "auto"
@@ -172,7 +177,9 @@ class Stream:
             how: Replay(self.pass_of(how), params, compile, self.say)
             for how in (per_sample_gradients, per_sample_square_norms)
         }
-        self.replays: dict[Callable[..., Any], Replay] = replays if capture == "auto" else {}
+        self.replays: dict[Callable[..., Any], Replay] = (
+            replays if capture == "auto" and not scales_losses else {}
+        )
 
     def gradients(self, start: int, stop: int) -> PerSampleGradients:
         """The deferred gradients of the rows start, ..., stop - 1, all at once."""
@@ -238,13 +245,34 @@ class Stream:
         def found(
             params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
         ) -> Any:
+            if not self.scales_losses:
+                return once(how, self.loss, params, inputs, target)
+
+            def compute(exponent: int, rows: torch.Tensor | None, how: Callable[..., Any] = how) -> Any:
+                loss = scaled(self.loss, exponent) if exponent else self.loss
+                some = tree_map(lambda x: x if rows is None or x is None else x[rows], (inputs, target))
+                return once(how, loss, params, *some)
+
+            def norms_at(exponent: int, rows: torch.Tensor) -> torch.Tensor:
+                found: SquareNorms = compute(exponent, rows, per_sample_square_norms)
+                return found.square_norms().sqrt()
+
+            return each_at_its_scale(compute, norms_at)
+
+        def once(
+            how: Callable[..., Any],
+            of_sample: Callable[..., Any],
+            params: dict[str, torch.Tensor],
+            inputs: tuple[torch.Tensor, ...],
+            target: torch.Tensor | None,
+        ) -> Any:
             in_dims = (0, None if target is None else 0)
             passes = 0
 
             def loss(*args: Any) -> Any:
                 nonlocal passes
                 passes += 1
-                return self.loss(*args)
+                return of_sample(*args)
 
             result = how(
                 loss, params, inputs, target, in_dims=in_dims, has_aux=True, randomness=self.randomness

@@ -12,8 +12,8 @@ between them are computed again, level by level.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -70,6 +70,7 @@ class TrainingRun:
         seed: of the order of the rows: that of the built-in trainer of an evaluation.
         initial: name -> parameter, where the run begins.
         kept: how many states are kept at once; None for as many as fit into a quarter of the free memory.
+        fresh: seed -> the initial parameters of another run; None where there are no others.
     """
 
     objective: Objective
@@ -78,6 +79,16 @@ class TrainingRun:
     seed: int
     initial: Vectors
     kept: int | None = None
+    fresh: Callable[[int], Vectors] | None = None
+
+    def on(self, rows: torch.Tensor, seed: int) -> TrainingRun:
+        """A run of the same recipe on some of the examples, rows [k], in another order, and from other
+        initial parameters where there are any.
+        """
+        inputs = tuple(x[rows] for x in self.rows.inputs)
+        part = LoadedRows(inputs, None if self.rows.target is None else self.rows.target[rows])
+        initial = self.initial if self.fresh is None else self.fresh(seed)
+        return replace(self, rows=part, seed=seed, initial=initial)
 
     @cached_property
     def batches(self) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copyreg
 import hashlib
+import json
 import sys
 import types
 import warnings
@@ -23,8 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from psgrad.engine.execution.stored import Stored
+from psgrad.engine.execution.stored import InFile, Stored
 from psgrad.inputs.code_identity import is_installed
+from psgrad.inputs.sources.host_files import made_once
 from psgrad.user_code import without_digest
 
 # What is copied at once from another device, or out of a tensor that is not contiguous.
@@ -93,17 +95,50 @@ def identify(model: nn.Module) -> ModelIdentity:
     current processors, where it is twice as fast as BLAKE2.
     """
     walk = _Walk(model)
-    with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(tensor_digest, walk.tensors.values()))
+    digests = _digests_on_this_host(walk.tensors)
     modules = {
         name: hashlib.sha256("\n".join(lines).encode("utf-8", "backslashreplace")).hexdigest()
         for name, lines in walk.lines.items()
     }
     return ModelIdentity(
-        {name: digest[:_DIGITS] for name, digest in zip(walk.tensors, digests, strict=True)},
+        {name: digests[name][:_DIGITS] for name in walk.tensors},
         {name: digest[:_DIGITS] for name, digest in modules.items()},
         tuple(sorted(walk.sources)),
     )
+
+
+def _digests_on_this_host(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """name -> the digest of each tensor. Those that lie in files are read by one process of this host."""
+    in_files = {
+        name: each
+        for name, each in tensors.items()
+        if isinstance(each, Stored) and isinstance(each.source, InFile)
+    }
+    others = {name: each for name, each in tensors.items() if name not in in_files}
+    content = "\n".join(f"{name} {_place_in_file(each)}" for name, each in in_files.items())
+    file = made_once(
+        f"digests of {content}",
+        lambda target: _write(target, _digests(in_files)),
+    )
+    found = _digests(in_files) if file is None else json.loads(file.read_text(encoding="utf-8"))
+    return _digests(others) | found
+
+
+def _write(target: Path, digests: Mapping[str, str]) -> None:
+    target.write_text(json.dumps(digests), encoding="utf-8")
+
+
+def _place_in_file(tensor: Stored) -> str:
+    """Which numbers of which file a tensor has, in words."""
+    source, seen = tensor.source, tensor.view_of_source
+    assert isinstance(source, InFile)
+    place = (source.offset, seen.storage_offset(), tuple(seen.shape), seen.stride(), seen.dtype, tensor.dtype)
+    return f"{source.file.path} {source.file.stamp} {place}"
+
+
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(tensors, pool.map(tensor_digest, tensors.values()), strict=True))
 
 
 def tensor_digest(tensor: Tensor) -> str:

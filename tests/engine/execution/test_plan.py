@@ -5,6 +5,7 @@ nothing is run on the way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from benchmarks.models import GPT, cnn, mlp, resnet
 from psgrad.engine.execution.chunk_plan import ChunkPlan, chunk_for, correction, plan_chunk
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.pass_costs import Like, NotCapturable, observe_pass, trace_pass
+from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.execution.run_plan import plan_run
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
@@ -272,6 +274,34 @@ def test_ways_are_those_that_the_pass_takes(device: torch.device) -> None:
     way = bound(Objective(model, F.cross_entropy), per_sample_square_norms)
     taken = way(stream.params, *stream.load(0, 8)).describe()
     assert {p.name: p.way for p in found.parameters} == taken
+
+
+def test_memory_of_a_pass_is_flat_in_depth_where_blocks_run_again(device: torch.device) -> None:
+    """Beyond what goes into each block, which is kept. benchmarks/depth.py measures a decoder of 4 to 48
+    layers.
+    """
+    rows, tokens, width = 4, 64, 64
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    x = torch.randn(rows, tokens, width, device=device)
+    beyond: dict[bool, list[int]] = {False: [], True: []}
+    for layers in (4, 16):
+        model = nn.Sequential(nn.Sequential(*[block() for _ in range(layers)])).to(device)
+        recompute = Recompute(False)
+        recompute.add(model)
+        assert len(recompute.modules) == layers
+        objective = Objective(model, F.mse_loss)
+        way = bound(objective, per_sample_square_norms)
+        for again in (False, True):
+            recompute.on = again
+            planned = plan_chunk(way, objective.params, (x,), x).peak_bytes
+            measured = allocated(partial(way, objective.params, (x,), x), device)
+            assert planned == pytest.approx(measured, rel=0.15)
+            beyond[again].append(measured - layers * rows * tokens * width * 4)
+    assert beyond[True][1] <= 1.1 * beyond[True][0]  # each block keeps a generator's state, 5 KB
+    assert beyond[False][1] > 3 * beyond[False][0]
 
 
 class Branching(nn.Module):

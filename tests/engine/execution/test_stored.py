@@ -19,10 +19,15 @@ from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.recompute import Recompute, named_modules, repeated_modules
 from psgrad.engine.execution.stored import Stored, Supply
-from psgrad.engine.gradients import per_sample_gradients
-from psgrad.engine.gradients.per_sample import per_sample_square_norms
+from psgrad.engine.gradients import (
+    Sparse,
+    per_sample_gradients,
+    per_sample_projections,
+    per_sample_square_norms,
+    per_sample_weighted_sum,
+)
 from psgrad.engine.transforms.private_torch import tree_leaves
-from psgrad.errors import CheckpointError, ConfigError, ModelError
+from psgrad.errors import CheckpointError, ConfigError, ModelError, TransformError
 from psgrad.inputs.models.checkpoints import load_into
 from psgrad.inputs.models.in_files import built_without_memory, tensors_in_files
 from tests.architectures import ARCHITECTURES
@@ -45,24 +50,43 @@ def in_file(build: Callable[[], nn.Module], file: Path) -> nn.Module:
 
 
 def found_by(model: nn.Module, architecture: Architecture, dtype: torch.dtype) -> list[Tensor]:
-    """All that is asked of a network: gradients, norms, sums, inner products."""
+    """All that is asked of a network: losses, gradients, norms, projections, inner products with vectors and
+    with other samples, sums, and clipped sums.
+    """
     objective = Objective(model, architecture.loss)
     inputs, target = architecture.batch(SAMPLES, dtype=dtype)
-    options: dict[str, Any] = {
-        "in_dims": (0, 0),
-        "has_aux": True,
-        "randomness": architecture.randomness,
-    }
-    torch.manual_seed(0)
-    gradients = per_sample_gradients(objective.loss, objective.params, inputs, target, **options)
-    torch.manual_seed(0)
-    norms = per_sample_square_norms(objective.loss, objective.params, inputs, target, **options)
+
+    def computed(how: Callable[..., Any], **more: Any) -> Any:
+        torch.manual_seed(0)
+        options = {"in_dims": (0, 0), "has_aux": True, "randomness": architecture.randomness}
+        return how(objective.loss, objective.params, inputs, target, **options, **more)
+
+    gradients, norms = computed(per_sample_gradients), computed(per_sample_square_norms)
     weights = torch.tensor([0.5, 2.0, -1.0], dtype=dtype)
-    found = [gradients.materialise(), gradients.gram(), gradients.weighted_sum(weights), norms.by_parameter]
+    vector = {name: torch.ones_like(value) for name, value in objective.params.items()}
+    found = [
+        gradients.losses,
+        gradients.materialise(),
+        gradients.inner(gradients),
+        gradients.dot(vector),
+        gradients.project(Sparse(8, seed=0)),
+        gradients.weighted_sum(weights),
+        gradients.square_norms(per="parameter"),
+        norms.losses,
+        norms.by_parameter,
+        computed(per_sample_projections, projection=Sparse(8, seed=0)).rows,
+        computed(per_sample_weighted_sum, weights=_clipped, memory=0).sums,
+    ]
     return [each for each in tree_leaves(found) if isinstance(each, Tensor)]
 
 
-@pytest.mark.every(7)
+def _clipped(norms: Any) -> Tensor:
+    """The weights that scale each sample's gradient to a norm of at most 0.1."""
+    found: Tensor = (0.1 / norms.square_norms().sqrt()).clamp(max=1)
+    return found
+
+
+@pytest.mark.every(13)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
 def test_weights_in_a_file_give_the_numbers_of_weights_in_memory(
@@ -179,7 +203,89 @@ def test_a_file_is_read_to_its_end_though_the_system_reads_a_part_at_a_time(
     assert float(weight.sum()) == 276
 
 
-def test_a_write_into_an_offloaded_weight_is_refused(tmp_path: Path) -> None:
+class Writing(nn.Module):
+    """Writes into its weight in one way, before it uses it."""
+
+    def __init__(self, write: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.bias, self.write = (
+            nn.Parameter(torch.randn(4, 3)),
+            nn.Parameter(torch.randn(4)),
+            write,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.write(self.weight).t() + self.bias).tanh()
+
+
+def _without_gradients(weight: Tensor) -> Tensor:
+    with torch.no_grad():
+        return weight.clamp_(-0.5, 0.5)
+
+
+def _one_row(weight: Tensor) -> Tensor:
+    weight[1] = 0
+    return weight
+
+
+def _in_a_view(weight: Tensor) -> Tensor:
+    weight.t()[0].mul_(3)
+    return weight
+
+
+WRITES: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda weight: weight.mul_(2),
+    "one row": _one_row,
+    "in a view": _in_a_view,
+    "without gradients": _without_gradients,
+    "into a copy": lambda weight: weight.clone().add_(1) * weight,
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_into_a_weight_in_a_file(write: str, frozen: bool, tmp_path: Path) -> None:
+    """Each pass writes into a copy for this use, as for a weight in memory: the same numbers twice, or
+    the same refusal.
+    """
+    x = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(1))
+
+    def norms_twice(model: nn.Module) -> list[Tensor] | str:
+        objective = Objective(model, lambda output, target: (output - target.sum()).square().sum())
+        found = []
+        try:
+            for _ in range(2):
+                gradients = per_sample_square_norms(
+                    objective.loss, objective.params, (x,), x, in_dims=(0, 0), has_aux=True
+                )
+                found.append(gradients.square_norms())
+        except TransformError as error:
+            return str(error)
+        return found
+
+    def build() -> nn.Module:
+        model = Writing(WRITES[write])
+        model.weight.requires_grad_(not frozen)
+        return model
+
+    torch.manual_seed(0)
+    resident = build()
+    model = in_file(build, tmp_path / "w.safetensors")
+    model.weight.requires_grad_(not frozen)
+    before = model.weight + 0
+    model = place(model, CPU, torch.float32, "as-saved", Supply(CPU, 4096))
+    assert isinstance(model.weight.data, Stored)
+    expected, found = norms_twice(resident), norms_twice(model)
+    if isinstance(expected, str):
+        assert frozen
+        assert found == expected
+    else:
+        assert torch.equal(torch.stack(found), torch.stack(expected))  # type: ignore[arg-type]
+        assert torch.equal(expected[0], expected[1])
+    assert torch.equal(model.weight + 0, before)
+
+
+def test_a_write_into_an_offloaded_weight_outside_of_a_pass_is_refused(tmp_path: Path) -> None:
     weight = weight_in(tmp_path / "w.safetensors")
     with pytest.raises(ModelError, match=r"writes into an offloaded weight of shape \(4, 6\)") as refusal:
         weight.mul_(2)

@@ -7,7 +7,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from psgrad.engine.execution.chunk_plan import plan_chunk
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.pass_costs import NotCapturable
 from psgrad.engine.gradients import (
     Gaussian,
     PerSampleGradients,
@@ -25,11 +30,13 @@ from psgrad.engine.gradients import (
     Rademacher,
     Sparse,
     TwoSided,
+    per_sample_gradients,
+    per_sample_projections,
     projection_from,
 )
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.projections.base import Entries
+from psgrad.engine.gradients.projections.base import Entries, _quantiles
 from psgrad.engine.gradients.projections.entrywise import Orders
 from psgrad.engine.gradients.terms import (
     BLOCK_BYTES,
@@ -549,3 +556,30 @@ def test_projection_oracle_matrices() -> None:
             torch.testing.assert_close(written.norm(dim=0), torch.ones(20, dtype=torch.float64))
         if isinstance(projection, Sparse):
             assert ((written != 0).sum(0) == projection.nonzeros).all()
+
+
+@pytest.mark.parametrize(
+    "projection",
+    [TwoSided(3, 3, seed=5, matrices="gaussian"), Gaussian(7, seed=5), Sparse(7, seed=5)],
+    ids=lambda projection: type(projection).__name__,
+)
+def test_plan_of_a_projection_leaves_no_tensor_without_values(projection: Projection) -> None:
+    """The tables that projections share are remembered; of a plan's tensors nothing must be."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    objective, x = Objective(model, F.cross_entropy), torch.randn(3, 4)
+    target = torch.randint(3, (3,))
+
+    def rows(params: Any, inputs: Any, target: Any) -> Any:
+        return per_sample_projections(
+            objective.loss, params, inputs, target, projection=projection, in_dims=(0, 0), has_aux=True
+        )
+
+    _quantiles.cache_clear()
+    with suppress(NotCapturable):  # whether a term is rows times columns depends on data
+        plan_chunk(rows, objective.params, (x,), target)
+    found = rows(objective.params, (x,), target).rows
+    expected = per_sample_gradients(
+        objective.loss, objective.params, (x,), target, in_dims=(0, 0), has_aux=True
+    ).project(projection)
+    assert torch.equal(found, expected)
+    assert type(_quantiles(torch.device("cpu"))) is torch.Tensor

@@ -81,6 +81,20 @@ def test_curvature_matrix_rows_with_shared_factor(
         )
 
 
+@pytest.mark.parametrize("kept", [0, 1 << 12, 1 << 27])
+def test_curvature_matrix_of_kept_chunks(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors are added chunk by chunk, some chunks at a time, or all at the end."""
+    inputs, labels = classified(23)
+    monkeypatch.setattr("psgrad.engine.influence.curvature.matrices._KEPT", kept)
+    training = examples(mlp(), cross_entropy, inputs, labels, chunk_size=4)
+    np.testing.assert_allclose(
+        sum_of_outer_products(gauss_newton_rows(training)).numpy(),
+        gauss_newton(mlp(), cross_entropy, inputs, labels),
+        rtol=0,
+        atol=1e-11,
+    )
+
+
 @pytest.mark.parametrize("size", [1, 512, 1100])
 def test_curvature_matrix_symmetric_product(size: int) -> None:
     matrix = torch.randn(9, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.method import Checkpoint, Fitted
+from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerRoots, Multiplied
+from psgrad.engine.influence.method import Checkpoint, Fitted, Preconditioned
 from psgrad.engine.influence.methods.ekfac import EKFAC, KroneckerFactored
 from psgrad.errors import InfluenceError
 from tests.engine.influence.kronecker_blocks import Tied, blocks_of, dense, scores
@@ -258,3 +259,35 @@ def test_ekfac_unused_layer_refused() -> None:
     inputs, labels = classified(N)
     with pytest.raises(InfluenceError, match=r"other\.weight(?s:.*)leave it out of `parameters`"):
         fitted(examples(Unused().double(), cross_entropy, inputs, labels))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ekfac_rotated_gradients_or_rotated_vectors(case: str) -> None:
+    """Both orders of a product with multiplied vectors give the inner products of materialised ones."""
+    _, training, queries = problem(case)
+    scores = fitted(training)
+    plain = torch.cat([block.scores[""] for block in Preconditioned.scores(scores, queries)])
+    for block, inverse in zip(scores.blocks, scores._inverses, strict=True):
+        values = torch.cat(
+            [each[""] for _, each in queries.each(lambda g: {"": block.multiplied(g, inverse)})]  # noqa: B023
+        )
+        one, other = (
+            torch.cat([each[""] for _, each in training.each(lambda g: {"": g.by_part(kind.inner)})])  # noqa: B023
+            for kind in (Multiplied(block, values, 0), Multiplied(block, values, 1 << 40))
+        )
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+        plain -= one
+    assert float(plain.abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ekfac_roots_as_a_preconditioner(case: str) -> None:
+    """Two roots are the inverse that scores are made with, and a root undoes the inverse root."""
+    _, training, queries = problem(case)
+    scores = fitted(training, damping=0.1)
+    roots = KroneckerRoots(training.flat, scores.blocks, 0.1)
+    vectors = queries.materialise()
+    twice = roots.root(roots.root(vectors, -0.5), -0.5)
+    inverse = training.flat.join(scores.precondition(training.flat.split(vectors))) * len(training)
+    torch.testing.assert_close(twice, inverse, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(roots.root(roots.root(vectors, 0.5), -0.5), vectors, rtol=1e-9, atol=1e-12)

@@ -257,7 +257,9 @@ def test_exact_choice_of_solver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
-@pytest.mark.parametrize("options", [{}, {"preconditioner": "nystroem", "rank": 20}])
+@pytest.mark.parametrize(
+    "options", [{}, {"preconditioner": "nystroem", "rank": 20}, {"preconditioner": "ekfac"}]
+)
 def test_exact_equals_conjugate_gradients(curvature: Any, options: dict[str, Any]) -> None:
     damping = 0.6 if curvature == "hessian" else 0.01
     exact = scores(fit(Influence(curvature, "exact", damping=damping), training()), queries())

@@ -344,3 +344,37 @@ def test_stft_wrong_window_refused(options: dict[str, Any]) -> None:
     arguments = {"n_fft": 16, "center": False, "return_complex": True, **options}
     with pytest.raises(TransformError, match="stft with n_fft=16"):
         vmap(lambda x: torch.stft(x, **arguments))(draws(3, 50))
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (6, 5, 4), (2, 6, 5, 4)])
+@pytest.mark.parametrize("dims", [(0, 0), (None, 0), (0, None)])
+def test_matmul_matrix_mapped_and_many_rows(
+    shape: tuple[int, ...], dims: tuple[int | None, int | None]
+) -> None:
+    left, right = (
+        draws(*(() if dim is None else (3,)), *one, seed=place)
+        for place, (dim, one) in enumerate(zip(dims, (shape, (4, 7)), strict=True))
+    )
+    weights = draws(*shape[:-1], 7, seed=2)
+    check(lambda a, b: (torch.matmul(a, b) * weights).sum(), dims, left, right)
+    found = vmap(torch.matmul, in_dims=dims)(left, right)
+    torch.testing.assert_close(found, torch.func.vmap(torch.matmul, in_dims=dims)(left, right))
+
+
+def test_matmul_matrix_mapped_is_not_copied_for_rows() -> None:
+    """A product of many rows of one column each with a matrix of each sample takes no batch of small ones."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    sizes: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            sizes.append(out.untyped_storage().nbytes() // 8 if isinstance(out, Tensor) else 0)
+            return out
+
+    rows, matrices = draws(50, 1, 8), draws(6, 8, 9)
+    with Sizes():
+        vmap(torch.matmul, in_dims=(None, 0))(rows, matrices)
+        vmap(torch.matmul)(rows.expand(6, 50, 1, 8), matrices)
+    assert max(sizes) <= 6 * 50 * 9

@@ -101,7 +101,9 @@ def embedded(value: DeferredGradient, dim: int, start: int, step: int, size: int
 
 
 def scaled(value: DeferredGradient, factor: float) -> DeferredGradient:
-    return value.with_terms([placed.scaled(factor) for placed in value.terms])
+    """The gradient times a factor. Factors in float16 are widened first: there a product may vanish."""
+    wide = [p.at(slice(None), torch.float32) if p.term.dtype == torch.float16 else p for p in value.terms]
+    return value.with_terms([placed.scaled(factor) for placed in wide])
 
 
 def times(batch: Batch, value: DeferredGradient, by: torch.Tensor, product: Any = torch.mul) -> Any:

@@ -13,15 +13,16 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.terms import Workspace, accumulating_dtype, block_bytes
+from psgrad.engine.transforms.private_torch import without_modes
 from psgrad.errors import TransformArgumentError
 
 Kind = Literal["rademacher", "gaussian"]
@@ -105,7 +106,23 @@ def normals(
     )
 
 
-@lru_cache(maxsize=8)
+def remembered(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: the last results, up to `count`, are not computed again. They are computed outside of
+    modes: a plan follows a pass by tensors without values, which must not be remembered.
+    """
+
+    def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
+        @lru_cache(maxsize=count)
+        def computed(*args: Any) -> Any:
+            with without_modes():
+                return function(*args)
+
+        return wraps(function)(computed)
+
+    return decorator
+
+
+@remembered(8)
 def _quantiles(device: torch.device) -> torch.Tensor:
     """float32 [65536]: the middle quantiles of the standard normal distribution, scaled to a variance
     of one.

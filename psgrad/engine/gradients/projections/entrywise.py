@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -22,6 +21,7 @@ from psgrad.engine.gradients.projections.base import (
     below,
     element_limit,
     key_of,
+    remembered,
     sign_at,
     signs,
     streams,
@@ -211,7 +211,7 @@ class Orders:
         return factors, below(words_at(stream, self.count + block), self.size)
 
 
-@lru_cache(maxsize=16)
+@remembered(16)
 def _units(size: int, inverse: bool, device: torch.device) -> torch.Tensor:
     """The numbers below `size` that have no divisor in common with it, in ascending order, or the inverse of
     each modulo `size`.
@@ -269,7 +269,7 @@ def _gathered(
 
 
 # The next samples use the same. At most 64 of _REMEMBERED entries of 16 bytes: 64 MiB.
-_gathered_once = lru_cache(maxsize=64)(_gathered)
+_gathered_once = remembered(64)(_gathered)
 
 
 def _add_listed(

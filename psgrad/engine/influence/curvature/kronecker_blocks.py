@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from psgrad.engine.gradients.flat import Vectors
+from psgrad.engine.gradients.deferred import DeferredGradient
+from psgrad.engine.gradients.flat import Flat, Vectors, as_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.terms import Product, Term, accumulating_dtype, blocks, times_shared
 from psgrad.engine.influence.curvature.kronecker_factors import Form, Side, only_product
@@ -105,10 +107,10 @@ class Basis:
         """Rotated gradients of one group as outer products, [n, g, a] and [n, g, b]; None if they are sums of
         several.
         """
-        term = only_product(gradients.gradients[self.name], self.form)
+        term = self.product(gradients)
         if term is None or not term.is_outer_product:
             return None
-        rotated = self._rotated_factors(term)
+        rotated = self.rotated_factors(term)
         return rotated.left.squeeze(2), rotated.right.squeeze(2)
 
     def rotated(
@@ -119,7 +121,7 @@ class Basis:
         """
         gradient = gradients.gradients[self.name]
         kind = dtype or accumulating_dtype(gradient.dtype)
-        term = only_product(gradient, self.form)
+        term = self.product(gradients)
         groups, rows, columns = self.size
         by_factors = term is not None and term.factors[0].shape[2] * (
             rows**2 + columns**2
@@ -127,17 +129,24 @@ class Basis:
         for block in blocks(len(gradients), 3 * groups * rows * columns * kind.itemsize, gradient.device):
             if by_factors:
                 assert term is not None
-                yield block, self._rotated_factors(term.at(block, kind)).materialise()
+                yield block, self.rotated_factors(term.at(block, kind)).materialise()
             else:
                 values = {name: _materialised(gradients, name, block).to(kind) for name in self.names}
                 yield block, self.rotate(self.matrices(values))
+
+    def product(self, gradients: PerSampleGradients) -> Term | None:
+        """Gradients of one group as factors, [n, g, t, a] and [n, g, t, b], not rotated; None if they have
+        none.
+        """
+        return only_product(gradients.gradients[self.name], self.form)
 
     @property
     def names(self) -> list[str]:
         """The names of its parameters."""
         return [self.name] if self.bias is None else [self.name, self.bias.name]
 
-    def _rotated_factors(self, term: Term) -> Product:
+    def rotated_factors(self, term: Term) -> Product:
+        """A product as `product` has it, with its bias, rotated."""
         left, right = term.factors
         if self.bias is not None:
             ones = left.new_ones(*left.shape[:3], 1)
@@ -202,6 +211,18 @@ class KroneckerBlock:
         vectors: Vectors = gradients.by_part(preconditioned)
         return vectors
 
+    def multiplied(self, gradients: PerSampleGradients, factor: torch.Tensor) -> torch.Tensor:
+        """[k, g, a, b]: gradients in the bases, times `factor` [g, a, b] in float64, in their own type."""
+
+        def multiplied(some: PerSampleGradients) -> torch.Tensor:
+            kind = some.gradients[self.basis.name].dtype
+            return torch.cat(
+                [(part * factor).to(kind) for _, part in self.basis.rotated(some, torch.float64)]
+            )
+
+        found: torch.Tensor = gradients.by_part(multiplied)
+        return found
+
     def weighted_squares(
         self, gradients: PerSampleGradients, weights: list[torch.Tensor]
     ) -> list[torch.Tensor]:
@@ -223,6 +244,79 @@ class KroneckerBlock:
             squares = rotated.double().square().flatten(1)
             parts.append(squares @ torch.stack([each.reshape(-1) for each in weights], 1))
         return list(torch.cat(parts).unbind(1))
+
+
+class Multiplied:
+    """Vectors that were multiplied by a block's matrix, for inner products with gradients.
+
+    values: [m, g, a, b], in the block's bases. samples: of how many gradients inner products are taken.
+    Gradients are rotated where that is less work than to rotate the vectors back.
+    """
+
+    def __init__(self, block: KroneckerBlock, values: torch.Tensor, samples: int) -> None:
+        self.basis, self.values, self.samples = block.basis, values, samples
+
+    def inner(self, gradients: PerSampleGradients) -> torch.Tensor:
+        """[n, m] float64: the inner products with gradients of one group."""
+        term, label = self.basis.product(gradients), self.basis.label
+        if term is not None and term.is_outer_product and self._rotates(term):
+            return outer_inner(self.basis.rotated_factors(term), self.values)
+        if term is not None and self._rotates(term):
+            rotated = DeferredGradient.of(self.basis.rotated_factors(term), self.values.shape[1:])
+            own, other = {label: rotated}, {label: self.values}
+        else:
+            own, other = {name: gradients.gradients[name] for name in self.basis.names}, self._vectors
+        products: torch.Tensor = PerSampleGradients(own, gradients.losses, {}).inner(as_gradients(other))
+        return products
+
+    def _rotates(self, term: Term) -> bool:
+        _, rows, columns = self.basis.size
+        of_gradients = self.samples * term.factors[0].shape[2] * (rows**2 + columns**2)
+        return of_gradients <= len(self.values) * rows * columns * (rows + columns)
+
+    @cached_property
+    def _vectors(self) -> Vectors:
+        """name -> [m, *shape]"""
+        each = [
+            self.basis.vectors(self.basis.rotate_back(part.double())) for part in self.values.split(_ROTATED)
+        ]
+        return {name: torch.cat([part[name].to(self.values) for part in each]) for name in each[0]}
+
+
+# Vectors that are rotated back at once, and the numbers of an intermediate of inner products.
+_ROTATED, _NUMBERS = 32, 1 << 22
+
+
+def outer_inner(term: Product, values: torch.Tensor) -> torch.Tensor:
+    """[n, m] float64: the inner products of outer products, of one position, with values [m, g, a, b]."""
+    left, right = (factor.squeeze(2).transpose(0, 1) for factor in term.factors)  # [g, n, a], [g, n, b]
+    if left.shape[2] < right.shape[2]:
+        left, right, values = right, left, values.transpose(2, 3)
+    step = max(1, _NUMBERS // max(right.numel(), 1))
+    moved = [
+        (torch.matmul(left, part) * right).sum(3).sum(1, dtype=torch.float64) for part in values.split(step)
+    ]
+    return torch.cat(moved).t()
+
+
+@dataclass(frozen=True)
+class KroneckerRoots:
+    """Powers of a matrix made of blocks plus a damping, as a preconditioner of conjugate gradients."""
+
+    flat: Flat
+    blocks: list[KroneckerBlock]
+    damping: float
+    name = "ekfac"
+
+    def root(self, block: torch.Tensor, power: float) -> torch.Tensor:
+        """[k, p]: the power of the matrix times each of k vectors [k, p], float64."""
+        gradients, total = as_gradients(self.flat.split(block)), Vectors()
+        for each in self.blocks:
+            values = each.values + self.damping
+            least = torch.finfo(values.dtype).eps * values.amax()
+            for name, value in each.precondition(gradients, values.clamp_min(least) ** power).items():
+                total[name] = total[name] + value if name in total else value
+        return self.flat.join(total)
 
 
 def sum_of_squares(basis: Basis, gradients: PerSampleGradients) -> torch.Tensor:

@@ -28,6 +28,7 @@ from psgrad.engine.gradients.projections.base import key_of, signs, streams, wor
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.influence.curvature.kronecker_blocks import Basis, Bias, KroneckerBlock, sum_of_squares
 from psgrad.engine.influence.curvature.kronecker_factors import Covariances, FactorSums, Form, Use, cover
+from psgrad.engine.influence.curvature.sampled_labels import sampled_label_rows
 from psgrad.engine.influence.method import not_finite_gradients
 from psgrad.errors import InfluenceError
 
@@ -181,18 +182,21 @@ class SampledRows(OutputRows):
 
 
 def fisher_rows(training: Examples, draws: int | None, seed: int) -> OutputRows:
-    """`draws` sampled rows for each example, or all rows where it is None.
+    """`draws` sampled rows for each example, or all rows where it is None. Of large outputs the rows are
+    those of labels that the model draws.
 
     Raises InfluenceError where the output is no tensor or too large, and, as a pass goes on, where the loss
     is not convex in it.
     """
     size = output_size(training)
+    if size > LARGEST_OUTPUT and draws is not None:
+        return sampled_label_rows(training, draws, seed)
     if size > LARGEST_OUTPUT:
         raise InfluenceError(
             f"the model's output has {size} numbers for one example, too many for the second derivatives of"
             " its loss in them",
             expected=f"at most {LARGEST_OUTPUT}, for rows of the Gauss-Newton matrix",
-            next_step="set fisher: empirical, which takes the gradients of the training loss",
+            next_step="set fisher: sampled, which draws labels, or empirical",
         )
     if draws is None:
         return gauss_newton_rows(training)

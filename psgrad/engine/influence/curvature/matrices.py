@@ -7,6 +7,7 @@ If the rows of a sample are outer products with one common factor, j_r = u_r ⊗
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,6 +27,8 @@ from psgrad.engine.transforms import grad, linearize, vmap
 _PANEL = 512
 # The numbers of products of factors, and the samples from which on their product is fast.
 _NUMBERS, _SAMPLES = 1 << 25, 32
+# Bytes of factors that are kept before their products are added.
+_KEPT = 1 << 27
 
 
 def own_products(rows: torch.Tensor) -> torch.Tensor:
@@ -39,33 +42,79 @@ def own_products(rows: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def sum_over_rows(gradients: PerSampleGradients, flat: Flat, per_sample: int) -> torch.Tensor:
-    """[p, p] float64: the sum of j j' over gradients that are rows, `per_sample` for each sample, next to one
-    another.
+class _RowSums:
+    """Gathers the sum of j j' [p, p] float64 over gradients that are rows, `per_sample` for each sample, next
+    to one another.
+
+    Each sum takes some passes over a matrix [p, p]. So chunks are kept as factors until they are many.
     """
-    if len(gradients.parts) > 1:
-        each = [sum_over_rows(part, flat, per_sample) for _, part in gradients.parts]
-        return torch.stack(each).sum(0)
-    parts = _parts(gradients, flat, per_sample)
-    whole = torch.zeros(flat.size, flat.size, dtype=torch.float64, device=gradients.losses.device)
-    for number, left in enumerate(parts):
-        for right in parts[number:]:
-            block = left.with_itself() if left is right else left.times(right)
-            whole[left.columns.unsqueeze(1), right.columns] = block
-            if left is not right:
-                whole[right.columns.unsqueeze(1), left.columns] = block.t()
-    return whole
+
+    needs_factors = True
+
+    def __init__(self, flat: Flat, per_sample: int, device: torch.device) -> None:
+        self.flat, self.per_sample = flat, per_sample
+        self.whole = torch.zeros(flat.size, flat.size, dtype=torch.float64, device=device)
+        self._chunk: list[list[_Part]] = []
+        self._kept: list[list[_Part]] = []
+
+    def columns(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
+        self._chunk = [_parts(part, self.flat, self.per_sample) for _, part in gradients.parts]
+        return {}
+
+    def keep(self) -> None:
+        self._kept += self._chunk
+        self._chunk = []
+        if sum(part.bytes for parts in self._kept for part in parts) > _KEPT:
+            self.add_kept()
+
+    def add_kept(self) -> None:
+        """Add what is kept to `whole`."""
+        alike: dict[tuple[Any, ...], list[list[_Part]]] = {}
+        for parts in self._kept:
+            alike.setdefault(tuple(part.form for part in parts), []).append(parts)
+        self._kept = []
+        for chunks in alike.values():
+            self._add([_Part.joined(same) for same in zip(*chunks, strict=True)])
+
+    def _add(self, parts: list[_Part]) -> None:
+        for number, left in enumerate(parts):
+            for right in parts[number:]:
+                block = left.with_itself() if left is right else left.times(right)
+                self.whole[_places(left, right)] += block
+                if left is not right:
+                    self.whole[_places(right, left)] += block.t()
+
+
+def _places(left: _Part, right: _Part) -> tuple[slice | torch.Tensor, slice | torch.Tensor]:
+    """Where in a matrix of all parameters the products of two parts are."""
+    rows, columns = left.columns, right.columns
+    if isinstance(rows, torch.Tensor) and isinstance(columns, torch.Tensor):
+        rows = rows.unsqueeze(1)
+    return rows, columns
 
 
 @dataclass(frozen=True)
 class _Part:
     """Rows own_r ⊗ shared, float64. own: [n, R, a], shared: [n, b], columns: [a * b], where in a row of all
-    parameters they are.
+    parameters they are. form: parts of one form have the same columns.
     """
 
+    form: tuple[Any, ...]
     own: torch.Tensor
     shared: torch.Tensor
-    columns: torch.Tensor
+    columns: slice | torch.Tensor
+
+    @property
+    def bytes(self) -> int:
+        return self.own.nbytes + self.shared.nbytes
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Part]) -> _Part:
+        """Parts of one form as one, of all their samples."""
+        if len(parts) == 1:
+            return parts[0]
+        owns, shareds = [part.own for part in parts], [part.shared for part in parts]
+        return replace(parts[0], own=torch.cat(owns), shared=torch.cat(shareds))
 
     def with_itself(self) -> torch.Tensor:
         """[a * b, a * b]: the sum over rows of their outer products with themselves.
@@ -122,22 +171,26 @@ def _half(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 def _parts(gradients: PerSampleGradients, flat: Flat, per_sample: int) -> list[_Part]:
     """One for each parameter whose rows share a factor, and one for all others together."""
     device = gradients.losses.device
-    parts, values, rest = [], [], []
+    parts: list[_Part] = []
+    values, rest = [], []
     for name, gradient in gradients.gradients.items():
-        columns = torch.arange(flat.columns[name].start, flat.columns[name].stop, device=device)
         if gradient.is_zero:
             continue
+        columns = flat.columns[name]
         part = part_of(gradient, per_sample)
         if isinstance(part, SharedFactorRows) and part.own.shape[2] == 1:
             own, shared = part.own.squeeze(2).double(), part.shared.squeeze(1).double()
-            order = columns.reshape(shared.shape[1], -1).t() if part.transposed else columns
-            parts.append(_Part(own, shared, order.reshape(-1)))
+            parts.append(_Part((name, part.form), own, shared, columns))
+            if part.transposed:
+                order = torch.arange(columns.start, columns.stop, device=device).reshape(shared.shape[1], -1)
+                parts[-1] = replace(parts[-1], columns=order.t().reshape(-1))
         else:
-            values.append(gradient.materialise().reshape(-1, per_sample, len(columns)).double())
-            rest.append(columns)
+            value = gradient.materialise()
+            values.append(value.reshape(-1, per_sample, columns.stop - columns.start).double())
+            rest.append((name, torch.arange(columns.start, columns.stop, device=device)))
     if values:
-        own = torch.cat(values, dim=2)
-        parts.append(_Part(own, own.new_ones(len(own), 1), torch.cat(rest)))
+        own, form = torch.cat(values, dim=2), tuple(name for name, _ in rest)
+        parts.append(_Part(form, own, own.new_ones(len(own), 1), torch.cat([each for _, each in rest])))
     return parts
 
 
@@ -154,9 +207,10 @@ def sum_of_outer_products(rows: Examples) -> torch.Tensor:
     """
     flat = rows.flat
     if isinstance(rows, OutputRows):
-        return replace(rows, settle=False).fold(
-            lambda gradients: sum_over_rows(gradients, flat, rows.per_sample)
-        )
+        sums = _RowSums(flat, rows.per_sample, rows.device)
+        replace(rows, settle=False).gather(sums)
+        sums.add_kept()
+        return rows.summed(sums.whole)
     return rows.fold(lambda gradients: own_products(flat.join(gradients.materialise()).double()))
 
 

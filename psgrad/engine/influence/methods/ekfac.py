@@ -12,7 +12,7 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors, as_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.influence.amounts import is_affine
-from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerBlock
+from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerBlock, Multiplied
 from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows, fit_blocks
 from psgrad.engine.influence.leverage import Damping, default_damping
 from psgrad.engine.influence.method import (
@@ -24,7 +24,6 @@ from psgrad.engine.influence.method import (
     Preconditioned,
     ScoreBlock,
     SelfBlock,
-    labelled,
 )
 from psgrad.errors import ConfigError, InfluenceError
 
@@ -143,24 +142,33 @@ class KroneckerFactored(Preconditioned):
         return 1 / (values * len(self.training))
 
     def precondition(self, vectors: Vectors) -> Vectors:
-        return self._precondition(as_gradients(vectors))
-
-    def _precondition(self, gradients: PerSampleGradients) -> Vectors:
-        total: Vectors = {}
+        gradients, total = as_gradients(vectors), Vectors()
         for block, inverse in zip(self.blocks, self._inverses, strict=True):
             for name, value in block.precondition(gradients, inverse).items():
                 total[name] = total[name] + value if name in total else value
-        return {name: total[name] for name in gradients.gradients}
+        return {name: total[name] for name in vectors}
 
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
-        parts = [found for _, found in queries.each(self._precondition)]
-        vectors = {
-            name: torch.cat([part[name] for part in parts]).to(self.training.device)
-            for name in self.training.params
-        }
-        prepared = as_gradients(vectors)
-        for rows, found in self.training.each(lambda gradients: labelled(gradients.inner(prepared, per=per))):
+        if per != "total":
+            yield from super().scores(queries, per)
+            return
+        device, count = self.training.device, len(self.training)
+        parts = [found for _, found in queries.each(self._multiplied)]
+        asked = [
+            Multiplied(block, torch.cat([part[block.label] for part in parts]).to(device), count)
+            for block in self.blocks
+        ]
+
+        def products(gradients: PerSampleGradients) -> torch.Tensor:
+            return torch.stack([each.inner(gradients) for each in asked]).sum(0)
+
+        for rows, found in self.training.each(lambda gradients: {"": gradients.by_part(products)}):
             yield ScoreBlock(rows.start, rows.stop, found)
+
+    def _multiplied(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
+        """label -> [k, g, a, b]: gradients times the inverse, in the bases of each block."""
+        pairs = zip(self.blocks, self._inverses, strict=True)
+        return {block.label: block.multiplied(gradients, inverse) for block, inverse in pairs}
 
     def self_influence(self) -> Iterator[SelfBlock]:
         def both(gradients: Any) -> dict[str, torch.Tensor]:

@@ -14,6 +14,8 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, output_size, outputs_alike
 from psgrad.engine.influence.amounts import calibrated, is_affine
+from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerRoots
+from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows, fit_blocks
 from psgrad.engine.influence.curvature.products import CurvatureProducts
 from psgrad.engine.influence.inverses import AtOutput, ByKernel, ByMatrix, ByProducts, Solve
 from psgrad.engine.influence.leverage import TITLES, Corrected, Damping, InverseProblem, default_damping
@@ -38,7 +40,7 @@ LARGEST_MATRIX = 6000
 _UNKNOWN_RATIO, _QUERIES = 0.01, 100
 
 _SOLVERS = ("auto", "exact", "dual", "conjugate_gradient", "lissa", "arnoldi")
-_PRECONDITIONERS = ("auto", "none", "diagonal", "nystroem")
+_PRECONDITIONERS = ("auto", "none", "diagonal", "nystroem", "ekfac")
 # From so many queries on, which share a Krylov space, a preconditioner of that rank costs more products than
 # it saves. Measured on digits.
 _MANY_QUERIES = 100
@@ -92,8 +94,8 @@ class Influence(Method):
             default, and to first order for scores by layer.
         tolerance, iterations: of conjugate_gradient and lissa, the relative residual of each query and
             products at most (arnoldi: the size of its Krylov space); None for 200, 5000 and 200.
-        preconditioner: of conjugate_gradient, 'none', 'diagonal', 'nystroem', or 'auto', which is the last
-            for less than a hundred queries.
+        preconditioner: of conjugate_gradient, 'none', 'diagonal', 'nystroem', 'ekfac' (blocks by Kronecker
+            factors), or 'auto', which is nystroem for less than a hundred queries.
         rank: of the Nystroem preconditioner and of arnoldi; None for 200 and 50.
         seed: of what these draw.
     """
@@ -109,7 +111,7 @@ class Influence(Method):
     change: Literal["auto", "gradient", "output"] = "auto"
     tolerance: float = 1e-6
     iterations: int | None = None
-    preconditioner: Literal["auto", "none", "diagonal", "nystroem"] = "auto"
+    preconditioner: Literal["auto", "none", "diagonal", "nystroem", "ekfac"] = "auto"
     rank: int | None = None
     seed: int = 0
 
@@ -306,7 +308,7 @@ class Influence(Method):
                 rhs,
                 tolerance=self.tolerance,
                 iterations=iterations,
-                preconditioner=self._preconditioner(products, damping, rhs),
+                preconditioner=self._preconditioner(products, damping, rhs, training),
                 room=training.room,
                 spectrum=spectrum,
                 say=checkpoint.say,
@@ -318,8 +320,12 @@ class Influence(Method):
         return min(_RANKS[of], rhs.shape[1]) if self.rank is None else self.rank
 
     def _preconditioner(
-        self, products: CurvatureProducts, damping: float, rhs: torch.Tensor
+        self, products: CurvatureProducts, damping: float, rhs: torch.Tensor, training: Examples
     ) -> Preconditioner | None:
+        if self.preconditioner == "ekfac":
+            rows = training if self.curvature == "fisher" else fisher_rows(training, None, self.seed)
+            blocks = fit_blocks(rows, len(training))
+            return KroneckerRoots(training.flat, blocks, damping + self.weight_decay)
         # a Hessian need not be positive, as a Nystroem factor must be
         few = len(rhs) < _MANY_QUERIES and self.curvature != "hessian"
         if self.preconditioner == "nystroem" or (self.preconditioner == "auto" and few):

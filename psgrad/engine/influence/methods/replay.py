@@ -5,7 +5,8 @@ training example's weight in the whole run.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from copy import copy
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -42,9 +43,14 @@ class Replay(Method):
     Options:
         subsets: how many random subsets of each size (1, 5 and 20 % of the examples) are left out for real;
             0 for none, so that nothing is said about how far scores can be trusted.
+        runs: 1 for the run itself. More for so many other runs on random halves of the examples, of which
+            each two are all of them: scores are the mean over the runs that an example is in. That predicts
+            what a removal does to a model that is trained so, where one run is chaotic, in place of what it
+            does to this run, and takes as many times as long.
     """
 
     subsets: int = 20
+    runs: int = 1
 
     name = "replay"
 
@@ -53,6 +59,12 @@ class Replay(Method):
             raise ConfigError(
                 f"influence.method.subsets: {self.subsets} subsets have no rank correlation",
                 expected="3 or more, or 0 for no comparison",
+            )
+
+        if self.runs < 1:
+            raise ConfigError(
+                f"influence.method.runs: {self.runs} runs have no scores",
+                expected="1 for the run itself, or how many runs on random halves are averaged",
             )
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
@@ -67,7 +79,7 @@ class Replay(Method):
                 " that is not finite at the end of the run, of which they are a part",
                 next_step="leave them out of the data: psgrad analyze names them",
             )
-        return Replayed(checkpoint.run, self.subsets, checkpoint)
+        return Replayed(checkpoint.run, self, checkpoint)
 
 
 class Replayed(Fitted):
@@ -75,9 +87,13 @@ class Replayed(Fitted):
 
     has_self_influence = False
 
-    def __init__(self, run: TrainingRun, subsets: int, checkpoint: Checkpoint) -> None:
-        self.run, self.subsets, self.checkpoint = run, subsets, checkpoint
-        self.facts = {"steps": len(run.batches), "training": asdict(run.recipe) | {"seed": run.seed}}
+    def __init__(self, run: TrainingRun, options: Replay, checkpoint: Checkpoint) -> None:
+        self.run, self.options, self.checkpoint = run, options, checkpoint
+        self.facts = {
+            "steps": len(run.batches),
+            "training": asdict(run.recipe) | {"seed": run.seed},
+            "runs": options.runs,
+        }
 
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
         if per != "total":
@@ -85,15 +101,25 @@ class Replayed(Fitted):
                 "replay has no scores of single layers: an example's weight acts on all of them in each step",
                 next_step="set influence.layers: none",
             )
-        gradients = queries.materialise()
-        blocks = [
-            self.run.weight_derivatives(queries.flat.split(rows.to(self.run.device)))
-            for rows in gradients.split(self._at_once(gradients))
-        ]
-        scores = -torch.cat(blocks).T.cpu()
-        if self.subsets:
-            self._compare(scores.numpy(), queries)
+        if self.options.runs > 1:
+            scores = self._over_halves(queries)
+        else:
+            scores = _scores(self.run, queries)
+            if self.options.subsets:
+                self._compare(scores.numpy(), queries)
         yield ScoreBlock(0, len(scores), {"": scores})
+
+    def _over_halves(self, queries: Examples) -> torch.Tensor:
+        """[n, m]: the mean over runs on random halves, of those that an example is in."""
+        count = len(self.run.rows)
+        total, runs = torch.zeros(count, len(queries), dtype=torch.float64), torch.zeros(count, 1)
+        for number, rows in enumerate(halves(count, self.options.runs, self.run.seed)):
+            run = self.run.on(rows.to(self.run.device), self.run.seed + 1 + number)
+            objective = copy(queries.objective)
+            objective.params = run.final
+            total[rows] += _scores(run, replace(queries, objective=objective))
+            runs[rows] += 1
+        return total / runs
 
     def self_influence(self) -> Iterator[SelfBlock]:
         raise InfluenceError(
@@ -101,14 +127,9 @@ class Replayed(Fitted):
             next_step="set influence.self_influence: never, or name the examples as influence.queries",
         )
 
-    def _at_once(self, gradients: torch.Tensor) -> int:
-        """How many queries are pulled back at once: each has a cotangent of parameters and state."""
-        size = gradients[0].nbytes * (1 + len(self.run.optimiser.means)) * 2
-        return max(1, min(_AT_ONCE, free_memory(self.run.device) // _SHARE // size))
-
     def _compare(self, scores: np.ndarray, queries: Examples) -> None:
         """Note how well sums of scores predict what leaving subsets out of the run does."""
-        found = agreement(self.run, scores, queries, self.subsets)
+        found = agreement(self.run, scores, queries, self.options.subsets)
         self.facts["agreement"] = {f"{each.left_out:.0%} left out": each.rank for each in found}
         self.facts["slope"] = {f"{each.left_out:.0%} left out": each.slope for each in found}
         few = found[:2]
@@ -122,9 +143,31 @@ class Replayed(Fitted):
         )
         self.facts["calibrated_because"] = verdict
         self.checkpoint.say(
-            f"replay: with {self.subsets} subsets of each size left out for real, all else the same, the rank"
-            f" correlation of predicted and actual changes is {numbers}; {verdict}"
+            f"replay: with {self.options.subsets} subsets of each size left out for real, all else the same,"
+            f" the rank correlation of predicted and actual changes is {numbers}; {verdict}"
         )
+
+
+def halves(count: int, runs: int, seed: int) -> Iterator[torch.Tensor]:
+    """For each of so many runs the numbers of the rows that it has, in order: a random half of them all, and
+    then the other half.
+    """
+    random = np.random.default_rng([seed, 7])
+    for number in range(runs):
+        if number % 2 == 0:
+            order = torch.from_numpy(random.permutation(count))
+        yield (order[: count // 2] if number % 2 == 0 else order[count // 2 :]).sort().values
+
+
+def _scores(run: TrainingRun, queries: Examples) -> torch.Tensor:
+    """[n, m]: minus the derivatives of the measurements of queries at the end of the run, by the weight of
+    each of its examples.
+    """
+    gradients = queries.materialise()
+    size = gradients[0].nbytes * (1 + len(run.optimiser.means)) * 2
+    at_once = max(1, min(_AT_ONCE, free_memory(run.device) // _SHARE // size))
+    parts = gradients.to(run.device).split(at_once)
+    return -torch.cat([run.weight_derivatives(queries.flat.split(part)) for part in parts]).T.cpu()
 
 
 @dataclass(frozen=True)

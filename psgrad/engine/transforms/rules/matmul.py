@@ -197,6 +197,11 @@ def _matmul_batch(batch: Any, op: Op, a: torch.Tensor, b: torch.Tensor) -> torch
         left, right = batch.raw(a), batch.raw(b)
         # one position: an outer product
         return left * right if a.shape[1] == 1 and a.dtype == b.dtype else aten.bmm.default(left, right)
+    if b.dim() == 2 and batch.is_mapped(b):
+        # one matrix for all rows of a sample: broadcasting would copy it for each of the leading axes
+        left = batch.raw(a).flatten(1, -2) if batch.is_mapped(a) else a.flatten(0, -2)
+        out = op(left, batch.raw(b)) if left.dim() == 2 else aten.bmm.default(left, batch.raw(b))
+        return out.reshape(batch.size, *a.shape[:-1], b.shape[-1])
     rank = max(a.dim(), b.dim())
     left = batch.aligned(a, rank) if batch.is_mapped(a) else a
     right = batch.aligned(b, rank) if batch.is_mapped(b) else b

@@ -1,0 +1,218 @@
+"""The section of `psgrad influence --evaluate`: how models are trained again, how many of them, and what is
+compared. A training run that `method: replay` computes again is described by the same keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from psgrad.config.values import CallableSpec, FilePath, Finite, NamedSection, Section
+
+
+class MethodConfig(NamedSection):
+    """A method by name, a file of `psgrad/engine/influence/methods` or `module:Class`, with its options. A
+    bare string is the name; options without a name are those of `influence`.
+    """
+
+    name: str = "influence"
+    """A known method, or module:Class; the other keys are its options."""
+
+
+EvaluationKind = Literal["loo", "lds", "mislabel", "removal", "groups", "curve"]
+
+_STEPS = frozenset({"epochs", "batch_size", "learning_rate", "schedule"})
+# What each way of training takes, besides weight decay and the number of models at once.
+_TAKES: Mapping[str, frozenset[str]] = {
+    "sgd": _STEPS | {"momentum"},
+    "adam": _STEPS,
+    "adamw": _STEPS,
+    "newton": frozenset({"tolerance"}),
+}
+_ALWAYS = frozenset({"optimizer", "weight_decay", "together"})
+
+
+class RecipeConfig(Section):
+    """How a model is trained by mini-batches."""
+
+    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
+    """As torch.optim has it."""
+    epochs: Annotated[int, Field(ge=1)] = 50
+    """Passes over the training rows; of sgd, adam and adamw."""
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    """Rows in each step; of sgd, adam and adamw."""
+    learning_rate: Annotated[Finite, Field(gt=0)] = 1e-3
+    """Of sgd, adam and adamw."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls to zero; of sgd, adam and adamw."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of sgd."""
+    weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
+    """As in torch's optimisers."""
+
+    @model_validator(mode="after")
+    def _momentum_of_sgd(self) -> RecipeConfig:
+        if self.momentum and self.optimizer in ("adam", "adamw"):
+            raise ValueError(f"{self.optimizer} does not take momentum")
+        return self
+
+
+class TrainingConfig(RecipeConfig):
+    """The training run that led to the model, which `method: replay` computes again: from its initial weights
+    in an order of the rows that is known by the seed, each step along the mean loss of its batch.
+    """
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of the fresh weights of the model's factory, and of the order of the rows, which is that of
+    psgrad.engine.influence.training_run.training_batches.
+    """
+    initial: FilePath | None = None
+    """A checkpoint of the weights that training began with; null for the factory's fresh ones."""
+    tolerance: Annotated[Finite, Field(gt=0)] = 1e-3
+    """How far the end of the run may be from model.checkpoint, as a share of the way from the initial
+    weights.
+    """
+
+
+class TrainConfig(RecipeConfig):
+    """How a model is trained again, from the fresh weights of the model's factory. A bare string is a
+    training function of your own.
+
+    function: `module:callable`, called as train(model, inputs, target, seed), which returns the trained
+    model. Without it the built-in trainer trains many models at once by `optimizer`; newton, for convex
+    objectives alone, holds n * weight_decay fixed on removal, and the others have weight_decay as torch's
+    optimisers do. `together` models are trained, and kept, at a time.
+    """
+
+    function: CallableSpec | None = None
+    """module:callable, called as train(model, inputs, target, seed); null for the built-in trainer."""
+    optimizer: Literal["sgd", "adam", "adamw", "newton"] = "adam"  # type: ignore[assignment]
+    """Of the built-in trainer; newton is for convex objectives only."""
+    weight_decay: Annotated[Finite, Field(ge=0)] = 0.0
+    """As in torch's optimisers; newton keeps n * weight_decay fixed on removal."""
+    tolerance: Annotated[Finite, Field(gt=0)] = 1e-10
+    """Norm of the gradient at which newton stops."""
+    together: Annotated[int, Field(ge=1)] = 100
+    """Models trained, and kept, at a time."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_function(cls, value: object) -> object:
+        return {"function": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _options_of_this_training(self) -> TrainConfig:
+        # A default says nothing: a resolved config, written out in full, must load again.
+        given = {
+            name for name, info in TrainConfig.model_fields.items() if getattr(self, name) != info.default
+        }
+        if self.function is not None:
+            refused, who = (
+                given - {"function", "together"},
+                f"the function {self.function} trains as it wants to and",
+            )
+        else:
+            refused, who = given - _ALWAYS - _TAKES[self.optimizer], self.optimizer
+        if refused:
+            raise ValueError(f"{who} does not take {', '.join(sorted(refused))}")
+        return self
+
+
+class TuningConfig(Section):
+    """The damping of each method that has one, chosen by the score on other subsets and other queries than
+    those that are reported.
+
+    subsets: how many others. queries: how many of the queries are set aside for it, at random, and not
+    reported. dampings: the candidates, as multiples of the curvature's mean eigenvalue.
+    """
+
+    subsets: Annotated[int, Field(ge=3)] = 30
+    """How many other subsets dampings are chosen on."""
+    queries: Annotated[int, Field(ge=1)] = 60
+    """Queries used for tuning only, drawn at random, and not reported."""
+    dampings: list[Annotated[Finite, Field(gt=0)]] = Field(
+        default_factory=lambda: [1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0], min_length=1
+    )
+    """Candidates, as multiples of the curvature's mean eigenvalue."""
+
+
+_AMOUNT = "a share of the rows such as 1%, or a number of rows"
+
+
+def _amount(value: str | int) -> str | int:
+    if isinstance(value, int):
+        if value < 1:
+            raise ValueError(f"{value} rows to remove; expected {_AMOUNT}")
+        return value
+    try:
+        share = float(value.removesuffix("%"))
+    except ValueError:
+        raise ValueError(f"{value!r} is no amount of rows; expected {_AMOUNT}") from None
+    if not value.endswith("%"):
+        if share != int(share) or share < 1:
+            raise ValueError(f"{value!r} is no number of rows; expected {_AMOUNT}")
+        return int(share)
+    if not 0 < share < 100:
+        raise ValueError(f"{value} of the rows; expected a share above 0% and below 100%")
+    return value
+
+
+def _rows_of(amount: str | int, rows: int) -> int:
+    """How many of so many rows an amount is: at least one."""
+    return amount if isinstance(amount, int) else max(1, round(float(amount[:-1]) / 100 * rows))
+
+
+class EvaluationConfig(Section):
+    """`psgrad influence --evaluate`: models trained again, and what is compared."""
+
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    """How a model is trained again."""
+    methods: list[MethodConfig] = Field(default_factory=list)
+    """Methods compared with influence.method, in the same tables."""
+    queries: Annotated[int, Field(ge=1)] | None = None
+    """The largest number of queries, drawn at random; null for all."""
+    seeds: Annotated[int, Field(ge=1)] = 3
+    """Trainings of each subset (lds), removal (loo, removal, groups, curve) or set of flips (mislabel: each
+    set has one).
+    """
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of everything drawn."""
+    subsets: Annotated[int, Field(ge=3)] = 100
+    """Of lds: how many subsets."""
+    fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Of lds: the share of the rows in each subset."""
+    tuning: TuningConfig | None = None
+    """Of lds: how dampings are chosen; by default they stay as they are."""
+    removals: Annotated[int, Field(ge=3)] = 100
+    """Of loo: how many examples are left out, one at a time; of groups: how many groups at most."""
+    highest: Annotated[int, Field(ge=0)] = 20
+    """Of loo: how many of the removals are those with the highest self-influence."""
+    flips: Annotated[int, Field(ge=1)] = 5
+    """Of mislabel: how many sets of flipped labels."""
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Of mislabel: the share of the labels in each set."""
+    ks: list[Annotated[int, Field(ge=1)]] = Field(default_factory=lambda: [10, 20, 50], min_length=1)
+    """Of removal: how many proponents are left out."""
+    explained: Annotated[int, Field(ge=2)] = 20
+    """Of removal: for how many queries."""
+    remove: list[Annotated[str | int, AfterValidator(_amount)]] = Field(
+        default_factory=lambda: list[str | int](["1%", "2%", "5%", "10%"]), min_length=1
+    )
+    """Of curve: how many of the rows that help, or hurt, all queries together are left out: shares such as
+    1%, or numbers of rows.
+    """
+
+    def removed_of(self, rows: int) -> list[int]:
+        """The numbers of rows that `remove` asks for, of so many rows; rising, each once."""
+        return sorted({_rows_of(amount, rows) for amount in self.remove})
+
+    @model_validator(mode="after")
+    def _highest_are_removals(self) -> EvaluationConfig:
+        if self.highest > self.removals:
+            raise ValueError(
+                f"highest: {self.highest} of the removals are to be those with the highest self-influence, of"
+                f" {self.removals}"
+            )
+        return self

@@ -1,0 +1,107 @@
+"""The tables of an influence run: queries, training examples, ranked pairs; and their files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from psgrad.results import InfluenceResult
+from psgrad.results.influence import QUERY_COLUMNS, SIGN, TRAINING_COLUMNS, harmful_rows
+from psgrad.storage import RunFolder
+from psgrad.workflows.influence_screening import Looks
+from psgrad.workflows.influence_setup import InfluenceSetup
+
+
+def query_table(setup: InfluenceSetup, looks: Looks) -> pd.DataFrame:
+    """One row a query; see QUERY_COLUMNS. Excluded ones, too."""
+    reader, rows = setup.query_reader, setup.asked_rows
+    targets = reader.targets_at(rows)
+    columns = {
+        "id": reader.samples.ids[rows],
+        "index": rows,
+        **({} if targets is None else {"target": targets}),
+        **looks.queries.columns,
+        "measurement": setup.measurement.sign * looks.queries.losses,
+        "status": np.where(looks.asked, "ok", "nonfinite"),
+    }
+    return pd.DataFrame({name: columns[name] for name in QUERY_COLUMNS if name in columns})
+
+
+def training_table(setup: InfluenceSetup, looks: Looks, own: np.ndarray | None) -> pd.DataFrame:
+    """One row a training example; see TRAINING_COLUMNS, but `overall`. Excluded ones, too."""
+    samples, reader, kept = setup.run.samples, setup.run.reader, looks.kept
+    everything = np.arange(len(samples))
+    targets = reader.targets_at(everything)
+    columns = {
+        "id": samples.ids,
+        "index": everything,
+        **({} if targets is None else {"target": targets}),
+        **looks.training.columns,
+        "loss": looks.training.losses,
+        "grad_norm": looks.training.norms,
+        **({} if own is None else {"self_influence": _of_all(own, setup.training_rows, len(kept))}),
+        "status": np.where(kept, "ok", "nonfinite"),
+    }
+    return _in_order(columns)
+
+
+def with_overall(training: pd.DataFrame, rows: np.ndarray, overall: np.ndarray) -> pd.DataFrame:
+    """The table of training examples with the mean of their scores over the queries: `overall` [n], of these
+    rows [n].
+    """
+    return _in_order({**training, "overall": _of_all(overall, rows, len(training))})
+
+
+def _in_order(columns: Mapping[str, Any]) -> pd.DataFrame:
+    return pd.DataFrame({name: columns[name] for name in TRAINING_COLUMNS if name in columns})
+
+
+def _of_all(values: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
+    """[count]: the values of these rows, and NaN of the others."""
+    column = np.full(count, np.nan)
+    column[rows] = values
+    return column
+
+
+def with_agreement(queries: pd.DataFrame, rows: np.ndarray, agreement: np.ndarray) -> pd.DataFrame:
+    """The table of queries with the agreement of the checkpoints on these rows; as it is without any."""
+    if not len(agreement):
+        return queries
+    known = pd.Series(agreement, index=rows)
+    found = queries.assign(agreement=known.reindex(queries["index"]).to_numpy())
+    return found[[name for name in QUERY_COLUMNS if name in found]]
+
+
+def with_clusters(result: InfluenceResult) -> InfluenceResult:
+    """The result with the cluster of each query in its table, where clusters were asked for."""
+    if not result.questions.of_query:
+        return result
+    found = result.queries.assign(cluster=result.questions.of_query)
+    return replace(result, queries=found[[name for name in QUERY_COLUMNS if name in found]])
+
+
+def write_tables(result: InfluenceResult, matrix: Mapping[str, np.ndarray] | None, folder: RunFolder) -> None:
+    """scores.parquet and scores.csv, self_influence.parquet, queries.parquet, harmful.csv, the answers to the
+    config's questions, and the matrix where it is wanted.
+    """
+    # pandas keeps `attrs` in the file's metadata; a CSV file has none, and says it in a column.
+    for name, frame in (("scores.parquet", result.scores), ("self_influence.parquet", result.training)):
+        said = frame.copy()
+        said.attrs = {"unit": result.unit, "sign": SIGN, "predicts_removal": result.predicts_removal}
+        folder.write_table(name, said)
+    folder.write_csv("scores.csv", result.scores.assign(unit=result.unit))
+    folder.write_table("queries.parquet", result.queries)
+    folder.write_csv("harmful.csv", harmful_rows(result.training))
+    for name, frame in result.questions.files().items():
+        folder.write_table(name, frame)
+    if result.tokens:
+        tables = [pair.table() for pair in result.tokens]
+        folder.write_table("tokens.parquet", pd.concat(tables, ignore_index=True))
+    if matrix is not None:
+        from safetensors.numpy import save
+
+        folder.write_bytes("matrix.safetensors", save(dict(matrix)))
