@@ -211,6 +211,14 @@ class Recipe:
         kind = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
         return kind(parameters, **options)
 
+    def steps_per_epoch(self, rows: int) -> int:
+        """How many batches so many rows make."""
+        return -(-rows // self.batch_size)
+
+    def alike(self, rows: int) -> int:
+        """Models of so many rows are trained together if this number is the same."""
+        return rows if self.optimizer == "newton" else self.steps_per_epoch(rows)
+
     def rate(self, step: int, steps: int) -> float:
         """The learning rate of step number `step` of so many."""
         left = 1 - step / steps

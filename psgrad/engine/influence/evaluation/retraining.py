@@ -56,7 +56,7 @@ class EnsembleTrainer:
         size = self.recipe.together
         alike: dict[int, list[int]] = {}
         for number, job in enumerate(jobs):
-            alike.setdefault(len(job.rows), []).append(number)
+            alike.setdefault(self.recipe.alike(len(job.rows)), []).append(number)
         groups = [
             numbers[start : start + size]
             for numbers in alike.values()
@@ -68,7 +68,7 @@ class EnsembleTrainer:
         return Members(parts[0].model, state, np.concatenate([part.loss for part in parts])[order.numpy()])
 
     def _trained(self, jobs: Sequence[Job]) -> Members:
-        """Models with as many rows each."""
+        """Models that `Recipe.alike` says may be trained together."""
         models = [fresh_model(self.fresh, job.seed) for job in jobs]
         template = models[0]
         trained = {name for name, parameter in template.named_parameters() if parameter.requires_grad}
@@ -103,29 +103,35 @@ class EnsembleTrainer:
         recipe, (inputs, target) = self.recipe, (self.rows.inputs, stacked_target(self.rows, jobs))
         device = inputs[0].device
         own = torch.arange(len(jobs), device=device).unsqueeze(1)
-        step = vmap(grad_and_value(self._loss(model)), in_dims=(0, 0, 0, 0), randomness="different")
+        step = vmap(grad_and_value(self._loss(model)), in_dims=0, randomness="different")
         optimiser = recipe.optimiser(list(params.values()))
         shuffles = [np.random.default_rng([job.seed, 1]) for job in jobs]
-        size = len(jobs[0].rows)
-        per_epoch = -(-size // recipe.batch_size)
+        sizes = torch.tensor([len(job.rows) for job in jobs], device=device)
+        longest = int(sizes.max())
+        counts = torch.arange(longest, device=device) < sizes.unsqueeze(1)
+        per_epoch = recipe.steps_per_epoch(longest)
         if recipe.epochs * per_epoch >= _CAPTURED_FROM:
             step = capture(step, say=lambda why: None)
         mean = torch.zeros(len(jobs), dtype=torch.float64)
         for epoch in range(recipe.epochs):
-            order = torch.as_tensor(
-                np.stack([random.permutation(job.rows) for random, job in zip(shuffles, jobs, strict=True)])
-            ).to(device)
+            shuffled = [random.permutation(job.rows) for random, job in zip(shuffles, jobs, strict=True)]
+            # the last batch of a shorter job is filled up with its last row, which does not count there
+            filled = [np.pad(rows, (0, longest - len(rows)), mode="edge") for rows in shuffled]
+            order = torch.as_tensor(np.stack(filled)).to(device)
             total = torch.zeros(len(jobs), dtype=torch.float64, device=device)
-            for number, batch in enumerate(order.split(recipe.batch_size, dim=1)):
-                labels = None if target is None else target[own, batch]
-                gradients, losses = step(params, fixed, tuple(x[batch] for x in inputs), labels)
+            batches = zip(*(each.split(recipe.batch_size, dim=1) for each in (order, counts)), strict=True)
+            for number, (batch, counted) in enumerate(batches):
+                beside = {} if target is None else {"target": target[own, batch]}
+                if not counted.all():
+                    beside["shares"] = counted / counted.double().sum(1, keepdim=True)
+                gradients, losses = step(params, fixed, tuple(x[batch] for x in inputs), beside)
                 for group in optimiser.param_groups:
                     group["lr"] = recipe.rate(epoch * per_epoch + number, recipe.epochs * per_epoch)
                 for name, parameter in params.items():
                     parameter.grad = gradients[name]
                 optimiser.step()
-                total += losses.double() * batch.shape[1]
-            mean = (total / size).cpu()
+                total += losses.double() * counted.sum(1)
+            mean = (total / sizes).cpu()
             _require_finite(mean, params, jobs, epoch)
         for parameter in params.values():
             parameter.grad = None
@@ -133,10 +139,18 @@ class EnsembleTrainer:
 
     def _loss(self, model: nn.Module) -> Callable[..., torch.Tensor]:
         def mean_loss(
-            params: Any, fixed: Any, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
+            params: Any,
+            fixed: Any,
+            inputs: tuple[torch.Tensor, ...],
+            beside: dict[str, torch.Tensor],
         ) -> torch.Tensor:
+            """beside: the target of each row, where there is one, and its share of the mean, where not all
+            rows count.
+            """
+            target, shares = beside.get("target"), beside.get("shares")
             output = functional_call(model, {**params, **fixed}, inputs)
-            return vmap(self.criterion, in_dims=(0, None if target is None else 0))(output, target).mean()
+            losses = vmap(self.criterion, in_dims=(0, None if target is None else 0))(output, target)
+            return losses.mean() if shares is None else (losses * shares.to(losses.dtype)).sum()
 
         return mean_loss
 

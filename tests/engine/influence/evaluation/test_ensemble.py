@@ -97,7 +97,7 @@ def test_trainer_ensemble_equals_single_trainings(recipe: Recipe) -> None:
 @settings(max_examples=10)
 @given(
     order=st.permutations(range(5)),
-    sizes=st.lists(st.sampled_from([9, 14]), min_size=5, max_size=5),
+    sizes=st.lists(st.sampled_from([8, 9, 13, 14, 15]), min_size=5, max_size=5),
     together=st.integers(1, 5),
 )
 def test_trainer_independent_of_order_and_group(order: list[int], sizes: list[int], together: int) -> None:
@@ -110,6 +110,25 @@ def test_trainer_independent_of_order_and_group(order: list[int], sizes: list[in
         torch.testing.assert_close(
             member(result, place), trained_alone(wanted[number], recipe), rtol=1e-9, atol=1e-10
         )
+
+
+def test_trainer_unequal_sizes_with_as_many_steps_are_trained_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    trained = EnsembleTrainer._trained
+
+    def counted(self: EnsembleTrainer, jobs: Sequence[Job]) -> Members:
+        calls.append(len(jobs))
+        return trained(self, jobs)
+
+    monkeypatch.setattr(EnsembleTrainer, "_trained", counted)
+    wanted = [jobs(1, size, size)[0] for size in (22, 28, 25, 29)]
+    result = EnsembleTrainer(fresh, ROWS, cross_entropy, replace(RECIPE, epochs=26))(wanted)
+    assert calls == [3, 1]
+    for number, job in enumerate(wanted):
+        alone = trained_alone(job, replace(RECIPE, epochs=26))
+        torch.testing.assert_close(member(result, number), alone, rtol=1e-8, atol=1e-9)
 
 
 def test_trainer_long_training_uses_capture() -> None:
