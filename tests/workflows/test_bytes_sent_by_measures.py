@@ -37,7 +37,9 @@ def sums(groups: int) -> int:
     return 8 * (groups * PARAMETERS + groups + TENSORS)
 
 
-@pytest.mark.parametrize("prepare", [of_a_model, with_checkpoints, with_tokens])
+@pytest.mark.parametrize(
+    "prepare", [of_a_model, pytest.param(with_checkpoints, marks=pytest.mark.sweep), with_tokens]
+)
 def test_bytes_that_each_measure_reduces(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Workplace], None]
 ) -> None:
