@@ -151,6 +151,14 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
         return (yield)
 
 
+@pytest.fixture
+def device_with_autocast(device: torch.device) -> torch.device:
+    """The device of the run, if PyTorch's autocast knows it."""
+    if device.type == CHECKED:
+        pytest.skip("autocast does not know the device of tests/device")
+    return device
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     set_seed(0)

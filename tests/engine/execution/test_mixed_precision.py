@@ -19,7 +19,6 @@ from psgrad.engine.gradients.per_sample import per_sample_square_norms
 from psgrad.engine.measures.gradient_norms import GradientNorms
 from psgrad.errors import SelfCheckError
 from psgrad.inputs.rows import Block
-from tests.device.checked import CHECKED
 from tests.oracles import one_sample_gradients
 
 HALF = torch.bfloat16
@@ -27,10 +26,7 @@ EPS = torch.finfo(HALF).eps
 ROWS = 7
 
 
-@pytest.fixture(autouse=True)
-def _device_with_autocast(device: torch.device) -> None:
-    if device.type == CHECKED:
-        pytest.skip("autocast does not know the device of tests/device")
+pytestmark = pytest.mark.usefixtures("device_with_autocast")
 
 
 class Tied(nn.Module):

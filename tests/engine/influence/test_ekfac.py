@@ -124,10 +124,10 @@ def test_ekfac_self_influence(case: str) -> None:
     result = torch.cat([block.self_influence for block in blocks])
     norms = torch.cat([block.preconditioned_norm for block in blocks])
     expected = matrix(method, training)[""].diagonal()
-    assert torch.allclose(result, expected, rtol=1e-10, atol=0)
+    assert torch.allclose(result.cpu(), expected, rtol=1e-10, atol=0)
     rows = training.materialise().to(training.device)
     prepared = training.flat.join(method.precondition(training.flat.split(rows)))
-    assert torch.allclose(norms, prepared.norm(dim=1), rtol=1e-10, atol=0)
+    assert torch.allclose(norms.cpu(), prepared.norm(dim=1).cpu(), rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("per", ["parameter", "module"])
@@ -266,11 +266,11 @@ def test_ekfac_rotated_gradients_or_rotated_vectors(case: str) -> None:
     """Both orders of a product with multiplied vectors give the inner products of materialised ones."""
     _, training, queries = problem(case)
     scores = fitted(training)
-    plain = torch.cat([block.scores[""] for block in Preconditioned.scores(scores, queries)])
+    plain = torch.cat([block.scores[""] for block in Preconditioned.scores(scores, queries)]).cpu()
     for block, inverse in zip(scores.blocks, scores._inverses, strict=True):
         values = torch.cat(
             [each[""] for _, each in queries.each(lambda g: {"": block.multiplied(g, inverse)})]  # noqa: B023
-        )
+        ).to(training.device)
         one, other = (
             torch.cat([each[""] for _, each in training.each(lambda g: {"": g.by_part(kind.inner)})])  # noqa: B023
             for kind in (Multiplied(block, values, 0), Multiplied(block, values, 1 << 40))
@@ -286,7 +286,7 @@ def test_ekfac_roots_as_a_preconditioner(case: str) -> None:
     _, training, queries = problem(case)
     scores = fitted(training, damping=0.1)
     roots = KroneckerRoots(training.flat, scores.blocks, 0.1)
-    vectors = queries.materialise()
+    vectors = queries.materialise().to(queries.device)
     twice = roots.root(roots.root(vectors, -0.5), -0.5)
     inverse = training.flat.join(scores.precondition(training.flat.split(vectors))) * len(training)
     torch.testing.assert_close(twice, inverse, rtol=1e-9, atol=1e-12)

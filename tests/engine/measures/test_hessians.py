@@ -83,7 +83,7 @@ def test_hessian_trace_standard_error() -> None:
     result = columns_of(
         HessianTrace(probes=24), setting_of(model, F.cross_entropy, inputs, target), chunk_size=10**6
     )
-    truth = dense(model, F.cross_entropy, tuple(x[:1] for x in inputs), target[:1])[0].diagonal().sum()
+    truth = dense(model, F.cross_entropy, tuple(x[:1] for x in inputs), target[:1])[0].diagonal().sum().cpu()
     off = (result["hessian_trace"] - truth) / result["hessian_trace_error"]
     assert abs(float(off.mean())) < 5 / math.sqrt(400)  # unbiased, but for the skew of a ratio
     assert 0.8 < float(off.std()) < 1.3
@@ -91,7 +91,7 @@ def test_hessian_trace_standard_error() -> None:
 
 def test_hessian_ritz_values_and_residuals() -> None:
     model, inputs, target = small()
-    values = torch.linalg.eigvalsh(dense(model, F.cross_entropy, inputs, target))
+    values = torch.linalg.eigvalsh(dense(model, F.cross_entropy, inputs, target)).cpu()
     result = columns_of(
         HessianTopEigenvalue(iterations=4), setting_of(model, F.cross_entropy, inputs, target)
     )

@@ -95,7 +95,7 @@ def test_neighbour_distance_equals_all_distances(
 
 def test_neighbour_distance_label_share() -> None:
     rows = torch.tensor([[1.0, 0], [1, 0.01], [1, 0.02], [0, 1], [0.01, 1], [0, 0]])
-    targets = torch.tensor([0, 0, 1, 1, 1, 0])
+    targets = torch.tensor([0, 0, 1, 1, 1, 0]).cpu()  # as a reader gives them
     result = found_of(rows, {"neighbours": 2}, targets=targets)
     table, count = all_distances(rows.double().numpy(), True), 2
     expected = [

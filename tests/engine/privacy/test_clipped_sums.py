@@ -94,7 +94,9 @@ def test_clipped_sum_independent_of_order_and_chunks(architecture: Architecture,
     order = torch.arange(RECORDS).flip(0)
     turned = sum_of(architecture, model, (tuple(value[order] for value in inputs), target[order]), clipping)
     assert distance(turned.sums, whole.sums) <= TOLERANCE[dtype] * distance(whole.sums)
-    torch.testing.assert_close(turned.records.norms[order], whole.records.norms)
+    torch.testing.assert_close(
+        turned.records.norms[order.to(turned.records.norms.device)], whole.records.norms
+    )
     for chunk_size in (1, 2, 4, "auto"):
         stream = Stream(
             objective.loss,
@@ -177,11 +179,15 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_clipped_sum_bound_at_every_scale(architecture: Architecture, kind: str) -> None:
+def test_clipped_sum_bound_at_every_scale(
+    architecture: Architecture, kind: str, request: pytest.FixtureRequest
+) -> None:
     """Without any tolerance. bfloat16 is mixed precision: the factors of gradients are in halves, the weights
     may not be.
     """
     dtype, autocast = KINDS[kind]
+    if autocast is not None:
+        request.getfixturevalue("device_with_autocast")
     model, (inputs, target) = architecture.build(dtype=dtype), architecture.batch(len(SCALES), dtype=dtype)
     names = [name for name, _ in model.named_parameters()]
     clippings = [
@@ -225,9 +231,8 @@ def test_clipped_sum_bound_with_rounding(
         )
 
 
-def test_clipped_sum_second_pass_half_precision(
-    architecture: Architecture,
-) -> None:
+@pytest.mark.usefixtures("device_with_autocast")
+def test_clipped_sum_second_pass_half_precision(architecture: Architecture) -> None:
     """The gradient of a weighted loss would not do: the weights would be rounded to eight bits at every
     operator of the backward pass.
     """
