@@ -81,6 +81,7 @@ def test_engine_tests_with_torch_alone(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.sweep
 def test_benchmark_of_a_gpu_with_torch_alone(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     options = ["--device", "cpu", "--small", "--only", "copies", "--json", str(file)]

@@ -61,6 +61,7 @@ def assert_same_bits(one: Path, other: Path, *patterns: str) -> None:
             pd.testing.assert_frame_equal(found, expected, check_exact=True)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_all_measures(workplace: Workplace, both_ways: Run, dtype: str) -> None:
     own = plugins.own_classes(plugins.MEASURES)
