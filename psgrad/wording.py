@@ -52,26 +52,38 @@ def common_prefix(names: Sequence[str]) -> str:
     """What all names begin with, up to a dot, where that is long and there are at least two names."""
     if len(names) < 2:
         return ""
-    first, last = min(names), max(names)  # what the two outermost share, all share
-    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
-    whole = first[: first[:alike].rfind(".") + 1]
+    whole = names[0][: names[0][: _alike(names)].rfind(".") + 1]
     return whole if len(whole) >= PREFIX_FROM else ""
+
+
+def _alike(texts: Sequence[str]) -> int:
+    """How many letters all texts begin with alike: those of the two outermost ones."""
+    pairs = zip(min(texts, default=""), max(texts, default=""), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def parameter_names(names: Sequence[str], limit: int, prefix: str | None = None) -> list[str]:
     """Each name without the prefix that all have (see `common_prefix`), on one line and at most `limit`
-    letters, cut in the middle.
-
-    The cut is where names stay apart (what differs may be a layer's number in the middle); where there is no
-    such place, those that would be the same are numbered, so that no two rows read alike.
+    letters; no two are alike, see `shorten_apart`.
     """
     start = len(common_prefix(names) if prefix is None else prefix)
-    whole = [printable(name[start:]) for name in names]
-    for sixths in _CUTS:
-        cut = [shorten_middle(name, limit, sixths) for name in whole]
-        if len(set(cut)) == len(set(names)):
+    return shorten_apart([printable(name[start:]) for name in names], limit)
+
+
+def shorten_apart(texts: Sequence[str], limit: int) -> list[str]:
+    """Each text in at most `limit` letters, cut where those that differ stay apart.
+
+    That is in the middle, or, where all begin and end alike, at both ends. Where there is no such place,
+    those that would be the same are numbered, so that no two read alike.
+    """
+    inner = [text[_alike(texts) :] for text in texts]
+    tail = _alike([text[::-1] for text in inner])
+    ends = [f"…{text[: len(text) - tail]}…" for text in inner]
+    ways = [[shorten_middle(text, limit, sixths) for text in texts] for sixths in _CUTS]
+    for cut in [*ways, [shorten_middle(text, limit) for text in ends]]:
+        if len(set(cut)) == len(set(texts)):
             return cut
-    cut = [shorten_middle(name, limit) for name in whole]
+    cut = ways[0]
     twice = {short for short, times in Counter(cut).items() if times > 1}
     return [
         f"{shorten_middle(short, limit - 6)} #{place}" if short in twice else short

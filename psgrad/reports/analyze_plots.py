@@ -19,6 +19,7 @@ from psgrad.reports.drawing import (
     figure_with_axes,
     figure_with_panels,
     legend_above,
+    letters_in,
     line_height,
     log_bins,
     name_rows,
@@ -35,7 +36,7 @@ from psgrad.reports.ticks import count_axis, log_axis
 from psgrad.reports.words import count, identifier, label, number, percent, shorten_middle
 from psgrad.results import AnalyzeResult, TopSample, has_classes, top_samples
 from psgrad.results.manifest import read_manifest
-from psgrad.wording import common_prefix, correlation, parameter_names, prefix_note
+from psgrad.wording import common_prefix, correlation, parameter_names, prefix_note, shorten_apart
 
 MAX_GROUPS = 30  # classes or parameters in one figure: more can't be read
 MAX_MARKS = 250  # single samples drawn as vectors
@@ -216,7 +217,11 @@ def top_sheet(samples: pd.DataFrame, inputs: list[TopSample], class_names: list[
     shown = [sample for sample in inputs if sample.image is not None][:MAX_PICTURES]
     columns = min(6, max(len(shown), 4))
     cell = WIDTH_IN / columns
-    words = [_sheet_words(sample, rows.get(sample.id), class_names) for sample in shown]
+    ids = shorten_apart([identifier(sample.id) for sample in shown], letters_in(cell - 0.08, 7.5))
+    words = [
+        [name, *_sheet_words(rows.get(sample.id), class_names)]
+        for name, sample in zip(ids, shown, strict=True)
+    ]
     side, caption_height = cell - 0.14, max(map(len, words)) * line_height(7.5)
     figure, axes = sheet(-(-len(shown) // columns) * (side + caption_height + 0.16))
     for place, (sample, lines) in enumerate(zip(shown, words, strict=True)):
@@ -228,11 +233,11 @@ def top_sheet(samples: pd.DataFrame, inputs: list[TopSample], class_names: list[
     return Plot("top_sheet", "The top samples", caption, figure, vector=False, alt=caption)
 
 
-def _sheet_words(sample: TopSample, row: dict[Any, Any] | None, class_names: list[str] | None) -> list[str]:
+def _sheet_words(row: dict[Any, Any] | None, class_names: list[str] | None) -> list[str]:
     if row is None:
-        return [identifier(sample.id)]
+        return []
     truth, guess = (label(row.get(column), class_names) for column in ("target", "prediction"))
-    return [identifier(sample.id), f"label {truth}", f"model {guess}", f"norm {number(row['grad_norm'])}"]
+    return [f"label {truth}", f"model {guess}", f"norm {number(row['grad_norm'])}"]
 
 
 def _range_words(values: Array) -> str:

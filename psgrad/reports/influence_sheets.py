@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
+from dataclasses import replace
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -35,6 +36,7 @@ from psgrad.reports.influence_words import (
 from psgrad.reports.pictures import PICTURE_NOTE, shown_text, to_rgb
 from psgrad.reports.words import MISSING, brief, shorten_middle
 from psgrad.results import ALL_INDEX, SIGN, InfluenceResult
+from psgrad.wording import shorten_apart
 
 MAX_SHEETS = 6
 PER_SIDE = 6
@@ -46,8 +48,9 @@ _FEWEST = 4  # pictures in a row: fewer leave room empty, rather than be larger
 _TEXT_LINES = 3
 _TEXT_WIDTH = 66
 # Where the columns of a table begin, as shares of its width: score, id, label, model, input.
-_WITH_TEXTS, _WITHOUT = (0.01, 0.19, 0.335, 0.43, 0.52), (0.01, 0.24, 0.54, 0.76, 1.0)
+_WITH_TEXTS, _WITHOUT = (0.01, 0.17, 0.3, 0.41, 0.52), (0.01, 0.24, 0.54, 0.76, 1.0)
 _LINE_IN = 0.17
+_CAPTION = 7  # the size of the words below a picture
 
 
 def draw_sheets(result: InfluenceResult) -> list[Plot]:
@@ -80,8 +83,9 @@ def _pictures(query: Example | None, sides: tuple[list[Example], list[Example]],
     left, first = 0.25, 2 if query else 0
     columns = first + max(_FEWEST, *map(len, sides))
     cell = (WIDTH_IN - left) / columns
+    sides = _with_short_ids(sides, cell - 0.04)
     lines = max((len(_below(each)) for side in sides for each in side), default=1)
-    row = line_height(8.5) + cell + lines * line_height(7) + 0.08
+    row = line_height(8.5) + cell + lines * line_height(_CAPTION) + 0.08
     figure, axes = sheet(2 * row + 0.1 + len(footer) * line_height(7.5))
     if query:
         below = place_words(axes, ["the query"], 0, 0, 2 * cell, size=9, color=QUIET)
@@ -108,6 +112,17 @@ def _pictures(query: Example | None, sides: tuple[list[Example], list[Example]],
     return figure
 
 
+def _with_short_ids(
+    sides: tuple[list[Example], list[Example]], width: float
+) -> tuple[list[Example], list[Example]]:
+    """The examples with ids that fit into a width, in inches, and stay apart."""
+    helps, hurts = sides
+    ids = [each.id for each in helps + hurts]
+    short = shorten_apart(ids, letters_in(width, _CAPTION, bold=True))
+    renamed = [replace(each, id=name) for each, name in zip(helps + hurts, short, strict=True)]
+    return renamed[: len(helps)], renamed[len(helps) :]
+
+
 def _picture(axes: Axes, example: Example, left: float, top: float, side: float) -> None:
     if example.input is not None and example.input.image is not None:
         place_picture(axes, to_rgb(example.input.image), left, top, side, frame=GRID)
@@ -123,7 +138,7 @@ def _below(example: Example) -> list[str]:
 
 
 def _style(example: Example) -> dict[str, Any]:
-    return {"size": 7, "weight": "bold" if example.differs else "normal"}
+    return {"size": _CAPTION, "weight": "bold" if example.differs else "normal"}
 
 
 def _footer(axes: Axes, lines: list[str]) -> None:
