@@ -22,6 +22,13 @@ PRIVATE_WARNING = "NOT PRIVATE: what follows depends on single records, and no g
 SHOWN_STEPS = 10
 
 
+_BESIDE_OTHERS = (
+    " that a kernel may round a record's gradient differently beside other records (where a record lies at a"
+    " kink of the model to its last digit, such as a ReLU at zero, one record more can then move the sum by"
+    " more than the bound; engine.chunk_size: 1 and mechanism: discrete_gaussian compute each record alone),"
+)
+
+
 def guarantee(step: dict[str, Any]) -> str:
     """What is promised of all that public/ holds, as one sentence that nothing can be cut from; `step` as in
     STEP_KEYS.
@@ -46,7 +53,7 @@ def guarantee(step: dict[str, Any]) -> str:
         f" {'seeded, so that no guarantee holds against who knows the seed' if seeded(step) else 'no seed'}"
         f"{moved if step.get('moved') else ''};"
         f" {rounding_words(step)}; not covered: how long steps take and how much memory they need,"
-        f" {'' if discrete else 'how kernels round one record beside others, '}and"
+        f"{'' if discrete else _BESIDE_OTHERS} and"
         " what the model's code keeps outside of the model and the loss (global variables, files)"
     )
 
