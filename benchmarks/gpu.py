@@ -150,26 +150,26 @@ def transformers(device: torch.device, small: bool) -> Facts:
         contest, exact = Contest(case, device), None
         for precision in ("float32", "TF32", "bfloat16"):
             torch.backends.cuda.matmul.allow_tf32 = precision == "TF32"
-            torch.backends.cudnn.allow_tf32 = precision == "TF32"
-            half = torch.bfloat16 if precision == "bfloat16" else None
-            contest.objective = Objective(contest.model, F.cross_entropy, autocast=half)
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=precision == "TF32"):
+                half = torch.bfloat16 if precision == "bfloat16" else None
+                contest.objective = Objective(contest.model, F.cross_entropy, autocast=half)
 
-            def plain(contest: Contest = contest, half: torch.dtype | None = half) -> None:
-                with _autocast(device, half):
-                    contest.plain()
+                def plain(contest: Contest = contest, half: torch.dtype | None = half) -> None:
+                    with _autocast(device, half):
+                        contest.plain()
 
-            ways = {"plain": plain, "norms": contest.norms, "clipped": contest.clipped}
-            norms = contest.norms()
-            exact = norms if exact is None else exact
-            others, reasons = _of_rivals(contest) if precision == "float32" else ({}, {})
-            ways |= others
-            found[f"{name}, {precision}"] = {
-                "rivals that are not timed": reasons,
-                "seconds": _medians(time_in_turn(ways, 3 if small else 5, device)),
-                "largest difference of norms from float32": ((norms - exact).abs() / exact).max().item(),
-                "peak bytes": _peak(device, contest.clipped),
-            }
-            del ways, others
+                ways = {"plain": plain, "norms": contest.norms, "clipped": contest.clipped}
+                norms = contest.norms()
+                exact = norms if exact is None else exact
+                others, reasons = _of_rivals(contest) if precision == "float32" else ({}, {})
+                ways |= others
+                found[f"{name}, {precision}"] = {
+                    "rivals that are not timed": reasons,
+                    "seconds": _medians(time_in_turn(ways, 3 if small else 5, device)),
+                    "largest difference of norms from float32": ((norms - exact).abs() / exact).max().item(),
+                    "peak bytes": _peak(device, contest.clipped),
+                }
+                del ways, others
         del contest
     return found
 

@@ -239,7 +239,8 @@ def _declare_part(
 def _bounded_slice(
     shape: Sequence[int], dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> tuple[int, ...]:
-    first, last, _ = slice(start, end).indices(shape[dim])
+    size = shape[dim] if shape else 0  # a number has no axis to slice: the operator refuses it
+    first, last, _ = slice(start, end).indices(size)
     return dim, first, last, step
 
 
