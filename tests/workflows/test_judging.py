@@ -33,7 +33,7 @@ class Model(nn.Module):
 @pytest.fixture
 def judged(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     """A workplace with trusted samples in trusted.npz, which draws no plots."""
-    monkeypatch.setattr(analyze, "write_report", lambda result, write: None)
+    monkeypatch.setattr("psgrad.reports.analyze_page.write_report", lambda result, write: None)
     random = np.random.default_rng(7)
     np.savez(
         workplace.folder / "trusted.npz",
