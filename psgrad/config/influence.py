@@ -54,7 +54,7 @@ class IndexConfig(Section):
     """Seed of the projection."""
     features: Literal["loss", "margin"] = "loss"
     """Gradients of the loss, or of the margin (for trak)."""
-    dtype: Literal["float64", "float32", "float16", "bfloat16"] = "float32"
+    dtype: Literal["float64", "float32", "float16", "bfloat16", "int8"] = "float32"
     """Precision of the stored numbers."""
     rows_per_shard: Annotated[int, Field(ge=1)] = 4096
     """Rows in each file of the index."""

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +26,9 @@ _RESUME = "psgrad influence index CONFIG --resume"
 _SHOWN = 6
 _SECONDS_TO_MAKE_FOLDER = 60.0  # a part that begins does so within this time, and others wait for it
 _SEAL = "psgrad"  # of a file's metadata: which index it is of, and the hash of its numbers
+
+# Numbers of a file by the names that safetensors has for them.
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I16": "<i2", "U16": "<u2", "I8": "i1"}
 
 Arrays = dict[str, np.ndarray]
 
@@ -257,8 +261,8 @@ class GradientIndex:
         first: int = 0,
         step: int = 1,
     ) -> Iterator[tuple[int, Arrays]]:
-        """The shards of a checkpoint, `most` rows at a time: (first row, arrays), read through a memory map;
-        of some names only. first, step: which of these blocks are read.
+        """The shards of a checkpoint, `most` rows at a time: (first row, arrays), parts of a memory map, not
+        copies; of some names only. first, step: which of these blocks are read.
         """
         place = 0
         for shard, rows in enumerate(self.shards):
@@ -267,14 +271,15 @@ class GradientIndex:
             place += len(starts)
             if not own:
                 continue
-            with self._opened(self.file(checkpoint, shard)) as file:
+            path = self.file(checkpoint, shard)
+            with self._opened(path) as file:
                 stored = file.keys()  # a file can't be iterated over itself
-                slices = {name: file.get_slice(name) for name in stored if names is None or name in names}
-                for start in own:
-                    yield (
-                        rows.start + start,
-                        {name: some[start : min(start + most, len(rows))] for name, some in slices.items()},
-                    )
+            mapped = _mapped(path, [name for name in stored if names is None or name in names])
+            for start in own:
+                yield (
+                    rows.start + start,
+                    {name: some[start : min(start + most, len(rows))] for name, some in mapped.items()},
+                )
 
     def _is_written(self, path: Path) -> bool:
         """Raises OutputError for a file with other numbers than were written."""
@@ -319,6 +324,21 @@ class GradientIndex:
                 folder.rmdir()
         for leftover in files.leftovers_of(self.path / DESCRIPTION):
             leftover.unlink()
+
+
+def _mapped(path: Path, names: Sequence[str]) -> Arrays:
+    """Arrays of a file that safetensors has found in order, without copies, which it makes of each part."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        # Copied where it is written to: PyTorch warns of memory that can't be.
+        content = mmap(file.fileno(), 0, access=ACCESS_COPY)
+    found = {}
+    for name in names:
+        start, stop = header[name]["data_offsets"]
+        data = memoryview(content)[8 + size + start : 8 + size + stop]
+        found[name] = np.frombuffer(data, _DTYPES[header[name]["dtype"]]).reshape(header[name]["shape"])
+    return found
 
 
 def _digest(arrays: Arrays) -> str:

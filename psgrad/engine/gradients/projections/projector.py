@@ -72,6 +72,15 @@ class Projector:
             else gradients.project(self.projection)
         )
 
+    @property
+    def spans(self) -> tuple[slice, ...]:
+        """The columns of each parameter, where parameters have their own; else all of them, as one."""
+        if self.projection is not None and self.projection.per != "parameter":
+            return (slice(0, self.width),)
+        return tuple(
+            columns for columns in self.columns("parameter").values() if columns.start < columns.stop
+        )
+
     def columns(self, per: Literal["total", "parameter", "module"]) -> dict[str, slice | list[int]]:
         """Label -> its columns. Raises InfluenceError if all parameters share the columns."""
         if per == "total":

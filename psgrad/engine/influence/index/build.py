@@ -75,7 +75,7 @@ def build_index(
                     f"{len(bad)} rows have a gradient that is not finite, and no score:"
                     f" {', '.join(bad[:8])}{' ...' * (len(bad) > 8)}"
                 )
-            store.write(number, shard, encoded(blocks, spec.dtype))
+            store.write(number, shard, encoded(blocks, spec.dtype, projector.spans))
             progress(processes.progress("index", len(rows)), total)
     if processes.parts is None:
         processes.meet("index")

@@ -12,10 +12,11 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.gradients.projections.projector import Kind, Projector
+from psgrad.engine.influence.index.products import FloatRows, Int8Rows, Rows, quantised
 from psgrad.engine.influence.index.rows import BLOCK, Differentiated, RowBlock, moments
 from psgrad.errors import ConfigError, InfluenceError
 
-DType = Literal["float64", "float32", "float16", "bfloat16"]
+DType = Literal["float64", "float32", "float16", "bfloat16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class IndexSpec:
         features: 'loss' for the gradients of the loss, or 'margin' for those of the margin, from which the
             former follow: for TRAK, if the loss is a function of the margin.
         dtype: of the numbers on the disk. Half-precision numbers are relative to the largest one of their
-            row.
+            row; whole numbers of 8 bits to that of their row in their parameter, where parameters have
+            columns of their own.
         rows_per_shard: rows of a file, which is the least that is computed again after a kill.
 
     Raises ConfigError for a value out of range.
@@ -142,7 +144,7 @@ class StoredRows:
     def blocks(self, first: int = 0, step: int = 1) -> Iterator[RowBlock]:
         most = max(1, BLOCK // self.projector.width)
         for start, arrays in self.store.blocks(self.number, most, None, first, step):
-            yield decoded(arrays, start, self.dtype)
+            yield decoded(arrays, start, self.dtype, self.projector.spans)
 
     def losses_and_square_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """[n] float64 both, of whole gradients of the loss, NaN where one is not finite; no row is read for
@@ -179,33 +181,45 @@ class StoredRows:
         return result
 
 
-def encoded(blocks: Sequence[RowBlock], dtype: DType) -> dict[str, np.ndarray]:
+def encoded(blocks: Sequence[RowBlock], dtype: DType, spans: Sequence[slice]) -> dict[str, np.ndarray]:
     """Neighbouring blocks as arrays of one shard.
 
     rows: each divided by the power of two above its largest number, which is exact, so that no row is too
-    small or too large for a half; bfloat16 as the uint16 of its bits. exponent: [b] of that power.
+    small or too large for a half; bfloat16 as the uint16 of its bits. exponent: [b] of that power. scales:
+    [b, s] of int8, one for each span of columns.
     """
     rows = torch.cat([block.rows.double() for block in blocks])
     exponent = torch.frexp(rows.abs().amax(1)).exponent.clamp(min=_LEAST)
-    scaled = torch.ldexp(rows, -exponent.unsqueeze(1)).to(getattr(torch, dtype))
+    relative = torch.ldexp(rows, -exponent.unsqueeze(1))
     arrays = {
-        "rows": scaled.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else scaled.numpy(),
         "exponent": exponent.to(torch.int16).numpy(),
         "loss": torch.cat([block.loss for block in blocks]).numpy(),
         "square_norm": torch.cat([block.square_norm for block in blocks]).numpy(),
     }
+    if dtype == "int8":
+        values, scales = quantised(relative, spans)
+        arrays |= {"rows": values.numpy(), "scales": scales.numpy()}
+    else:
+        values = relative.to(getattr(torch, dtype))
+        halves = dtype == "bfloat16"  # which numpy has not
+        arrays["rows"] = values.view(torch.int16).numpy().view(np.uint16) if halves else values.numpy()
     weights = [block.weight for block in blocks if block.weight is not None]
     return {**arrays, "weight": torch.cat(weights).numpy()} if weights else arrays
 
 
-def decoded(arrays: dict[str, np.ndarray], start: int, dtype: DType) -> RowBlock:
-    """A block of rows [b, k] of a shard, in float64, from the arrays of `encoded`."""
-    rows = (
-        torch.from_numpy(arrays["rows"].view(np.int16)).view(torch.bfloat16)
-        if dtype == "bfloat16"
-        else torch.from_numpy(arrays["rows"])
-    )
+def decoded(arrays: dict[str, np.ndarray], start: int, dtype: DType, spans: Sequence[slice]) -> RowBlock:
+    """A block of rows [b, k] of a shard from the arrays of `encoded`."""
     scale = torch.from_numpy(np.ldexp(1.0, arrays["exponent"])).unsqueeze(1)
+    if dtype == "int8":
+        scales = torch.from_numpy(arrays["scales"]) * scale
+        rows: Rows = Int8Rows(torch.from_numpy(arrays["rows"]), scales, spans)
+    else:
+        values = (
+            torch.from_numpy(arrays["rows"].view(np.int16)).view(torch.bfloat16)
+            if dtype == "bfloat16"
+            else torch.from_numpy(arrays["rows"])
+        )
+        rows = FloatRows(values * scale)
     weight = torch.from_numpy(arrays["weight"]) if "weight" in arrays else None
     loss, square_norm = torch.from_numpy(arrays["loss"]), torch.from_numpy(arrays["square_norm"])
-    return RowBlock(start, start + len(rows), rows * scale, loss, square_norm, weight)
+    return RowBlock(start, start + len(rows), rows, loss, square_norm, weight)
