@@ -5,7 +5,7 @@ or whole numbers of 8 bits with scales.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -142,9 +142,6 @@ class WholeQueries:
 
     digits: torch.Tensor
     scales: torch.Tensor
-    _places: torch.Tensor = field(
-        default_factory=lambda: 256.0 ** torch.arange(_DIGITS, dtype=torch.float64), init=False, repr=False
-    )
 
     @classmethod
     def of(cls, queries: torch.Tensor) -> WholeQueries:
@@ -162,8 +159,8 @@ class WholeQueries:
 
     def products(self, values: torch.Tensor) -> torch.Tensor:
         """[m, b] float64 with int8 rows [b, k]."""
-        found = whole_products(self.digits, values).view(_DIGITS, len(self.scales), -1)
-        return torch.tensordot(self._places, found, 1) * self.scales.unsqueeze(1)
+        last, middle, first = whole_products(self.digits, values).view(_DIGITS, len(self.scales), -1)
+        return last.add_(middle, alpha=256).add_(first, alpha=256**2).mul_(self.scales.unsqueeze(1))
 
 
 def whole_products(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -172,10 +169,9 @@ def whole_products(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     # PyTorch's product of single columns is wrong: it takes the second factor's strides for another shape's.
     if int8_products_are_exact() and first.shape[1] > 1:
         product, most = int8_product, _COLUMNS_OF_INT32
-    found = torch.zeros(len(first), len(second), dtype=torch.float64)
-    for one, other in zip(first.split(most, 1), second.split(most, 1), strict=True):
-        found += product(one, other.t())
-    return found
+    pieces = zip(first.split(most, 1), second.split(most, 1), strict=True)
+    found = [product(one, other.t()).double() for one, other in pieces]
+    return found[0] if len(found) == 1 else torch.stack(found).sum(0)
 
 
 def _by_float32(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
