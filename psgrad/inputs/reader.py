@@ -89,6 +89,8 @@ class CheckedReader:
                     raise
                 block = joined([self._one(int(row)) for row in rows])
         require_unchanged(self.samples.stamps)
+        if self.contents is not None:
+            self.contents[rows] = digests(block)
         if not self._known and block.target is not None:
             for place, row in enumerate(rows):  # one by one: a message names the row
                 check_targets(

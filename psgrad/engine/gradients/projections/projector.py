@@ -75,21 +75,23 @@ class Projector:
     @property
     def spans(self) -> tuple[slice, ...]:
         """The columns of each parameter, where parameters have their own; else all of them, as one."""
-        if self.projection is not None and self.projection.per != "parameter":
-            return (slice(0, self.width),)
-        return tuple(
-            columns for columns in self.columns("parameter").values() if columns.start < columns.stop
-        )
+        own = self._own_columns()
+        found = [slice(0, self.width)] if own is None else own.values()
+        return tuple(columns for columns in found if columns.start < columns.stop)
+
+    def _own_columns(self) -> Mapping[str, slice] | None:
+        """Parameter -> its columns; None if all parameters share the columns."""
+        if self.projection is None:
+            return self.flat.columns
+        return self.projection.columns(self.flat.shapes) if self.projection.per == "parameter" else None
 
     def columns(self, per: Literal["total", "parameter", "module"]) -> dict[str, slice | list[int]]:
         """Label -> its columns. Raises InfluenceError if all parameters share the columns."""
         if per == "total":
             return {"": slice(0, self.width)}
-        if self.projection is None:
-            columns = self.flat.columns
-        elif self.projection.per == "parameter":
-            columns = self.projection.columns(self.flat.shapes)
-        else:
+        columns = self._own_columns()
+        if columns is None:
+            assert self.projection is not None, "all entries have columns of their own"
             raise InfluenceError(
                 f"scores by layer were asked of gradients whose {self.projection.kind} projection adds all"
                 " parameters up",

@@ -14,6 +14,7 @@ import torch
 from psgrad.engine.transforms.private_torch import int8_product
 
 Columns = slice | list[int]
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # The largest 8-bit number of a row.
 LARGEST = 127
@@ -165,10 +166,10 @@ class WholeQueries:
 
 def whole_products(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """[a, b] float64: the exact products of int8 [a, k] and int8 [b, k]."""
-    product, most = _by_float32, _COLUMNS_OF_FLOAT32
     # PyTorch's product of single columns is wrong: it takes the second factor's strides for another shape's.
-    if int8_products_are_exact() and first.shape[1] > 1:
-        product, most = int8_product, _COLUMNS_OF_INT32
+    exact = int8_products_are_exact() and first.shape[1] > 1
+    product: Product = int8_product if exact else _by_float32
+    most = _COLUMNS_OF_INT32 if exact else _COLUMNS_OF_FLOAT32
     pieces = zip(first.split(most, 1), second.split(most, 1), strict=True)
     found = [product(one, other.t()).double() for one, other in pieces]
     return found[0] if len(found) == 1 else torch.stack(found).sum(0)
@@ -186,7 +187,7 @@ def int8_products_are_exact() -> bool:
     return _is_exact(int8_product)
 
 
-def _is_exact(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> bool:
+def _is_exact(product: Product) -> bool:
     numbers = torch.tensor([-128, -127, 127, 1, 0], dtype=torch.int8)
     pairs = torch.cartesian_prod(numbers, numbers)
     first, second = pairs[:, :1].expand(-1, 64).contiguous(), pairs[:, 1:].expand(-1, 64).contiguous()
