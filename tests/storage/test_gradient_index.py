@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from psgrad.errors import OutputError, OutputExistsError
@@ -122,9 +122,12 @@ def rows_of(numbers: list[int]) -> dict[str, np.ndarray]:
     return {"rows": np.array(numbers, np.float32)[:, None], "digest": np.array(numbers)}
 
 
-def follow(path: Path, wanted: list[int], tell: Tell = lambda told: None) -> GradientIndex:
+def follow(
+    path: Path, wanted: list[int], tell: Tell = lambda told: None, per_shard: int = 2
+) -> GradientIndex:
     """The index of rows with these numbers, which was built, or is updated where there is one."""
     description = {**SMALL, "rows": len(wanted), "fingerprint": {"data": str(wanted)}}
+    description["rows_per_shard"] = per_shard
     if GradientIndex.begun(path) is None or GradientIndex.begun(path).unwritten():  # type: ignore[union-attr]
         index, new = GradientIndex.resume(path, description), wanted
     else:
@@ -158,13 +161,14 @@ def all_of(index: GradientIndex, name: str, most: int = 100) -> list[int]:
     st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=9, unique=True), min_size=1, max_size=4),
     st.integers(1, 5),
 )
+@example([[0, 1, 2, 3], [0, 2, 1, 3]], 5)
 def test_gradient_index_follows_any_rows(
     tmp_path_factory: pytest.TempPathFactory, versions: list[list[int]], most: int
 ) -> None:
     path = tmp_path_factory.mktemp("index")
     written: list[Any] = []
     for wanted in versions:
-        follow(path, wanted, written.append)
+        follow(path, wanted, written.append, per_shard=4)
         index = GradientIndex.open(path)
         assert all_of(index, "rows", most) == wanted
         starts = [start for start, _ in index.blocks(0, most)]
