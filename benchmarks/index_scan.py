@@ -63,10 +63,11 @@ def stored_rows(folder: Path, rows: int, columns: int) -> StoredRows:
     )
     size = values.square().sum(1).double()
     block = RowBlock(0, len(values), FloatRows(values), size, size)
-    shard = encoded([block], "int8", [slice(0, columns)])
+    stored = StoredRows(index, 0)
+    shard = encoded([block], "int8", stored.form)
     for number, place in enumerate(index.shards):
         index.write(0, number, {name: array[: len(place)] for name, array in shard.items()})
-    return StoredRows(index, 0)
+    return stored
 
 
 def scan(rows: StoredRows, asked: Tensor) -> Tensor:

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.gradients.projections.projector import Projector
 from psgrad.engine.influence.index import rows, stored
 from psgrad.engine.influence.index.build import build_index, from_index
+from psgrad.engine.influence.index.factors import RowForm
 from psgrad.engine.influence.index.products import FloatRows
 from psgrad.engine.influence.index.rows import RowBlock
 from psgrad.engine.influence.index.stored import IndexSpec, StoredRows, decoded, describe, encoded
@@ -166,7 +168,9 @@ def test_index_rounding_of_numbers(dtype: Any, exponent: int, columns: int) -> N
     column = torch.arange(5.0, dtype=torch.float64)
     block = RowBlock(7, 12, FloatRows(values), column, column + 1, column + 2)
     spans = (slice(0, 1), slice(1, columns)) if columns > 1 else (slice(0, 1),)
-    back = decoded(encoded([block], dtype, spans), 7, dtype, spans)
+    params = {str(number): torch.empty(span.stop - span.start) for number, span in enumerate(spans)}
+    form = RowForm(Projector("none", 1, 0, 0, params), None)
+    back = decoded(encoded([block], dtype, form), 7, dtype, form)
     for span in spans if dtype == "int8" else [slice(None)]:
         bound = ROUNDING[dtype] * values[:, span].abs().amax(1, keepdim=True)
         assert ((back.rows.double() - values)[:, span].abs() <= bound).all()

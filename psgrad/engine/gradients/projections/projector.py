@@ -32,6 +32,7 @@ class Projector:
 
     Attributes:
         width: k, columns of a row.
+        side: of the square that 'two-sided' has for each parameter.
         noise: an upper bound, for orthogonal gradients x and y, of the standard deviation of
             <Px, Py> / (|x| |y|); 0 without a projection.
 
@@ -46,7 +47,8 @@ class Projector:
         if isinstance(dimension, bool) or not isinstance(dimension, int) or dimension < 1:
             raise ConfigError(f"a projection to {dimension!r} columns", expected="a whole number, at least 1")
         self.flat = Flat(params)
-        side = math.isqrt(dimension)
+        self.kind = kind
+        side = self.side = math.isqrt(dimension)
         width = side * side * len(self.flat.shapes) if kind == "two-sided" else dimension
         self.projection: Projection | None = None
         if kind != "none" and width < self.flat.size:
@@ -78,6 +80,21 @@ class Projector:
         own = self._own_columns()
         found = [slice(0, self.width)] if own is None else own.values()
         return tuple(columns for columns in found if columns.start < columns.stop)
+
+    @property
+    def matrices(self) -> list[tuple[slice, int, int]] | None:
+        """(columns, height, width) of the matrix that a row has for each parameter, a vector's as one of
+        height 1; None if all parameters share the columns.
+        """
+        own = self._own_columns()
+        if own is None:
+            return None
+        heights = {
+            name: 1 if len(shape) < 2 else shape[0] if self.projection is None else self.side
+            for name, shape in self.flat.shapes.items()
+        }
+        sizes = {name: columns.stop - columns.start for name, columns in own.items()}
+        return [(own[name], heights[name], sizes[name] // heights[name]) for name in own if sizes[name]]
 
     def _own_columns(self) -> Mapping[str, slice] | None:
         """Parameter -> its columns; None if all parameters share the columns."""

@@ -12,6 +12,7 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.influence.index.estimators import ProjectedCosines, ProjectedProducts, require_parameters
+from psgrad.engine.influence.index.factors import RowForm
 from psgrad.engine.influence.index.rows import RowPass, RowSource
 from psgrad.engine.influence.index.stored import IndexStore, StoredRows, encoded, projector_of, spec_of
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, ScoreBlock, Scores
@@ -69,7 +70,7 @@ def build_index(
             continue
         examples, projector = load(number), projector_of(store.description, number)
         require_parameters(projector.flat, examples)
-        going = RowPass(examples, projector, spec.features)
+        going, form = RowPass(examples, projector, spec.features), RowForm(projector, spec.rank)
         _agree_on_chunk_size(going.source, processes, number)
         for each in processes.ranges(f"index.{number}", every):
             shard = each.start
@@ -82,7 +83,7 @@ def build_index(
                     f"{len(bad)} rows have a gradient that is not finite, and no score:"
                     f" {', '.join(bad[:8])}{' ...' * (len(bad) > 8)}"
                 )
-            arrays = encoded(blocks, spec.dtype, projector.spans)
+            arrays = encoded(blocks, spec.dtype, form)
             if number == 0 and digests is not None:
                 arrays["digest"] = digests(start, stop)
             store.write(number, shard, arrays)
