@@ -29,6 +29,7 @@ import torch
 from influence_contenders import Problem
 from influence_ours import cross_entropy, examples
 from influence_truth import Bench
+from norms import machine
 
 from psgrad.engine.influence.evaluation.metrics import ceiling, lds
 from psgrad.engine.influence.index.build import build_index, from_index
@@ -51,11 +52,9 @@ SPECS = {
     DENSE: IndexSpec(dimension=2048, features="margin"),
     "100 columns, float32": IndexSpec(dimension=100, features="margin"),
     "400 columns, int8": IndexSpec(dimension=400, features="margin", dtype="int8"),
-    "two-sided, 81 a parameter, int8": IndexSpec(
-        dimension=81, projection="two-sided", features="margin", dtype="int8"
-    ),
-    "rank 1 of two-sided, 49 a parameter, int8": IndexSpec(
-        dimension=2500, projection="two-sided", features="margin", dtype="int8", rank=1
+    "two-sided 9 x 9, int8": IndexSpec(dimension=81, projection="two-sided", features="margin", dtype="int8"),
+    "rank 1 of two-sided 34 x 34, int8": IndexSpec(
+        dimension=34**2, projection="two-sided", features="margin", dtype="int8", rank=1
     ),
     "rank 1, int8": IndexSpec(projection="none", features="margin", dtype="int8", rank=1),
 }
@@ -103,7 +102,7 @@ def report(bench: Bench, models: int) -> dict[str, Any]:
         found |= {label: scored(problem, method, spec) for label, spec in SPECS.items()}
         matrices = {label: each.scores[:, ~bench.tuning_queries] for label, each in found.items()}
         judged = lds(matrices, truth.subsets, truth.losses, UNINDEXED)
-        print(f"\n{name + f', {models} models':<44}{'LDS':>6}{'lost':>8}{'bytes':>8}{'CPU seconds':>13}")
+        print(f"\n{name:<44}{'LDS':>6}{'lost':>8}{'bytes':>8}{'CPU seconds':>13}")
         rows = []
         for label, each in found.items():
             lost = judged[UNINDEXED].mean - judged[label].mean
@@ -131,14 +130,14 @@ def report(bench: Bench, models: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Linear datamodeling scores of indexes, on digits.")
-    parser.add_argument("--models", type=int, default=1, help="of which scores are averaged, up to 10")
+    parser.add_argument("--models", type=int, default=1, help="of which scores are joined, up to 10")
     parser.add_argument(
         "--cache", type=Path, default=Path(tempfile.gettempdir()) / "psgrad-influence", help="trained models"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     arguments = parser.parse_args()
     content = report(Bench(arguments.cache), arguments.models)
-    content |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    content["machine"] = machine(torch.device("cpu"))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

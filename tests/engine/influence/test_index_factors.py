@@ -73,7 +73,8 @@ def test_factors_of_a_two_sided_projection(tmp_path: Path) -> None:
     expected = by_index(GradientDot(), built(tmp_path / "whole", IndexSpec(**spec), training), queries)
     store = built(tmp_path / "factored", IndexSpec(**spec, rank=1), training)
     torch.testing.assert_close(by_index(GradientDot(), store, queries), expected, rtol=1e-9, atol=1e-11)
-    assert store.description["columns"] == 2 * (3 + 3) + 2 * 9  # weights by factors, biases as they were
+    # weights by factors; the biases' 7 and 3 entries have columns of their own, and the others are zero
+    assert store.description["columns"] == 2 * (3 + 3) + 7 + 3
 
 
 @pytest.mark.parametrize(("height", "width"), [(9, 7), (3, 20), (20, 3), (1, 5)])
@@ -90,6 +91,13 @@ def test_low_rank_is_nearest(height: int, width: int, rank: int) -> None:
     torch.testing.assert_close(error[:3], nearest.expand(3), rtol=1e-3, atol=1e-12)
     assert error[3] == 0
     assert left.norm(dim=2).allclose(right.norm(dim=2))
+
+
+def test_factors_have_a_scale_for_each_vector() -> None:
+    params = {"weight": torch.empty(9, 7), "small": torch.empty(2, 2), "bias": torch.empty(5)}
+    form = RowForm(Projector("none", 1, 0, 0, params), 2)
+    assert [span.stop - span.start for span in form.spans] == [9, 9, 7, 7, 4, 5]
+    assert form.width == 41
 
 
 def test_factors_of_shared_columns_refused() -> None:

@@ -13,6 +13,7 @@ from psgrad.engine.gradients import Gaussian, PerSampleGradients, Projection, Ra
 from psgrad.engine.gradients.flat import Flat
 from psgrad.errors import ConfigError, InfluenceError
 
+Columns = slice | list[int]
 Kind = Literal["none", "sparse", "rademacher", "gaussian", "two-sided"]
 KINDS = ("none", "sparse", "rademacher", "gaussian", "two-sided")
 
@@ -82,19 +83,25 @@ class Projector:
         return tuple(columns for columns in found if columns.start < columns.stop)
 
     @property
-    def matrices(self) -> list[tuple[slice, int, int]] | None:
+    def matrices(self) -> list[tuple[Columns, int, int]] | None:
         """(columns, height, width) of the matrix that a row has for each parameter, a vector's as one of
-        height 1; None if all parameters share the columns.
+        height 1 without the columns that are always zero; None if all parameters share the columns.
         """
         own = self._own_columns()
         if own is None:
             return None
-        heights = {
-            name: 1 if len(shape) < 2 else shape[0] if self.projection is None else self.side
-            for name, shape in self.flat.shapes.items()
-        }
-        sizes = {name: columns.stop - columns.start for name, columns in own.items()}
-        return [(own[name], heights[name], sizes[name] // heights[name]) for name in own if sizes[name]]
+        found: list[tuple[Columns, int, int]] = []
+        for name, shape in self.flat.shapes.items():
+            columns, size = own[name], math.prod(shape)
+            if not isinstance(self.projection, TwoSided):
+                height = shape[0] if len(shape) > 1 and size else 1
+                found.append((columns, height, size // height))
+            elif len(shape) > 1:
+                found.append((columns, self.side, self.side))
+            else:
+                used = [columns.start + place for place in self.projection.used_columns(name, size)]
+                found.append((used, 1, len(used)))
+        return [each for each in found if each[2]]
 
     def _own_columns(self) -> Mapping[str, slice] | None:
         """Parameter -> its columns; None if all parameters share the columns."""
@@ -102,7 +109,7 @@ class Projector:
             return self.flat.columns
         return self.projection.columns(self.flat.shapes) if self.projection.per == "parameter" else None
 
-    def columns(self, per: Literal["total", "parameter", "module"]) -> dict[str, slice | list[int]]:
+    def columns(self, per: Literal["total", "parameter", "module"]) -> dict[str, Columns]:
         """Label -> its columns. Raises InfluenceError if all parameters share the columns."""
         if per == "total":
             return {"": slice(0, self.width)}

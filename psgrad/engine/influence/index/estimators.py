@@ -13,7 +13,8 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Arrays, in_turn
 from psgrad.engine.gradients.flat import Flat
-from psgrad.engine.influence.index.products import Columns, Queries
+from psgrad.engine.gradients.projections.projector import Columns
+from psgrad.engine.influence.index.products import Queries
 from psgrad.engine.influence.index.rows import Differentiated, RowBlock, RowSource
 from psgrad.engine.influence.index.stored import StoredRows
 from psgrad.engine.influence.leverage import Damping

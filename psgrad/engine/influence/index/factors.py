@@ -10,8 +10,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from psgrad.engine.gradients.projections.projector import Projector
-from psgrad.engine.influence.index.products import Columns, Queries, Rows
+from psgrad.engine.gradients.projections.projector import Columns, Projector
+from psgrad.engine.influence.index.products import Queries, Rows
 from psgrad.errors import ConfigError
 
 # Beyond the rank that is kept, and how often: of the subspace iteration that finds it.
@@ -24,7 +24,7 @@ class MatrixColumns:
     as it is where rank is None.
     """
 
-    columns: slice
+    columns: Columns
     height: int
     width: int
     rank: int | None
@@ -53,7 +53,7 @@ class RowForm:
     """
 
     def __init__(self, projector: Projector, rank: int | None) -> None:
-        self.rank = rank
+        self.rank, self._restored_width = rank, projector.width
         self.spans, self.width = projector.spans, projector.width
         if rank is None:
             return
@@ -84,7 +84,7 @@ class RowForm:
 
     def product(self, kept: torch.Tensor) -> torch.Tensor:
         """[b, k] of kept numbers [b, k']: the factors multiplied."""
-        found = kept.new_empty(len(kept), self.matrices[-1].columns.stop)
+        found = kept.new_zeros(len(kept), self._restored_width)
         for each, part in zip(self.matrices, self._parts(kept), strict=True):
             if each.rank is None:
                 found[:, each.columns] = part

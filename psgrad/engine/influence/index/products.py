@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
+from psgrad.engine.gradients.projections.projector import Columns
 from psgrad.engine.transforms.private_torch import int8_product
 
-Columns = slice | list[int]
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # The largest 8-bit number of a row.
