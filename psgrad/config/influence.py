@@ -63,6 +63,15 @@ class IndexConfig(Section):
     rows_per_shard: Annotated[int, Field(ge=1)] = 4096
     """Rows in each file of the index."""
 
+    @model_validator(mode="after")
+    def _rank_of_matrices(self) -> IndexConfig:
+        if self.rank is not None and self.projection not in ("two-sided", "none"):
+            raise ValueError(
+                f"rank keeps factors of a matrix for each parameter, and projection: {self.projection} adds all"
+                " parameters up; choose two-sided or none"
+            )
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _bare_path(cls, value: object) -> object:

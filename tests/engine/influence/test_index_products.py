@@ -107,5 +107,5 @@ def test_whole_queries_use_all_digits() -> None:
     asked = torch.tensor([[1.0, -1.0, 2**-22]], dtype=torch.float64)
     whole = WholeQueries.of(asked)
     back = whole.products(torch.eye(3, dtype=torch.int8))
-    torch.testing.assert_close(back, asked, rtol=0, atol=0.501 / (127 * (1 + 256 + 256**2)))
-    assert whole.digits.shape == (3, 3)
+    torch.testing.assert_close(back.t(), asked, rtol=0, atol=0.501 / (127 * (1 + 256 + 256**2)))
+    assert whole.digits.shape == (16, 3)
