@@ -67,8 +67,8 @@ class IndexConfig(Section):
     def _rank_of_matrices(self) -> IndexConfig:
         if self.rank is not None and self.projection not in ("two-sided", "none"):
             raise ValueError(
-                f"rank keeps factors of a matrix for each parameter, and projection: {self.projection} adds all"
-                " parameters up; choose two-sided or none"
+                "rank keeps factors of a matrix for each parameter, and projection:"
+                f" {self.projection} adds all parameters up; choose two-sided or none"
             )
         return self
 
