@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
+from psgrad.inputs.reader import digests
+from psgrad.inputs.rows import Block
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.workflows.index_update import matched
 from tests.influence_workplace import InfluenceWorkplace
@@ -147,3 +150,10 @@ def test_index_update_without_an_index(place: InfluenceWorkplace) -> None:
 def test_rows_that_are_alike_are_matched_once_each() -> None:
     stored, now = (np.array(numbers, np.uint8)[:, None] for numbers in ([3, 7, 3, 5], [3, 3, 3, 5, 8]))
     assert matched(stored, np.array([10, 11, 12, 13]), now).tolist() == [10, 12, -1, 13, -1]
+
+
+def test_digests_of_bfloat16() -> None:
+    # which numpy does not have
+    rows = torch.tensor([[1.0, 2.0], [1.0, 3.0], [1.0, 2.0]], dtype=torch.bfloat16)
+    one, other, again = digests(Block((rows,), None))
+    assert one == again != other
