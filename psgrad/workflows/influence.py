@@ -34,6 +34,7 @@ from psgrad.storage import RunFolder
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.earlier_evaluations import earlier_evaluations
+from psgrad.workflows.influence_coverage import coverage
 from psgrad.workflows.influence_index import open_index
 from psgrad.workflows.influence_questions import answered
 from psgrad.workflows.influence_ranking import Rankings, check_removals, marked_beyond_loss, rank
@@ -160,6 +161,7 @@ def written(
         unit=scored.unit,
         check=None if removals is None else {**asdict(removals), "words": removals.words},
         fit=scored.fit,
+        coverage=coverage(setup.run.model, setup.views[0].training.params, scored.fit),
         warnings=warnings.messages,
     )
     facts = record.add(
@@ -263,6 +265,7 @@ def described(setup: InfluenceSetup) -> InfluenceFacts:
         normalize=wanted.normalize,
         average=wanted.average if len(setup.views) > 1 else None,
         parameters=list(setup.views[0].training.params),
+        coverage=coverage(setup.run.model, setup.views[0].training.params),
         checkpoints=[
             {
                 "path": view.path,

@@ -414,7 +414,7 @@ def _view(
     learning_rate = None if checkpoint is None else checkpoint.learning_rate
     step = None if checkpoint is None else checkpoint.step
     return CheckpointView(
-        Checkpoint(number, learning_rate, say, len(rows), step),
+        Checkpoint(number, learning_rate, say, len(rows), step, of=len(checkpoints_of(run.config))),
         training,
         queries,
         None if path is None else str(path),

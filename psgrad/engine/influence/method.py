@@ -66,7 +66,7 @@ class Checkpoint:
     none. say: called with messages for a person while it runs. queries: how many will be scored, for methods
     that choose what is the least work; None where that is not known. step: optimiser steps up to it; None
     where that is not known. run: the training run that led here; None where
-    the config does not describe it.
+    the config does not describe it. of: how many checkpoints scores are averaged over.
     """
 
     number: int = 0
@@ -75,6 +75,7 @@ class Checkpoint:
     queries: int | None = None
     step: int | None = None
     run: TrainingRun | None = None
+    of: int = 1
 
 
 class Method(ABC):
