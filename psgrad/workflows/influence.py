@@ -36,7 +36,7 @@ from psgrad.user_code import with_code_beside
 from psgrad.workflows.earlier_evaluations import earlier_evaluations
 from psgrad.workflows.influence_coverage import coverage
 from psgrad.workflows.influence_index import open_index
-from psgrad.workflows.influence_questions import answered
+from psgrad.workflows.influence_questions import answered, require_room
 from psgrad.workflows.influence_ranking import Rankings, check_removals, marked_beyond_loss, rank
 from psgrad.workflows.influence_screening import (
     Looks,
@@ -223,6 +223,7 @@ def scored_by_all(
 ) -> Scored:
     """What all processes compute together, of rows that are finite."""
     wanted = setup.run.config.influence
+    require_room(setup, matrix)
     with clock("fit"), errors_of_own_method(wanted.method.name):
         fitted = setup.method.fit_run([(view.training, view.checkpoint) for view in setup.views])
     with clock("normalize"), errors_of_own_method(wanted.method.name):
