@@ -125,11 +125,11 @@ def agreement_words(result: InfluenceResult) -> str:
 
 
 def damping_words(result: InfluenceResult) -> str:
-    """The damping that a run chose itself; empty where it chose none."""
+    """The damping that a run chose itself, or why it kept the default; empty where the config names one."""
     facts = result.facts[0] if len(result.facts) == 1 else {}
     tried = facts.get("damping_agreement")
     if not tried:
-        return ""
+        return f"damping: {facts['damping_because']}" if "damping_because" in facts else ""
     relative = number(float(facts["relative_damping"]))
     curve = ", ".join(f"{number(agreement)} with {multiple}" for multiple, agreement in tried.items())
     return (

@@ -36,7 +36,6 @@ class Damped(Protocol):
 
     training: Examples
     facts: dict[str, Any]
-    has_self_influence: bool
 
     def precondition(self, vectors: Vectors) -> Vectors: ...
 
@@ -46,19 +45,18 @@ class Damped(Protocol):
 Fit = TypeVar("Fit", bound=Damped)
 
 
-def with_chosen_damping(fitted: Fit, default: float, weight_decay: float, queries: int | None) -> Fit:
+def with_chosen_damping(fitted: Fit, default: float, weight_decay: float) -> Fit:
     """The fit with the damping that is chosen. Its facts have `damping_agreement`, the correlation with each
     damping that was tried, in mean eigenvalues, and `damping_because`.
 
     Args:
         fitted: with a damping of `default` mean eigenvalues; no smaller one is tried.
         weight_decay: of training, on the mean loss.
-        queries: how many will be scored.
 
     The default is tried first, which takes a pass over the training set and products of the inverse with nine
-    vectors. It is kept untried where these would be a large part of the run, and kept where none agrees.
+    vectors. It is kept untried for few rows or without room for nine models, and kept where none agrees.
     """
-    why_not = _why_untried(fitted, queries)
+    why_not = _why_untried(fitted.training)
     if why_not is not None:
         fitted.facts["damping_because"] = f"the default, untried: {why_not}"
         return fitted
@@ -92,11 +90,8 @@ _AGREES = f"the least that was tried with which {_CHANGES} {AGREES})"
 _NONE_AGREES = f"the default: with none that was tried {_CHANGES} {AGREES})"
 
 
-def _why_untried(fitted: Damped, queries: int | None) -> str | None:
+def _why_untried(training: Examples) -> str | None:
     """Why the default is kept as it is; None where it is tried."""
-    training, solves = fitted.training, (1 + _PARTS) * len(_TRIED)
-    if not fitted.has_self_influence and (queries or 0) < 2 * solves:
-        return f"up to {solves} solves would be more than half of those for the queries"
     if len(training) < _PART_SHARE:
         return f"the training set has fewer than {_PART_SHARE} rows"
     if _ALIVE * (1 + _PARTS) * 8 * training.flat.size > training.room():

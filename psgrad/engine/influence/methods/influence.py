@@ -208,9 +208,15 @@ class Influence(Method):
                 rough._solve(solver, training, checkpoint),
                 self.seed,
             )
-        # the truth of one checkpoint among several is the end of their run, which its own steps say little of
-        if not affine and self.damping is None and self.relative_damping is None and checkpoint.of == 1:
-            fitted = with_chosen_damping(fitted, DEFAULT, self.weight_decay, checkpoint.queries)
+        # Other solvers keep the default: another damping takes a solve for each vector again, or the factor of a
+        # larger matrix. So do several checkpoints: their truth is the end of the run, of which the steps at one
+        # of them say little.
+        if convex or checkpoint.of > 1 or self.damping is not None or self.relative_damping is not None:
+            pass
+        elif isinstance(fitted, ByMatrix):
+            fitted = with_chosen_damping(fitted, DEFAULT, self.weight_decay)
+        else:
+            fitted.facts["damping_because"] = f"the default, which solver: {solver} does not change"
         undamped = amounts and fitted.facts["damping"] == 0
         # both corrections need the output row by row
         by_default = (
