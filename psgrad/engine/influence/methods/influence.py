@@ -208,7 +208,7 @@ class Influence(Method):
                 rough._solve(solver, training, checkpoint),
                 self.seed,
             )
-        # Other solvers keep the default, as another damping takes a solve for each vector, or a larger factor.
+        # Other solvers keep the default, as another damping takes a solve a vector, or a larger factor.
         # So do several checkpoints: their truth is the end of the run, of which steps at one say little.
         if convex or checkpoint.of > 1 or self.damping is not None or self.relative_damping is not None:
             pass
