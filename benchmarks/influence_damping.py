@@ -29,8 +29,14 @@ from psgrad.engine.influence.methods.influence import Influence
 
 ROWS, QUERIES, SUBSETS, SEEDS = 300, 100, 60, 2
 GRID = (0.03, 0.1, 0.3, 1.0, 10**0.5, 10.0, 10**1.5, 100.0)
-SGD = {"batch_size": 32, "learning_rate": 0.05, "schedule": "cosine", "momentum": 0.9, "weight_decay": 1e-4}
-ADAM = {"batch_size": 32, "learning_rate": 0.01, "schedule": "cosine"}
+SGD: dict[str, Any] = {
+    "batch_size": 32,
+    "learning_rate": 0.05,
+    "schedule": "cosine",
+    "momentum": 0.9,
+    "weight_decay": 1e-4,
+}
+ADAM: dict[str, Any] = {"batch_size": 32, "learning_rate": 0.01, "schedule": "cosine"}
 CASES: dict[str, tuple[Recipe, float]] = {  # the recipe, and the share of the labels that are drawn at random
     "sgd, 60 epochs": (Recipe("sgd", epochs=60, **SGD), 0.0),
     "sgd, 15 epochs": (Recipe("sgd", epochs=15, **SGD), 0.0),
