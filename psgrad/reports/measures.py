@@ -98,8 +98,8 @@ def _at(place: int, write: Writer) -> Writer:
 
 
 def flat_words(facts: Mapping[str, Any], limit: int, before: str = "") -> list[tuple[str, str]]:
-    """Each fact that is no mapping as (name, value in words); a nested one's name has all names above it. Facts
-    that don't apply (None) are left out, and matrices, which can be read as figures.
+    """Each fact that is no mapping as (name, value in words); a nested one's name has all names above it.
+    Facts without a value (None) are left out, and matrices, which can be read as figures.
     """
     found: list[tuple[str, str]] = []
     for key, value in facts.items():
