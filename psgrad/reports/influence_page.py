@@ -15,7 +15,7 @@ from psgrad.reports.drawing import Plot
 from psgrad.reports.influence_coverage import coverage_sections
 from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.influence_questions import next_step, question_sections
-from psgrad.reports.influence_sheets import DIFFERS_NOTE, MAX_SHEETS, PER_SIDE
+from psgrad.reports.influence_sheets import MAX_SHEETS, PER_SIDE, differs_note
 from psgrad.reports.influence_tokens import token_sections
 from psgrad.reports.influence_words import (
     Example,
@@ -167,7 +167,9 @@ def sheets(result: InfluenceResult) -> Iterator[Section | Text]:
     shown = reported_queries(result, MAX_SHEETS)
     made = {query: sheet_parts(result, query) for query in shown}
     pictures = any(map(_has_pictures, made.values()))
-    notes = " ".join(filter(None, (DIFFERS_NOTE, beyond_note(result), PICTURE_NOTE if pictures else "")))
+    notes = " ".join(
+        filter(None, (differs_note(result), beyond_note(result), PICTURE_NOTE if pictures else ""))
+    )
     for place, (query, parts) in enumerate(made.items()):
         ranked = "Ranked by the mean of the scores over all queries. " if query == ALL_INDEX else ""
         first: list[Part] = [] if place else [Text(ranked + notes, "quiet")]

@@ -35,7 +35,7 @@ from psgrad.reports.influence_words import (
 )
 from psgrad.reports.pictures import PICTURE_NOTE, shown_text, to_rgb
 from psgrad.reports.words import MISSING, brief, shorten_middle
-from psgrad.results import ALL_INDEX, SIGN, InfluenceResult
+from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, has_classes
 from psgrad.wording import shorten_apart
 
 MAX_SHEETS = 6
@@ -64,6 +64,11 @@ def draw_sheets(result: InfluenceResult) -> list[Plot]:
     return [query_sheet(result, query, name) for query, name in zip(queries, names, strict=True)]
 
 
+def differs_note(result: InfluenceResult) -> str:
+    """What bold means; empty where there are no classes."""
+    return DIFFERS_NOTE if has_classes(result.training) else ""
+
+
 def query_sheet(result: InfluenceResult, query_index: int, name: str) -> Plot:
     """A query with its strongest proponents and opponents."""
     sides = examples(result, query_index, PER_SIDE)
@@ -73,8 +78,9 @@ def query_sheet(result: InfluenceResult, query_index: int, name: str) -> Plot:
     pictures = any(each.input is not None and each.input.image is not None for each in shown)
     words = textwrap.wrap(f"Score: {unit_words(result)}; {SIGN}", 130)
     figure = (_pictures if pictures else _table)(query, sides, words)
-    caption = f"The training examples that help and hurt most, strongest first. {DIFFERS_NOTE} " + (
-        PICTURE_NOTE if pictures else ""
+    notes = (differs_note(result), PICTURE_NOTE if pictures else "")
+    caption = " ".join(
+        filter(None, ("The training examples that help and hurt most, strongest first.", *notes))
     )
     return Plot(name, title, caption, figure, vector=False)
 
@@ -148,7 +154,12 @@ def _footer(axes: Axes, lines: list[str]) -> None:
 
 
 def _table(query: Example | None, sides: tuple[list[Example], list[Example]], footer: list[str]) -> Figure:
-    """Text and table rows: a line an example, its text wrapped beside it."""
+    """Text and table rows: a line an example, its text wrapped beside it. Labels and predictions have columns
+    where there are any.
+    """
+    each_shown = [*sides[0], *sides[1]]
+    has_label = any(each.label != MISSING for each in each_shown)
+    has_prediction = any(each.prediction != MISSING for each in each_shown)
     texts = any(_wrapped(each) for side in sides for each in side) or bool(query and _wrapped(query))
     # Cells, their colour, whether they are bold, the text beside them.
     lines: list[tuple[tuple[str, ...], str, bool, list[str]]] = []
@@ -157,13 +168,18 @@ def _table(query: Example | None, sides: tuple[list[Example], list[Example]], fo
     for side, words, colour in zip(sides, (HELPS, HURTS), (REST, REVIEW), strict=True):
         lines.append(((words if side else f"nothing {words.split()[0]}",), colour, True, []))
         for each in side:
-            cells: tuple[str, ...] = (f"{each.score} {each.spread}", each.id, each.label, each.prediction)
+            label = (each.label,) if has_label else ()
+            prediction = (each.prediction,) if has_prediction else ()
+            cells = (f"{each.score} {each.spread}", each.id, *label, *prediction)
             lines.append((cells, INK, each.differs, _wrapped(each)))
     heights = [max(1, len(wrapped)) + 0.35 for *_, wrapped in lines]
     figure, axes = sheet((sum(heights) + 1.6 + len(footer)) * _LINE_IN)
-    places = [share * WIDTH_IN for share in (_WITH_TEXTS if texts else _WITHOUT)]
+    names = ["score", "id", *["label"] * has_label, *["model"] * has_prediction]
+    shares = _WITH_TEXTS if texts else _WITHOUT
+    # An input begins where the columns that there are end, as wide as ever.
+    places = [share * WIDTH_IN for share in shares[: len(names) + 1]]
     widths = [end - start - 0.05 for start, end in itertools.pairwise(places)]
-    for place, words in zip(places, ("score", "id", "label", "model", "input" if texts else ""), strict=True):
+    for place, words in zip(places, (*names, "input" if texts else ""), strict=True):
         write(axes, (place, 0.6 * _LINE_IN), words, color=QUIET)
     top = 1.3
     for (cells, colour, bold, wrapped), height in zip(lines, heights, strict=True):

@@ -99,7 +99,7 @@ def _at(place: int, write: Writer) -> Writer:
 
 def flat_words(facts: Mapping[str, Any], limit: int, before: str = "") -> list[tuple[str, str]]:
     """Each fact that is no mapping as (name, value in words); a nested one's name has all names above it.
-    Matrices are left out: as figures they can be read.
+    Facts without a value (None) are left out, and matrices, which can be read as figures.
     """
     found: list[tuple[str, str]] = []
     for key, value in facts.items():
@@ -108,7 +108,7 @@ def flat_words(facts: Mapping[str, Any], limit: int, before: str = "") -> list[t
         name = f"{before} {words_of(key)}".strip()
         if isinstance(value, Mapping):
             found += flat_words(value, limit, name)
-        elif not _is_matrix(value):
+        elif value is not None and not _is_matrix(value):
             found.append(
                 (brief(name[:1].upper() + name[1:], 80), brief(_plain(value) + _interval(facts, key), limit))
             )

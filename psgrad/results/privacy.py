@@ -185,7 +185,7 @@ class NeighbourPair:
         pair: how they differ, in words.
         distance: between their clipped sums.
         sensitivity: what it may be.
-        ratio: the one over the other.
+        ratio: the one over the other, of the sums or of a clipping group, whichever is more.
         differing: what is published besides the noisy sums and is not the same for both.
         finite: whether all released numbers are.
         holds: whether all is as declared, up to the rounding of the sums.
@@ -275,4 +275,5 @@ def _broken(pair: NeighbourPair) -> str:
         return f"what is published differs in {', '.join(pair.differing)}"
     if pair.ratio <= 1:
         return f"its contribution moves by {pair.ratio:.4g} of the declared sensitivity"
-    return f"the sums are {pair.ratio:.4g} times the declared sensitivity apart"
+    ratio = f"{pair.ratio:.4g}" if pair.ratio >= 1.001 else f"1 + {pair.ratio - 1:.2g}"
+    return f"the sums are {ratio} times the declared sensitivity apart"

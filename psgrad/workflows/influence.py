@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 
 from psgrad.config import Config
+from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, output_size
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.influence.averages import joined_self
 from psgrad.engine.influence.index.build import from_index
@@ -298,9 +299,9 @@ def self_influence(
             f"self-influence takes a solve for each of the {n:,} training examples, predicted to take"
             f" {duration(predicted)}"
         )
+        large = output_size(setup.views[0].training) > LARGEST_OUTPUT  # which exact and dual don't take
         cheaper = (
-            "solver: exact or dual, or curvature: fisher where the output is large, has it for the price of"
-            " scores"
+            f"{'curvature: fisher' if large else 'solver: exact or dual'} has it for the price of scores"
         )
         if wanted == "auto" and predicted > _SELF_SECONDS:
             say(f"{words}, and is left out; {cheaper}; self_influence: always computes it")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -411,24 +412,72 @@ def cancelling_pair(workplace: Workplace) -> dict[str, Any]:
     return dict(pair)
 
 
-@pytest.mark.parametrize("groups", ["flat", "parameter"])
-def test_audit_finds_float32_clipped_sums_of_cancelling_positions(
-    private: Workplace, monkeypatch: pytest.MonkeyPatch, groups: str
-) -> None:
-    """The norm sees the cancellation, and the sum is a float32 product of the scaled factors, which
-    does not.
+POSITIONS = """\
+def Model():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            %s
+
+        def forward(self, x):
+            %s
+
+    return Positions()
+"""
+CANCELLING_MODELS = {
+    "a linear layer over positions": (
+        "self.up, self.out = nn.Linear(48, 96), nn.Linear(96, 3)",
+        "return self.out(self.up(x).tanh().mean(1))",
+    ),
+    "a convolution of kernel 1": (
+        "self.up, self.out = nn.Conv1d(48, 96, 1), nn.Linear(96, 3)",
+        "return self.out(self.up(x.transpose(1, 2)).tanh().mean(2))",
+    ),
+    "a weight used twice": (
+        "self.w, self.out = nn.Parameter(torch.randn(96, 48) / 7), nn.Linear(48, 3)",
+        "return self.out((x @ self.w.t()).tanh() @ self.w).mean(1)",
+    ),
+}
+
+
+def plant_float32_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm sees the cancellation, and the sum is a float32 product of the scaled factors, which does
+    not.
     """
-    private.config["privacy"]["clipping"] |= {"groups": groups}
-    pair = cancelling_pair(private)
-    assert pair["holds"]
-    assert 0.4 < pair["ratio"] <= 1
     monkeypatch.setattr(clipped_sums, "MOST_ABSOLUTE", float("inf"))
     monkeypatch.setattr(
         weighted_sums, "bounded_sum", lambda gradient, weights, norms: gradient.weighted_sum(weights).double()
     )
+
+
+@pytest.mark.parametrize("groups", ["flat", "parameter"])
+def test_audit_finds_float32_clipped_sums_of_cancelling_positions(
+    private: Workplace, monkeypatch: pytest.MonkeyPatch, groups: str
+) -> None:
+    private.config["privacy"]["clipping"] |= {"groups": groups}
+    pair = cancelling_pair(private)
+    assert pair["holds"]
+    assert 0.4 < pair["ratio"] <= 1
+    plant_float32_sums(monkeypatch)
     outcome = audited(private, "--overwrite")
     assert outcome.code == 1
-    assert "a record comes whose positions cancel" in outcome.out
+    (violation,) = (
+        line for line in outcome.out.splitlines() if "positions cancel" in line and "declared" in line
+    )
+    assert re.search(r": the sums are (1 \+ \S+|\d\S+) times the declared sensitivity apart$", violation)
+
+
+@pytest.mark.parametrize("parts", CANCELLING_MODELS.values(), ids=CANCELLING_MODELS)
+def test_audit_finds_float32_clipped_sums_of_layers(
+    private: Workplace, monkeypatch: pytest.MonkeyPatch, parts: tuple[str, str]
+) -> None:
+    """Layers whose gradients are kept as factors, as they have few positions beside their size."""
+    private.use_model(POSITIONS % parts)
+    private.save(x=np.random.default_rng(2).normal(size=(24, 3, 48)).astype(np.float32))
+    plant_float32_sums(monkeypatch)
+    pair = cancelling_pair(private)
+    assert not pair["holds"]
+    assert pair["ratio"] > 1
 
 
 # -- state that the model keeps, and rounding ----------------------------------------------------------------

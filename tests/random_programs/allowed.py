@@ -4,6 +4,7 @@ from __future__ import annotations
 
 ALLOWED = (
     "BatchNorm in training mode",
+    "GroupNorm of groups that have one value each",
     "writes in place into a tensor that has views",
     "writes in place into a view made by",
     "writes in place into one of several views",

@@ -98,6 +98,10 @@ BROKEN_PAIR = NeighbourPair("a record comes", 2.5, 1.0, 2.5, [], True, False)
             "a record comes: the sums are 2.5 times the declared sensitivity apart",
         ),
         (
+            replace(RESULT, pairs=[replace(BROKEN_PAIR, ratio=1.000012)]),
+            "a record comes: the sums are 1 + 1.2e-05 times the declared sensitivity apart",
+        ),
+        (
             replace(RESULT, pairs=[replace(BROKEN_PAIR, differing=["the divisor"])]),
             "a record comes: what is published differs in the divisor",
         ),

@@ -106,6 +106,18 @@ def test_sheet_of_table_rows_has_its_values_in_columns_that_do_not_collide() -> 
         assert boxes[-1].x1 <= figure.bbox.width
 
 
+def test_sheet_without_classes_has_no_columns_for_them() -> None:
+    found = result(inputs="text")
+    without = [frame.assign(target=None, prediction=None) for frame in (found.training, found.queries)]
+    bare = replace(found, training=without[0], queries=without[1])
+    for changed, expected in ((found, True), (bare, False)):
+        drawn = query_sheet(changed, shown_queries(changed.queries, 1)[0], "sheet")
+        words = [text.get_text() for text in drawn.figure.axes[0].texts]
+        assert ("label" in words, "model" in words, "Bold:" in drawn.caption) == (expected,) * 3
+        assert "input" in words
+        assert ("–" in words) is False
+
+
 def test_a_side_without_examples_says_so() -> None:
     found = result(6, 2, scores=-np.ones((2, 6)))
     assert "nothing helps" in _words(query_sheet(found, 0, "sheet").figure)

@@ -35,6 +35,11 @@ def test_facts_matrix_is_left_to_its_figure() -> None:
     assert _facts(rank_correlation=[[1.0, 0.5], [0.5, 1.0]], samples=7) == {"Samples": "7"}
 
 
+def test_facts_without_a_value_are_left_out() -> None:
+    found = _facts(samples=7, trace_by_projection=None, floor=None, warning=None, nested={"a": None, "b": 2})
+    assert found == {"Samples": "7", "Nested b": "2"}
+
+
 def test_facts_warning_is_whole() -> None:
     warning = (
         f"the checkpoints {'a' * 100}.safetensors and {'b' * 100}.safetensors rank the samples differently"

@@ -5,6 +5,7 @@ defers it.
 from __future__ import annotations
 
 import itertools
+import traceback
 from functools import partial
 from typing import Any, Protocol
 
@@ -66,9 +67,12 @@ class BatchLevel(SampleAxis):
         self.has_deferred = False
 
     def explained(self, error: BaseException) -> TransformError | None:
-        # nn.functional.batch_norm raises this for a batch of one, before any operator runs.
+        # nn.functional raises this for a batch of one, before any operator runs.
         if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
-            return diagnostics.batch_statistics_error(diagnostics.where(error))
+            where = diagnostics.where(error)
+            if any(frame.name == "group_norm" for frame in traceback.extract_tb(error.__traceback__)):
+                return diagnostics.group_of_one_error(where)
+            return diagnostics.batch_statistics_error(where)
         return super().explained(error)
 
     def draws(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

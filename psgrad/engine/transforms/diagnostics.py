@@ -133,3 +133,16 @@ def batch_statistics_error(where: str) -> TransformError:
             " again"
         ),
     )
+
+
+def group_of_one_error(where: str) -> TransformError:
+    """The error for a GroupNorm whose groups have one value each, which PyTorch refuses for one sample."""
+    return TransformError(
+        f"GroupNorm of groups that have one value each{where}",
+        expected="two values or more: PyTorch refuses one value in each group of a single sample",
+        cause=(
+            "there are as many groups as channels, and no positions. Each value is normalised by itself, so"
+            " the output is the layer's bias, whatever the input is"
+        ),
+        next_step="use fewer groups than channels, or leave the layer out",
+    )

@@ -319,6 +319,16 @@ def test_batch_norm_over_positions_refused() -> None:
     assert "1 (BatchNorm2d)" in message
 
 
+def test_group_norm_of_one_value_refused() -> None:
+    """PyTorch has one error for this and for BatchNorm of one row; the advice differs."""
+    norm = nn.GroupNorm(4, 4)
+    message = refusal(lambda: vmap(grad(lambda x: norm(x[None]).sum()))(torch.randn(3, 4)))
+    assert "(in the model (GroupNorm)" in message
+    assert "GroupNorm of groups that have one value each" in message
+    assert "use fewer groups than channels" in message
+    assert "BatchNorm" not in message
+
+
 def test_batch_norm_in_eval() -> None:
     model = Net().double()
     model(torch.randn(8, 3, dtype=torch.float64))

@@ -335,7 +335,9 @@ class Influence(Method):
         self, products: CurvatureProducts, damping: float, rhs: torch.Tensor, training: Examples
     ) -> Preconditioner | None:
         if self.preconditioner == "ekfac":
-            rows = training if self.curvature == "fisher" else fisher_rows(training, None, self.seed)
+            # of a large output the gradients themselves: they resemble the curvature, which is enough here
+            by_gradients = self.curvature == "fisher" or output_size(training) > LARGEST_OUTPUT
+            rows = training if by_gradients else fisher_rows(training, None, self.seed)
             blocks = fit_blocks(rows, len(training))
             return KroneckerRoots(training.flat, blocks, damping + self.weight_decay)
         # a Hessian need not be positive, as a Nystroem factor must be
@@ -376,9 +378,14 @@ def tell_of_time(
         products.apply(rhs[:_TRIED].double())
         predicted += in_blocks * (training.seconds() - one) / len(rhs[:_TRIED])
     if predicted > TOLD_SECONDS:
+        # of a large output EK-FAC draws labels, which not every loss has
+        large = output_size(training) > LARGEST_OUTPUT
+        ekfac = (
+            "influence.method: {name: ekfac, fisher: empirical}" if large else "influence.method.name: ekfac"
+        )
         say(
             f"scores of {len(rhs):,} queries take about {singly + in_blocks:,.0f} products with the curvature"
             f" ({products.how}), predicted to take {duration_words(predicted)};"
-            " influence.method.curvature: fisher, or influence.method.name: ekfac, is much faster where the"
+            f" influence.method.curvature: fisher, or {ekfac}, is much faster where the"
             " model's output is large, and estimates another curvature"
         )

@@ -130,6 +130,7 @@ class Replayed:
         tolerance: how much further the records of both batches may take it, whose gradients are rounded
             differently beside other records; 0 if one batch is empty, as a record's own part has no
             tolerance.
+        group_ratio: the distance in a clipping group over the allowed one, in the worst group.
         count_distance, count_sensitivity: the same of the count of an adaptive bound; None without one.
         differing: the published values besides the noisy sums that differ.
         finite: whether all released numbers are.
@@ -142,13 +143,16 @@ class Replayed:
     tolerance: float
     differing: tuple[str, ...]
     finite: bool
+    group_ratio: float = 0.0
     count_distance: float | None = None
     count_sensitivity: float | None = None
 
     @property
     def ratio(self) -> float:
-        """The measured sensitivity over the declared one, of the sums or of the count, whichever is more."""
-        ratios = [self.distance / self.sensitivity]
+        """The measured sensitivity over the declared one, of the sums, of a clipping group or of the count,
+        whichever is more.
+        """
+        ratios = [self.distance / self.sensitivity, self.group_ratio]
         if self.count_distance is not None and self.count_sensitivity:
             ratios.append(self.count_distance / self.count_sensitivity)
         return math.nan if any(map(math.isnan, ratios)) else max(ratios)
@@ -229,14 +233,16 @@ def compare_neighbours(
         else _LAST_PLACES * torch.finfo(computed_in).eps * _longest(seen)
     )
     sensitivity = effective.sensitivity(relation)
+    groups = [_in_group(group, seen, effective.grid, relation) for group in effective.groups]
     return Replayed(
         pair,
         _distance(seen[0].sums, seen[1].sums, effective.grid),
         sensitivity,
-        max(_over(group, seen, effective.grid, relation) for group in effective.groups),
+        max(apart - allowed for apart, allowed in groups),
         tolerance,
         tuple(differing),
         all(bool(torch.isfinite(value).all()) for outcome in outcomes for value in outcome.sums.values()),
+        max(apart / allowed for apart, allowed in groups),
         None if counts is None else abs(counts[0] - counts[1]),
         None if adaptive is None else adaptive.sensitivity(relation),
     )
@@ -266,13 +272,13 @@ def _distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor], grid: f
     return math.sqrt(math.fsum(float(torch.linalg.vector_norm(each)) ** 2 for each in apart))
 
 
-def _over(group: Group, seen: Sequence[ClippedSum], grid: float | None, relation: Relation) -> float:
-    """By how much the distance of two sums in a group exceeds the allowed one, infinite if it is not a
-    number.
-    """
+def _in_group(
+    group: Group, seen: Sequence[ClippedSum], grid: float | None, relation: Relation
+) -> tuple[float, float]:
+    """(the distance of two sums in a group, infinite if it is not a number; the allowed one)."""
     first, second = ({name: clipped.sums[name] for name in group.parameters} for clipped in seen)
-    over = _distance(first, second, grid) - group.bound * (2 if relation == "replace_one" else 1)
-    return over if math.isfinite(over) else math.inf
+    apart = _distance(first, second, grid)
+    return apart if math.isfinite(apart) else math.inf, group.bound * (2 if relation == "replace_one" else 1)
 
 
 def _longest(sums: Sequence[ClippedSum]) -> float:
