@@ -29,6 +29,7 @@ from psgrad.engine.execution.objective import Criterion, Objective
 from psgrad.engine.influence.averages import Average
 from psgrad.engine.influence.evaluation.jobs import LoadedRows, Recipe
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Per, ScoreBlock, SelfBlock
+from psgrad.engine.influence.methods.gradient_products import GradientDot
 from psgrad.engine.influence.methods.replay import Replay
 from psgrad.engine.influence.ranking import joined_scores
 from psgrad.engine.influence.training_run import TrainingRun
@@ -189,6 +190,8 @@ class Scorer:
         """The scores at each checkpoint: those that the method itself joins."""
         names = [self._name(method, places, place, measurement) for place in places]
         if not all(path.exists() for path in names):
+            # What a first pass imports is not measured.
+            self._scored(GradientDot(), places[:1], ["loss"])
             self._compute(method, places, measurement, names)
         return [self._stored(path) for path in names]
 

@@ -1,4 +1,4 @@
-"""How well each influence method foretells retraining, in one of several settings, with time and memory.
+"""How well each influence method predicts retraining, in one of several settings, with time and memory.
 
     OMP_NUM_THREADS=1 python benchmarks/influence_settings.py --setting digits [--cache DIR] [--json FILE]
 
@@ -24,7 +24,7 @@ data.
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import json
 import os
 import sys
@@ -335,7 +335,7 @@ def of_text(cache: Path) -> Setting:
     files = np.unique([name for name, _ in found.places], return_inverse=True)[1]
     query = torch.arange(PASSAGES) % QUERY_EVERY == QUERY_EVERY // 2
     training, queries = (LoadedRows((tokens[part],), targets[part]) for part in (~query, query))
-    recipe = Recipe("adamw", 20, 16, learning_rate=5e-3, schedule="cosine", weight_decay=0.1, together=20)
+    recipe = Recipe("adamw", 20, 16, learning_rate=5e-3, schedule="cosine", weight_decay=0.1, together=10)
     decay = 0.0  # AdamW's is no part of the loss
     fisher = Influence(curvature="fisher", weight_decay=decay)
     task = Task(
@@ -456,8 +456,10 @@ def theirs(setting: Setting, runs: Sequence[list[Place]]) -> Iterator[tuple[str,
     for rival in setting.rivals:
         path = setting.task.cache / f"{rival.name.replace(' ', '-').replace(',', '')}.npz"
         if not path.exists():
-            if importlib.util.find_spec(rival.package) is None:
-                print(f"{rival.name}: {rival.package} is not installed", flush=True)
+            try:
+                importlib.import_module(rival.package)
+            except ImportError as error:
+                print(f"{rival.name}: {error.name} is not installed", flush=True)
                 continue
             problem = problem_of(setting, [run[-1] for run in runs[: rival.models]])
             ask = rival.ask

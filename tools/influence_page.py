@@ -1,4 +1,4 @@
-"""docs/reference/influence-truth.md: how well each influence method foretells retraining, from the stored
+"""docs/reference/influence-truth.md: how well each influence method predicts retraining, from the stored
 results of benchmarks/influence_settings.py.
 
 `python -m tools.pages` writes it. A setting without a stored result is listed as not measured.
@@ -148,6 +148,7 @@ def _facts(content: Content) -> str:
         f" {content['truth_cpu_seconds']:.0f} s of the processor.\nOne seed's outcomes correlate with"
         f" another's by {best['single']:.2f}, and the true expectation would score {best['best']:.2f}.\n"
         f"Measured on {machine['processor']}, one thread, torch {machine['torch']}."
+        + "".join(f"\n{note}" for note in content.get("notes", ()))
     )
 
 

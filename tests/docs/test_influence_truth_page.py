@@ -40,6 +40,7 @@ CONTENT = {
     "machine": {"processor": "a processor", "torch": "2.13"},
     "order": ["checkpoints", "models", "model"],
     "not_run": {"replay": "it takes minutes"},
+    "notes": ["Measured on a Tuesday."],
     "rows": [
         row("checkpoints", 0.75, -0.05, seconds=9.0),
         row("models", 0.7, 0.0, seconds=8.0),
@@ -76,6 +77,7 @@ def test_the_table_of_a_setting(results: Path) -> None:
     assert cells(text, "checkpoints") == ["checkpoints", "psgrad", "0.750 (0.740 to 0.760)", "9.0", "3"]
     assert cells(text, "random")[1:3] == ["control", "0.000 (-0.010 to 0.010)"]
     assert "- replay: it takes minutes." in text
+    assert "one thread, torch 2.13.\nMeasured on a Tuesday." in text
 
 
 def test_the_order_is_by_intervals_of_differences(results: Path) -> None:
