@@ -392,7 +392,7 @@ SETTINGS: dict[str, Callable[[Path], Setting]] = {
         "Two convolutions and two linear layers, SGD with momentum and weight decay",
         replace(RECIPE, epochs=30, together=20),
         convolutional,
-        subsets=50,
+        subsets=40,
         seeds=2,
     ),
     "adam": lambda cache: of_digits(cache, "adam", "A perceptron 64-64-10, Adam", ADAM),
