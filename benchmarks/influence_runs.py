@@ -123,7 +123,7 @@ class Place:
         number = self.number + COUNT * self.seed
         run = self._run() if isinstance(method, Replay) else None
         queries = len(self.task.queries)
-        return Checkpoint(number, self.learning_rate, queries=queries, step=self.step, run=run)
+        return Checkpoint(number, self.learning_rate, queries=queries, step=self.step, run=run, of=COUNT)
 
     def _run(self) -> TrainingRun:
         task, seed = self.task, self.seed
