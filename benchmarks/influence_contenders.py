@@ -257,7 +257,8 @@ def kronfluence_factored(
             logits = model(inputs)
             if sample:
                 with torch.no_grad():
-                    target = torch.multinomial(logits.softmax(-1), 1).flatten()
+                    chances = logits.movedim(1, -1).softmax(-1)
+                    target = torch.multinomial(chances.flatten(0, -2), 1).view_as(target)
             return F.cross_entropy(logits, target, reduction="sum")
 
         def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:

@@ -14,44 +14,33 @@ queries.
 
 The bars: ten checkpoints of one run by the default .77, three runs .81, EK-FAC on ten .68.
 
-Score matrices are kept in the cache. Seconds are of the processor, of fit and scores, of one thread where
-OMP_NUM_THREADS=1.
+Score matrices are kept in the cache. Seconds are of the processor, of fit and scores, of one thread.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from influence_contenders import margin
-from influence_ours import cross_entropy, examples
+from influence_ours import cross_entropy
+from influence_runs import Place, Row, Scorer, Task
 from influence_truth import RECIPE, Array, Bench, perceptron
-from safetensors import safe_open
-from safetensors.torch import load_file
-from torch import nn
 
-import psgrad
-from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.averages import Average
 from psgrad.engine.influence.evaluation.metrics import ceiling, lds
-from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Per, ScoreBlock, SelfBlock
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.gradient_products import GradientDot, TracIn
 from psgrad.engine.influence.methods.influence import Influence
 from psgrad.engine.influence.methods.source import Source
-from psgrad.engine.influence.ranking import joined_scores
 
-RUNS, COUNT = (0, 1, 2), 10
+RUNS = (0, 1, 2)
 EXACT, FACTORED = Influence(weight_decay=RECIPE.weight_decay), EKFAC(weight_decay=RECIPE.weight_decay)
 # EK-FAC, and two steps of conjugate gradients from there, in the space that all queries share.
 STEPPED = Influence(
@@ -70,145 +59,9 @@ MEASUREMENTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = 
 }
 
 
-def train_run(bench: Bench, seed: int) -> Path:
-    """The folder of a run's checkpoints: a plain loop of the recipe's optimiser, by one seed."""
-    folder = bench.cache / f"run-{seed}-{COUNT}"
-    rows, _ = bench.data
-    size = len(rows)
-    per_epoch = -(-size // RECIPE.batch_size)
-    checkpoints = psgrad.RunCheckpoints(folder, epochs=RECIPE.epochs, count=COUNT, steps_per_epoch=per_epoch)
-    if len(list(folder.glob("*.safetensors"))) == len(checkpoints.numbers):
-        return folder
-    torch.manual_seed(seed)
-    model = perceptron()
-    optimizer, random = RECIPE.optimiser(list(model.parameters())), np.random.default_rng([seed, 1])
-    assert rows.target is not None
-    for epoch in range(RECIPE.epochs):
-        order = torch.as_tensor(random.permutation(size))
-        for number, batch in enumerate(order.split(RECIPE.batch_size)):
-            rate = RECIPE.rate(epoch * per_epoch + number, RECIPE.epochs * per_epoch)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(rows.inputs[0][batch]), rows.target[batch]).backward()
-            optimizer.step()
-        checkpoints.save(model, epoch + 1, optimizer)
-    return folder
-
-
-@dataclass(frozen=True)
-class Place:
-    """A checkpoint of a run."""
-
-    path: Path
-    number: int
-    learning_rate: float
-    step: int
-
-    @classmethod
-    def all_of(cls, folder: Path) -> list[Place]:
-        found = []
-        for number, path in enumerate(sorted(folder.glob("*.safetensors"))):
-            with safe_open(path, "pt") as file:
-                told = file.metadata()
-            found.append(cls(path, number, float(told["learning_rate"]), int(told["step"])))
-        return found
-
-    def model(self) -> nn.Module:
-        model = perceptron()
-        model.load_state_dict(load_file(self.path))
-        return model
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        return Checkpoint(self.number, self.learning_rate, queries=360, step=self.step, of=COUNT)
-
-
-@dataclass
-class Kept(Fitted):
-    """A method's scores at a checkpoint, from the cache."""
-
-    matrix: torch.Tensor
-
-    def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
-        yield ScoreBlock(0, len(self.matrix), {"": self.matrix})
-
-    def self_influence(self) -> Iterator[SelfBlock]:
-        raise NotImplementedError
-
-
-class Scorer:
-    """Score matrices [n, m] of all queries, computed once for each method, checkpoint and measurement."""
-
-    def __init__(self, bench: Bench) -> None:
-        self.bench = bench
-        self.seconds: dict[str, float] = {}
-
-    def at(self, method: Method, places: Sequence[Place], measurement: str) -> list[torch.Tensor]:
-        """One matrix for each checkpoint: those that the method itself joins."""
-        names = [self._name(method, places, place, measurement) for place in places]
-        if not all(path.exists() for path in names):
-            self._compute(method, places, measurement, names)
-        found = []
-        for path in names:
-            with np.load(path) as stored:
-                found.append(torch.as_tensor(stored["scores"]).double())
-                self.seconds[path.stem] = float(stored["seconds"])
-        return found
-
-    def joined(
-        self, method: Method, runs: Sequence[list[Place]], measurement: str, average: Average
-    ) -> Array:
-        """[n, m]: of all these checkpoints together."""
-        parts = [Kept(matrix) for places in runs for matrix in self.at(method, places, measurement)]
-        queries: Any = [None] * len(parts)
-        blocks = joined_scores(method, parts, queries, average=average)
-        scores: Array = torch.cat([block.scores[""] for block in blocks]).numpy()
-        return scores
-
-    def _name(self, method: Method, places: Sequence[Place], place: Place, measurement: str) -> Path:
-        of_run = [each.path.name for each in places] if method.fits_whole_run else []
-        told = repr((method, place.path.parent.name, place.path.name, of_run, measurement))
-        return self.bench.cache / f"scores-{hashlib.sha256(told.encode()).hexdigest()[:20]}.npz"
-
-    def _compute(
-        self, method: Method, places: Sequence[Place], measurement: str, names: Sequence[Path]
-    ) -> None:
-        training, asked = self.bench.data
-        assert training.target is not None
-        assert asked.target is not None
-        both = [examples(place.model(), training.inputs[0], training.target) for place in places]
-        queries = [
-            examples(place.model(), asked.inputs[0], asked.target, MEASUREMENTS[measurement])
-            for place in places
-        ]
-        groups = [list(range(len(places)))] if method.fits_whole_run else [[at] for at in range(len(places))]
-        for group in groups:
-            if all(names[at].exists() for at in group):
-                continue
-            start = time.process_time()
-            fitted = method.fit_run([(both[at], places[at].checkpoint) for at in group])
-            asked_of = method.queries_of_run([queries[at] for at in group])
-            found = [
-                torch.cat([block.scores[""] for block in one.scores(query)])
-                for one, query in zip(fitted, asked_of, strict=True)
-            ]
-            spent = (time.process_time() - start) / len(group)
-            for at, matrix in zip(group, found, strict=True):
-                np.savez(names[at], scores=matrix.numpy(), seconds=spent)
-                print(f"{method.name} at {places[at].path}: {spent:.1f} s", flush=True)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table."""
-
-    name: str
-    method: Method
-    runs: int
-    checkpoints: str
-    measurement: str = "loss"
-    average: Average = "relative"
+def task_of(bench: Bench) -> Task:
+    training, queries = bench.data
+    return Task(bench.cache, perceptron, training, queries, bench.recipe, cross_entropy, MEASUREMENTS)
 
 
 def rows() -> list[Row]:
@@ -230,20 +83,15 @@ def rows() -> list[Row]:
     ]
 
 
-def chosen(places: list[Place], which: str) -> list[Place]:
-    return {"last": places[-1:], "all": places, "half": places[1::2]}[which]
-
-
 def report(bench: Bench, scorer: Scorer, wanted: Sequence[Row]) -> dict[str, Any]:
     """Prints the table, and returns what the JSON has of it."""
     truth, best = bench.truth, ceiling(bench.truth.losses)
-    runs = [Place.all_of(train_run(bench, seed)) for seed in RUNS]
+    runs = [Place.all_of(scorer.task, seed) for seed in RUNS]
     scores: dict[str, Array] = {}
     seconds: dict[str, float] = {}
     for row in wanted:
         scorer.seconds = {}
-        places = [chosen(run, row.checkpoints) for run in runs[: row.runs]]
-        whole = scorer.joined(row.method, places, row.measurement, row.average)
+        whole = scorer.joined(row.method, row.places(runs), row.measurement, row.average)
         scores[row.name], seconds[row.name] = whole[:, ~bench.tuning_queries], sum(scorer.seconds.values())
         print(f"{row.name}: done", flush=True)
     found = lds(scores, truth.subsets, truth.losses, wanted[0].name)
@@ -284,7 +132,7 @@ def main() -> None:
     arguments = parser.parse_args()
     bench = Bench(arguments.cache)
     bench.cache.mkdir(parents=True, exist_ok=True)
-    content = report(bench, Scorer(bench), [row for row in rows() if row.name in arguments.only])
+    content = report(bench, Scorer(task_of(bench)), [row for row in rows() if row.name in arguments.only])
     content |= {"torch": torch.__version__, "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

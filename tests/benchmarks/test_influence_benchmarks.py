@@ -89,7 +89,8 @@ def test_the_table_of_a_training_run(
 ) -> None:
     """Of checkpoints of one epoch's runs; a second report computes nothing again."""
     trajectory = script("influence_trajectory")
-    monkeypatch.setattr(trajectory, "RECIPE", replace(bench.recipe, epochs=2))
+    bench = replace(bench, recipe=replace(bench.recipe, epochs=2))
+    scorer = trajectory.Scorer(trajectory.task_of(bench))
     monkeypatch.setattr(trajectory, "RUNS", (0, 1))
     dot = trajectory.GradientDot()
     wanted = [
@@ -97,13 +98,123 @@ def test_the_table_of_a_training_run(
         trajectory.Row("whole run", dot, 1, "all"),
         trajectory.Row("two runs", trajectory.TracIn(), 2, "all"),
     ]
-    content = trajectory.report(bench, trajectory.Scorer(bench), wanted)
+    content = trajectory.report(bench, scorer, wanted)
     assert [row["name"] for row in content["rows"]] == ["last", "whole run", "two runs"]
     assert content["rows"][0]["mean"] != content["rows"][1]["mean"]
     assert len(list((bench.cache / "run-0-10").glob("*.safetensors"))) == 2
     monkeypatch.setattr(trajectory.Scorer, "_compute", lambda *_: pytest.fail("computed again"))
-    assert trajectory.report(bench, trajectory.Scorer(bench), wanted)["rows"] == content["rows"]
+    assert trajectory.report(bench, scorer, wanted)["rows"] == content["rows"]
     assert "ceiling" in capsys.readouterr().out
+
+
+@pytest.fixture
+def settings(script: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = script("influence_settings")
+    monkeypatch.setattr(module, "RUNS", 2)
+    return module
+
+
+def small(settings: Any, setting: Any, rows: list[Any], epochs: int = 1) -> Any:
+    """The setting with a few retrained models and these rows; the others are behind the first."""
+    task = replace(setting.task, recipe=replace(setting.task.recipe, epochs=epochs))
+    order = (rows[0].name,) * 3
+    return replace(setting, task=task, subsets=4, seeds=2, rows=rows, order=order, rivals=())
+
+
+def test_a_setting_is_measured_once(
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Methods, another library and controls; a second report trains nothing and computes no score again."""
+    row = settings.Row("gradient_dot", settings.GradientDot(), 1, "last")
+    rival = settings.Rival("ones", "torch", lambda problem: torch.ones(1437, len(problem.query_inputs)))
+    absent = settings.Rival("absent", "no_such_package", lambda problem: pytest.fail("asked"))
+    setting = replace(small(settings, settings.SETTINGS["digits"](tmp_path), [row]), rivals=(rival, absent))
+    content = settings.report(setting)
+    found = {each["name"]: each for each in content["rows"]}
+    assert (content["queries"], content["parameters"], content["share"]) == (150, 4810, 0.5)
+    assert (found["ones"]["undefined"], found["ones"]["kind"]) == (150, "rival")
+    assert found["gradient_dot"]["cpu_seconds"] > 0
+    assert {"control: random", "control: same label"} <= set(found)
+    assert "absent: no_such_package is not installed" in capsys.readouterr().out
+    assert json.loads(json.dumps(content))["rows"]
+
+    def again(*_: Any) -> None:
+        pytest.fail("computed again")
+
+    monkeypatch.setattr(settings, "EnsembleTrainer", lambda *_: again)
+    monkeypatch.setattr(settings, "kept_apart", again)
+    monkeypatch.setattr(sys.modules["influence_runs"], "kept_apart", again)
+    repeated = settings.report(setting)
+    assert repeated["rows"] == content["rows"]
+    assert repeated["truth_cpu_seconds"] == pytest.approx(content["truth_cpu_seconds"])
+
+
+def test_a_short_setting_leaves_out_what_is_slow(settings: Any, tmp_path: Path) -> None:
+    """And says so."""
+    whole = settings.SETTINGS["digits"](tmp_path)
+    short = settings.shortened(whole)
+    gone = {row.name for row in whole.rows} - {row.name for row in short.rows}
+    assert gone == {
+        "influence, three runs x ten checkpoints",
+        "ekfac, three runs x ten checkpoints",
+        "replay, one run",
+    }
+    assert set(short.not_run) == gone | {"other libraries"}
+    assert whole.rivals
+    assert not short.rivals
+
+
+def test_stored_scores_of_several_models_join_as_fresh_ones(settings: Any, tmp_path: Path) -> None:
+    """TRAK averages two factors over models; each is stored."""
+    ours = importlib.import_module("influence_ours")
+    method = settings.TRAK(dimension=32)
+    setting = small(
+        settings, settings.SETTINGS["digits"](tmp_path), [settings.Row("trak", method, 2, "last")]
+    )
+    runs = [settings.Place.all_of(setting.task, seed) for seed in range(2)]
+    ((_, scored),) = settings.ours(setting, runs)
+    places = [run[-1] for run in runs]
+    numbers = [place.checkpoint(method).number for place in places]
+    assert numbers[0] != numbers[1], "both models have the same projection"
+    fits = [
+        method.fit(setting.task.examples(place.model(), setting.task.training), place.checkpoint(method))
+        for place in places
+    ]
+    asked = [setting.task.examples(place.model(), setting.task.queries) for place in places]
+    joined = ours.joined_scores(method, fits, asked)
+    expected = torch.cat([block.scores[""] for block in joined])
+    torch.testing.assert_close(torch.as_tensor(scored.scores), expected)
+    assert scored.memory is not None
+
+
+def test_a_run_that_is_replayed_is_the_run_of_the_checkpoints(settings: Any, tmp_path: Path) -> None:
+    setting = small(
+        settings,
+        settings.SETTINGS["adam"](tmp_path),
+        [settings.Row("replay", settings.Replay(subsets=0), 1, "last")],
+        epochs=2,
+    )
+    last = settings.Place.all_of(setting.task, 3)[-1]
+    run = last.checkpoint(settings.Replay(subsets=0)).run
+    assert run is not None
+    trained = run.final
+    for name, value in last.model().named_parameters():
+        torch.testing.assert_close(trained[name], value.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_text_setting_and_its_controls(settings: Any, tmp_path: Path) -> None:
+    setting = settings.SETTINGS["text"](tmp_path)
+    (tokens,), (asked,) = setting.task.training.inputs, setting.task.queries.inputs
+    assert (tokens.shape, asked.shape) == ((600, 32), (100, 32))
+    pairs = settings.pairs_of_bytes(torch.tensor([[1, 2, 1, 2], [2, 1, 2, 3], [7, 8, 9, 7]]))
+    # 12 12 21 against 21 12 23, and nothing in common with 78 89 97
+    expected = torch.tensor([1.0, 3 / 15**0.5, 0.0])
+    torch.testing.assert_close(pairs[0] @ pairs.T, expected)
+    model = setting.rival_model(setting.task.fresh())
+    assert model(tokens[:2]).shape == (2, 256, 32)
+    assert len(setting.labels[0]) == 600
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    assert f"{sum(sizes):,} parameters" in settings.__doc__
 
 
 def test_mislabels_are_found_by_their_loss(bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import config_page, large_models_page, layers, pictures
+from tools import config_page, influence_page, large_models_page, layers, pictures
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -145,7 +145,9 @@ def test_an_avoided_phrase_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "generator", [config_page, layers, large_models_page], ids=lambda generator: generator.__name__
+    "generator",
+    [config_page, influence_page, layers, large_models_page],
+    ids=lambda generator: generator.__name__,
 )
 def test_a_generated_page_is_up_to_date(generator: object) -> None:
     text = generator.PAGE.read_text(encoding="utf-8")  # type: ignore[attr-defined]
