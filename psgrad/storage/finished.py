@@ -24,7 +24,8 @@ from psgrad.results import (
     MeasureResult,
     TopSample,
 )
-from psgrad.results.findings import check_record, finding_record
+from psgrad.results.findings import CheckFacts, check_record, finding_record
+from psgrad.results.manifest import read
 from psgrad.storage.folders import MEASURES, RunFolder, file_name, manifest_of
 from psgrad.wording import first_line
 
@@ -106,7 +107,7 @@ def read_check(folder: Path) -> CheckResult | None:
             about["run"],
             about["samples"],
             tuple(about["warnings"]),
-            about["facts"],
+            read(CheckFacts, about["facts"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(

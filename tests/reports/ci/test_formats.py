@@ -9,6 +9,7 @@ import importlib.resources
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def many(count: int) -> CheckResult:
 
 def test_sarif_is_valid_and_says_what_the_records_say() -> None:
     result = mixed()
-    result = verdict(*result.findings, warnings=result.warnings, facts={**result.facts, "baseline": "b.json"})
+    result = verdict(*result.findings, warnings=result.warnings, facts=replace(result.facts, baseline="b.json"))
     run = sarif(result)
     first, known, ignored, review = run["results"]
     assert [each["ruleId"] for each in run["results"]] == ["nonfinite", "outlier", "zero-gradient", "review"]
@@ -330,7 +331,7 @@ def test_findings_come_back_from_their_files(tmp_path: Path) -> None:
 
 def test_a_partial_run_is_said_in_every_format_for_people() -> None:
     result = verdict(finding())
-    result = verdict(finding(), facts={**result.facts, "partial": "the run looked at 10 of 20"})
+    result = verdict(finding(), facts=replace(result.facts, partial="the run looked at 10 of 20"))
     for style in ("terminal", "markdown", "github", "junit", "sarif"):
         assert "PARTIAL" in render_check(result, style)
 
