@@ -191,18 +191,14 @@ class Objective:
             value = self.loss_of(
                 output, inputs, target
             )  # inside: a loss may look at the model's weights, too
-        if not isinstance(value, torch.Tensor) or value.dim() != 0:
-            shape = (
-                f"a tensor of shape {tuple(value.shape)}"
-                if isinstance(value, torch.Tensor)
-                else type(value).__name__
-            )
-            raise LossError(
-                f"the loss returned {shape} for one sample",
-                expected="one number per sample: a tensor of shape ()",
-                cause="the loss does not reduce over the sample's own axes, or returns more than the loss",
-                next_step="end the loss with .mean() or .sum(); it sees one sample, without a batch axis",
-            )
+        require_number(
+            value,
+            "the loss",
+            "sample",
+            expected="one number per sample: a tensor of shape ()",
+            cause="the loss does not reduce over the sample's own axes, or returns more than the loss",
+            next_step="end the loss with .mean() or .sum(); it sees one sample, without a batch axis",
+        )
         if not value.dtype.is_floating_point:
             raise LossError(
                 f"the loss returned a tensor of dtype {value.dtype}",
@@ -213,6 +209,17 @@ class Objective:
         if self.weighted:
             value = value * inputs[-1].to(value.dtype)
         return value, self.summary(output, target) if self.summary is not None else {}
+
+
+def require_number(value: Any, function: str, row: str, **parts: str) -> None:
+    """Raises LossError unless `value`, which a function returned for one row, is a tensor of shape (); parts:
+    the other sentences of the error.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise LossError(f"{function} returned {type(value).__name__} for one {row}", **parts)
+    if value.dim():
+        shape = tuple(value.shape)
+        raise LossError(f"{function} returned a tensor of shape {shape} for one {row}", **parts)
 
 
 def first(output: Any) -> Any:

@@ -92,7 +92,8 @@ def many(count: int) -> CheckResult:
 
 def test_sarif_is_valid_and_says_what_the_records_say() -> None:
     result = mixed()
-    result = verdict(*result.findings, warnings=result.warnings, facts=replace(result.facts, baseline="b.json"))
+    facts = replace(result.facts, baseline="b.json")
+    result = verdict(*result.findings, warnings=result.warnings, facts=facts)
     run = sarif(result)
     first, known, ignored, review = run["results"]
     assert [each["ruleId"] for each in run["results"]] == ["nonfinite", "outlier", "zero-gradient", "review"]
