@@ -21,7 +21,7 @@ from psgrad.reports.audit import audit_content
 from psgrad.results import AuditBound, DPAuditResult, NoiseAudit, Progress, Say
 from psgrad.storage import PrivateRunFolder
 from psgrad.user_code import with_code_beside
-from psgrad.workflows.neighbours import audited_pairs, audited_state, contributions
+from psgrad.workflows.audit_neighbours import audited_pairs, audited_state, contributions
 from psgrad.workflows.private_ranks import agree, facts_of, follow, leading
 from psgrad.workflows.private_resume import private_hashes
 from psgrad.workflows.private_setup import (

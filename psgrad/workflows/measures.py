@@ -245,7 +245,7 @@ def measures_of(config: Config) -> list[Measure]:
     waiting = [name for measure in found.values() for name in measure.needs]
     needed: dict[str, Measure] = {}
     if config.analyze.outliers.detectors and PROJECTED not in found:
-        from psgrad.engine.measures.builtin.neighbours import ProjectedGradients
+        from psgrad.engine.measures.builtin.projected_gradients import ProjectedGradients
 
         needed[PROJECTED] = ProjectedGradients(save=True)  # what later runs may be held against
     while waiting:

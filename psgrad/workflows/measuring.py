@@ -29,7 +29,7 @@ from psgrad.inputs.rows import Samples
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import SHARDS
-from psgrad.storage.shards import Kept, Shard, Shards
+from psgrad.storage.shards import FinishedShards, Shard, Shards
 from psgrad.workflows.measures import joined_columns
 from psgrad.workflows.running import RankWork, held, rank_facts
 from psgrad.workflows.setup import Setup
@@ -315,7 +315,7 @@ class Passes:
         if processes.rank == 0:
             here = {processes.part_of(rank) for rank in range(processes.size)}
             for part in Shards.parts(self.folder, pass_name):
-                kept = Kept() if part in here else self._read(pass_name, part)
+                kept = FinishedShards() if part in here else self._read(pass_name, part)
                 self._add(measures, {key: torch.from_numpy(value) for key, value in kept.state.items()})
         state = processes.reduce(pass_name, lambda: self._state(measures), partial(self._add, measures))
         if processes.rank:
@@ -347,12 +347,12 @@ class Passes:
         """How many rows these processes compute."""
         return sum(map(len, self.processes.own([range(len(self.setting))])))
 
-    def _kept(self, name: str) -> list[Kept]:
+    def _kept(self, name: str) -> list[FinishedShards]:
         """What all processes have stored of a pass."""
         pass_name = self.prefix + name
         return [self._read(pass_name, part) for part in Shards.parts(self.folder, pass_name)]
 
-    def _read(self, pass_name: str, part: str) -> Kept:
+    def _read(self, pass_name: str, part: str) -> FinishedShards:
         return Shards(self.folder, pass_name, self.identity, part).read()
 
     def _shards(self, name: str) -> list[Shard]:

@@ -192,7 +192,7 @@ def test_audit_of_a_private_step(workplace: Workplace, monkeypatch: pytest.Monke
             lambda kind, made=made: make_generator(kind, seed=1, position=next(made)),
         )
         monkeypatch.setattr(
-            "psgrad.workflows.neighbours.make_generator",
+            "psgrad.workflows.audit_neighbours.make_generator",
             lambda kind, made=made: make_generator(kind, seed=1, position=next(made)),
         )
         place.config["engine"] = {"parameters": where}

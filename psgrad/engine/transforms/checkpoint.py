@@ -121,7 +121,7 @@ class RecomputedCall(Call):
         return [level.unwrap(x) for x in outs], [x.tangent if level.owns(x) else None for x in outs]
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> RecordedCall:
-        watch, settings = Watch(level, self.name), CallSettings()
+        watch, settings = OutsideValues(level, self.name), CallSettings()
         # both runs of a function must treat fresh tensors alike; another function for the value runs alone
         below = without_adoption(level) if self.value is not self.function else nullcontext()
         with watch.over_first_run(), settings.noted(), read_only(values), below:
@@ -175,7 +175,7 @@ def changed(name: str) -> TransformError:
     )
 
 
-class Watch:
+class OutsideValues:
     """Collects the values of a level that a function reads besides its arguments: in the first run, which is
     not recorded, and in the second.
     """
