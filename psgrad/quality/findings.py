@@ -126,7 +126,7 @@ def in_order(named: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
     return ordered[ordered.groupby("rule", sort=False).cumcount() < FINDINGS_OF_A_RULE]
 
 
-def records(
+def listed_findings(
     ordered: pd.DataFrame,
     samples: pd.DataFrame,
     gate: GateConfig,

@@ -148,7 +148,7 @@ class CheckResult(ShortRepr):
         return EXIT_GATE_NOT_EVALUABLE if "not evaluable" in outcomes else EXIT_OK
 
 
-def check_record(result: CheckResult) -> dict[str, Any]:
+def check_content(result: CheckResult) -> dict[str, Any]:
     """A verdict without its findings, as plain values."""
     return {
         "version": 1,
@@ -161,7 +161,7 @@ def check_record(result: CheckResult) -> dict[str, Any]:
     }
 
 
-def finding_record(finding: Finding) -> dict[str, Any]:
+def finding_content(finding: Finding) -> dict[str, Any]:
     """A finding as a line of findings.jsonl, as plain values."""
     plain = {"location": dict(vars(finding.location)), "reasons": list(finding.reasons)}
     return {**vars(finding), **plain, "values": dict(finding.values)}

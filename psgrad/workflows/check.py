@@ -22,9 +22,9 @@ from psgrad.quality.findings import (
     IgnoreEntry,
     counts_of,
     in_order,
+    listed_findings,
     named_samples,
     read_ignore_list,
-    records,
     settle,
 )
 from psgrad.quality.gates import evaluate
@@ -165,7 +165,7 @@ def _check(samples: pd.DataFrame, manifest: Mapping[str, Any], folder: str, file
         None if files.ignore_path is None else str(files.ignore_path),
         run.versions.get("psgrad"),
     )
-    findings = tuple(records(ordered, samples, gate, run.score, location, lines))
+    findings = tuple(listed_findings(ordered, samples, gate, run.score, location, lines))
     return CheckResult(tuple(outcomes), findings, folder, len(samples), tuple(warnings), facts)
 
 

@@ -13,7 +13,7 @@ from psgrad.cli.progress import ProgressStyle
 from psgrad.cli.rank_logs import display, log_of, with_last_lines
 from psgrad.errors import DistributedError
 from psgrad.results import Progress
-from psgrad.workflows.measuring import Passes
+from psgrad.workflows.analyze_passes import Passes
 from tests.forked_ranks import die, hasty, run_ranks
 from tests.workplace import Workplace
 

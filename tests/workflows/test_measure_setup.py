@@ -16,7 +16,7 @@ from psgrad.errors import MeasureError
 from psgrad.plugins import MEASURES, own_classes
 from psgrad.storage.finished import load_run
 from psgrad.workflows.analyze import analyze
-from psgrad.workflows.measures import measures_of
+from psgrad.workflows.measure_setup import measures_of
 from tests.workplace import CLASSES, ROWS, Workplace
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.rows import Block, Samples, checked_weights, ids_and_units, stacked, to_tensor
-from psgrad.inputs.sources.arrow import is_list, is_text, plain, require_numbers
+from psgrad.inputs.sources.arrow_columns import is_list, is_text, plain, require_numbers
 from psgrad.inputs.sources.columns import RowName, axis_lengths, numbers
 from psgrad.inputs.sources.files import input_names, length_inputs, require_rows, target_names
 from psgrad.inputs.sources.tables import Array, Rows

@@ -20,7 +20,7 @@ import pytest
 from psgrad.reports.ci import FORMATS, github, markdown, render_check
 from psgrad.reports.ci.sarif import LIMIT
 from psgrad.results import RULES, CheckResult, GateOutcome, Location
-from psgrad.results.findings import finding_record
+from psgrad.results.findings import finding_content
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import read_check, write_check
 from tests.nasty import NASTY
@@ -192,7 +192,7 @@ def test_csv_and_json_hold_every_finding() -> None:
         ("review", "d", "3", "1.5"),
     ]
     content = json.loads(render_check(result, "json"))
-    assert content["findings"] == json.loads(json.dumps([finding_record(each) for each in result.findings]))
+    assert content["findings"] == json.loads(json.dumps([finding_content(each) for each in result.findings]))
     assert (content["exit_code"], content["warnings"]) == (1, ["something is gone"])
 
 

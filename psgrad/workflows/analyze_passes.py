@@ -30,7 +30,7 @@ from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import SHARDS
 from psgrad.storage.shards import FinishedShards, Shard, Shards
-from psgrad.workflows.measures import joined_columns
+from psgrad.workflows.measure_setup import joined_columns
 from psgrad.workflows.running import RankWork, held, rank_facts
 from psgrad.workflows.setup import Setup
 
