@@ -101,7 +101,7 @@ class TrainConfig(RecipeConfig):
 
     @model_validator(mode="after")
     def _options_of_this_training(self) -> TrainConfig:
-        # A default says nothing: a resolved config, written out in full, must load again.
+        # A default says nothing: a resolved config, with all its defaults, must load again.
         given = {
             name for name, info in TrainConfig.model_fields.items() if getattr(self, name) != info.default
         }

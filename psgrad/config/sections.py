@@ -92,7 +92,7 @@ class LossConfig(create_model("_LossOptions", __base__=_LossName, **_loss_option
     @model_validator(mode="after")
     def _options_of_this_loss(self) -> LossConfig:
         takes = LOSS_OPTIONS.get(self.name, frozenset())
-        # A default says nothing: a resolved config, written out in full, must load again.
+        # A default says nothing: a resolved config, with all its defaults, must load again.
         refused = sorted(
             self.not_default() - {"name"} - takes - ({"columns"} if is_callable_spec(self.name) else set())
         )

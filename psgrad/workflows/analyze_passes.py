@@ -1,7 +1,7 @@
-"""The passes of `psgrad analyze` over the samples: measures are asked, finished rows kept, and a run goes on
-where one ended.
+"""The passes of `psgrad analyze` over the samples: measures compute columns, finished rows are stored, and an
+interrupted run continues.
 
-What is known of rows without any measure: who they are, and how long.
+And the columns of rows without any measure: their ids and their lengths.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from psgrad.workflows.running import read_ahead
 from psgrad.workflows.setup import Setup
 
 _PREFIX = "reference-"
-# Measures beside those with a second look whose numbers depend on the other samples.
+# Measures, beside those with a second pass, whose numbers depend on the other samples.
 _RELATIVE = ("neighbour_distance",)
 # And columns of others.
 _RELATIVE_COLUMNS = ("vog_z",)

@@ -153,7 +153,7 @@ def _check(samples: pd.DataFrame, manifest: Mapping[str, Any], folder: str, file
     named, told = settle(named, files.ignored, _today())
     warnings += [each for each in told if not partial or "names nothing" not in each]
     if partial:
-        warnings.append(f"PARTIAL: {partial}; the gate speaks of these alone")
+        warnings.append(f"PARTIAL: {partial}; the gate is evaluated on these samples only")
     counts, ordered = counts_of(named), in_order(named, samples)
     outcomes = evaluate(gate, ordered, counts, run.outliers, len(samples))
     location, lines = _located(run, samples, ordered)

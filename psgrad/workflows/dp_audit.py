@@ -1,5 +1,5 @@
-"""`psgrad dp-audit`: a private run's steps, taken with canaries and on neighbouring datasets, to see whether
-they keep their promise.
+"""`psgrad dp-audit`: a private run's steps, taken with canaries and on neighbouring datasets, to test their
+stated guarantee.
 """
 
 from __future__ import annotations

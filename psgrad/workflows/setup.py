@@ -1,4 +1,4 @@
-"""What a config names, made live: the model, the loss, the data, and the engine's stream over them."""
+"""Loads what a config names: the model, the loss, the data, and the engine's stream over them."""
 
 from __future__ import annotations
 
@@ -491,7 +491,7 @@ def class_count(first_output: Callable[[], Any], criterion: Criterion) -> int | 
 
 
 def draws_at_random(first_output: Callable[[], Any], model: nn.Module) -> bool:
-    """Whether the model draws random numbers: then a plain gradient is no witness, as it draws anew."""
+    """Whether the model draws random numbers: then a plain gradient can check nothing, as it draws anew."""
     if not model.training:
         return False  # psgrad's own pass refuses random operators there
     before = random_state.all_states()

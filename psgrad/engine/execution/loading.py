@@ -1,4 +1,4 @@
-"""Rows on their way from the dataset to the device: the next chunk is read, and copied to the GPU, while this
+"""Loads rows from the dataset to the device: the next chunk is read, and copied to the GPU, while the present
 one is computed.
 
 One thread reads ahead, one chunk and no further, so a reader need not be made for threads: it is never called

@@ -91,7 +91,7 @@ class Kernel:
         operations: floating-point operations, of products, convolutions and attention.
         moved: bytes read and written.
         result: bytes of fresh memory that its results take.
-        workspace: bytes that it takes on the way, beyond its results.
+        workspace: bytes that it takes meanwhile, beyond its results.
         sizes: (batch, rows, columns, inner) of a product.
         elements: of the result.
         dtype: of what is multiplied.

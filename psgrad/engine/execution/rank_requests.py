@@ -1,4 +1,4 @@
-"""Questions that a rank asks other ranks, which answer at any time, whatever they compute meanwhile.
+"""Requests of a rank to other ranks, which answer at any time, also during a computation.
 
 For each other rank a thread of this one waits for its questions and answers them. It takes nothing that a
 computation holds, and waits for nobody but the rank that it answers, which waits for it. So no order in which

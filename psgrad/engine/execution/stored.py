@@ -95,7 +95,7 @@ class WeightFile:
     Raises CheckpointError where it can't be read, is shorter than it was, or was written to.
 
     Attributes:
-        stamp: by which it is told from other files, and from itself after it was written to.
+        stamp: by which it is distinguished from other files, and from itself after a write to it.
     """
 
     def __init__(self, path: Path) -> None:

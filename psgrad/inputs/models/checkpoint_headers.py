@@ -1,4 +1,4 @@
-"""What checkpoint files say of themselves before anything is loaded: files and tensors. No torch."""
+"""The headers of checkpoint files: which files and tensors there are, before anything is loaded. No torch."""
 
 from __future__ import annotations
 

@@ -152,8 +152,8 @@ def _cached(hub: ModuleType, name: str, revision: str | None) -> Path | None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Transformers writes neither progress bars nor warnings to stderr in here: what matters of them is told
-    as psgrad's notes and errors.
+    """Transformers writes neither progress bars nor warnings to stderr in here: what matters of them
+    becomes a note or an error of psgrad.
     """
     import warnings
 

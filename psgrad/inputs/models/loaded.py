@@ -1,4 +1,4 @@
-"""A model that was built and filled, with what is to be said of how it came to be."""
+"""A model with its weights, and facts about its origin."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Pretrained:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready for use, and what a person should know about how it came to be.
+    """A model ready for use, and what a person should know about its origin.
 
     `notes` are sentences for the manifest and the terminal, `modules_imported` the modules and files whose
     code was run, `sha256` the hash of the checkpoint (of the hashes of its files, where it has several); None

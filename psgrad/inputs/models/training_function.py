@@ -28,7 +28,7 @@ def resolve_training(spec: str, base: Path) -> Train:
         it should draw by this.
 
     and returns the trained model. Raises ConfigError for a function that can't be called so. What it returns
-    is checked, and what it raises is told as its own.
+    is checked, and an exception that it raises is reported as an error of this function.
     """
     function = resolve(spec, base)
     try:

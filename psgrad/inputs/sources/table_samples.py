@@ -56,7 +56,7 @@ class TableSamples(Samples):
         self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
         self.weighted = config.weight is not None
         self.ragged, self._row_lengths = self._ragged()
-        self.read(0, 1)  # so that a column of the wrong type is told now, and not in the middle of the run
+        self.read(0, 1)  # a column of the wrong type is an error now, and not in the middle of the run
 
     def read(self, start: int, stop: int) -> Block:
         return self._block(self._rows.read(start, stop), np.arange(start, stop))
