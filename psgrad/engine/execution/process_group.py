@@ -42,7 +42,7 @@ from psgrad.errors import DistributedError, PsgradError, error_of
 
 _SHORTEST_POLL = 0.0005  # seconds between two looks into the store at first; POLL at last
 _LOOK = 0.002  # seconds between two looks for dead ranks, times the number of ranks: all ask one store
-_BEAT = 2.0  # seconds between two signs of life
+_BEAT = 2.0  # seconds between two heartbeats
 _HURRIED = 5.0  # seconds of silence where this rank has been asked to end, or has lost a connection
 _LEAVING = 1.0  # seconds that rank 0 waits for others to leave before it
 _FAILED = "failed"
@@ -161,7 +161,7 @@ class RankGroup:
         return group
 
     def leave(self) -> None:
-        """End the signs of life, and leave the group; rank 0, which may hold the store, a moment after the
+        """End the heartbeats, and leave the group; rank 0, which may hold the store, a moment after the
         others.
         """
         self._stopped.set()
@@ -466,7 +466,7 @@ class RankGroup:
                 self._heard[rank] = beat, now
             elif now - since > (silence if before else self.limits.exchange):  # it may begin late
                 raise DistributedError(
-                    f"rank {rank} has given no sign of life for {now - since:.0f} seconds",
+                    f"rank {rank} has sent no heartbeat for {now - since:.0f} seconds",
                     cause="its process was killed, or its machine is down",
                     next_step="run again with --resume: what is finished is kept",
                     rank=rank,
@@ -477,7 +477,7 @@ class RankGroup:
         return min(_HURRIED, self.limits.silence) if self._hurried else self.limits.silence
 
     def _beats(self) -> dict[int, bytes]:
-        """The last sign of life of each other rank; empty where it has given none. One request for all that
+        """The last heartbeat of each other rank; empty where it has sent none. One request for all that
         have begun.
         """
         begun = [

@@ -138,7 +138,7 @@ def test_looking_for_dead_ranks_is_one_request_however_many_there_are(
         groups[0]._require_others()
     groups[0]._store = store = CountedStore(groups[0]._store)  # type: ignore[assignment]
     groups[0]._require_others()
-    del store.requests["set"]  # its own signs of life
+    del store.requests["set"]  # its own heartbeats
     assert store.requests == {"check": 1, "multi_get": 1}
 
 
@@ -152,7 +152,7 @@ def test_rank_that_waits_gets_the_error_of_another(groups: list[RankGroup]) -> N
 def test_rank_that_waits_names_one_without_sign_of_life(groups: list[RankGroup]) -> None:
     groups[0].limits = Limits(silence=0.3)
     groups[1]._stopped.set()
-    with pytest.raises(DistributedError, match="rank 1 has given no sign of life"):
+    with pytest.raises(DistributedError, match="rank 1 has sent no heartbeat"):
         groups[0].meet("samples")
 
 
@@ -163,7 +163,7 @@ def test_rank_that_was_asked_to_end_waits_a_shorter_time(
     groups[1]._stopped.set()
     groups[0].hurry()
     began = time.monotonic()
-    with pytest.raises(DistributedError, match="rank 1 has given no sign of life for 0 seconds"):
+    with pytest.raises(DistributedError, match="rank 1 has sent no heartbeat for 0 seconds"):
         groups[0].meet("samples")
     assert time.monotonic() - began < 5 < groups[0].limits.silence
 
@@ -273,7 +273,7 @@ def test_store_that_gives_no_answer_is_a_named_error() -> None:
 def test_wait_for_a_rank_that_lives_has_a_limit_and_names_it(
     groups: list[RankGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks 0 and 2 wait, rank 1 gives signs of life and does not come."""
+    """Ranks 0 and 2 wait, rank 1 sends heartbeats and does not come."""
     for group in groups:
         group.limits = Limits(work=1.0)
 
@@ -326,7 +326,7 @@ def test_store_that_is_gone_is_a_named_error(groups: list[RankGroup]) -> None:
 
 
 def test_rank_that_was_stopped_itself_takes_no_other_for_dead(groups: list[RankGroup]) -> None:
-    """Ctrl-Z stops all ranks; the first that goes on sees signs of life that are as old as the pause."""
+    """Ctrl-Z stops all ranks; the first that goes on sees heartbeats that are as old as the pause."""
     groups[0].limits = Limits(silence=2.0)
     groups[0]._require_others()
     groups[1]._stopped.set()
@@ -336,5 +336,5 @@ def test_rank_that_was_stopped_itself_takes_no_other_for_dead(groups: list[RankG
     groups[0]._looked -= pause
     groups[0]._heard = {rank: (beat, since - pause) for rank, (beat, since) in groups[0]._heard.items()}
     groups[0]._require_others()
-    with pytest.raises(DistributedError, match=r"rank 1 has given no sign of life for [23] seconds"):
+    with pytest.raises(DistributedError, match=r"rank 1 has sent no heartbeat for [23] seconds"):
         groups[0].meet("samples")
