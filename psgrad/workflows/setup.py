@@ -457,7 +457,7 @@ def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
     """(the type of parameters and inputs, the type that autocast computes in) of a config's dtype; None
     without autocast.
 
-    What is differentiated of a checkpoint in halves is float32, which holds each of its numbers exactly.
+    What is differentiated of a checkpoint in half precision is float32, which holds its numbers exactly.
     """
     kind: torch.dtype = getattr(torch, name)
     return (torch.float32, kind) if kind.itemsize == 2 else (kind, None)

@@ -235,7 +235,7 @@ class _Job:
 def to_device(
     inputs: Sequence[torch.Tensor], target: torch.Tensor | None, device: torch.device, dtype: torch.dtype
 ) -> DeviceRows:
-    """Inputs and target on a device, fractions in one type."""
+    """Inputs [n, ...] and target [n, ...] on a device, floating-point numbers in `dtype`."""
 
     def place(x: torch.Tensor) -> torch.Tensor:
         return x.to(device, non_blocking=True).to(dtype if x.is_floating_point() else x.dtype)

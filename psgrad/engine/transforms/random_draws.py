@@ -123,7 +123,7 @@ class Drawer:
     # -- standard draws --------------------------------------------------------------------------------------
 
     def below(self, p: float, shape: Sequence[int], device: Any) -> torch.Tensor:
-        """Tensor of bool: true with probability p, with an error of at most 2^-32."""
+        """Bool of this shape: true with probability p, with an error of at most 2^-32."""
         limit = min(max(p, 0.0), 1.0) * 2**32 - 0.5
         return self._lifted(
             self._physical(shape, torch.bool, 4, lambda raw: raw.view(np.uint32) <= limit).to(device)

@@ -137,7 +137,7 @@ def reshaped(placed: Placed, shape: Sequence[int]) -> Placed | None:
 
 
 def scattered(placed: Placed, dim: int, index: torch.Tensor, size: int) -> list[Placed] | None:
-    """The entries of an axis added at an index in an axis of length `size`, which is zero elsewhere."""
+    """The entries of an axis, added at an index [length] in an axis of length `size`: zero elsewhere."""
     if not _has_finite_factors(placed):
         return None
     if placed.layout.window is not None:
@@ -160,7 +160,7 @@ def _in_window(placed: Placed, before: Layout, new: Mapping[int, AxisSlice] = Ma
 
 
 def narrow(value: torch.Tensor) -> torch.Tensor:
-    """The value with length one along the axes (except the first) along which it was expanded."""
+    """A value [n, ...] with length one along the axes (except the first) along which it was expanded."""
     strides = value.stride()[1:]
     return (
         value[(slice(None), *(slice(0, 1) if stride == 0 else slice(None) for stride in strides))]
