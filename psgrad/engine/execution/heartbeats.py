@@ -1,5 +1,5 @@
-"""The heartbeats of the ranks of a run, in its key-value store: which ranks run, what each waits for, and waits
-that end as soon as one has failed or died.
+"""The heartbeats of the ranks of a run, in its key-value store: which ranks run, what each waits for, and
+waits that end as soon as one has failed or died.
 """
 
 from __future__ import annotations
