@@ -4,7 +4,7 @@
 
 First the constants of `psgrad.engine.execution.cluster` are measured on this machine: the time until a
 process computes, of a chunk alone and beside a second process, of a request to the key-value store, the rate
-of gloo between two processes, and the time of tables for each row. Then `psgrad analyze` runs with one and
+of gloo between two processes, and the time of tables and a report, beside and for each row. Then `psgrad analyze` runs with one and
 with two processes of one thread each, and the simulation has to agree within 15 %.
 
 The three simulated jobs: norms of 10^8 tokens under a model of a billion parameters, norms of 10^7 images
@@ -149,12 +149,13 @@ def median(runs: list[Run]) -> Run:
 @dataclass(frozen=True)
 class Constants:
     """What runs of few rows show, in seconds. startup: alone, and in a group. chunk: alone, and beside a
-    second process. table: of a row.
+    second process. table: of a row. report: of tables and a report, beside what each row takes.
     """
 
     startup: tuple[float, float]
     chunk: tuple[float, float]
     table: float
+    report: float
 
 
 def constants(folder: Path, rows: int, rounds: int) -> Constants:
@@ -167,10 +168,12 @@ def constants(folder: Path, rows: int, rounds: int) -> Constants:
     startup = alone.seconds - alone.gradients - alone.tables
     busy = median([timed_beside(folder, some, rows, startup) for _ in range(rounds)])
     chunks = (some - few) / CHUNK
+    table = table_seconds(folder, rounds)
     return Constants(
         startup=(startup, group.seconds - group.gradients - group.tables),
         chunk=((more.gradients - alone.gradients) / chunks, (busy.gradients - alone.gradients) / chunks),
-        table=table_seconds(folder, rounds),
+        table=table,
+        report=max(0.0, alone.tables - few * table),
     )
 
 
@@ -189,7 +192,9 @@ def compare(folder: Path, rows: int, rounds: int, found: Constants, cluster: Clu
     print(f"\n{rows:,} rows: seconds, and those of the simulation")
     for place, processes in enumerate((1, 2)):
         measured = median([timed(folder, rows, processes) for _ in range(rounds)]).seconds
-        work = Workload(rows, CHUNK, found.chunk[place], table_seconds=found.table)
+        work = Workload(
+            rows, CHUNK, found.chunk[place], table_seconds=found.table, report_seconds=found.report
+        )
         simulated = simulate(work, replace(cluster, startup=found.startup[place]), processes).seconds
         error = simulated / measured - 1
         passed = abs(error) <= AGREEMENT
@@ -332,7 +337,7 @@ JOBS = {
 }
 
 
-def extrapolate(rounds: int, tiny: bool, table: float, cluster: Cluster) -> dict[str, Any]:
+def extrapolate(rounds: int, tiny: bool, found: Constants, cluster: Cluster) -> dict[str, Any]:
     """The times and efficiencies of each job, for each number of ranks."""
     result: dict[str, Any] = {}
     for name, job in JOBS.items():
@@ -341,7 +346,7 @@ def extrapolate(rounds: int, tiny: bool, table: float, cluster: Cluster) -> dict
         seconds, variation = chunk_time(compute, rounds)
         del compute
         if job is not index:  # which rank 0 finishes without a table
-            work = replace(work, table_seconds=table)
+            work = replace(work, table_seconds=found.table, report_seconds=found.report)
         work, on = replace(work, chunk_seconds=seconds), replace(cluster, variation=variation)
         print(f"\n{name}: {seconds:.3f} s for {work.chunk_size} rows, by one thread")
         result[name] = {"work": asdict(work), "cluster": asdict(on), "ranks": simulated(work, on, BARS)}
@@ -446,13 +451,13 @@ def main() -> None:
         print(
             f"startup {found.startup[0]:.2f} s, in a group {found.startup[1]:.2f} s; a chunk"
             f" {found.chunk[0]:.3f} s, beside another process {found.chunk[1]:.3f} s; tables"
-            f" {1e6 * found.table:.0f} us a row"
+            f" {found.report:.2f} s and {1e6 * found.table:.0f} us a row"
         )
         content |= {"constants": asdict(found) | {"request": request, "gloo": rate}}
         content["measured"] = compare(folder, rows, arguments.rounds, found, cluster)
     assumed = Cluster(startup=found.startup[1], request=request, **ASSUMED)
     print("\nassumed: " + ", ".join(f"{name} {value:,.3g}" for name, value in ASSUMED.items()))
-    content["jobs"] = extrapolate(arguments.rounds, arguments.tiny, found.table, assumed)
+    content["jobs"] = extrapolate(arguments.rounds, arguments.tiny, found, assumed)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if arguments.plot is not None:

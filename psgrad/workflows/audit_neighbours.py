@@ -202,6 +202,7 @@ def with_monsters(setup: PrivateSetup) -> PrivateSetup:
         setup.run.objective.params,
         lambda loss, read: setup.run.stream(lambda _: None, loss, read),
         randomness=setup.run.randomness,
+        expected=setup.streams.expected,
         **setup.streams.options,
     )
     return dataclasses.replace(setup, records=streams.records, streams=streams)

@@ -82,7 +82,14 @@ def _source(setup: PrivateSetup, record: CancellingRecord, count: int) -> Gradie
     loss = record_loss(by_record(setup.loss, lambda: draws.at(0)), randomness=setup.run.randomness)
     dims = (0, None if target is None else 0)
     summed = batch_source(
-        loss, objective.params, inputs, target, in_dims=dims, has_aux=True, randomness=setup.run.randomness
+        loss,
+        objective.params,
+        inputs,
+        target,
+        in_dims=dims,
+        has_aux=True,
+        randomness=setup.run.randomness,
+        samples=2,  # as beside another record: what is computed with others, and what alone, is looked at
     )
 
     def source(clipping: Clipping) -> ClippedSum:

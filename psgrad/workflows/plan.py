@@ -21,9 +21,10 @@ from psgrad.workflows.measure_setup import measures_of, prepare
 from psgrad.workflows.residence import Ranks
 from psgrad.workflows.setup import Setup, set_up
 
-# Bytes of a row on the disk, and seconds of verdicts, tables and report for a row: as benchmarks/scale_out.py
-# has measured them.
+# Bytes of a row on the disk, seconds of verdicts, tables and report for a row, and those of the same beside:
+# as benchmarks/scale_out.py has measured them.
 _BYTES_A_ROW, _TABLE_SECONDS = 200, 14e-6
+_REPORT_SECONDS = 1.8
 _FEW = 8
 
 
@@ -76,6 +77,7 @@ def _of_processes(processes: int, one: PlanResult, run: Setup, say: Callable[[st
         loaded=one.parameter_bytes,
         gathered=gathered,
         table_seconds=_TABLE_SECONDS,
+        report_seconds=_REPORT_SECONDS,
     )
     ((times, efficiency),) = efficiencies(work, cluster, (processes,))
     return ProcessesPlan(

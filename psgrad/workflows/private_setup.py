@@ -184,6 +184,7 @@ def set_up_privately(
         run.objective.params,
         lambda loss, read: run.stream(once, loss, read),
         randomness=run.randomness,
+        expected=privacy.expected_batch_size / (1 if processes is None else processes.size),
         combine="mean" if unit is None else unit.combine,
         augment=augment,
         copies=1 if augmentation is None else augmentation.copies,

@@ -52,6 +52,7 @@ class Workload:
             chunk, such as the checkpoint.
         gathered: bytes of what the measures of a rank have gathered.
         table_seconds: for each row, of rank 0 alone, at the end: verdicts, tables and the report.
+        report_seconds: of the same, beside what each row takes.
     """
 
     rows: int
@@ -62,6 +63,7 @@ class Workload:
     loaded: float = 0.0
     gathered: float = 0.0
     table_seconds: float = 0.0
+    report_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def simulate(work: Workload, cluster: Cluster, ranks: int, seed: int = 0) -> Ran
         heapq.heappush(ready, (served + sum(took.values()), rank))
     last = max(finished)
     merging, sent = _merging(work, cluster, ranks)
-    tables = work.rows * work.table_seconds
+    tables = work.report_seconds + work.rows * work.table_seconds
     parts = {"startup": cluster.startup} | {name: seconds / ranks for name, seconds in spent.items()}
     parts |= {"other ranks": last - sum(finished) / ranks, "merging": merging, "tables": tables}
     stored = hosts * work.loaded + work.rows * (work.read + work.written)

@@ -293,14 +293,16 @@ class Stream:
             self.ragged.tokens, self.ragged.longest = positions[:2]
             self.ragged.by_factors = bool(positions[2])
 
-    def settle_chunk_size(self, count: int, needs_factors: bool = True) -> None:
+    def settle_chunk_size(self, count: int, needs_factors: bool = True, readable: int | None = None) -> None:
         """Find an automatic chunk size for so many rows by the first few, whose gradients are not used.
 
-        needs_factors: as of the measures of the pass to come.
+        needs_factors: as of the measures of the pass to come. readable: rows that there are now; None for
+        all.
         """
         self._passed += count
         if self.automatic:
-            for _ in self.run(min(count, _PROBE), [_Unasked(needs_factors)]):
+            few = min(count if readable is None else readable, _PROBE)
+            for _ in self.run(few, [_Unasked(needs_factors)], most=count):
                 pass
 
     def chunk_facts(self) -> list[int]:
@@ -350,24 +352,22 @@ class Stream:
         compute: Callable[..., Any] | None = None,
         start: int = 0,
         materialise: bool = False,
+        most: int | None = None,
     ) -> Generator[Columns]:
         """The measures' columns for the rows start, ..., count - 1, in order.
 
         compute: what is computed of each chunk and handed to the measures, a function with the arguments of
         `per_sample_gradients`; None for the gradients, or for the norms alone where no measure needs more.
         materialise: whether gradients are contracted so often that they are materialised where that
-        takes twice the room.
+        takes twice the room. most: rows of a chunk; None for as many as there are, or as fit.
         """
         self._passed += count - start
         if (
             self._measured and self._passed >= PREDICTED_FROM
         ):  # one run after another: more rows than the first one knew of
             self.automatic, self._measured = True, False
-        planned, most = (
-            (self._by_default(measures), count)
-            if compute is None
-            else (per_sample_gradients, LARGEST_AUTO_CHUNK)
-        )
+        planned = self._by_default(measures) if compute is None else per_sample_gradients
+        most = most or (count if compute is None else LARGEST_AUTO_CHUNK)
         waiting: list[Chunk | range] = []  # rows to go on with, read or not, the next ones last
         reached = start
         with Loader(self.read, self.device, self.dtype, self.say) as loader:

@@ -167,6 +167,16 @@ class NormsByName:
 _SMALL = 1024
 
 
+class SamplesDisagree(Exception):
+    """Samples disagree on a branch, and the batch was not to be split. groups: the places [k] of the samples
+    of each outcome.
+    """
+
+    def __init__(self, groups: list[torch.Tensor]) -> None:
+        super().__init__("samples disagree on a branch")
+        self.groups = groups
+
+
 class Pass:
     """One forward and one backward pass over a batch, or over some samples of it."""
 
@@ -208,11 +218,11 @@ class Pass:
         join: Callable[[list[Any], list[torch.Tensor]], Any],
     ) -> Any:
         """The results of `again` for the samples of each outcome of a branch, joined."""
-        groups = self._groups(divergence)
+        groups = self.groups(divergence)
         return join([again(*some) for some in self._batches(groups)], groups)
 
-    def _groups(self, divergence: Divergence) -> list[torch.Tensor]:
-        """The samples of each outcome of a branch on which they disagree."""
+    def groups(self, divergence: Divergence) -> list[torch.Tensor]:
+        """The places [k] of the samples of each outcome of a branch on which they disagree."""
         if divergence.level is not self.level:
             raise divergence
         if self.watch.was_written():

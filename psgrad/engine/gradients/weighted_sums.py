@@ -15,6 +15,7 @@ from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.per_sample import (
     NormsByName,
     Pass,
+    SamplesDisagree,
     materialised_if_smaller,
     per_sample_square_norms,
 )
@@ -54,6 +55,7 @@ def per_sample_weighted_sum(
     randomness: str = "error",
     memory: float | None = None,
     bounded: bool = False,
+    counted: torch.Tensor | None = None,
 ) -> WeightedSum:
     """The sum over samples of their gradients, each times a weight that is computed from the norms:
     `weights(norms)` is [n], or name -> [n] for different weights for each parameter.
@@ -90,13 +92,15 @@ def per_sample_weighted_sum(
     try:
         losses, aux = job.run(complete)
         norms = norms_by_name.of(params, losses, aux)
-    except Divergence:  # the transforms split the batch, in each of two passes
+    except Divergence as divergence:  # the transforms split the batch, in each of two passes
+        if counted is not None:
+            raise SamplesDisagree(job.groups(divergence)) from None
         stored.give_up()
         if before is not None:
             random_state.restore(before)
         norms = per_sample_square_norms(loss, params, *batch, absolute=bounded, **job.settings)
     given = weights(norms)
-    summing = _Summing(_by_name(given, list(params), norms), norms, bounded)
+    summing = _Summing(_by_name(given, list(params), norms), norms, bounded, counted)
     if not stored.full:
         return WeightedSum(_sums(stored.gradients, list(params), summing), norms, given, recomputed=False)
     after = random_state.states() if before is not None else None
@@ -179,29 +183,39 @@ class _Summing:
     """Sums the gradient of a parameter with its weights, over the samples that take part.
 
     Zero times infinity is NaN. So a sample whose weights are all zero is left out if its norm is not finite;
-    of a bounded sum it is always left out.
+    of a bounded sum it is always left out. There another sample takes its place, with weight 0, so that a
+    sample's numbers do not depend on how many are left out: kernels round by the size of a batch.
     """
 
-    def __init__(self, weights: WeightsByName, norms: SquareNorms, bounded: bool) -> None:
-        self._weights, self._norms, self._bounded = weights, norms, bounded
-        weighted = torch.stack(
-            [value != 0 for value in {id(value): value for value in weights.values()}.values()]
-        ).any(0)
+    def __init__(
+        self, weights: WeightsByName, norms: SquareNorms, bounded: bool, counted: torch.Tensor | None
+    ) -> None:
+        distinct = {id(value): value for value in weights.values()}
+        weighted = torch.stack([value != 0 for value in distinct.values()]).any(0)
         taken = weighted if bounded else weighted | torch.isfinite(norms.square_norms())
         self._taken = None if bool(taken.all()) else taken
+        if counted is not None:
+            distinct = {key: value * counted for key, value in distinct.items()}
+        self._weights = {name: distinct[id(value)] for name, value in weights.items()}
+        self._norms, self._bounded = norms, bounded
         self.samples = len(norms)
 
     def of(self, name: str, gradient: DeferredGradient, places: torch.Tensor | None = None) -> torch.Tensor:
         """[*shape]: the weighted sum of the gradient in a parameter. places: the indices [k] of the
         gradient's samples among all; None if it has all samples in order.
         """
-        if self._taken is not None:
-            own = self._taken if places is None else self._taken[places]
-            chosen = torch.nonzero(own).squeeze(1)
-            gradient, places = gradient.at(chosen), chosen if places is None else places[chosen]
         weights, square_norms = self._weights[name], self._norms.by_parameter[name]
         if places is not None:
             weights, square_norms = weights[places], square_norms[places]
+        if self._taken is not None:
+            taken = self._taken if places is None else self._taken[places]
+            chosen = torch.nonzero(taken).squeeze(1)
+            if self._bounded and len(chosen):
+                weights = weights * taken
+                chosen = torch.where(taken, torch.arange(len(taken), device=taken.device), chosen[0])
+                gradient, square_norms = gradient.at(chosen), square_norms[chosen]
+            else:
+                gradient, weights, square_norms = gradient.at(chosen), weights[chosen], square_norms[chosen]
         return (
             bounded_sum(gradient, weights, square_norms.sqrt())
             if self._bounded

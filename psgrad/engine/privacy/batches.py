@@ -1,7 +1,8 @@
 """Sources of clipped sums: a batch in memory, rows that are read chunk by chunk, and records of several rows.
 
 Everything here is private: noise is added later. A source guarantees that a record adds no more than its
-bounds, whatever it holds, that the sum is finite, and that a batch may be empty. Records of several rows are
+bounds, whatever it holds, that the sum is finite, and that a batch may be empty. A record's numbers depend on
+no other record, also not by rounding: chunks have a fixed size (fixed_chunks.py). Records of several rows are
 read in streams of records of about the same length, so that a user of two rows is not padded to a thousand.
 """
 
@@ -22,6 +23,7 @@ from psgrad.engine.privacy.clipped_sums import ClippedSum as ClippedSum
 from psgrad.engine.privacy.clipped_sums import Clipper, Total
 from psgrad.engine.privacy.clipped_sums import RecordColumns as RecordColumns
 from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.fixed_chunks import independent_samples, settle_samples
 from psgrad.engine.privacy.record_draws import (
     StepDraws,
     begin_run,
@@ -45,9 +47,14 @@ def batch_source(
     memory: float | None = None,
     draws: StepDraws | None = None,
     records: npt.ArrayLike | None = None,
+    samples: int | None = None,
 ) -> GradientSource:
     """The source of a batch that is in memory, a sample a record, none even. The arguments are those of
     `per_sample_weighted_sum`.
+
+    samples: how many records are computed together, fewer being filled up: a number that does not depend on
+    the batch, and that `independent_samples` found for this loss. None finds one for the expected size that
+    it has by default, at each call of the source, which takes as long as some hundred samples.
 
     A loss that draws random numbers (randomness='different') needs two more: the draws of the step, and the
     number [n] of each record. Without them a record's draws would depend on the others, and the sum would
@@ -66,14 +73,21 @@ def batch_source(
         batch = (*batch, torch.from_numpy(labels_of(records, 1)[:, 0]).to(next(iter(params.values())).device))
         loss = _by_record(loss, draws)
 
+    options = {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
+
     def source(clipping: Clipping) -> ClippedSum:
         total = Total(clipping, params)
-        if count:
-            clipper = Clipper(clipping, memory)
-            with without_draws() if draws is None else drawing_by_record(draws):
-                total.add(
-                    clipper(loss, params, *batch, in_dims=in_dims, has_aux=has_aux, randomness=randomness)
-                )
+        if not count:
+            return total.result()
+        job = Pass(loss, params, batch, **options)
+        with without_draws() if draws is None else drawing_by_record(draws):
+            clipper = Clipper(
+                clipping, samples or independent_samples(loss, params, *batch, **options), memory
+            )
+            for places in torch.arange(count, device=next(iter(params.values())).device).split(
+                clipper.samples
+            ):
+                total.add(clipper(loss, params, *job.batch_of(places), **options))
         return total.result()
 
     return source
@@ -89,20 +103,29 @@ def _by_record(loss: Callable[..., Any], draws: StepDraws) -> Callable[..., Any]
     return of_sample
 
 
-def stream_source(stream: Stream, count: int) -> GradientSource:
+def stream_source(stream: Stream, count: int, samples: int | None = None) -> GradientSource:
     """The source of the rows 0, ..., count - 1 of a stream, a row a record, none even, in chunks that fit in
     memory.
+
+    samples: how many records are computed together, as `settle_samples` found it for the stream; None finds
+    it at each call of the source.
 
     The parameters are read as they are when the source is called. Raises ModelError for a loss that draws
     random numbers, where the stream's reader has no draws by record.
     """
 
     def source(clipping: Clipping) -> ClippedSum:
-        total = _TotalOfChunks(clipping, stream.params)
+        if not count:
+            return Total(clipping, stream.params).result()
         with without_draws() if stream.draws is None else drawing_by_record(stream.draws):
-            for _ in stream.run(count, [total], Clipper(clipping)):
-                pass
-        return total.result()
+            clipper = Clipper(clipping, samples or settle_samples(stream, count))
+            while True:
+                total, before = _TotalOfChunks(clipping, stream.params), clipper.samples
+                for _ in stream.run(count, [total], clipper):
+                    pass
+                if clipper.samples == before:
+                    return total.result()
+                stream.fix_chunk_size(clipper.samples)  # memory ran out: all again, in chunks of one size
 
     return source
 
@@ -124,16 +147,13 @@ class _TotalOfChunks(Total):
 
 MakeStream = Callable[[Callable[..., Any], Read], Stream]
 
-# So many more rows are computed rather than another pass begun. Measured on a CPU with small networks, for
-# which a pass costs most rows.
-_ROWS_OF_A_PASS = 512
-
 
 class RecordStreams:
     """Clipped sums of drawn records, each of which is read in a stream of records about as long as itself.
 
-    Every stream has a width that its records are filled up to, a power of two or the longest record's: its
-    chunks have one shape, and a chunk size that fits in memory once does so in every batch.
+    Every stream has a width that its records are filled up to, which follows from the size of a record alone:
+    a power of two, times the copies. So its chunks have one shape, no record is computed in another shape for
+    the sake of another record, and a chunk size that fits in memory once does so in every batch.
 
     Args:
         records, take: as for RecordReader, which takes `options`, too (combine, augment, copies, source,
@@ -142,6 +162,7 @@ class RecordStreams:
         params: name -> parameter.
         make: a record's loss and its reader to a stream.
         randomness: of the rows of a record among each other, as for vmap.
+        expected: records of a batch, as far as they are computed here: a public number.
 
     Attributes:
         options: as given.
@@ -158,9 +179,10 @@ class RecordStreams:
         make: MakeStream,
         *,
         randomness: str = "error",
+        expected: float | None = None,
         **options: Any,
     ) -> None:
-        self.records, self.params = records, params
+        self.records, self.params, self.expected = records, params, expected
         self._take, self._loss, self._make, self._randomness, self.options = (
             take,
             loss,
@@ -170,6 +192,7 @@ class RecordStreams:
         )
         self._copies = RecordReader(records, take, **options).copies
         self._streams: dict[int, tuple[RecordReader, Stream]] = {}
+        self._samples: dict[int, int] = {}  # width -> how many records are computed together
         self.drawn: RowNumbers = np.empty(0, dtype=np.int64)
 
     def source(self, records: npt.ArrayLike, step: int = 0) -> GradientSource:
@@ -185,29 +208,24 @@ class RecordStreams:
             for width, part in parts:
                 reader, stream = self._stream(width)
                 reader.draw(part, step)
-                total.add(stream_source(stream, len(part))(clipping))
+                total.add(stream_source(stream, len(part), self._together(width, len(part)))(clipping))
             return total.result()
 
         return source
 
     def _parts(self, drawn: RowNumbers) -> list[tuple[int, RowNumbers]]:
-        """(width, records) of each stream that takes part, for records that come longest first.
+        """(width, records) of each stream that takes part, the widest first."""
+        widths = self._copies * 2 ** np.ceil(np.log2(self.records.sizes[drawn])).astype(np.int64)
+        return [(int(width), drawn[widths == width]) for width in np.unique(widths)[::-1]]
 
-        The shortest ones join longer ones if that adds fewer padding rows than a pass of their own costs.
-        """
-        if not len(drawn):
-            return []
-        sizes = self.records.sizes[drawn] * self._copies
-        widths = np.minimum(
-            2 ** np.ceil(np.log2(sizes)).astype(np.int64), self.records.longest * self._copies
-        )
-        parts, end = [], len(drawn)
-        for width, longer in zip(*_distinct_and_next(widths), strict=True):
-            start = int(np.searchsorted(-widths, -width))  # where records of this width begin
-            if longer is None or (end - start) * (longer - width) > _ROWS_OF_A_PASS:
-                parts.append((int(width), drawn[start:end]))
-                end = start
-        return parts[::-1]
+    def _together(self, width: int, count: int) -> int:
+        """How many records of a width are computed together. count: that can be read now."""
+        if width not in self._samples:
+            _, stream = self._stream(width)
+            expected = None if self.expected is None else self.expected * self._copies / width
+            with without_draws() if stream.draws is None else drawing_by_record(stream.draws):
+                self._samples[width] = settle_samples(stream, count, expected)
+        return self._samples[width]
 
     def _stream(self, width: int) -> tuple[RecordReader, Stream]:
         if width not in self._streams:
@@ -217,9 +235,3 @@ class RecordStreams:
                 self._make(reader.loss_of(self._loss, randomness=self._randomness), reader),
             )
         return self._streams[width]
-
-
-def _distinct_and_next(widths: RowNumbers) -> tuple[list[int], list[int | None]]:
-    """The widths that occur, in rising order, and beside each the next larger one."""
-    distinct = np.unique(widths).tolist()
-    return distinct, [*distinct[1:], None]

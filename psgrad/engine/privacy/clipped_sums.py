@@ -18,9 +18,15 @@ For a record with the norms a (by parameter) and the factor w of a group with bo
    which adds at most log2(ranks) to k.
 
 Together the sum moves by at most (1 - MARGIN) * C + (MOST_ABSOLUTE + 2 * N * R) * (k + c) * 2^-53 * C, which
-is at most C as long as N * R * k <= 2^30: with k = ROWS = 2^11, half a million records. The factors (what the
-forward and backward pass computes) are taken as they are: that they may be rounded a little differently
-beside other records is not covered; on a grid it is, as each record is computed alone there.
+is at most C as long as N * R * k <= 2^30: with k = ROWS = 2^11, half a million records.
+
+All this is of the record that comes or goes. The factors of the others (what the forward and backward pass
+computes) must stay what they are, to the last bit: where a unit of the model is at a kink, as of ReLU, a last
+digit changes the gradient by as much as C. Kernels round by the size of a batch, so a chunk always has
+`Clipper.samples` samples: fewer records are filled up with copies of one of them, which add nothing. With a
+size that was checked (fixed_chunks.py), no record's numbers depend on the others. Where a chunk is split, as
+records disagree on a branch, each part is filled up again. Rows of unequal length, and records on a grid, are
+computed one by one.
 
 A record whose gradient is not finite adds nothing, and none of its numbers reaches the sum of the others.
 """
@@ -33,7 +39,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.execution.memory import keep_freed_memory
+from psgrad.engine.execution.memory import is_out_of_memory, keep_freed_memory
 from psgrad.engine.gradients import (
     PerSampleGradients,
     SquareNorms,
@@ -42,11 +48,11 @@ from psgrad.engine.gradients import (
 )
 from psgrad.engine.gradients.bounded_sums import in_type
 from psgrad.engine.gradients.deferred import DeferredGradient
-from psgrad.engine.gradients.per_sample import Pass
+from psgrad.engine.gradients.per_sample import Pass, SamplesDisagree
 from psgrad.engine.gradients.terms import square_norm
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.discrete import round_to_grid, tightened
-from psgrad.engine.privacy.full_precision import full_float32, with_autocast_inside
+from psgrad.engine.privacy.full_precision import in_full_precision
 from psgrad.ragged import Block
 
 Sums = dict[str, torch.Tensor]
@@ -173,18 +179,25 @@ class Total:
 class Clipper:
     """The computation of a chunk, for a stream or by itself: its clipped sum.
 
-    memory: as for `per_sample_weighted_sum`. block: the records, where they differ in length: one that is
-    computed alone is not padded to the others then.
+    Args:
+        samples: how many are computed together, whatever the number of records, which is not larger.
+        memory: as for `per_sample_weighted_sum`.
+        block: the records, where they differ in length: they are computed one by one then, not padded.
+
+    Attributes:
+        samples: halved where memory ran out.
     """
 
     keeps_factors = False  # what is found of a chunk is no larger for more records
 
-    def __init__(self, clipping: Clipping, memory: float | None = None, block: Block | None = None) -> None:
-        self.clipping, self.memory, self.block = clipping, memory, block
+    def __init__(
+        self, clipping: Clipping, samples: int, memory: float | None = None, block: Block | None = None
+    ) -> None:
+        self.clipping, self.samples, self.memory, self.block = clipping, samples, memory, block
 
     def of_block(self, block: Block) -> Clipper:
         """The same for these records, which a stream computes together."""
-        return Clipper(self.clipping, self.memory, block)
+        return Clipper(self.clipping, 1, self.memory, block)
 
     @torch.no_grad()
     def __call__(
@@ -198,60 +211,102 @@ class Clipper:
     ) -> ClippedSum:
         """The clipped sum of at least one record. The arguments are those of `per_sample_gradients`."""
         keep_freed_memory()
-        device = next(iter(params.values())).device
-        loss = with_autocast_inside(loss, device)
-        with full_float32(device):
-            return self._clipped(
-                loss, params, batch, {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
-            )
+        options = {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
+        with in_full_precision(loss, params) as loss:
+            chunk = _Chunk(loss, params, batch, options)
+            if self.clipping.grid is not None:
+                inside, total = _inside_the_grid(self.clipping, params), Total(self.clipping, params)
+                for place in range(chunk.records):
+                    total.add(_alone(inside, chunk.part(place, place + 1, self.block).gradients()))
+                return total.result()
+            while True:
+                try:
+                    return self._sum(chunk)
+                except Exception as error:
+                    if not is_out_of_memory(error) or self.samples == 1:
+                        raise
+                    self.samples = (self.samples + 1) // 2
+                    if chunk.records > self.samples:
+                        raise
 
-    def _clipped(
-        self, loss: Any, params: Mapping[str, torch.Tensor], batch: tuple[Any, ...], options: dict[str, Any]
-    ) -> ClippedSum:
-        """The clipped sum in one pass, except for the records that are computed alone: on a grid, all of
-        them.
+    def _sum(self, chunk: _Chunk) -> ClippedSum:
+        if chunk.records <= self.samples:
+            return self._together(chunk, torch.arange(chunk.records, device=chunk.device))
+        total = Total(self.clipping, chunk.params)
+        for start in range(0, chunk.records, self.samples):
+            total.add(self._sum(chunk.part(start, start + self.samples, self.block)))
+        return total.result()
+
+    def _together(self, chunk: _Chunk, records: torch.Tensor) -> ClippedSum:
+        """The clipped sum of these records [k] of a chunk in one pass, but for those that are computed alone;
+        in a pass for the records of each outcome where they disagree on a branch.
         """
-        job = Pass(loss, params, batch, **options)
-
-        def alone(clipping: Clipping, place: int) -> ClippedSum:
-            if self.block is not None:
-                single = self.block.at([place])
-                one: tuple[Any, ...] = (single.inputs, single.target)
-            else:
-                one = job.batch_of(torch.tensor([place], device=next(iter(params.values())).device))
-            return _alone(clipping, per_sample_gradients(loss, params, *one, **options))
-
-        if self.clipping.grid is not None:
-            total, inside = Total(self.clipping, params), _inside_the_grid(self.clipping, params)
-            for place in range(job.level.size):
-                total.add(alone(inside, place))
-            return total.result()
-        sums, records, cancelling = self._at_once(loss, params, batch, options)
-        for place in cancelling:
-            one = alone(self.clipping, place)
-            sums = {name: value.add_(one.sums[name]) for name, value in sums.items()}
-            records = records.with_record(place, one.records)
-        return ClippedSum(sums, records)
-
-    def _at_once(
-        self, loss: Any, params: Mapping[str, torch.Tensor], batch: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[Sums, RecordColumns, list[int]]:
-        """(the clipped sum of the records that may be summed together, all records' columns, the places of
-        the others).
-        """
+        places = torch.arange(self.samples, device=chunk.device)
+        counted = torch.isin(places, records)
         chosen: list[_Chosen] = []
-        others: list[int] = []
+        cancelling = counted
 
         def weights(norms: SquareNorms) -> dict[str, torch.Tensor]:
+            nonlocal cancelling
             chosen.append(_Chosen.of(self.clipping, norms.by_parameter))
             cancelling = chosen[0].cancelling(norms.absolute)
-            others.extend(torch.nonzero(cancelling).flatten().tolist())
             return self.clipping.by_parameter(chosen[0].factors.masked_fill(cancelling, 0.0))
 
-        weighted = per_sample_weighted_sum(
-            loss, params, *batch, weights=weights, memory=self.memory, bounded=True, **options
-        )
-        return weighted.sums, chosen[0].columns(weighted.norms.losses), others
+        try:
+            weighted = per_sample_weighted_sum(
+                chunk.loss,
+                chunk.params,
+                *chunk.batch_of(torch.where(counted, places, records[0])),
+                weights=weights,
+                memory=self.memory,
+                bounded=True,
+                counted=counted,
+                **chunk.options,
+            )
+        except SamplesDisagree as disagreement:
+            groups = [group[counted[group]] for group in disagreement.groups]
+            groups = [group for group in groups if len(group)]
+            return ClippedSum.of_groups([self._together(chunk, group) for group in groups], groups)
+        sums, columns = weighted.sums, chosen[0].columns(weighted.norms.losses).at(records.cpu())
+        for place in torch.nonzero(cancelling[records]).flatten().tolist():
+            alone = int(records[place])
+            one = _alone(self.clipping, chunk.part(alone, alone + 1).gradients())
+            sums = {name: value.add_(one.sums[name]) for name, value in sums.items()}
+            columns = columns.with_record(place, one.records)
+        return ClippedSum(sums, columns)
+
+
+class _Chunk:
+    """Records that are computed in one chunk, with the arguments of `per_sample_gradients`."""
+
+    def __init__(
+        self, loss: Any, params: Mapping[str, torch.Tensor], batch: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        self.loss, self.params, self.batch, self.options = loss, params, batch, options
+        self.device = next(iter(params.values())).device
+        self._pass = Pass(loss, params, batch, **options)
+        self.records: int = self._pass.level.size
+
+    def batch_of(self, records: torch.Tensor) -> tuple[Any, ...]:
+        """The batch of these records [k], any of them more than once."""
+        if len(records) == self.records and torch.equal(records, torch.arange(len(records)).to(records)):
+            return self.batch
+        return self._pass.batch_of(records)
+
+    def part(self, start: int, stop: int, block: Block | None = None) -> _Chunk:
+        """The records from start to before stop as a chunk of their own. block: the records, where they
+        differ in length.
+        """
+        places = torch.arange(start, min(stop, self.records), device=self.device)
+        if block is None:
+            batch = self.batch_of(places)
+        else:
+            own = block.at(places.tolist())
+            batch = (own.inputs, own.target)
+        return _Chunk(self.loss, self.params, batch, self.options)
+
+    def gradients(self) -> PerSampleGradients:
+        return per_sample_gradients(self.loss, self.params, *self.batch, **self.options)
 
 
 def _alone(clipping: Clipping, gradients: PerSampleGradients) -> ClippedSum:

@@ -9,11 +9,24 @@ larger; it is applied to the loss alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+
+@contextmanager
+def in_full_precision(
+    loss: Callable[..., Any], params: Mapping[str, torch.Tensor]
+) -> Iterator[Callable[..., Any]]:
+    """`full_float32` on the device of the parameters, and the loss as it runs in it: autocast that is on
+    outside is on in the loss alone.
+    """
+    device = next(iter(params.values())).device
+    loss = with_autocast_inside(loss, device)
+    with full_float32(device):
+        yield loss
 
 
 def with_autocast_inside(loss: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

@@ -31,6 +31,7 @@ from psgrad.engine.privacy.accounting import StepEvent, epsilon_pld
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, batch_source
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.drawn_rows import DrawnRow, RecordsApart, RowsApart
+from psgrad.engine.privacy.fixed_chunks import independent_samples
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.model_state import ModelState
 from psgrad.engine.privacy.noise import Noise
@@ -102,7 +103,8 @@ def make_private(
     objective = Objective(module, _of_one(criterion))
     noise = Noise(noise_multiplier)
     generator = generator or make_generator("aes")
-    loop = _Loop(objective, ModelState(module, criterion), generator)
+    expected = records * rate if poisson_sampling else float(data_loader.batch_size or 1)
+    loop = _Loop(objective, ModelState(module, criterion), generator, expected)
     dataset = data_loader.dataset
     rows = RowsApart(dataset, RecordDraws(generator, OwnGenerators(dataset, data_loader.collate_fn)))
     training = PrivateTraining(
@@ -113,7 +115,7 @@ def make_private(
         noise=lambda _: noise,
         sampling=sampling,
         relation=relation,
-        expected_batch_size=records * rate if poisson_sampling else float(data_loader.batch_size or 1),
+        expected_batch_size=expected,
         optimizer=optimizer,
         generator=loop.generator,
     )
@@ -128,8 +130,12 @@ def make_private(
 class _Loop:
     """What the parts of one loop know of the batch that is trained on."""
 
-    def __init__(self, objective: Objective, state: ModelState, generator: Generator) -> None:
+    def __init__(
+        self, objective: Objective, state: ModelState, generator: Generator, expected: float
+    ) -> None:
         self.objective, self.generator, self._state = objective, generator, state
+        self._expected = expected  # records of a batch
+        self._samples: int | None = None  # how many are computed together
         self.drawn: int | None = None
         self.called: tuple[tuple[Tensor, ...], Any] | None = None
         self._batch: tuple[tuple[Tensor, ...], Any] | None = None
@@ -193,7 +199,12 @@ class _Loop:
         def source(clipping: Clipping) -> ClippedSum:
             with self.unchanged() as state, state.unwritten():
                 loss = state.holding(self.objective.loss)
-                return batch_source(loss, params, inputs, target, in_dims=dims, has_aux=True)(clipping)
+                options: dict[str, Any] = {"in_dims": dims, "has_aux": True}
+                if self._samples is None and len(inputs[0]):
+                    self._samples = independent_samples(
+                        loss, params, inputs, target, expected=self._expected, **options
+                    )
+                return batch_source(loss, params, inputs, target, samples=self._samples, **options)(clipping)
 
         return source
 

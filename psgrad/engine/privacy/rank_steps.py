@@ -92,7 +92,7 @@ class _Shares:
         steps = {int(rank): int(of_step) for rank, of_step, _ in found["took"].tolist()}
         for rank in range(size):
             places = torch.nonzero(found["ranks"] == rank).flatten()
-            given = drawn[rank::size]
+            given = share_of(drawn, rank, size)
             if steps.get(rank) != step or not np.array_equal(found["records"][places].numpy(), given):
                 raise DistributedError(
                     f"rank {rank} has not summed the records of step {step + 1} that it was given",
@@ -100,7 +100,7 @@ class _Shares:
                     cause="a process of another run in the group, or a mistake in psgrad",
                     next_step="run again with --resume; report it if it comes back",
                 )
-            order[rank::size] = places.numpy()
+            order[drawn % size == rank] = places.numpy()
         if len(found["records"]) != len(drawn):
             raise DistributedError(
                 f"the ranks have summed {len(found['records'])} records, and {len(drawn)} were drawn",
@@ -143,11 +143,12 @@ class LeadingRank:
         def found(clipping: Clipping) -> ClippedSum:
             ordered = longest_first(self._records, drawn)
             self._send(step, clipping, ordered)
-            shares = _computed(self._own, ordered[:: self._processes.size], step, clipping, 0)
+            own = share_of(ordered, 0, self._processes.size)
+            shares = _computed(self._own, own, step, clipping, 0)
             self._processes.collect(_SUMS, shares.state, shares.add)
             whole = shares.whole(ordered, self._processes.size, step)
             for rank, _, seconds in torch.cat(shares.columns["took"]).tolist():
-                self.work[int(rank)].records += len(ordered[int(rank) :: self._processes.size])
+                self.work[int(rank)].records += len(share_of(ordered, int(rank), self._processes.size))
                 self.work[int(rank)].seconds += seconds
             return whole
 
@@ -221,14 +222,21 @@ class FollowingRank:
             clipping = replace(
                 self.clipping, groups=tuple(replace(group, bound=bound) for group, bound in groups)
             )
-            mine = message["records"].numpy()[rank :: self.processes.size]
+            mine = share_of(message["records"].numpy(), rank, self.processes.size)
             shares = _computed(self.own, mine, step, clipping, rank)
             self.processes.collect(_SUMS, shares.state, shares.add)
 
 
 def longest_first(records: Records, drawn: RowNumbers) -> RowNumbers:
-    """The drawn records, those with most rows first: dealt out one by one, each rank has as much to do."""
+    """The drawn records, those with most rows first."""
     return drawn[np.argsort(-records.sizes[drawn], kind="stable")]
+
+
+def share_of(drawn: RowNumbers, rank: int, size: int) -> RowNumbers:
+    """The records that a rank sums: always the same ones, whatever else is drawn, as machines and chunk sizes
+    differ in how they round.
+    """
+    return drawn[drawn % size == rank]
 
 
 def _computed(own: Source, mine: RowNumbers, step: int, clipping: Clipping, rank: int) -> _Shares:
