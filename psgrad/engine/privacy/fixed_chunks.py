@@ -61,12 +61,14 @@ def independent_samples(
     expected: float | None = None,
     **options: Any,
 ) -> int:
-    """How many samples to compute together, of batches in memory that are like this one; 64 at most.
+    """How many samples to compute together, of batches in memory that are like this one: 64 at most, and 16
+    for an unknown size.
 
     expected: of a batch, a public number. The other arguments are those of `per_sample_gradients`.
     """
+    most = _SMALLER[2] if expected is None else _SMALLER[0]
     return _first(
-        _sizes(_SMALLER[0], expected), lambda samples: RecordsStay(samples)(loss, params, *batch, **options)
+        _sizes(most, expected), lambda samples: RecordsStay(samples)(loss, params, *batch, **options)
     )
 
 
@@ -113,9 +115,16 @@ class RecordsStay:
 
     @torch.no_grad()
     def __call__(
-        self, loss: Callable[..., Any], params: Mapping[str, torch.Tensor], *batch: Any, **options: Any
+        self,
+        loss: Callable[..., Any],
+        params: Mapping[str, torch.Tensor],
+        *batch: Any,
+        in_dims: Any = 0,
+        has_aux: bool = False,
+        randomness: str = "error",
     ) -> bool:
         """The arguments are those of `per_sample_gradients`."""
+        options: dict[str, Any] = {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
         with in_full_precision(loss, params) as loss:
             job = Pass(loss, params, batch, **options)
             device = next(iter(params.values())).device

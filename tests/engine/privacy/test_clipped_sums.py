@@ -69,37 +69,6 @@ def test_clipped_sum_equals_the_loop(architecture: Architecture, dtype: torch.dt
         assert (result.records.factors > 0.99).any()
 
 
-def test_clipped_sum_records_at_a_kink_one_at_a_time() -> None:
-    """A ReLU whose argument is zero but for rounding: its last digit decides the gradient. Computed alone, a
-    record has the same digits whatever other records are there.
-    """
-    for seed in range(8):
-        torch.manual_seed(seed)
-        size, width, count = 64, 32, 3
-        model = nn.Sequential(nn.Linear(size, width, bias=False), nn.ReLU(), nn.Linear(width, 3))
-        weight = model[0].weight.detach().double()
-        drawn = 10 * torch.randn(count, size, dtype=torch.float64)
-        back = torch.linalg.solve(weight @ weight.T, weight @ drawn.T)
-        inputs, target = (drawn - back.T @ weight).float(), torch.randint(3, (count,))
-        objective = Objective(model, nn.functional.cross_entropy)
-        clipping = Clipping.flat([name for name, _ in model.named_parameters()], 1.0)
-
-        def total(
-            rows: list[int],
-            objective: Objective = objective,
-            inputs: torch.Tensor = inputs,
-            target: torch.Tensor = target,
-            clipping: Clipping = clipping,
-        ) -> dict[str, torch.Tensor]:
-            read = lambda start, stop: Block((inputs[rows][start:stop],), target[rows][start:stop])
-            stream = Stream(objective.loss, objective.params, read, chunk_size=1)
-            return stream_source(stream, len(rows))(clipping).sums
-
-        for left_out in range(count):
-            others = [row for row in range(count) if row != left_out]
-            assert distance(total([0, 1, 2]), total(others)) <= 1
-
-
 def test_clipped_sum_automatic_clipping(
     architecture: Architecture,
 ) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.privacy import batches
 from psgrad.engine.privacy.batches import RecordStreams
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.records import RecordReader, Records
@@ -74,9 +73,7 @@ def data() -> Data:
     return Data()
 
 
-@pytest.mark.parametrize("worth", [0, 10, 10**6])
-def test_record_streams_sum_equals_the_loop(data: Data, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "_ROWS_OF_A_PASS", worth)
+def test_record_streams_sum_equals_the_loop(data: Data) -> None:
     streams = data.streams()
     clipping = Clipping.flat(data.rows, 0.2)
     for drawn in (range(10), [3], [], [9, 1, 4], [0, 2, 3]):
@@ -93,54 +90,36 @@ def test_record_streams_sum_equals_the_loop(data: Data, worth: int, monkeypatch:
         torch.testing.assert_close(result.records.norms, norms, rtol=1e-9, atol=0)
 
 
-def test_record_streams_short_records_in_narrow_batches(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "_ROWS_OF_A_PASS", 0)
-    data.read.clear()
-    data.streams().source(range(10))(Clipping.flat(data.rows, 0.2))
-    # Widths 30, 32 -> 30, 16, 8, 4, 2, and rows alone, which have no axis of rows.
-    assert sorted({shape[1:-1] for shape in data.read}) == [(), (2,), (4,), (8,), (16,), (30,)]
-    filled = sum(shape[0] * shape[1] if len(shape) == 3 else shape[0] for shape in data.read)
-    assert filled <= 2 * sum(SIZES)
-
-
-def test_record_streams_few_records_join_longer_ones(data: Data) -> None:
-    data.read.clear()
-    data.streams().source(range(10))(Clipping.flat(data.rows, 0.2))
-    assert {shape[1] for shape in data.read} == {30}
-
-
-@given(
-    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=30),
-    copies=st.integers(1, 3),
-    worth=st.integers(0, 300),
+@pytest.mark.parametrize(
+    ("copies", "widths"),
+    [(1, {(), (2,), (4,), (8,), (16,), (32,)}), (3, {(3,), (6,), (12,), (24,), (48,), (96,)})],
 )
-def test_record_streams_widths_hold_every_record(sizes: list[int], copies: int, worth: int) -> None:
-    records = Records(np.arange(sum(sizes)), np.cumsum(sizes) - np.array(sizes), np.array(sizes))
-    streams = RecordStreams(records, lambda rows: None, None, {}, None, augment=lambda x: x, copies=copies)  # type: ignore[arg-type]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches, "_ROWS_OF_A_PASS", worth)
-        streams.source(range(len(sizes)))
-        parts = streams._parts(streams.drawn)
-
-    assert np.concatenate([part for _, part in parts]).tolist() == streams.drawn.tolist()
-    assert sorted(streams.drawn.tolist()) == list(range(len(sizes)))
-    widths = [width for width, _ in parts]
-    assert widths == sorted(set(widths), reverse=True)
-    for width, part in parts:
-        assert records.sizes[part].max() * copies <= width <= max(sizes) * copies
-        assert width & (width - 1) == 0 or width == max(sizes) * copies
-
-
-def test_record_streams_copies_count_as_rows(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "_ROWS_OF_A_PASS", 0)
+def test_record_streams_short_records_in_narrow_batches(
+    data: Data, copies: int, widths: set[tuple[int, ...]]
+) -> None:
+    """Rows alone have no axis of rows."""
     data.read.clear()
-    streams = data.streams(augment=lambda row: row, copies=3)
+    streams = data.streams(**({} if copies == 1 else {"augment": lambda row: row, "copies": copies}))
     result = streams.source(range(10))(Clipping.flat(data.rows, 0.2))
     expected, _ = data.clipped(streams.drawn.tolist(), 0.2)
-    assert (
-        torch.cat([result.sums[name].flatten() for name in data.rows]) - expected
-    ).norm() <= 1e-9 * expected.norm()
-    assert sorted({shape[1] for shape in data.read}) == [4, 8, 16, 32, 64, 90]
+    found = torch.cat([result.sums[name].flatten() for name in data.rows])
+    assert (found - expected).norm() <= 1e-9 * expected.norm()
+    assert {shape[1:-1] for shape in data.read} == widths
+
+
+@given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=30), copies=st.integers(1, 3))
+def test_record_streams_width_follows_from_the_record_alone(sizes: list[int], copies: int) -> None:
+    records = Records(np.arange(sum(sizes)), np.cumsum(sizes) - np.array(sizes), np.array(sizes))
+    streams = RecordStreams(records, lambda rows: None, None, {}, None, augment=lambda x: x, copies=copies)  # type: ignore[arg-type]
+    streams.source(range(len(sizes)))
+    parts = streams._parts(streams.drawn)
+    assert np.concatenate([part for _, part in parts]).tolist() == streams.drawn.tolist()
+    assert sorted(streams.drawn.tolist()) == list(range(len(sizes)))
+    for width, part in parts:
+        for record in part:
+            assert streams._parts(np.array([record])) == [(width, [record])]
+            assert records.sizes[record] * copies <= width < 2 * records.sizes[record] * copies
+            assert (width // copies).bit_count() == 1
 
 
 def test_record_reader_fills_up_to_width(data: Data) -> None:
