@@ -327,10 +327,7 @@ def test_a_ledger_that_tells_the_size_of_the_dataset_is_a_violation(
 def test_audit_finds_draws_that_go_by_the_place_in_the_batch(
     drawing: Workplace, monkeypatch: pytest.MonkeyPatch, planted: str
 ) -> None:
-    for module in (
-        audit_neighbours,
-        private_setup,
-    ):  # the same batch and the same draws in every run of this test
+    for module in (audit_neighbours, private_setup):  # the same batch and draws in every run of this test
         monkeypatch.setattr(module, "make_generator", lambda kind, seed=3: make_generator(kind, seed=3))
     if planted == "in the model":
         monkeypatch.setattr(
