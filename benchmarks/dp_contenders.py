@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.privacy.batches import GradientSource, batch_source
 from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.fixed_chunks import independent_samples
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.sampling import Sampling
@@ -121,8 +122,16 @@ def psgrad(training: Training) -> Step:
         generator=generator,
     )
 
+    loss, params, together = objective.loss, objective.params, list[int]()
+
     def update(inputs: Tensor, target: Tensor) -> None:
-        source = batch_source(objective.loss, objective.params, (inputs,), target, has_aux=True)
+        if not together:
+            together.append(
+                independent_samples(
+                    loss, params, (inputs,), target, has_aux=True, expected=training.expected_batch_size
+                )
+            )
+        source = batch_source(loss, params, (inputs,), target, has_aux=True, samples=together[0])
         private.update(private_sum(source, clipping, noise, "add_or_remove_one", generator).sums)
 
     return Step(

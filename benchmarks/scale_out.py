@@ -4,8 +4,9 @@
 
 First the constants of `psgrad.engine.execution.cluster` are measured on this machine: the time until a
 process computes, of a chunk alone and beside a second process, of a request to the key-value store, the rate
-of gloo between two processes, and the time of tables and a report, beside and for each row. Then `psgrad analyze` runs with one and
-with two processes of one thread each, and the simulation has to agree within 15 %.
+of gloo between two processes, and the time of tables and a report, by itself and for each row. Then
+`psgrad analyze` runs with one and with two processes of one thread each, and the simulation has to agree
+within 15 %.
 
 The three simulated jobs: norms of 10^8 tokens under a model of a billion parameters, norms of 10^7 images
 under ResNet-50, an index of 10^9 rows. The time of one chunk of each is measured here, by one thread. What

@@ -211,14 +211,19 @@ def influence_index(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    update: bool = False,
     progress: Say = lambda _: None,
     **objects: Unpack[Objects],
 ) -> IndexResult:
-    """Build the config's index of training gradients; `psgrad influence index`."""
+    """Build the config's index of training gradients; `psgrad influence index`. update: let a finished one
+    follow its data.
+    """
     from psgrad.workflows.influence_index import influence_index as run_influence_index
 
     with config_of(config, objects, resume=resume) as found:
-        result = run_influence_index(found, resume=resume, overwrite=overwrite, progress=progress)
+        result = run_influence_index(
+            found, resume=resume, overwrite=overwrite, update=update, progress=progress
+        )
         assert result is not None, "one process has the whole result"
         return result
 

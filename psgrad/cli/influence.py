@@ -112,6 +112,16 @@ Worst = Annotated[
     int | None, typer.Option("--worst", metavar="N", min=1, help="Ask only about the N rows of largest loss.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an index that was interrupted.")]
+UpdateIndex = Annotated[
+    bool,
+    typer.Option(
+        "--update",
+        help=(
+            "Let a finished index follow its data: compute the rows that are new, and leave out those that"
+            " are gone. An update that was interrupted is continued."
+        ),
+    ),
+]
 OverwriteIndex = Annotated[bool, typer.Option("--overwrite", help="Replace an index that is there already.")]
 
 
@@ -203,6 +213,7 @@ def influence(
 def influence_index(
     config: ConfigPath,
     resume: Resume = False,
+    update: UpdateIndex = False,
     settings: Settings = None,
     overwrite: OverwriteIndex = False,
     processes: ProcessesOption = 1,
@@ -216,7 +227,10 @@ def influence_index(
     if part is not None:
         require_one_of(processes > 1, "--part", "--processes")
         require_one_of(overwrite, "--part", "--overwrite")
+        require_one_of(update, "--part", "--update")
         require_one("influence index --part")
+    require_one_of(update and resume, "--update", "--resume")
+    require_one_of(update and overwrite, "--update", "--overwrite")
     resolved = read_config(config, settings, None)
     from psgrad.reports.influence_terminal import index_summary
     from psgrad.workflows.influence_index import influence_index as run_influence_index
@@ -226,7 +240,13 @@ def influence_index(
     folder = resolved.output if wanted is None else wanted.path
     with shared_run(processes, shown, folder) as (group, progress):
         result = run_influence_index(
-            resolved, resume=resume, overwrite=overwrite, progress=progress, processes=group, part=which
+            resolved,
+            resume=resume,
+            overwrite=overwrite,
+            update=update,
+            progress=progress,
+            processes=group,
+            part=which,
         )
     if result is not None:  # on the first rank
         typer.echo(index_summary(result), err=True)

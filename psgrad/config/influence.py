@@ -53,10 +53,23 @@ class IndexConfig(Section):
     """Seed of the projection."""
     features: Literal["loss", "margin"] = "loss"
     """Gradients of the loss, or of the margin (for trak)."""
-    dtype: Literal["float64", "float32", "float16", "bfloat16"] = "float32"
+    dtype: Literal["float64", "float32", "float16", "bfloat16", "int8"] = "float32"
     """Precision of the stored numbers."""
+    rank: Annotated[int, Field(ge=1)] | None = None
+    """With projection two-sided or none, a row has a matrix for each parameter: only so many vectors for its
+    rows and its columns are kept; null keeps all of its numbers.
+    """
     rows_per_shard: Annotated[int, Field(ge=1)] = 4096
     """Rows in each file of the index."""
+
+    @model_validator(mode="after")
+    def _rank_of_matrices(self) -> IndexConfig:
+        if self.rank is not None and self.projection not in ("two-sided", "none"):
+            raise ValueError(
+                "rank keeps factors of a matrix for each parameter, and projection:"
+                f" {self.projection} adds all parameters up; choose two-sided or none"
+            )
+        return self
 
 
 class InfluenceConfig(Section):

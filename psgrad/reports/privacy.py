@@ -23,9 +23,8 @@ SHOWN_STEPS = 10
 
 
 _BESIDE_OTHERS = (
-    " that a kernel may round a record's gradient differently beside other records (where a record lies at a"
-    " kink of the model to its last digit, such as a ReLU at zero, one record more can then move the sum by"
-    " more than the bound; engine.chunk_size: 1 and mechanism: discrete_gaussian compute each record alone),"
+    " a kernel that rounds a record by what other records hold, though it rounded the records that were tried"
+    " alike in each place of a chunk (mechanism: discrete_gaussian computes each record alone),"
 )
 
 

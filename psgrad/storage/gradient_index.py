@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import cached_property
 from hashlib import sha256
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,15 +18,27 @@ from safetensors.numpy import save
 from psgrad import __version__
 from psgrad.errors import OutputError, OutputExistsError
 from psgrad.storage import files
+from psgrad.storage.index_layout import Layout
 from psgrad.wording import shorten_middle
 
 DESCRIPTION = "index.json"
+_LAYOUT = "layout"  # of index.json, after updates
+_NEXT = "index.next.json"  # what index.json will be when an update has written all of its files
 FORMAT = 2
 _MARK = "psgrad influence index"
 _RESUME = "psgrad influence index CONFIG --resume"
+_UPDATE = "psgrad influence index CONFIG --update"
+_OVERWRITE = "build the index again: psgrad influence index CONFIG --overwrite"
 _SHOWN = 6
 _SECONDS_TO_MAKE_FOLDER = 60.0  # a part that begins does so within this time, and others wait for it
 _SEAL = "psgrad"  # of a file's metadata: which index it is of, and the hash of its numbers
+
+# Numbers of a file by the names that safetensors has for them.
+_DTYPES = {
+    name: f"<{kind.lower()}{int(bits) // 8}"
+    for name in ("F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
+    for kind, bits in [(name[0], name[1:])]
+}
 
 Arrays = dict[str, np.ndarray]
 
@@ -42,15 +56,24 @@ class GradientIndex:
     `written` state. Each file carries the SHA-256 of the description, so that a shard of another index is
     never taken for one of this.
 
+    An update writes shards and sums of its own beside those that are there, which go on answering, and then
+    replaces `index.json` by a description that says which of all stored rows are the index's.
+
+        index.next.json                               while an update goes on
+        checkpoint-000/sums-001.safetensors           of the first update
+
     Attributes:
         path: the folder.
         description: plain values; `rows`, `rows_per_shard` and `checkpoints` are read here, all else is the
             engine's.
+        layout: which stored rows the rows are.
     """
 
-    def __init__(self, path: Path, description: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, description: Mapping[str, Any], layout: Layout | None = None) -> None:
         self.path, self.description = path, dict(description)
-        self._id = sha256(json.dumps(self.description, sort_keys=True).encode()).hexdigest()
+        self.layout = Layout.of_new(int(description["rows"])) if layout is None else layout
+        said = self.description | ({_LAYOUT: self.layout.content()} if self.layout.updates else {})
+        self._id = sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
     # -- folders ---------------------------------------------------------------------------------------------
 
@@ -65,7 +88,7 @@ class GradientIndex:
         """
         try:
             if path.is_dir() and not _only_leftovers(path):
-                if not _is_index(path):
+                if not _is_index(path / DESCRIPTION):
                     raise OutputExistsError(
                         f"the index folder {path} is not empty and does not hold an index",
                         expected="a new or empty folder, or the folder of an earlier index",
@@ -86,12 +109,9 @@ class GradientIndex:
             files.make_folder(path, 0o700)  # gradients tell about single training examples
             index = cls(path, _plain(description))
             # First: an earlier index with only a part of its files is unfinished, and refused as such.
+            (path / _NEXT).unlink(missing_ok=True)
             index._remove_files()
-            head = {"tool": _MARK, "format": FORMAT, "version": __version__}
-            files.write_atomically(
-                path / DESCRIPTION,
-                json.dumps(head | index.description, indent=2, ensure_ascii=False).encode(),
-            )
+            files.write_atomically(path / DESCRIPTION, index._content())
         except OSError as error:
             raise _not_writable(path, error) from error
         return index
@@ -106,7 +126,42 @@ class GradientIndex:
             return cls.create(path, description)
         index = cls._read(path)
         index.require(description)
+        if index.layout.updates:
+            index._require_whole()
         return index
+
+    @classmethod
+    def update(cls, current: GradientIndex, description: Mapping[str, Any], places: np.ndarray) -> Self:
+        """What a finished index will be after an update, which is begun, or gone on with. `finish_update`
+        puts it in the place of the other.
+
+        places: [n], for each row of the new description the stored row of `current` that it is, or -1 for one
+        that is to be written: these are `new_rows`, in order.
+        """
+        index = cls(current.path, _plain(description), current.layout.updated(places, current._id))
+        target = index.path / _NEXT
+        try:
+            if not target.exists() or cls._read(index.path, _NEXT)._id != index._id:
+                target.unlink(missing_ok=True)
+                current._remove_files(but={current.file(*each) for each in current._files()})
+                files.write_atomically(target, index._content())
+        except OSError as error:
+            raise _not_writable(index.path, error) from error
+        return index
+
+    def finish_update(self) -> None:
+        """Put an update whose files are all written in the place of the index that it updates."""
+        try:
+            files.write_atomically(self.path / DESCRIPTION, self._content())
+            (self.path / _NEXT).unlink(missing_ok=True)
+            self._remove_leftovers()
+        except OSError as error:
+            raise _not_writable(self.path, error) from error
+
+    def _content(self) -> bytes:
+        head = {"tool": _MARK, "format": FORMAT, "version": __version__}
+        layout = {_LAYOUT: self.layout.content()} if self.layout.updates else {}
+        return json.dumps(head | self.description | layout, indent=2, ensure_ascii=False).encode()
 
     @classmethod
     def join(cls, path: Path, description: Mapping[str, Any]) -> Self:
@@ -128,9 +183,10 @@ class GradientIndex:
         return cls.create(path, description)
 
     @classmethod
-    def begun(cls, path: Path) -> Self | None:
-        """The index in a folder, finished or not; None where there is none."""
-        return cls._read(path) if _is_index(path) else None
+    def begun(cls, path: Path, update: bool = False) -> Self | None:
+        """The index in a folder, finished or not, or its update; None where there is none."""
+        name = _NEXT if update else DESCRIPTION
+        return cls._read(path, name) if _is_index(path / name) else None
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -140,25 +196,28 @@ class GradientIndex:
                 f"there is no index in {path}", next_step="build it: psgrad influence index CONFIG"
             )
         index = cls._read(path)
-        missing = index.unwritten()
-        if missing:
-            raise OutputError(
-                f"the index {path} is half built: {index.file_count - len(missing)} of {index.file_count}"
-                " files are written",
-                cause="its building was interrupted, or goes on",
-                next_step=_RESUME,
-            )
+        index._require_whole()
         return index
 
+    def _require_whole(self) -> None:
+        missing, updated = self.unwritten(), self.layout.updates > 0
+        if missing:
+            raise OutputError(
+                f"the index {self.path} is half built: {self.file_count - len(missing)} of"
+                f" {self.file_count} files are written",
+                cause="a file was deleted" if updated else "its building was interrupted, or goes on",
+                next_step=_OVERWRITE if updated else _RESUME,
+            )
+
     @classmethod
-    def _read(cls, path: Path) -> Self:
+    def _read(cls, path: Path, name: str = DESCRIPTION) -> Self:
         try:
-            content = json.loads((path / DESCRIPTION).read_bytes())
+            content = json.loads((path / name).read_bytes())
             if not isinstance(content, dict) or content.pop("tool", None) != _MARK:
                 raise ValueError("it is no index's")
         except (OSError, ValueError) as error:
             raise OutputError(
-                f"{path / DESCRIPTION} can't be read: {getattr(error, 'strerror', None) or error}",
+                f"{path / name} can't be read: {getattr(error, 'strerror', None) or error}",
                 expected="the description that psgrad wrote when the index was begun",
                 next_step="build the index again in another folder",
             ) from error
@@ -172,33 +231,43 @@ class GradientIndex:
                 next_step="build it again with this one",
             )
         content.pop("version", None)  # for people
-        return cls(path, content)
+        layout = content.pop(_LAYOUT, None)
+        return cls(path, content, None if layout is None else Layout.read(layout))
+
+    def differences(self, expected: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+        """(name, expected, found) of each value of a description that differs here."""
+        return list(_differences(_plain(expected), self.description, ""))
 
     def require(self, expected: Mapping[str, Any]) -> None:
         """Raises OutputError, naming what differs, unless the description has all these values."""
-        different = list(_differences(_plain(expected), self.description, ""))
+        different = self.differences(expected)
         if different:
             more = f", and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
             names = ", ".join(name for name, _, _ in different[:_SHOWN])
             first, wanted, actual = different[0]
+            follow = f"let it follow its data: {_UPDATE}; or " if _is_of_data(different) else ""
             raise OutputError(
                 f"the index {self.path} is of something else: {names}{more}"
                 f" differ{'s' if len(different) == 1 else ''}",
                 expected=f"{first}: {_short(wanted)}; the index has {_short(actual)}",
                 cause="model, data or settings were changed since it was built",
                 next_step=(
-                    "put them back, or build an index of its own in another folder (influence.index.path), or"
-                    " with --overwrite"
+                    f"{follow}put them back, or build an index of its own in another folder"
+                    " (influence.index.path), or with --overwrite"
                 ),
             )
 
     # -- shards ----------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def shards(self) -> list[range]:
-        """The rows of each shard, the same for every checkpoint."""
-        rows, each = self.description["rows"], self.description["rows_per_shard"]
-        return [range(start, min(start + each, rows)) for start in range(0, rows, each)]
+        """The stored rows of each shard, the same for every checkpoint."""
+        return self.layout.shards(int(self.description["rows_per_shard"]))
+
+    @property
+    def new_rows(self) -> range:
+        """The stored rows that this building, or update, writes."""
+        return self.layout.new_rows
 
     @property
     def file_count(self) -> int:
@@ -210,15 +279,15 @@ class GradientIndex:
 
         Raises OutputError for a file that is damaged or another index's.
         """
-        wanted = [
-            (number, shard)
-            for number in range(self.description["checkpoints"])
-            for shard in [*range(len(self.shards)), None]
-        ]
-        return [(number, shard) for number, shard in wanted if not self._is_written(self.file(number, shard))]
+        return [(number, shard) for number, shard in self._files() if not self._is_written(number, shard)]
+
+    def _files(self) -> list[tuple[int, int | None]]:
+        shards = [*range(len(self.shards)), None]
+        return [(number, shard) for number in range(self.description["checkpoints"]) for shard in shards]
 
     def file(self, checkpoint: int, shard: int | None) -> Path:
-        name = "sums" if shard is None else f"gradients-{shard:05d}"
+        sums = f"sums-{self.layout.updates:03d}" if self.layout.updates else "sums"
+        name = sums if shard is None else f"gradients-{shard:05d}"
         return self.path / f"checkpoint-{checkpoint:03d}" / f"{name}.safetensors"
 
     def write(self, checkpoint: int, shard: int | None, arrays: Mapping[str, np.ndarray]) -> None:
@@ -226,7 +295,7 @@ class GradientIndex:
         target = self.file(checkpoint, shard)
         whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         # One entry: safetensors writes several in any order, and the bytes of equal indexes would differ.
-        data = save(whole, metadata={_SEAL: f"{self._id} {_digest(whole)}"})
+        data = save(whole, metadata={_SEAL: f"{self._seal(shard)} {_digest(whole)}"})
         try:
             files.make_folder(target.parent)
             files.write_atomically(target, data)
@@ -239,14 +308,13 @@ class GradientIndex:
                 expected=f"{len(data):,} free bytes for this file" if full else None,
                 cause="no space; the shards that were written before are whole" if full else None,
                 next_step=(
-                    f"free some space, then {_RESUME}" if full else "check the folder and its permissions"
+                    f"free some space, then {self._again}" if full else "check the folder and its permissions"
                 ),
             ) from error
 
     def read(self, checkpoint: int, shard: int | None) -> Arrays:
         """All arrays of a file."""
-        path = self.file(checkpoint, shard)
-        with self._opened(path) as file:
+        with self._opened(checkpoint, shard) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a handle, no dict)
 
     def blocks(
@@ -257,68 +325,110 @@ class GradientIndex:
         first: int = 0,
         step: int = 1,
     ) -> Iterator[tuple[int, Arrays]]:
-        """The shards of a checkpoint, `most` rows at a time: (first row, arrays), read through a memory map;
-        of some names only. first, step: which of these blocks are read.
+        """The shards of a checkpoint, `most` rows at a time: (first row, arrays), parts of a memory map, not
+        copies; of some names only. first, step: which of these blocks are read.
         """
         place = 0
-        for shard, rows in enumerate(self.shards):
+        for row, shard, rows in self.layout.pieces(self.shards):
             starts = range(0, len(rows), most)
             own = [start for number, start in enumerate(starts, place) if number % step == first]
             place += len(starts)
             if not own:
                 continue
-            with self._opened(self.file(checkpoint, shard)) as file:
+            with self._opened(checkpoint, shard) as file:
                 stored = file.keys()  # a file can't be iterated over itself
-                slices = {name: file.get_slice(name) for name in stored if names is None or name in names}
-                for start in own:
-                    yield (
-                        rows.start + start,
-                        {name: some[start : min(start + most, len(rows))] for name, some in slices.items()},
-                    )
+            wanted = [name for name in stored if names is None or name in names]
+            mapped = _mapped(self.file(checkpoint, shard), wanted)
+            for start in own:
+                some = _as_slice(rows[start : start + most])
+                yield row + start, {name: array[some] for name, array in mapped.items()}
 
-    def _is_written(self, path: Path) -> bool:
+    def _is_written(self, checkpoint: int, shard: int | None) -> bool:
         """Raises OutputError for a file with other numbers than were written."""
+        path = self.file(checkpoint, shard)
         if not path.exists():
             return False
-        with self._opened(path) as file:
+        with self._opened(checkpoint, shard) as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if _digest(arrays) != file.metadata()[_SEAL].rpartition(" ")[2]:
                 raise OutputError(
                     f"{path} holds other numbers than were written",
                     expected="the numbers that its own hash was made of",
                     cause="a damaged disk, or a file that was changed",
-                    next_step=f"delete it, then {_RESUME}",
+                    next_step=self._remedy,
                 )
         return True
 
-    def _opened(self, path: Path) -> Any:
+    def _seal(self, shard: int | None) -> str:
+        """The hash that a file carries: of what the index was when its segment was begun."""
+        seals = [*self.layout.seals, self._id]
+        return seals[-1 if shard is None else self.layout.segment_of(self.shards[shard].start)]
+
+    def _opened(self, checkpoint: int, shard: int | None) -> Any:
+        path = self.file(checkpoint, shard)
         try:
             file: Any = safe_open(path, framework="numpy")
-            own = (file.metadata() or {}).get(_SEAL, "").partition(" ")[0] == self._id
+            own = (file.metadata() or {}).get(_SEAL, "").partition(" ")[0] == self._seal(shard)
         except (OSError, SafetensorError) as error:
             raise OutputError(
                 f"{path} can't be read: {getattr(error, 'strerror', None) or error}",
                 expected="a file that psgrad wrote",
                 cause="the file was cut short or changed",
-                next_step=f"delete it, then {_RESUME}",
+                next_step=self._remedy,
             ) from error
         if not own:
             raise OutputError(
                 f"{path} is of another index",
                 cause="it was copied here, or left by one",
-                next_step=f"delete it, then {_RESUME}",
+                next_step=self._remedy,
             )
         return file
 
-    def _remove_files(self) -> None:
+    @property
+    def _again(self) -> str:
+        return _UPDATE if self.layout.updates else _RESUME
+
+    @property
+    def _remedy(self) -> str:
+        """What to do about a file that can't be used. Rows of which some were deleted can't be computed."""
+        return _OVERWRITE if self.layout.updates else f"delete it, then {_RESUME}"
+
+    def _remove_files(self, but: Container[Path] = ()) -> None:
         """Remove the files of an earlier index, and those of a killed process."""
         for folder in self.path.glob("checkpoint-*"):
             for path in [*folder.glob("*.safetensors"), *folder.glob(".*.safetensors.*.tmp")]:
-                path.unlink()
+                if path not in but:
+                    path.unlink()
             if not any(folder.iterdir()):
                 folder.rmdir()
-        for leftover in files.leftovers_of(self.path / DESCRIPTION):
-            leftover.unlink()
+        self._remove_leftovers()
+
+    def _remove_leftovers(self) -> None:
+        """Remove the descriptions that a killed process did not finish."""
+        for name in (DESCRIPTION, _NEXT):
+            for leftover in files.leftovers_of(self.path / name):
+                leftover.unlink()
+
+
+def _mapped(path: Path, names: Sequence[str]) -> Arrays:
+    """Arrays of a file that safetensors has found in order, without copies, which it makes of each part."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        # Copied where it is written to: PyTorch warns of memory that can't be.
+        content = mmap(file.fileno(), 0, access=ACCESS_COPY)
+    found = {}
+    for name in names:
+        start, stop = header[name]["data_offsets"]
+        data = memoryview(content)[8 + size + start : 8 + size + stop]
+        found[name] = np.frombuffer(data, _DTYPES[header[name]["dtype"]]).reshape(header[name]["shape"])
+    return found
+
+
+def _as_slice(rows: np.ndarray) -> np.ndarray | slice:
+    """Rising rows, as a slice where they are neighbours: parts of arrays are then no copies."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
 
 
 def _digest(arrays: Arrays) -> str:
@@ -342,9 +452,9 @@ def _not_writable(path: Path, error: OSError) -> OutputError:
     )
 
 
-def _is_index(path: Path) -> bool:
+def _is_index(description: Path) -> bool:
     try:
-        content = json.loads((path / DESCRIPTION).read_bytes())
+        content = json.loads(description.read_bytes())
     except (OSError, ValueError):
         return False
     return isinstance(content, dict) and content.get("tool") == _MARK
@@ -363,6 +473,11 @@ def _differences(expected: Any, actual: Any, name: str) -> Iterator[tuple[str, A
             yield from _differences(value, actual.get(key), f"{name}.{key}" if name else str(key))
     elif expected != actual:
         yield name, expected, actual
+
+
+def _is_of_data(different: Sequence[tuple[str, Any, Any]]) -> bool:
+    """Whether only the rows are others."""
+    return {name for name, _, _ in different} <= {"rows", "fingerprint.data"}
 
 
 def _short(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from psgrad.config import Config, IndexConfig
@@ -18,12 +19,17 @@ from psgrad.results import IndexResult, Progress, Say
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.identity import hashes_of
+from psgrad.workflows.index_update import (
+    begin_update,
+    compared_rows,
+    digests_read,
+    require_losses,
+    with_digests,
+)
+from psgrad.workflows.influence_queries import chosen_rows
 from psgrad.workflows.influence_setup import first_run, later_run, sha256_at
 from psgrad.workflows.running import LOADING, Clock, read_ahead
 from psgrad.workflows.setup import Setup
-
-# Rows whose loss is held against an index that is opened.
-_COMPARED = 8
 
 
 @with_code_beside
@@ -32,19 +38,21 @@ def influence_index(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    update: bool = False,
     progress: Say = lambda _: None,
     processes: Processes | None = None,
     part: tuple[int, int] | None = None,
 ) -> IndexResult | None:
-    """Build the index that a config describes, or go on with one that was interrupted: the whole of `psgrad
-    influence index`.
+    """Build the index that a config describes, go on with one that was interrupted, or let a finished one
+    follow its data: the whole of `psgrad influence index`.
 
     processes: those that share the shards; None for this one alone. part: (which, how many) part of a job
     array this is; `finish_index` ends the index of all parts. Returns None for a part, and on all ranks but
     the first.
 
     Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk.
-    Shards that are finished by then stay, and `resume` goes on behind them.
+    Shards that are finished by then stay, and `resume` goes on behind them, or `update`: the index answers as
+    before until an update is finished.
     """
     wanted = require_index(config)
     processes = OneProcess() if processes is None else processes
@@ -55,26 +63,32 @@ def influence_index(
         progress(Progress(0, 0, "index", message))
 
     with clock("load"):
-        run = first_run(config, processes)
+        run = with_digests(first_run(config, processes))
         read_ahead(run.samples, len(run.samples), progress)
         description = described_index(config, run)
     if part is not None:
         store = GradientIndex.join(wanted.path, description)
         processes = RowPart.of(*part, len(store.shards), 1)
     elif not processes.leads:
-        processes.agreed("index.begun", list)  # the first rank has made the folder by then
-        store = _made_by_first(wanted.path, description, processes)
+        begun = processes.agreed("index.begun", list)  # the first rank has made the folder by then
+        store = _made_by_first(wanted.path, description, begun != [], processes)
     else:
-        store = (
-            GradientIndex.resume(wanted.path, description)
-            if resume
-            else GradientIndex.create(wanted.path, description, overwrite)
-        )
-        processes.agreed("index.begun", list)
+        begun = []
+        if update:
+            current = GradientIndex.open(wanted.path)
+            store = begin_update(current, description, run, say)
+            begun = [] if store is current else [store.layout.updates]
+        elif resume:
+            store = GradientIndex.resume(wanted.path, description)
+        else:
+            store = GradientIndex.create(wanted.path, description, overwrite)
+        processes.agreed("index.begun", lambda: begun)
+    new = np.flatnonzero(store.layout.places() >= store.new_rows.start)
 
     def load(number: int) -> Examples:
         there = run if number == 0 else later_run(run, config, number)
-        return Examples(there.objective, run.reader, len(run.samples), there.stream_options(say))
+        read, numbers = chosen_rows(run.reader, new), torch.from_numpy(new)
+        return Examples(there.objective, read, len(new), there.stream_options(say), numbers)
 
     with clock("gradients"):
         build_index(
@@ -83,13 +97,22 @@ def influence_index(
             say=say,
             progress=lambda done, of: progress(Progress(done, of, "index", unit="training example")),
             processes=processes,
+            digests=digests_read(run.reader, new),
         )
-    return result_of(store, clock) if processes.leads else None
+    if not processes.leads:
+        return None
+    if update:
+        store.finish_update()
+    return result_of(store, clock)
 
 
-def _made_by_first(path: Path, description: dict[str, Any], processes: Processes) -> GradientIndex:
-    """The index that the first rank has made. Raises DistributedError where this one does not see it."""
-    store = GradientIndex.begun(path)
+def _made_by_first(
+    path: Path, description: dict[str, Any], update: bool, processes: Processes
+) -> GradientIndex:
+    """The index that the first rank has made, or the update that it has begun. Raises DistributedError where
+    this one does not see it.
+    """
+    store = GradientIndex.begun(path, update)
     if store is None:
         raise DistributedError(
             f"rank {processes.rank} does not see the index {path} that rank 0 has made",
@@ -154,28 +177,9 @@ def open_index(config: Config, run: Setup) -> GradientIndex:
     for now, then in ((ours, theirs), (ours["loss"], theirs.get("loss", {}))):
         now |= dict.fromkeys(then.keys() - now.keys())  # what it was built with, and is at its default now
     store.require(expected)
-    _require_its_losses(store, run)
+    rows = compared_rows(len(run.samples))
+    require_losses(store, run, rows, StoredRows(store, 0).losses_and_square_norms()[0][rows])
     return store
-
-
-def _require_its_losses(store: GradientIndex, run: Setup) -> None:
-    """What a description can't see is what code reads from elsewhere while it runs: so a few rows are held
-    against the index.
-    """
-    rows = sorted({place * len(run.samples) // _COMPARED for place in range(_COMPARED)})
-    known = StoredRows(store, 0).losses_and_square_norms()[0][rows]
-    found = run.stream(lambda _: None).gradients_at(rows).losses.double().cpu()
-    rounding = torch.finfo(run.objective.autocast or run.dtype).eps ** 0.5
-    different = known.isfinite() & ~torch.isclose(found, known, rtol=rounding, atol=rounding)
-    if bool(different.any()):
-        place = int(different.nonzero()[0])
-        raise OutputError(
-            f"the index {store.path} is of something else: it has a loss of {float(known[place]):.4g} for row"
-            f" {rows[place]}",
-            expected=f"{float(found[place]):.4g}, as the model has it now",
-            cause="a file that the model or the loss reads while it runs was changed since it was built",
-            next_step="put them back, or build the index again with --overwrite",
-        )
 
 
 def described_index(config: Config, run: Setup) -> dict[str, Any]:

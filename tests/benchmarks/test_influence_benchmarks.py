@@ -184,3 +184,31 @@ def test_seconds_of_solves_beside_plain_ways(script: Any, tmp_path: Path) -> Non
         rtol=1e-3,
         atol=1e-5 * float(bars.scores(one, exact).abs().max()),
     )
+
+
+# -- the scan of an index ------------------------------------------------------------------------------------
+
+
+def test_all_scans_of_an_index_find_the_same_scores(script: Any, tmp_path: Path) -> None:
+    found = script("index_scan")
+    rows = found.stored_rows(tmp_path, 40, 64)
+    asked = torch.randn(3, 64, dtype=torch.float64)
+    exact = torch.cat([block.rows.double() for block in rows.blocks()]) @ asked.t()
+    ways = found.contenders(rows, asked)
+    for name in ("whole numbers", "float32 blocks", "float32 rows"):
+        torch.testing.assert_close(ways[name][1]().double(), exact, rtol=1e-5, atol=1e-4)
+    assert found.error(rows, asked) < 1e-7
+
+
+def test_quality_of_an_index_by_its_bytes(script: Any) -> None:
+    quality, truth = script("index_quality"), script("influence_truth")
+    torch.manual_seed(0)
+    (x, asked), (y, labels) = torch.rand(25, 64).split([20, 5]), (torch.arange(25) % 10).split([20, 5])
+    problem = quality.Problem(truth.perceptron(), x, y, asked, labels)
+    method = quality.METHODS["gradient_dot"]
+    exact = quality.scored(problem, method, None).scores
+    found = {name: quality.scored(problem, method, spec) for name, spec in quality.SPECS.items()}
+    assert np.corrcoef(found["rank 1, int8"].scores.ravel(), exact.ravel())[0, 1] > 0.999
+    dense = found[quality.DENSE].size
+    assert dense == 4 * 2048 + 2
+    assert all(each.size * quality.SHARE <= dense for name, each in found.items() if name != quality.DENSE)

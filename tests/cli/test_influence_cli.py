@@ -145,7 +145,13 @@ def test_the_index_is_a_command_of_two_words(config: Path, stage: Stage, run: An
     assert "1,437 training examples, 512 numbers each at 2 checkpoints: 5.89 MB" in err
     ((name, (resolved,), options),) = stage.calls
     assert name == "influence_index"
-    assert options == {"resume": True, "overwrite": False, "processes": None, "part": None}
+    assert options == {
+        "resume": True,
+        "overwrite": False,
+        "update": False,
+        "processes": None,
+        "part": None,
+    }
     assert resolved.influence.top == 3
 
 

@@ -149,6 +149,7 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
         ),
         ("checkpoints=[]", "checkpoints is an empty list; leave it out to use model.checkpoint"),
         ("checkpoints=[a.pt, a.pt]", "the checkpoint a.pt is listed twice; it would count double"),
+        ("index={path: i, rank: 1}", "projection: sparse adds all parameters up; choose two-sided or none"),
         (
             "checkpoints=[{path: a.pt, learning_rat: 1.0}]",
             "influence.checkpoints.0.learning_rat: unknown key; did you mean learning_rate?",
@@ -184,8 +185,8 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
         ),
         ("index={}", "influence.index.path: missing; it is required"),
         (
-            "index={path: there, dtype: int8}",
-            "influence.index.dtype: got 'int8', expected one of float64, float32, float16, bfloat16",
+            "index={path: there, dtype: int4}",
+            "influence.index.dtype: got 'int4', expected one of float64, float32, float16, bfloat16, int8",
         ),
     ],
 )

@@ -123,10 +123,9 @@ def test_the_guarantee_is_one_sentence_with_everything_in_it() -> None:
         " neighbouring datasets differ by one record that is added or removed; Poisson sampling, each"
         " record by itself with probability 0.0712; no seed; released numbers are rounded to a public"
         " grid, and what is left of floating point adds at most 2e-6 to epsilon; not covered: how long"
-        " steps take and how much memory they need, that a kernel may round a record's gradient differently"
-        " beside other records (where a record lies at a kink of the model to its last digit, such as a ReLU"
-        " at zero, one record more can then move the sum by more than the bound; engine.chunk_size: 1 and"
-        " mechanism: discrete_gaussian compute each record alone), and what"
+        " steps take and how much memory they need, a kernel that rounds a record by what other records hold,"
+        " though it rounded the records that were tried alike in each place of a chunk (mechanism:"
+        " discrete_gaussian computes each record alone), and what"
         " the model's code keeps outside of the model and the loss (global variables, files)"
     )
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from psgrad.errors import OutputError, OutputExistsError
 from psgrad.storage import files
@@ -111,6 +113,133 @@ def test_gradient_index_kill_check_finds_write_in_place(tmp_path: Path) -> None:
 
     with pytest.raises((AssertionError, OutputError), match="can't be read"):
         all_kills()
+
+
+# -- Updates -------------------------------------------------------------------------------------------------
+
+
+def rows_of(numbers: list[int]) -> dict[str, np.ndarray]:
+    return {"rows": np.array(numbers, np.float32)[:, None], "digest": np.array(numbers)}
+
+
+def follow(
+    path: Path, wanted: list[int], tell: Tell = lambda told: None, per_shard: int = 2
+) -> GradientIndex:
+    """The index of rows with these numbers, which was built, or is updated where there is one."""
+    description = {**SMALL, "rows": len(wanted), "fingerprint": {"data": str(wanted)}}
+    description["rows_per_shard"] = per_shard
+    if GradientIndex.begun(path) is None or GradientIndex.begun(path).unwritten():  # type: ignore[union-attr]
+        index, new = GradientIndex.resume(path, description), wanted
+    else:
+        current = GradientIndex.open(path)
+        there = dict(zip(all_of(current, "digest"), current.layout.places(), strict=True))
+        places = np.array([there.get(number, -1) for number in wanted])
+        index = GradientIndex.update(current, description, places)
+        new = [number for number, place in zip(wanted, places, strict=True) if place < 0]
+    for checkpoint, shard in index.unwritten():
+        tell([index.layout.updates, shard])
+        start = index.new_rows.start
+        rows = range(0) if shard is None else index.shards[shard]
+        index.write(
+            checkpoint,
+            shard,
+            {"rows": np.array([len(wanted)])}
+            if shard is None
+            else rows_of([new[row - start] for row in rows]),
+        )
+    if index.layout.updates:
+        index.finish_update()
+    return index
+
+
+def all_of(index: GradientIndex, name: str, most: int = 100) -> list[int]:
+    return [int(x) for _, block in index.blocks(0, most, [name]) for x in block[name].reshape(-1)]
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=9, unique=True), min_size=1, max_size=4),
+    st.integers(1, 5),
+)
+@example([[0, 1, 2, 3], [0, 2, 1, 3]], 5)
+def test_gradient_index_follows_any_rows(
+    tmp_path_factory: pytest.TempPathFactory, versions: list[list[int]], most: int
+) -> None:
+    path = tmp_path_factory.mktemp("index")
+    written: list[Any] = []
+    for wanted in versions:
+        follow(path, wanted, written.append, per_shard=4)
+        index = GradientIndex.open(path)
+        assert all_of(index, "rows", most) == wanted
+        starts = [start for start, _ in index.blocks(0, most)]
+        sizes = [len(block["rows"]) for _, block in index.blocks(0, most)]
+        assert starts == np.cumsum([0, *sizes])[:-1].tolist()
+        shared = [list(index.blocks(0, most, None, first, 2)) for first in (0, 1)]
+        assert sorted(start for each in shared for start, _ in each) == starts
+        assert index.read(0, None)["rows"].tolist() == [len(wanted)]
+    shards = [each for each in written if each[1] is not None]
+    assert len(shards) == len(GradientIndex.open(path).shards), "a row that was there was written again"
+
+
+def test_gradient_index_update_killed_at_every_operation(tmp_path: Path) -> None:
+    # Rows are kept, deleted and added. Until it is finished, the index answers as before.
+    before, after = [1, 2, 3], [3, 1, 4]
+
+    def go(path: Path, tell: Tell) -> None:
+        follow(path, after, tell)
+
+    def check(path: Path, told: list[Any], finished: bool) -> None:
+        found = all_of(GradientIndex.open(path), "rows")
+        assert found == after if finished else found in (before, after)
+        if finished:
+            assert not list(path.rglob("*.tmp"))
+            assert not (path / "index.next.json").exists()
+            assert len(told) - len({tuple(each) for each in told}) <= 1, "a finished shard was computed again"
+
+    follow(tmp_path / "undisturbed", before)
+    points = points_of(go, tmp_path / "undisturbed")
+    assert points >= 20
+    for at in range(1, points + 1):
+        follow(tmp_path / str(at), before)
+        assert kill_and_resume(go, check, tmp_path / str(at), [at]) == 1
+
+
+def test_gradient_index_update_given_up_for_another(tmp_path: Path) -> None:
+    follow(tmp_path, [1, 2, 3])
+    in_a_child(lambda tell: follow(tmp_path, [1, 7, 8, 9, 10], tell) and None, 15)
+    assert all_of(GradientIndex.open(tmp_path), "rows") == [1, 2, 3]
+    assert len(GradientIndex.begun(tmp_path, update=True).unwritten()) == 2  # type: ignore[union-attr]
+    follow(tmp_path, [2, 5, 6])
+    assert all_of(GradientIndex.open(tmp_path), "rows") == [2, 5, 6]
+    follow(tmp_path, [6])
+    assert all_of(GradientIndex.open(tmp_path), "rows") == [6]
+    names = {file.name for file in tmp_path.rglob("*.safetensors")}
+    assert "sums-001.safetensors" in names  # for who has it open; the next update removes it
+    assert "sums.safetensors" not in names
+
+
+def test_gradient_index_lost_shard_of_an_update(tmp_path: Path) -> None:
+    follow(tmp_path, [1, 2, 3])
+    follow(tmp_path, [1, 3, 4])
+    GradientIndex.open(tmp_path).file(0, 0).unlink()
+    for action in (lambda: GradientIndex.open(tmp_path), lambda: follow_on(tmp_path)):
+        with pytest.raises(OutputError, match="a file was deleted") as refusal:
+            action()
+        assert "psgrad influence index CONFIG --overwrite" in str(refusal.value)
+
+
+def follow_on(path: Path) -> GradientIndex:
+    index = GradientIndex.begun(path)
+    assert index is not None
+    return GradientIndex.resume(path, index.description)
+
+
+def test_gradient_index_overwrite_ends_an_update(tmp_path: Path) -> None:
+    follow(tmp_path, [1, 2, 3])
+    in_a_child(lambda tell: follow(tmp_path, [1, 7, 8, 9, 10], tell) and None, 15)
+    fill(GradientIndex.create(tmp_path, SMALL, overwrite=True))
+    assert GradientIndex.begun(tmp_path, update=True) is None
+    assert GradientIndex.open(tmp_path).layout.updates == 0
 
 
 # -- Reading -------------------------------------------------------------------------------------------------

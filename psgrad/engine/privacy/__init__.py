@@ -17,6 +17,7 @@ from psgrad.engine.privacy.batches import (
     stream_source,
 )
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
+from psgrad.engine.privacy.fixed_chunks import independent_samples
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.record_draws import RecordDraws
@@ -45,6 +46,7 @@ __all__ = [
     "batch_source",
     "epsilon_pld",
     "epsilon_rdp",
+    "independent_samples",
     "make_generator",
     "noise_multiplier_for",
     "private_sum",

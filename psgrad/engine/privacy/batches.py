@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -53,8 +54,8 @@ def batch_source(
     `per_sample_weighted_sum`.
 
     samples: how many records are computed together, fewer being filled up: a number that does not depend on
-    the batch, and that `independent_samples` found for this loss. None finds one for the expected size that
-    it has by default, at each call of the source, which takes as long as some hundred samples.
+    the batch, and that `independent_samples` found for this loss. None has it find one, for an unknown size
+    of batches, when it first meets this loss with tensors of these shapes.
 
     A loss that draws random numbers (randomness='different') needs two more: the draws of the step, and the
     number [n] of each record. Without them a record's draws would depend on the others, and the sum would
@@ -68,6 +69,7 @@ def batch_source(
         raise ValueError(
             "batch_source: draws go with the numbers of the records, and not with randomness='same'"
         )
+    given = loss
     if draws is not None and records is not None:
         in_dims = (*(in_dims if isinstance(in_dims, (tuple, list)) else [in_dims] * len(batch)), 0)
         batch = (*batch, torch.from_numpy(labels_of(records, 1)[:, 0]).to(next(iter(params.values())).device))
@@ -81,16 +83,30 @@ def batch_source(
             return total.result()
         job = Pass(loss, params, batch, **options)
         with without_draws() if draws is None else drawing_by_record(draws):
-            clipper = Clipper(
-                clipping, samples or independent_samples(loss, params, *batch, **options), memory
+            together = samples or _found(
+                given, lambda: independent_samples(loss, params, *batch, **options), job
             )
-            for places in torch.arange(count, device=next(iter(params.values())).device).split(
-                clipper.samples
-            ):
+            clipper = Clipper(clipping, together, memory)
+            for places in torch.arange(count, device=next(iter(params.values())).device).split(together):
                 total.add(clipper(loss, params, *job.batch_of(places), **options))
         return total.result()
 
     return source
+
+
+# What was found for a loss, as long as it lives: shapes -> how many samples are computed together.
+_FOUND: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
+
+
+def _found(loss: Callable[..., Any], find: Callable[[], int], job: Pass) -> int:
+    shapes = (
+        tuple((x.dtype, x.device, x.shape) for x in job.params.values()),
+        tuple((x.dtype, x.shape[1:]) for x in job.flat),
+    )
+    known = _FOUND.setdefault(loss, {})
+    if shapes not in known:
+        known[shapes] = find()
+    return known[shapes]
 
 
 def _by_record(loss: Callable[..., Any], draws: StepDraws) -> Callable[..., Any]:

@@ -270,7 +270,7 @@ def test_trak_loss_gradient_from_margin(data: Any) -> None:
     p = Projector("none", 1, 0, 0, training.params)
     (block,) = RowPass(training, p, "margin").blocks()
     torch.testing.assert_close(
-        block.rows * block.to_loss.unsqueeze(1), training.materialise(), rtol=1e-10, atol=1e-12
+        block.rows.double() * block.to_loss.unsqueeze(1), training.materialise(), rtol=1e-10, atol=1e-12
     )
     torch.testing.assert_close(block.square_norm, training.materialise().square().sum(1), rtol=1e-10, atol=0)
     (plain,) = training.norms()
@@ -288,8 +288,8 @@ def test_trak_ignored_label_has_no_gradient_and_no_weight(data: Any) -> None:
     (block,) = RowPass(training, Projector("none", 1, 0, 0, training.params), "margin").blocks()
     assert block.weight is not None
     assert block.weight[0] == 0
-    assert not block.rows[0].any()
-    assert block.rows[1:].any(1).all()
+    assert not block.rows.double()[0].any()
+    assert block.rows.double()[1:].any(1).all()
 
 
 @pytest.mark.parametrize(

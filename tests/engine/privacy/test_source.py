@@ -279,7 +279,7 @@ def test_clipped_source_cancelling_record_recomputed(monkeypatch: pytest.MonkeyP
             return real(*arguments, **options)
 
         monkeypatch.setattr(clipped_sums, name, counted)
-    batch_source(bilinear, WIDE, x[rows], k[rows])(Clipping.flat(WIDE, 1.0))
+    batch_source(bilinear, WIDE, x[rows], k[rows], samples=64)(Clipping.flat(WIDE, 1.0))
     assert sizes == {"per_sample_weighted_sum": [64], "per_sample_gradients": [1]}
 
 

@@ -13,6 +13,7 @@ from psgrad.engine.gradients import Gaussian, PerSampleGradients, Projection, Ra
 from psgrad.engine.gradients.flat import Flat
 from psgrad.errors import ConfigError, InfluenceError
 
+Columns = slice | list[int]
 Kind = Literal["none", "sparse", "rademacher", "gaussian", "two-sided"]
 KINDS = ("none", "sparse", "rademacher", "gaussian", "two-sided")
 
@@ -32,6 +33,7 @@ class Projector:
 
     Attributes:
         width: k, columns of a row.
+        side: of the square that 'two-sided' has for each parameter.
         noise: an upper bound, for orthogonal gradients x and y, of the standard deviation of
             <Px, Py> / (|x| |y|); 0 without a projection.
 
@@ -46,7 +48,8 @@ class Projector:
         if isinstance(dimension, bool) or not isinstance(dimension, int) or dimension < 1:
             raise ConfigError(f"a projection to {dimension!r} columns", expected="a whole number, at least 1")
         self.flat = Flat(params)
-        side = math.isqrt(dimension)
+        self.kind = kind
+        side = self.side = math.isqrt(dimension)
         width = side * side * len(self.flat.shapes) if kind == "two-sided" else dimension
         self.projection: Projection | None = None
         if kind != "none" and width < self.flat.size:
@@ -72,15 +75,47 @@ class Projector:
             else gradients.project(self.projection)
         )
 
-    def columns(self, per: Literal["total", "parameter", "module"]) -> dict[str, slice | list[int]]:
+    @property
+    def spans(self) -> tuple[slice, ...]:
+        """The columns of each parameter, where parameters have their own; else all of them, as one."""
+        own = self._own_columns()
+        found = [slice(0, self.width)] if own is None else own.values()
+        return tuple(columns for columns in found if columns.start < columns.stop)
+
+    @property
+    def matrices(self) -> list[tuple[Columns, int, int]] | None:
+        """(columns, height, width) of the matrix that a row has for each parameter, a vector's as one of
+        height 1 without the columns that are always zero; None if all parameters share the columns.
+        """
+        own = self._own_columns()
+        if own is None:
+            return None
+        found: list[tuple[Columns, int, int]] = []
+        for name, shape in self.flat.shapes.items():
+            columns, size = own[name], math.prod(shape)
+            if not isinstance(self.projection, TwoSided):
+                height = shape[0] if len(shape) > 1 and size else 1
+                found.append((columns, height, size // height))
+            elif len(shape) > 1:
+                found.append((columns, self.side, self.side))
+            else:
+                used = [columns.start + place for place in self.projection.used_columns(name, size)]
+                found.append((used, 1, len(used)))
+        return [each for each in found if each[2]]
+
+    def _own_columns(self) -> Mapping[str, slice] | None:
+        """Parameter -> its columns; None if all parameters share the columns."""
+        if self.projection is None:
+            return self.flat.columns
+        return self.projection.columns(self.flat.shapes) if self.projection.per == "parameter" else None
+
+    def columns(self, per: Literal["total", "parameter", "module"]) -> dict[str, Columns]:
         """Label -> its columns. Raises InfluenceError if all parameters share the columns."""
         if per == "total":
             return {"": slice(0, self.width)}
-        if self.projection is None:
-            columns = self.flat.columns
-        elif self.projection.per == "parameter":
-            columns = self.projection.columns(self.flat.shapes)
-        else:
+        columns = self._own_columns()
+        if columns is None:
+            assert self.projection is not None, "all entries have columns of their own"
             raise InfluenceError(
                 f"scores by layer were asked of gradients whose {self.projection.kind} projection adds all"
                 " parameters up",

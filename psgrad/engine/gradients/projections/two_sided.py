@@ -70,11 +70,18 @@ class TwoSided(Projection):
     def scale(self) -> float:
         return self.width**-0.5
 
+    def used_columns(self, name: str, size: int) -> list[int]:
+        """Of a parameter of fewer than two axes the columns that are not always zero: one for each entry, or
+        all of them.
+        """
+        return self._orders(name).scattered(torch.arange(size))[0].unique().tolist()
+
+    def _orders(self, name: str) -> Orders:
+        return Orders(key_of(self.seed, self.kind, name), self.width, 1)
+
     def add(self, sums: Sums, name: str, gradient: DeferredGradient) -> None:
         if len(gradient.shape) < 2:
-            add_sparse(
-                sums, Orders(key_of(self.seed, self.kind, name), self.width, 1), gradient, 1 / self.scale
-            )
+            add_sparse(sums, self._orders(name), gradient, 1 / self.scale)
             return
         sides = _Sides(self, name, math.prod(gradient.shape[1:]), sums.device)
         for placed in gradient.terms:

@@ -6,9 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+import torch
+
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.influence.index.estimators import ProjectedCosines, ProjectedProducts, require_parameters
+from psgrad.engine.influence.index.factors import RowForm
 from psgrad.engine.influence.index.rows import RowPass, RowSource
 from psgrad.engine.influence.index.stored import IndexStore, StoredRows, encoded, projector_of, spec_of
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, ScoreBlock, Scores
@@ -29,24 +33,27 @@ def build_index(
     say: Callable[[str], None] = lambda _: None,
     progress: Callable[[int, int], None] = lambda done, of: None,
     processes: Processes | None = None,
+    digests: Callable[[int, int], np.ndarray] | None = None,
 ) -> None:
     """Compute and write what the store does not hold yet.
 
     Args:
-        load: checkpoint number to the training examples as that checkpoint sees them, for this process alone.
-            Called once for each checkpoint with shards to write, in order, so that one model is in memory at
-            a time.
+        load: checkpoint number to the training examples as that checkpoint sees them, for this process alone:
+            the store's new rows. Called once for each checkpoint with shards to write, in order, so that one
+            model is in memory at a time.
         say: called with the rows whose gradients are not finite.
         progress: called after each shard with (rows done, rows in all), over all checkpoints.
         processes: those that share the shards: a process takes the next one that no other has taken. None for
             this one alone. Where they are a part of a job array, no sums are written; see `write_sums`.
+        digests: (start, stop) to what tells these examples from others, uint8 [b, 16], after they were read.
+            It is kept with the first checkpoint's rows.
 
     A shard is computed by itself, from its first row on: its numbers do not depend on who computes it, nor on
     what was there before. Raises InfluenceError where a checkpoint has other parameters than the description
     says, and what `projected_rows` raises.
     """
     processes = OneProcess() if processes is None else processes
-    spec, shards = spec_of(store.description), store.shards
+    spec, shards, first_row = spec_of(store.description), store.shards, store.new_rows.start
     missing = processes.agreed("index.missing", lambda: _flat(store.unwritten()))
     todo = list(zip(missing[::2], missing[1::2], strict=True))
     own = {place for each in processes.own([range(len(shards))]) for place in each}
@@ -63,19 +70,23 @@ def build_index(
             continue
         examples, projector = load(number), projector_of(store.description, number)
         require_parameters(projector.flat, examples)
-        going = RowPass(examples, projector, spec.features)
+        going, form = RowPass(examples, projector, spec.features), RowForm(projector, spec.rank)
         _agree_on_chunk_size(going.source, processes, number)
         for each in processes.ranges(f"index.{number}", every):
             shard = each.start
             rows = shards[shard]
-            blocks = list(going.blocks(rows.start, rows.stop))
-            bad = [str(block.start + int(row)) for block in blocks for row in (~block.finite).nonzero()]
-            if bad:
+            start, stop = rows.start - first_row, rows.stop - first_row
+            blocks = list(going.blocks(start, stop))
+            nonfinite = start + torch.cat([~block.finite for block in blocks]).nonzero().flatten()
+            if bad := list(map(str, examples.numbers_of(nonfinite).tolist())):
                 say(
                     f"{len(bad)} rows have a gradient that is not finite, and no score:"
                     f" {', '.join(bad[:8])}{' ...' * (len(bad) > 8)}"
                 )
-            store.write(number, shard, encoded(blocks, spec.dtype))
+            arrays = encoded(blocks, spec.dtype, form)
+            if number == 0 and digests is not None:
+                arrays["digest"] = digests(start, stop)
+            store.write(number, shard, arrays)
             progress(processes.progress("index", len(rows)), total)
     if processes.parts is None:
         processes.meet("index")

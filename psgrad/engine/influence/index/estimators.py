@@ -13,13 +13,13 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Arrays, in_turn
 from psgrad.engine.gradients.flat import Flat
+from psgrad.engine.gradients.projections.projector import Columns
+from psgrad.engine.influence.index.products import Queries
 from psgrad.engine.influence.index.rows import Differentiated, RowBlock, RowSource
 from psgrad.engine.influence.index.stored import StoredRows
 from psgrad.engine.influence.leverage import Damping
 from psgrad.engine.influence.method import Fitted, Per, ScoreBlock, SelfBlock
 from psgrad.errors import InfluenceError
-
-Columns = slice | list[int]
 
 
 class FittedRows(Fitted):
@@ -38,16 +38,12 @@ class FittedRows(Fitted):
 
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
         require_parameters(self.source.projector.flat, queries)
-        columns, processes = self.columns(per), queries.processes
-        prepared = self.prepared(self.projected(queries))
+        processes, prepared = queries.processes, self.prepared(self.projected(queries))
+        asked = {label: Queries(prepared, columns) for label, columns in self.columns(per).items()}
 
         def own() -> Iterator[Arrays]:
             for block in self.source.blocks(processes.rank, processes.size):
-                rows = block.rows.double()
-                result = {
-                    f"of {label}": self.contracted(block, rows[:, some], prepared[:, some])
-                    for label, some in columns.items()
-                }
+                result = {f"of {label}": self.contracted(block, some) for label, some in asked.items()}
                 for scores in result.values():
                     scores[~block.finite] = torch.nan
                 weights = self.weights(block)
@@ -79,8 +75,8 @@ class FittedRows(Fitted):
         return queries
 
     @abstractmethod
-    def contracted(self, block: RowBlock, rows: torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
-        """[b, m]: the scores of some columns."""
+    def contracted(self, block: RowBlock, queries: Queries) -> torch.Tensor:
+        """[b, m]: the scores of some columns, from prepared queries."""
 
     def weights(self, block: RowBlock) -> torch.Tensor | None:
         return None
@@ -95,8 +91,8 @@ class ProjectedProducts(FittedRows):
         super().__init__(source)
         self.factor = factor
 
-    def contracted(self, block: RowBlock, rows: torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
-        return rows @ prepared.t() * (self.factor * block.to_loss).unsqueeze(1)
+    def contracted(self, block: RowBlock, queries: Queries) -> torch.Tensor:
+        return block.rows.products(queries) * (self.factor * block.to_loss).unsqueeze(1)
 
     def self_influence(self) -> Iterator[SelfBlock]:
         for block in self.source.blocks():
@@ -117,10 +113,11 @@ class ProjectedCosines(FittedRows):
         # cosines of layers don't add up
         return {**self.source.projector.columns("total"), **self.source.projector.columns(per)}
 
-    def contracted(self, block: RowBlock, rows: torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
-        rows = rows * block.to_loss.unsqueeze(1)
-        norms = rows.norm(dim=1).unsqueeze(1) * prepared.norm(dim=1)
-        return torch.where(norms > 0, rows @ prepared.t() / norms, torch.nan)
+    def contracted(self, block: RowBlock, queries: Queries) -> torch.Tensor:
+        own = block.rows.norms(queries.columns) * block.to_loss.abs()
+        norms = own.unsqueeze(1) * queries.own.norm(dim=1)
+        products = block.rows.products(queries) * block.to_loss.unsqueeze(1)
+        return torch.where(norms > 0, products / norms, torch.nan)
 
     def self_influence(self) -> Iterator[SelfBlock]:
         raise InfluenceError(
@@ -166,8 +163,8 @@ class ProjectedInverse(FittedRows):
     def prepared(self, queries: torch.Tensor) -> torch.Tensor:
         return torch.cholesky_solve(queries.t(), self._root).t()
 
-    def contracted(self, block: RowBlock, rows: torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
-        products = rows @ prepared.t()
+    def contracted(self, block: RowBlock, queries: Queries) -> torch.Tensor:
+        products = block.rows.products(queries)
         return -products if self.of == "margin" else products * block.to_loss.unsqueeze(1)
 
     def weights(self, block: RowBlock) -> torch.Tensor | None:

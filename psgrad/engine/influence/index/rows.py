@@ -21,6 +21,7 @@ from psgrad.engine.gradients import (
     per_sample_projections,
 )
 from psgrad.engine.gradients.projections.projector import Projector
+from psgrad.engine.influence.index.products import FloatRows, Rows
 from psgrad.engine.transforms import grad_and_value
 from psgrad.errors import InfluenceError
 
@@ -146,7 +147,7 @@ class RowBlock:
 
     start: int
     stop: int
-    rows: torch.Tensor
+    rows: Rows
     loss: torch.Tensor
     square_norm: torch.Tensor
     weight: torch.Tensor | None = None
@@ -155,17 +156,6 @@ class RowBlock:
     def to_loss(self) -> torch.Tensor:
         """[b] float64: the factor by which a row becomes that of the loss."""
         return torch.ones(len(self.rows), dtype=torch.float64) if self.weight is None else -self.weight
-
-    def cut(self, stop: int) -> tuple[RowBlock, RowBlock | None]:
-        """The rows before `stop`, and the others; None where there are none."""
-        if stop >= self.stop:
-            return self, None
-        return self._part(self.start, stop), self._part(stop, self.stop)
-
-    def _part(self, start: int, stop: int) -> RowBlock:
-        here = slice(start - self.start, stop - self.start)
-        weight = None if self.weight is None else self.weight[here]
-        return RowBlock(start, stop, self.rows[here], self.loss[here], self.square_norm[here], weight)
 
     @property
     def finite(self) -> torch.Tensor:
@@ -224,7 +214,7 @@ class RowPass:
             if weight is not None:
                 values["weight"] = weight.where(finite, 0.0)
             rows = rows.where(finite.unsqueeze(1), torch.zeros((), dtype=rows.dtype))
-            yield RowBlock(place.start, place.stop, rows, **values)
+            yield RowBlock(place.start, place.stop, FloatRows(rows), **values)
 
     def _columns(self, start: int, stop: int | None) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """The columns of each chunk; where memory is short, no more than one parameter's gradient is kept."""

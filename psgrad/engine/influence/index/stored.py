@@ -12,10 +12,12 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.gradients.projections.projector import Kind, Projector
+from psgrad.engine.influence.index.factors import RowForm
+from psgrad.engine.influence.index.products import FloatRows, Int8Rows, Rows, quantised
 from psgrad.engine.influence.index.rows import BLOCK, Differentiated, RowBlock, moments
 from psgrad.errors import ConfigError, InfluenceError
 
-DType = Literal["float64", "float32", "float16", "bfloat16"]
+DType = Literal["float64", "float32", "float16", "bfloat16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,10 @@ class IndexSpec:
         features: 'loss' for the gradients of the loss, or 'margin' for those of the margin, from which the
             former follow: for TRAK, if the loss is a function of the margin.
         dtype: of the numbers on the disk. Half-precision numbers are relative to the largest one of their
-            row.
+            row; whole numbers of 8 bits to that of their row in their parameter, where parameters have
+            columns of their own.
+        rank: of the matrix of each parameter only so many vectors for its rows and its columns are kept,
+            where that is less; None keeps all of its numbers. For 'two-sided' and 'none'.
         rows_per_shard: rows of a file, which is the least that is computed again after a kill.
 
     Raises ConfigError for a value out of range.
@@ -38,6 +43,7 @@ class IndexSpec:
     seed: int = 0
     features: Differentiated = "loss"
     dtype: DType = "float32"
+    rank: int | None = None
     rows_per_shard: int = 4096
 
     def __post_init__(self) -> None:
@@ -47,7 +53,7 @@ class IndexSpec:
                     f"an index with {name}: {getattr(self, name)}",
                     expected=f"one of {', '.join(get_args(kind))}",
                 )
-        for name in ("dimension", "rows_per_shard"):
+        for name in ("dimension", "rows_per_shard", *(() if self.rank is None else ("rank",))):
             if (
                 isinstance(getattr(self, name), bool)
                 or not isinstance(getattr(self, name), int)
@@ -66,6 +72,9 @@ class IndexStore(Protocol):
 
     @property
     def shards(self) -> list[range]: ...
+
+    @property
+    def new_rows(self) -> range: ...
 
     def unwritten(self) -> list[tuple[int, int | None]]: ...
 
@@ -92,11 +101,12 @@ def describe(
     fingerprint: the hashes of the data and of each checkpoint's file, the loss, by name.
     """
     projector = Projector(spec.projection, spec.dimension, spec.seed, 0, training.params)
+    form = RowForm(projector, spec.rank)
     return {
         "rows": len(training),
         "checkpoints": checkpoints,
         **asdict(spec),
-        "columns": projector.width,
+        "columns": form.width,
         "projection_of_first_checkpoint": (
             None if projector.projection is None else projector.projection.describe()
         ),
@@ -106,7 +116,9 @@ def describe(
 
 
 def spec_of(description: Mapping[str, Any]) -> IndexSpec:
-    return IndexSpec(**{name: description[name] for name in IndexSpec.__dataclass_fields__})
+    """The content of an index with this description, which in earlier versions had no rank."""
+    known = {name: description[name] for name in IndexSpec.__dataclass_fields__ if name in description}
+    return IndexSpec(**known)
 
 
 def projector_of(description: Mapping[str, Any], number: int) -> Projector:
@@ -131,6 +143,7 @@ class StoredRows:
         spec = spec_of(store.description)
         self.of, self.dtype = spec.features, spec.dtype
         self.projector = projector_of(store.description, number)
+        self.form = RowForm(self.projector, spec.rank)
 
     def __len__(self) -> int:
         return int(self.store.description["rows"])
@@ -142,7 +155,7 @@ class StoredRows:
     def blocks(self, first: int = 0, step: int = 1) -> Iterator[RowBlock]:
         most = max(1, BLOCK // self.projector.width)
         for start, arrays in self.store.blocks(self.number, most, None, first, step):
-            yield decoded(arrays, start, self.dtype)
+            yield decoded(arrays, start, self.dtype, self.form)
 
     def losses_and_square_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """[n] float64 both, of whole gradients of the loss, NaN where one is not finite; no row is read for
@@ -179,33 +192,45 @@ class StoredRows:
         return result
 
 
-def encoded(blocks: Sequence[RowBlock], dtype: DType) -> dict[str, np.ndarray]:
+def encoded(blocks: Sequence[RowBlock], dtype: DType, form: RowForm) -> dict[str, np.ndarray]:
     """Neighbouring blocks as arrays of one shard.
 
     rows: each divided by the power of two above its largest number, which is exact, so that no row is too
-    small or too large for a half; bfloat16 as the uint16 of its bits. exponent: [b] of that power.
+    small or too large for a half; bfloat16 as the uint16 of its bits. exponent: [b] of that power. scales:
+    [b, s] of int8, one for each span of columns.
     """
-    rows = torch.cat([block.rows.double() for block in blocks])
+    rows = form.shortened(torch.cat([block.rows.double() for block in blocks]))
     exponent = torch.frexp(rows.abs().amax(1)).exponent.clamp(min=_LEAST)
-    scaled = torch.ldexp(rows, -exponent.unsqueeze(1)).to(getattr(torch, dtype))
+    relative = torch.ldexp(rows, -exponent.unsqueeze(1))
     arrays = {
-        "rows": scaled.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else scaled.numpy(),
         "exponent": exponent.to(torch.int16).numpy(),
         "loss": torch.cat([block.loss for block in blocks]).numpy(),
         "square_norm": torch.cat([block.square_norm for block in blocks]).numpy(),
     }
+    if dtype == "int8":
+        values, scales = quantised(relative, form.spans)
+        arrays |= {"rows": values.numpy(), "scales": scales.numpy()}
+    else:
+        values = relative.to(getattr(torch, dtype))
+        halves = dtype == "bfloat16"  # which numpy has not
+        arrays["rows"] = values.view(torch.int16).numpy().view(np.uint16) if halves else values.numpy()
     weights = [block.weight for block in blocks if block.weight is not None]
     return {**arrays, "weight": torch.cat(weights).numpy()} if weights else arrays
 
 
-def decoded(arrays: dict[str, np.ndarray], start: int, dtype: DType) -> RowBlock:
-    """A block of rows [b, k] of a shard, in float64, from the arrays of `encoded`."""
-    rows = (
-        torch.from_numpy(arrays["rows"].view(np.int16)).view(torch.bfloat16)
-        if dtype == "bfloat16"
-        else torch.from_numpy(arrays["rows"])
-    )
+def decoded(arrays: dict[str, np.ndarray], start: int, dtype: DType, form: RowForm) -> RowBlock:
+    """A block of rows [b, k] of a shard from the arrays of `encoded`."""
     scale = torch.from_numpy(np.ldexp(1.0, arrays["exponent"])).unsqueeze(1)
+    if dtype == "int8":
+        scales = torch.from_numpy(arrays["scales"]) * scale
+        rows: Rows = Int8Rows(torch.from_numpy(arrays["rows"]), scales, form.spans)
+    else:
+        values = (
+            torch.from_numpy(arrays["rows"].view(np.int16)).view(torch.bfloat16)
+            if dtype == "bfloat16"
+            else torch.from_numpy(arrays["rows"])
+        )
+        rows = FloatRows(values * scale)
     weight = torch.from_numpy(arrays["weight"]) if "weight" in arrays else None
     loss, square_norm = torch.from_numpy(arrays["loss"]), torch.from_numpy(arrays["square_norm"])
-    return RowBlock(start, start + len(rows), rows * scale, loss, square_norm, weight)
+    return RowBlock(start, start + len(rows), form.restored(rows), loss, square_norm, weight)
