@@ -49,7 +49,12 @@ def fitted(
         training = examples(model, problem.inputs, problem.target, **options)
         fits.append(
             method.fit(
-                training, Checkpoint(number, problem.learning_rates[number] if problem.states else 1.0)
+                training,
+                Checkpoint(
+                    number,
+                    problem.learning_rates[number] if problem.states else 1.0,
+                    of=len(problem.checkpoints),
+                ),
             )
         )
         queries.append(examples(model, problem.query_inputs, problem.query_target, criterion, **options))

@@ -163,7 +163,7 @@ def add_ours(table: Table, name: str, models: int, halves: bool = False) -> None
     if not dampings or not has_damping(method):
         return
     places = [
-        (examples(problem.load(number), problem.inputs, problem.target), Checkpoint(number))
+        (examples(problem.load(number), problem.inputs, problem.target), Checkpoint(number, of=models))
         for number in range(models)
     ]
     scored = {}

@@ -121,7 +121,7 @@ class Place:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        return Checkpoint(self.number, self.learning_rate, queries=360, step=self.step)
+        return Checkpoint(self.number, self.learning_rate, queries=360, step=self.step, of=COUNT)
 
 
 @dataclass

@@ -39,6 +39,26 @@ class QueriesConfig(DataConfig):
     worst: Annotated[int, Field(ge=1)] | None = None
     """Only so many rows, those with the largest loss."""
 
+    contrast: str | None = None
+    """The column of a second completion of the same prompt: each row becomes two queries, and what helps the
+    completion more than that one is ranked.
+    """
+
+    @model_validator(mode="after")
+    def _contrast_of_completions(self) -> QueriesConfig:
+        if self.contrast is None:
+            return self
+        if self.completion is None or not self.sources_given:
+            raise ValueError(
+                "contrast is a second completion of each prompt; name path, prompt and completion of the"
+                " queries beside it"
+            )
+        if self.contrast == self.completion:
+            raise ValueError(
+                f"contrast and completion are both the column {self.contrast!r}; name two columns"
+            )
+        return self
+
     @model_validator(mode="after")
     def _one_source(self) -> QueriesConfig:
         if len(self.sources_given) > 1:
@@ -73,10 +93,18 @@ class QueriesConfig(DataConfig):
         """The queries' own dataset; None where they are rows of the training data."""
         if not self.sources_given:
             return None
-        return DataConfig.model_validate(self.model_dump(exclude=set(_CHOICES), exclude_unset=True))
+        return DataConfig.model_validate(self.model_dump(exclude={*_CHOICES, "contrast"}, exclude_unset=True))
+
+    @property
+    def contrast_data(self) -> DataConfig | None:
+        """The same dataset with the other completions; None without any."""
+        own = self.own_data
+        if own is None or self.contrast is None:
+            return None
+        return own.model_copy(update={"completion": self.contrast})
 
 
-MEASUREMENTS = ("loss", "margin", "logit")
+MEASUREMENTS = ("loss", "margin", "logit", "log_probability")
 """What of a query is explained, by name."""
 
 
@@ -91,15 +119,17 @@ def _measurement_name(value: str) -> str:
 
 
 class MeasurementConfig(Section):
-    """What of a query is explained: its loss, the margin or the logit of its class, or a callable of (output,
-    target) that returns one number. `larger_is` says whether a large one is good for the query; it is known
-    for the named ones.
+    """What of a query is explained: its loss, the margin or the logit of its class, the log-probability of
+    its class or of all its tokens, or a callable of (output, target) that returns one number. `larger_is`
+    says whether a large one is good for the query; it is known for the named ones.
     """
 
     bare: ClassVar[str] = "name"
 
     name: Annotated[str, AfterValidator(_measurement_name)] = "loss"
-    """loss, margin, logit, or module:callable(output, target) that returns one number for each query."""
+    """loss, margin, logit, log_probability, or module:callable(output, target) that returns one number for
+    each query.
+    """
     larger_is: Literal["better", "worse"] | None = None
     """Of a callable of your own: whether a large value is good for the query."""
 

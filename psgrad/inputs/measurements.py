@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from psgrad.config import MEASUREMENTS, MeasurementConfig
 from psgrad.engine.execution.objective import require_number
@@ -51,24 +52,30 @@ def resolve_measurement(config: MeasurementConfig, loss: Criterion, base: Path) 
             modules_imported=(module_of(config.name),),
         )
         return Measurement(config.name, criterion, sign, f"{way} of the query's {config.name}")
-    functions = {
+    functions: dict[tuple[str, str], Number] = {
         ("margin", "class"): _margin,
         ("margin", "binary"): _binary_margin,
         ("logit", "class"): _logit,
+        ("log_probability", "class"): partial(_log_probability, loss.ignore_index, 1),
+        ("log_probability", "token"): partial(_log_probability, loss.ignore_index, 2),
     }
     known = functions.get((config.name, loss.kind))
     if known is None or loss.name == "nll":  # whose outputs are log-probabilities, not logits
         raise ConfigError(
             f"influence.measurement: the loss {loss.name} has no {config.name}",
-            expected="a loss of one class a sample: cross_entropy"
-            + (" or bce_with_logits" if config.name == "margin" else ""),
+            expected="a loss of one class a sample: cross_entropy" + _OTHERS.get(config.name, ""),
             next_step="measure the loss, or name a callable of (output, target) of your own",
         )
     criterion = Criterion(config.name, partial(_minus, known), loss.kind, loss.ignore_index)
     return Measurement(config.name, criterion, -1, _FALLS[config.name])
 
 
-_FALLS = {"margin": "fall of the query's margin, in nats", "logit": "fall of the logit of the query's class"}
+_FALLS = {
+    "margin": "fall of the query's margin, in nats",
+    "logit": "fall of the logit of the query's class",
+    "log_probability": "fall of the query's log-probability, in nats",
+}
+_OTHERS = {"margin": " or bce_with_logits", "log_probability": ", or token_cross_entropy"}
 Number = Callable[[Any, Any], Any]
 
 
@@ -103,6 +110,20 @@ def _binary_margin(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def _logit(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.masked_fill(~_is_target(output, target), 0).sum()
+
+
+def _log_probability(ignored: int, axes: int, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Of the class, or of all tokens that count together; axes: of the output, the classes last."""
+    if output.dim() != axes or target.is_floating_point():
+        raise LossError(
+            f"the output of one query has shape {tuple(output.shape)}, its target {tuple(target.shape)} of"
+            f" {target.dtype}",
+            expected="logits [positions, classes] and labels [positions], or logits [c] and one label",
+            next_step="measure the loss, or name a callable of (output, target) of your own",
+        )
+    logits = output.reshape(-1, output.shape[-1]).double()
+    lost = F.cross_entropy(logits, target.reshape(-1), ignore_index=ignored, reduction="sum")
+    return -lost.to(output.dtype)
 
 
 def _is_target(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

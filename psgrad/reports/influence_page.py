@@ -12,6 +12,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from psgrad.reports.drawing import Plot
+from psgrad.reports.influence_coverage import coverage_sections
 from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.influence_questions import next_step, question_sections
 from psgrad.reports.influence_sheets import DIFFERS_NOTE, MAX_SHEETS, PER_SIDE
@@ -21,6 +22,7 @@ from psgrad.reports.influence_words import (
     agreement_words,
     beyond_note,
     check_table,
+    damping_words,
     examples,
     fit_facts,
     is_uncalibrated,
@@ -92,6 +94,7 @@ def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
                 *token_sections(result),
                 *(figure(result, plot) for plot in plots if not plot.name.endswith("_sheet")),
                 meaning(result),
+                *coverage_sections(result),
                 next_step(result),
                 this_run(manifest, result.folder, fit_facts(result)),
             ],
@@ -135,7 +138,7 @@ def asked(result: InfluenceResult) -> Section:
             " any loss after removal."
         )
         parts.append(Text(no_removal, "quiet"))
-    if words := agreement_words(result):
+    for words in filter(None, (agreement_words(result), damping_words(result))):
         parts.append(Text(f"{words[:1].upper()}{words[1:]}."))
     if result.check is not None and result.check.removals:
         checked = replace(check_table(result), tall=False, note=result.check.words)

@@ -14,6 +14,7 @@ from psgrad.reports.influence_words import (
     agreement_words,
     beyond_note,
     check_table,
+    damping_words,
     examples,
     header,
     query_title,
@@ -37,7 +38,7 @@ def write_influence(result: InfluenceResult, top: int, style: str, stream: TextI
     stream.write(header(result) + "\n")
     if note := beyond_note(result):
         stream.write(note + "\n")
-    if words := agreement_words(result):
+    for words in filter(None, (agreement_words(result), damping_words(result))):
         stream.write(words + "\n")
     if result.check is not None:
         stream.write("\nLargest changes, predicted and found\n")

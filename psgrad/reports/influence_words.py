@@ -124,6 +124,20 @@ def agreement_words(result: InfluenceResult) -> str:
     return words
 
 
+def damping_words(result: InfluenceResult) -> str:
+    """The damping that a run chose itself, or why it kept the default; empty where the config names one."""
+    facts = result.facts[0] if len(result.facts) == 1 else {}
+    tried = facts.get("damping_agreement")
+    if not tried:
+        return f"damping: {facts['damping_because']}" if "damping_because" in facts else ""
+    relative = number(float(facts["relative_damping"]))
+    curve = ", ".join(f"{number(agreement)} with {multiple}" for multiple, agreement in tried.items())
+    return (
+        f"damping: {relative} mean eigenvalue{'s' if relative != '1' else ''} of the curvature,"
+        f" {facts['damping_because']}; correlations: {curve}"
+    )
+
+
 def check_table(result: InfluenceResult) -> Table:
     """The removals that were checked: the training example, on what, the change that is predicted, and the
     one that was found.

@@ -239,7 +239,8 @@ class InfluenceFacts:
     """The settings of an influence run, and, from `check` on, its results.
 
     checkpoints: path, sha256 and learning_rate of each. queries: rows and fingerprint. fit: the facts of the
-        method at each checkpoint.
+        method at each checkpoint. coverage: by parts of the model, which of its parameters scores are about;
+        see psgrad.workflows.influence_coverage.
     """
 
     method: str | None = None
@@ -250,6 +251,7 @@ class InfluenceFacts:
     normalize: str | None = None
     average: str | None = field(default=None, metadata=OPTIONAL)
     parameters: list[str] = field(default_factory=list)
+    coverage: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     queries: dict[str, Any] = field(default_factory=dict)
     check: dict[str, Any] | None = field(default=None, metadata=_CHECK)

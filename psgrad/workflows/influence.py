@@ -34,8 +34,9 @@ from psgrad.storage import RunFolder
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.earlier_evaluations import earlier_evaluations
+from psgrad.workflows.influence_coverage import coverage
 from psgrad.workflows.influence_index import open_index
-from psgrad.workflows.influence_questions import answered
+from psgrad.workflows.influence_questions import answered, require_room
 from psgrad.workflows.influence_ranking import Rankings, check_removals, marked_beyond_loss, rank
 from psgrad.workflows.influence_screening import (
     Looks,
@@ -160,6 +161,7 @@ def written(
         unit=scored.unit,
         check=None if removals is None else {**asdict(removals), "words": removals.words},
         fit=scored.fit,
+        coverage=coverage(setup.run.model, setup.views[0].training.params, scored.fit),
         warnings=warnings.messages,
     )
     facts = record.add(
@@ -221,6 +223,7 @@ def scored_by_all(
 ) -> Scored:
     """What all processes compute together, of rows that are finite."""
     wanted = setup.run.config.influence
+    require_room(setup, matrix)
     with clock("fit"), errors_of_own_method(wanted.method.name):
         fitted = setup.method.fit_run([(view.training, view.checkpoint) for view in setup.views])
     with clock("normalize"), errors_of_own_method(wanted.method.name):
@@ -263,6 +266,7 @@ def described(setup: InfluenceSetup) -> InfluenceFacts:
         normalize=wanted.normalize,
         average=wanted.average if len(setup.views) > 1 else None,
         parameters=list(setup.views[0].training.params),
+        coverage=coverage(setup.run.model, setup.views[0].training.params),
         checkpoints=[
             {
                 "path": view.path,

@@ -36,6 +36,7 @@ from psgrad.workflows.influence import (
     written,
 )
 from psgrad.workflows.influence_queries import chosen_rows
+from psgrad.workflows.influence_questions import require_room
 from psgrad.workflows.influence_ranking import Rankings, with_all_queries
 from psgrad.workflows.influence_screening import Warnings, without_nonfinite
 from psgrad.workflows.influence_setup import InfluenceSetup, identity_at_first, identity_of_asked
@@ -101,6 +102,7 @@ def _merged(config: Config, manifest: dict[str, Any], report: bool, progress: Sa
     with clock("load"):
         setup, _ = loaded(config, warnings, progress, OneProcess())
         then = manifest["identity"]
+        require_room(setup, then[_MATRIX])
         now = _identity(setup, then[NUMBER_OF_PARTS], then[_MATRIX])
         folder = reopen(config.output, now, setup.run, alone=False, command="influence")
     assert folder is not None, "the folder has a manifest"

@@ -16,6 +16,7 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.ranks import Processes
 from psgrad.errors import ConfigError, DataError, LossError, ModelError
+from psgrad.inputs.completions import TwoCompletions
 from psgrad.inputs.measurements import Measurement
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Block, Samples
@@ -41,11 +42,20 @@ def queries_of(
     with errors_about_queries():
         reader = CheckedReader(samples, measurement.criterion, run.class_count(measurement.criterion))
     rows = np.arange(len(samples)) if wanted is None else _listed(wanted, samples)
-    if wanted is None or not wanted.choice_given - {"rows", "ids"}:
+    if wanted is None:
+        return reader, rows
+    if wanted.choice_given - {"rows", "ids"}:
+        with errors_about_queries():
+            table = _table(wanted, rows, samples, at_last, processes)
+        rows = _chosen(wanted, table)
+    other = wanted.contrast_data
+    if other is None:
         return reader, rows
     with errors_about_queries():
-        table = _table(wanted, rows, samples, at_last, processes)
-    return reader, _chosen(wanted, table)
+        second = run.more_samples(other.model_copy(update={"weight": None}), weighted=False)
+        both = TwoCompletions(samples, second, str(wanted.contrast))
+        reader = CheckedReader(both, measurement.criterion, run.class_count(measurement.criterion))
+    return reader, np.stack([rows, rows + len(samples)], 1).reshape(-1)
 
 
 def _listed(wanted: QueriesConfig, samples: Samples) -> np.ndarray:
@@ -81,9 +91,13 @@ def _rows_of_ids(key: str, ids: Sequence[str | int], samples: Samples, among: np
 
 
 def contrasted_rows(config: Config, samples: Samples, rows: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """The pairs of queries that a config contrasts, as rows; `rows` are those of the queries."""
+    """The pairs of queries that a config contrasts, as rows; `rows` are those of the queries. Both
+    completions of a prompt are a pair.
+    """
     pairs = config.influence.contrast or []
     found = _rows_of_ids("influence.contrast", [each for pair in pairs for each in pair], samples, rows)
+    if isinstance(samples, TwoCompletions):
+        found = np.concatenate([found, rows])
     return tuple((int(one), int(other)) for one, other in found.reshape(-1, 2))
 
 

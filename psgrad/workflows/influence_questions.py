@@ -11,8 +11,11 @@ import numpy as np
 import pandas as pd
 import torch
 
+from psgrad.engine.free_memory import free_host_memory
 from psgrad.engine.influence.over_queries import OverQueries, over_queries, summed_over_groups
 from psgrad.engine.influence.ranking import Strongest
+from psgrad.errors import InfluenceError
+from psgrad.reports.words import amount
 from psgrad.results import has_classes
 from psgrad.results.influence import ALL_INDEX, ALL_QUERIES, ranked_pairs
 from psgrad.results.influence_questions import (
@@ -29,6 +32,34 @@ Array = np.ndarray[Any, Any]
 _MOST_CLUSTERS = 10
 # A summary by class or by group has so many of them at most.
 _MOST_SUMMARISED = 30
+
+
+# Of all scores, in float64, so many copies are alive at once at most: while blocks are joined, and while
+# queries are compared.
+_COPIES = 4
+
+
+def require_room(setup: InfluenceSetup, matrix: bool) -> None:
+    """Raises InfluenceError where all scores are to be kept and do not fit in memory. matrix: whether they
+    are to become a file.
+    """
+    wanted, n, m = setup.run.config.influence, len(setup.training_rows), len(setup.query_rows)
+    asked = {"groups": wanted.groups, "contrast": setup.contrasts or None, "clusters": wanted.clusters}
+    reasons = [f"influence.{key}" for key, given in asked.items() if given is not None] + [
+        "--matrix"
+    ] * matrix
+    each, free = _COPIES * 8 * n, free_host_memory()
+    if not reasons or each * m <= free:
+        return
+    raise InfluenceError(
+        f"all {n:,} x {m:,} scores take {amount(each * m)} of memory, and {amount(free)} are free",
+        expected="scores that fit: training examples times queries, in four copies of 8 bytes",
+        cause=f"{', '.join(reasons)} need them all at once",
+        next_step=(
+            f"leave that out, or ask about {max(1, free // each):,} of the queries (influence.queries.rows,"
+            " worst)"
+        ),
+    )
 
 
 def answered(

@@ -24,6 +24,7 @@ from psgrad.engine.measures.output_values import summary_for
 from psgrad.errors import ConfigError, InfluenceError, PsgradError
 from psgrad.inputs.measurements import Measurement, resolve_measurement
 from psgrad.inputs.models.factory import checkpoint_hash, load_model
+from psgrad.inputs.models.optimizer_states import second_moments
 from psgrad.inputs.reader import CheckedReader
 from psgrad.plugins import METHODS, configured
 from psgrad.results import Say
@@ -414,7 +415,13 @@ def _view(
     learning_rate = None if checkpoint is None else checkpoint.learning_rate
     step = None if checkpoint is None else checkpoint.step
     return CheckpointView(
-        Checkpoint(number, learning_rate, say, len(rows), step),
+        Checkpoint(
+            *(number, learning_rate, say, len(rows), step),
+            of=len(checkpoints_of(run.config)),
+            second_moments=lambda: (
+                None if path is None else second_moments(run.config.base / path, run.model)
+            ),
+        ),
         training,
         queries,
         None if path is None else str(path),

@@ -166,8 +166,9 @@ class _Checks:
         if data is not None:
             self.rows = self._dataset("data", data, unit)
         queries = getattr(self.sections.get("influence"), "queries", None)
-        if queries is not None and queries.own_data is not None:
-            self._dataset("influence.queries", queries.own_data)
+        for data in () if queries is None else (queries.own_data, queries.contrast_data):
+            if data is not None:
+                self._dataset("influence.queries", data)
 
     def _dataset(self, where: str, data: DataConfig, unit: str | None = None) -> int | None:
         if data.factory is not None:

@@ -46,6 +46,38 @@ def test_the_logit_is_that_of_the_target() -> None:
     assert (found.sign, found.change) == (-1, "fall of the logit of the query's class")
 
 
+def test_the_log_probability_of_tokens_is_a_sum_over_those_that_count() -> None:
+    random = np.random.default_rng(0)
+    outputs, labels = random.normal(size=(5, 4)), np.array([1, -100, 3, 0, 2])
+    found = measurement("log_probability", "token_cross_entropy")
+    value = found.criterion.function(torch.tensor(outputs), torch.tensor(labels))
+    counted = labels >= 0
+    truth = np.log(softmax(outputs[counted], axis=1)[np.arange(4), labels[counted]]).sum()
+    assert found.sign * float(value) == pytest.approx(truth, rel=1e-12)
+    assert found.change == "fall of the query's log-probability, in nats"
+
+
+def test_the_log_probability_of_a_class_is_minus_its_loss() -> None:
+    output, label = torch.tensor([1.0, 5.0, -2.0]), torch.tensor(2)
+    lost = measurement("loss").criterion.function(output, label)
+    assert float(measurement("log_probability").criterion.function(output, label)) == pytest.approx(
+        float(lost)
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "output", "target"),
+    [
+        ("cross_entropy", torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64)),
+        ("cross_entropy", torch.zeros(3), torch.full((3,), 1 / 3)),
+        ("token_cross_entropy", torch.zeros(3), torch.tensor(1)),
+    ],
+)
+def test_the_log_probability_of_another_shape(loss: str, output: torch.Tensor, target: torch.Tensor) -> None:
+    with pytest.raises(LossError, match="the output of one query has shape"):
+        measurement("log_probability", loss).criterion.function(output, target)
+
+
 @pytest.mark.parametrize(("target", "expected"), [(1.0, -3.0), (0.0, 3.0)])
 def test_the_margin_of_two_classes_has_the_sign_of_the_label(target: float, expected: float) -> None:
     found = measurement("margin", "bce_with_logits")

@@ -594,7 +594,8 @@ def test_scores_beyond_the_loss_of_a_query_are_marked(place: InfluenceWorkplace)
 def test_self_influence_by_solves_follows_its_predicted_time(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place.section["method"] = {"name": "influence", "solver": "conjugate_gradient"}
+    by_solves = {"name": "influence", "solver": "conjugate_gradient", "relative_damping": 1.0}
+    place.section["method"] = by_solves
     place.section["check"] = "never"
 
     def run(wanted: str) -> tuple[str, pd.DataFrame]:
@@ -615,7 +616,7 @@ def test_self_influence_by_solves_follows_its_predicted_time(
     assert "predicted to take" in heard
     assert "self_influence: never leaves it out" in heard
     np.testing.assert_allclose(table["self_influence"], own, rtol=1e-4)
-    place.section["method"] = {"name": "influence", "solver": "exact"}
+    place.section["method"] = {**by_solves, "solver": "exact"}
     np.testing.assert_allclose(run("auto")[1]["self_influence"], own, rtol=1e-4)
 
 

@@ -258,3 +258,38 @@ def test_influence_answers_are_in_the_json(place: EvaluationWorkplace) -> None:
     content = json.loads(ran(place, "--json"))
     assert {row["group"] for row in content["groups"]} == set(GROUPS)
     assert content["contrasts"][0]["first"] == "query-0"
+
+
+# -- memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "named"),
+    [
+        ({"groups": "doc"}, (), "influence.groups need"),
+        ({"contrast": [["query-0", "query-1"]]}, (), "influence.contrast need"),
+        ({"clusters": 2}, ("--matrix",), "influence.clusters, --matrix need"),
+    ],
+)
+def test_influence_all_scores_beyond_memory(
+    place: EvaluationWorkplace,
+    monkeypatch: pytest.MonkeyPatch,
+    section: dict[str, object],
+    options: tuple[str, ...],
+    named: str,
+) -> None:
+    """One copy of the scores fits, and four do not."""
+    place.section.update(section)
+    free = 8 * ROWS * QUERIES * 2
+    monkeypatch.setattr("psgrad.workflows.influence_questions.free_host_memory", lambda: free)
+    outcome = place.influence("--no-report", *options)
+    outcome.refused(
+        3, f"all {ROWS} x {QUERIES} scores take", named, f"ask about {QUERIES // 2} of the queries"
+    )
+
+
+def test_influence_without_questions_needs_no_room_for_all_scores(
+    place: EvaluationWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psgrad.workflows.influence_questions.free_host_memory", lambda: 0)
+    ran(place)

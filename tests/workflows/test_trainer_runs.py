@@ -146,6 +146,60 @@ def test_influence_sums_over_a_trainers_checkpoints(kind: str, trained: Path, tm
     assert found is not None
 
 
+def adam_of(checkpoint: Path, model: Any, folder: Path) -> Any:
+    """The optimiser of a trainer that goes on from a checkpoint."""
+    arguments = transformers.TrainingArguments(output_dir=str(folder), report_to=[], use_cpu=True)
+    optimizer = transformers.Trainer(model=model, args=arguments).create_optimizer()
+    optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
+    return optimizer
+
+
+def test_influence_undoes_the_steps_of_a_trainers_adam(trained: Path, tmp_path: Path) -> None:
+    influence = {
+        "method": {"name": "tracin", "optimizer": "adam"},
+        "checkpoints": "run/checkpoint-*",
+        "queries": {"rows": [0]},
+        "self_influence": "never",
+    }
+    found = psgrad.influence(write(trained, tmp_path / "out", influence=influence), report=False)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    rates = [each["learning_rate"] for each in manifest["config"]["influence"]["checkpoints"]]
+    assert [each["second_moments"] for each in found.facts] == [
+        "the optimiser's state beside the checkpoint"
+    ] * 2
+    expected = torch.zeros(len(ROWS), dtype=torch.float64)
+    for step, rate in zip((2, 4), rates, strict=True):
+        folder = trained / "run" / f"checkpoint-{step}"
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+        model.train(False)
+        optimizer = adam_of(folder, model, tmp_path)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        rows = []
+        for text, label in ROWS:
+            loss = F.cross_entropy(
+                model(**tokenizer(text, return_tensors="pt")).logits, torch.tensor([label])
+            )
+            gradients = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+            rows.append(torch.cat([each.flatten() for each in gradients]).double())
+        squares = torch.cat([optimizer.state[each]["exp_avg_sq"].flatten() for each in model.parameters()])
+        scales = (squares.double() / (1 - 0.999**step)).sqrt() + 1e-8
+        expected += rate * (torch.stack(rows) / scales @ rows[0])
+    pairs = found.scores[found.scores["query_index"] == 0].drop_duplicates("train_index")
+    assert len(pairs) == len(ROWS)
+    truth = expected[torch.tensor(pairs["train_index"].to_numpy(copy=True))]
+    size = float(truth.abs().max())
+    torch.testing.assert_close(
+        torch.tensor(pairs["score"].to_numpy(copy=True)), truth, rtol=1e-3, atol=1e-3 * size
+    )
+
+
+def test_influence_reads_the_adam_of_an_adapter(trained: Path, tmp_path: Path) -> None:
+    model = {**CONFIG["model"], "adapter": "lora/checkpoint-2"}
+    influence = {"method": {"name": "tracin", "optimizer": "adam"}, "checkpoints": "lora/checkpoint-*"}
+    found = psgrad.influence(write(trained, tmp_path / "out", model=model, influence=influence), report=False)
+    assert {each["second_moments"] for each in found.facts} == {"the optimiser's state beside the checkpoint"}
+
+
 def test_analyze_checkpoints_of_another_model(trained: Path, tmp_path: Path) -> None:
     config = write(
         trained,

@@ -50,7 +50,9 @@ class Continued:
         """
         inputs, target = examples.stream.load(row, row + 1)
         over = (None, 0, None if target is None else 0)
-        results = [_values(examples, params, inputs, target, over) for params in _each(self.params, examples)]
+        results = [
+            _values(examples, params, inputs, target, over) for params in each_model(self.params, examples)
+        ]
         values = torch.stack(results)
         return (values[1:] - values[0]).cpu()
 
@@ -135,7 +137,7 @@ class _Objectives:
         """
         whole: Any = None
         sums, weights = [], weights.to(self.training.device)
-        for place, params in enumerate(_each(self.training.flat.split(weights), self.training)):
+        for place, params in enumerate(each_model(self.training.flat.split(weights), self.training)):
             if whole is None or not same:
                 whole = self._sums(params)
             value, slope = whole
@@ -180,8 +182,8 @@ class _Objectives:
         )
 
 
-def _each(stacked: Vectors, examples: Examples) -> list[Vectors]:
-    """The weights of each training, in the type and on the device of the model's."""
+def each_model(stacked: Vectors, examples: Examples) -> list[Vectors]:
+    """The weights of each of k models, name -> [k, *shape], in the type and on the device of the model's."""
     count = len(next(iter(stacked.values())))
     return [
         {name: stacked[name][place].to(value) for name, value in examples.params.items()}
@@ -334,10 +336,7 @@ def distance_from_minimum(fitted: Preconditioned, weight_decay: float) -> tuple[
     minimum than the removal of one sample moves them.
     """
     training, count = fitted.training, len(fitted.training)
-    total: Vectors = training.fold(_summed)
-    whole = {
-        name: value + count * weight_decay * training.params[name].double() for name, value in total.items()
-    }
+    whole = objective_slope(training, weight_decay)
     rows = sorted({place * count // _REMOVED for place in range(_REMOVED)})
     single = training.stream.gradients_at(rows).materialise()
     vectors = {name: torch.cat([value.unsqueeze(0), single[name].double()]) for name, value in whole.items()}
@@ -350,6 +349,17 @@ def distance_from_minimum(fitted: Preconditioned, weight_decay: float) -> tuple[
     )
     decrement, *own = products.sum(0).tolist()
     return decrement, sum(own) / len(own)
+
+
+def objective_slope(training: Examples, weight_decay: float) -> Vectors:
+    """The gradient of the training objective, the losses and the weight decay summed over the samples,
+    float64.
+    """
+    total: Vectors = training.fold(_summed)
+    return {
+        name: value + len(training) * weight_decay * training.params[name].double()
+        for name, value in total.items()
+    }
 
 
 def _summed(gradients: PerSampleGradients) -> Vectors:

@@ -5,7 +5,7 @@ blocks of training examples. `screened` finds the rows whose loss and gradient a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -66,7 +66,9 @@ class Checkpoint:
     none. say: called with messages for a person while it runs. queries: how many will be scored, for methods
     that choose what is the least work; None where that is not known. step: optimiser steps up to it; None
     where that is not known. run: the training run that led here; None where
-    the config does not describe it.
+    the config does not describe it. of: how many checkpoints scores are averaged over. second_moments: reads
+    Adam's mean of the squared gradients, name -> [*shape], where the optimiser's state is beside the
+    checkpoint; None where it is not.
     """
 
     number: int = 0
@@ -75,6 +77,8 @@ class Checkpoint:
     queries: int | None = None
     step: int | None = None
     run: TrainingRun | None = None
+    of: int = 1
+    second_moments: Callable[[], Mapping[str, torch.Tensor] | None] = field(default=lambda: None)
 
 
 class Method(ABC):

@@ -18,6 +18,8 @@ from psgrad.storage.files import make_folder, write_atomically
 _WRAPPINGS = ("_orig_mod.", "module.")
 OPTIMIZER_SUFFIX = ".optimizer"
 """Of the file beside a checkpoint with the optimiser's state, itself in the format safetensors."""
+BETA2 = "beta2"
+"""In the metadata of that file: by how much Adam keeps its mean of squared gradients at each step."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class RunCheckpoints:
         make_folder(path.parent)
         state = optimizer_state(model, optimizer) if optimizer is not None else {}
         if state:
-            write_atomically(path.with_suffix(OPTIMIZER_SUFFIX), save(state))
+            write_atomically(path.with_suffix(OPTIMIZER_SUFFIX), save(state, _betas(optimizer)))
         write_atomically(path, save(weights_of(model), self._metadata(number, optimizer)))
         return path
 
@@ -119,6 +121,13 @@ class RunCheckpoints:
             if len(rates) == 1 and math.isfinite(rate := rates.pop()):
                 found["learning_rate"] = repr(rate)
         return found
+
+
+def _betas(optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
+    """Adam's second beta, as text, where all groups have one."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    found = {float(group["betas"][1]) for group in groups if "betas" in group}
+    return {BETA2: repr(found.pop())} if len(found) == 1 else {}
 
 
 def geometric(length: int, count: int) -> tuple[int, ...]:

@@ -179,12 +179,12 @@ def classified(
 
 
 @functools.cache
-def trained_digits_mlp() -> nn.Module:
-    """64-16-10 on digits(), float64, 200 steps of Adam with the whole training set."""
+def trained_digits_mlp(steps: int = 200) -> nn.Module:
+    """64-16-10 on digits(), float64, so many steps of Adam with the whole training set."""
     inputs, labels, _, _ = digits()
     model = mlp(0, (64, 16, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(200):
+    for _ in range(steps):
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()

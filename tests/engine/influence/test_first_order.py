@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.influence.index.build import from_index
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, TracIn
 from psgrad.engine.influence.ranking import joined_scores
-from psgrad.errors import InfluenceError
+from psgrad.errors import ConfigError, InfluenceError
 from tests.engine.influence.problems import cross_entropy, examples
 from tests.engine.influence.rows_of_gradients import matrix_of
 
@@ -116,6 +117,60 @@ def test_first_order_tracin_learning_rates(data: Any) -> None:
     alone = torch.stack([torch.cat([block.single[number][""] for block in joined]) for number in (0, 1)])
     torch.testing.assert_close(alone.sum(0), torch.as_tensor(expected), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(torch.cat([block.spread("") for block in joined]), alone.std(0))
+
+
+def scaled_by(model: nn.Module, data: Any, squares: torch.Tensor) -> torch.Tensor:
+    """0.5 <D g_q, g_i>, D = 1 / (sqrt(squares) + 1e-8)."""
+    return 0.5 * loop(model, *data[:2]) / (squares.sqrt() + 1e-8) @ loop(model, *data[2:]).T
+
+
+def test_first_order_tracin_of_adam_takes_the_saved_squares(data: Any) -> None:
+    model = network()
+    training, queries = both(model, data, chunk_size=4)
+    squares = {name: torch.rand_like(value) for name, value in training.params.items()}
+    flat = training.flat.join({name: value[None] for name, value in squares.items()})[0]
+    fitted = TracIn(optimizer="adam", batch_size=3).fit(
+        training, Checkpoint(0, 0.5, second_moments=lambda: squares)
+    )
+    torch.testing.assert_close(
+        matrix_of(fitted, queries)[""], scaled_by(model, data, flat), rtol=1e-10, atol=1e-12
+    )
+    assert fitted.facts["second_moments"] == "the optimiser's state beside the checkpoint"
+    own = torch.cat([block.self_influence for block in fitted.self_influence()])
+    rows = loop(model, *data[:2])
+    torch.testing.assert_close(own, 0.5 * (rows.square() / (flat.sqrt() + 1e-8)).sum(1))
+
+
+def test_first_order_tracin_of_adam_estimates_the_squares_of_batches(data: Any) -> None:
+    """Against all N^2 batches of two, drawn with replacement."""
+    model = network()
+    training, queries = both(model, data, chunk_size=4)
+    rows = loop(model, *data[:2])
+    squares = ((rows[:, None] + rows[None]) / 2).square().mean((0, 1))
+    fitted = TracIn(optimizer="adam", batch_size=2).fit(training, Checkpoint(0, 0.5))
+    torch.testing.assert_close(
+        matrix_of(fitted, queries)[""], scaled_by(model, data, squares), rtol=1e-8, atol=1e-12
+    )
+
+
+def test_first_order_tracin_of_adam_refused(data: Any) -> None:
+    training, _ = both(network(), data)
+    with pytest.raises(InfluenceError, match="and checkpoint 2 has none") as refusal:
+        TracIn(optimizer="adam").fit(training, Checkpoint(2, 0.5))
+    assert refusal.value.next_step is not None
+    assert "set influence.method.batch_size" in refusal.value.next_step
+    with pytest.raises(
+        InfluenceError, match=r"the optimiser's state of checkpoint 0 has nothing of 0.weight"
+    ):
+        TracIn(optimizer="adam").fit(training, Checkpoint(0, 0.5, second_moments=dict))
+    for options in ({"optimizer": "adagrad"}, {"optimizer": "adam", "batch_size": 0}, {"batch_size": 3}):
+        with pytest.raises(ConfigError, match="tracin: "):
+            TracIn(**options)
+
+
+def test_first_order_tracin_of_adam_is_not_answered_by_an_index() -> None:
+    with pytest.raises(InfluenceError, match="an index has no answer by tracin with optimizer: adam"):
+        from_index(TracIn(optimizer="adam"), None)  # type: ignore[arg-type]
 
 
 def test_first_order_tracin_without_a_learning_rate_is_refused(data: Any) -> None:

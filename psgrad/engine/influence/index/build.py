@@ -137,6 +137,13 @@ def from_index(method: Method, store: IndexStore) -> Method:
             cause="it holds one row of numbers for each training example, and no curvature of the model",
             next_step="choose one of these, or leave influence.index out",
         )
+    if isinstance(method, TracIn) and method.optimizer == "adam":
+        raise InfluenceError(
+            "an index has no answer by tracin with optimizer: adam",
+            expected="optimizer: sgd",
+            cause="Adam scales each number of a gradient, and an index holds projections",
+            next_step="leave optimizer out, or leave influence.index out",
+        )
     return _Indexed(method, store)
 
 

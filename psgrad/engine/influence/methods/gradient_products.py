@@ -6,23 +6,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from psgrad.engine.execution.examples import Examples
+from psgrad.engine.gradients.flat import Vectors
+from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.influence.method import (
     Checkpoint,
     Fitted,
     Method,
     Per,
+    Preconditioned,
     ScoreBlock,
     Scores,
     SelfBlock,
     labelled,
     with_total,
 )
-from psgrad.errors import InfluenceError
+from psgrad.errors import ConfigError, InfluenceError
 
 
 @dataclass(frozen=True)
@@ -129,11 +132,17 @@ def _ratio(product: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TracIn(Method):
-    """score = sum over checkpoints t of learning_rate_t <g_q, g_i>, all gradients taken at checkpoint t.
+    """score = sum over checkpoints t of learning_rate_t <D_t g_q, g_i>, all gradients taken at checkpoint t.
 
     Pruthi, Liu, Kale and Sundararajan, "Estimating Training Data Influence by Tracing Gradient Descent"
     (2020), section 3.2. The checkpoints must be of one run; independently trained models are other people's
     runs, and their sum has no meaning.
+
+    Attributes:
+        optimizer: whose steps are undone: of 'sgd' D_t is one, of 'adam' diagonal, 1 / (sqrt(v) + 1e-8), v
+            the mean of squared batch gradients. It is read from the optimiser's state beside the checkpoint,
+            or estimated from the training examples.
+        batch_size: of training; v is estimated for batches of so many where no state is there.
     """
 
     name = "tracin"
@@ -143,6 +152,21 @@ class TracIn(Method):
     )
     predicts_removal = False
 
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in ("sgd", "adam") or (self.batch_size is not None and self.batch_size < 1):
+            raise ConfigError(
+                f"tracin: optimizer {self.optimizer!r}, batch_size {self.batch_size}",
+                expected="optimizer: sgd or adam, and a batch_size from 1 on",
+            )
+        if self.batch_size is not None and self.optimizer == "sgd":
+            raise ConfigError(
+                "tracin: batch_size is given, and optimizer is sgd, whose steps need no mean of squares",
+                expected="batch_size with optimizer: adam alone",
+            )
+
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         if checkpoint.learning_rate is None:
             raise InfluenceError(
@@ -151,9 +175,77 @@ class TracIn(Method):
                 expected="the optimiser's learning rate when the checkpoint was saved",
                 next_step="name it in influence.checkpoints: [{path: ..., learning_rate: ...}]",
             )
+        if self.optimizer == "adam":
+            return AdamProducts.fit(training, checkpoint, self.batch_size)
         return GradientProducts(training, checkpoint.learning_rate)
 
     def across(self, blocks: Sequence[ScoreBlock]) -> Scores:
         return {
             label: torch.stack([block.scores[label] for block in blocks]).sum(0) for label in blocks[0].scores
         }
+
+
+class AdamProducts(Preconditioned):
+    """Inner products of gradients through Adam's diagonal, times the learning rate."""
+
+    def __init__(self, training: Examples, scales: Vectors, source: str) -> None:
+        super().__init__(training)
+        self.scales = scales
+        self.facts = {"second_moments": source}
+
+    @classmethod
+    def fit(cls, training: Examples, checkpoint: Checkpoint, batch_size: int | None) -> AdamProducts:
+        """Raises InfluenceError without a state or a batch size, and for a state that lacks a parameter."""
+        squares, source = checkpoint.second_moments(), "the optimiser's state beside the checkpoint"
+        if squares is None and batch_size is None:
+            raise InfluenceError(
+                f"tracin with optimizer: adam needs Adam's mean of squared gradients, and checkpoint"
+                f" {checkpoint.number} has none",
+                expected=(
+                    "an optimizer.pt in its folder, or the .optimizer file of psgrad.RunCheckpoints beside it"
+                ),
+                next_step="set influence.method.batch_size to that of training: they are then estimated",
+            )
+        if squares is None:
+            assert batch_size is not None
+            squares, source = _batch_squares(training, batch_size), f"estimated, for batches of {batch_size}"
+        missing = next((name for name in training.params if name not in squares), None)
+        if missing is not None:
+            raise InfluenceError(
+                f"the optimiser's state of checkpoint {checkpoint.number} has nothing of {missing}",
+                expected="a state of all parameters that scores are about",
+                cause="a parameter that was not trained",
+                next_step="leave it out of influence.parameters",
+            )
+        assert checkpoint.learning_rate is not None
+        device, rate = training.device, checkpoint.learning_rate
+        scales = {
+            name: rate / (squares[name].to(device).double().sqrt() + _EPSILON) for name in training.params
+        }
+        return cls(training, scales, source)
+
+    def precondition(self, vectors: Vectors) -> Vectors:
+        return {name: value * self.scales[name] for name, value in vectors.items()}
+
+
+_EPSILON = 1e-8
+
+
+def _batch_squares(training: Examples, batch_size: int) -> Vectors:
+    """name -> the mean of the squared gradient of a random batch's mean loss: the square of the gradients'
+    mean, and a batch's share of their variance.
+    """
+
+    def sums(gradients: PerSampleGradients) -> dict[str, Vectors]:
+        ones, count = torch.ones_like(gradients.losses), len(gradients)
+        return {
+            "first": {name: value.double() for name, value in gradients.weighted_sum(ones).items()},
+            "second": {name: count * value for name, value in gradients.second_moment().items()},
+        }
+
+    total, n = training.fold(sums), len(training)
+    found = {}
+    for name, first in total["first"].items():
+        mean = (first / n).square()
+        found[name] = mean + (total["second"][name] / n - mean).clamp_min(0) / batch_size
+    return found

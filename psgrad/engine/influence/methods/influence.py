@@ -17,6 +17,7 @@ from psgrad.engine.influence.amounts import calibrated, is_affine
 from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerRoots
 from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows, fit_blocks
 from psgrad.engine.influence.curvature.products import CurvatureProducts
+from psgrad.engine.influence.damping_choice import with_chosen_damping
 from psgrad.engine.influence.inverses import AtOutput, ByKernel, ByMatrix, ByProducts, Solve
 from psgrad.engine.influence.leverage import TITLES, Corrected, Damping, InverseProblem, default_damping
 from psgrad.engine.influence.method import RELATIVE, UNCALIBRATED, Checkpoint, Fitted, Method
@@ -39,6 +40,8 @@ LARGEST_MATRIX = 6000
 # and the number of queries where it is not given.
 _UNKNOWN_RATIO, _QUERIES = 0.01, 100
 
+DEFAULT = 1.0
+"""The damping of networks, in mean eigenvalues, unless removals do not do what they are predicted to."""
 _SOLVERS = ("auto", "exact", "dual", "conjugate_gradient", "lissa", "arnoldi")
 _PRECONDITIONERS = ("auto", "none", "diagonal", "nystroem", "ekfac")
 # From so many queries on, which share a Krylov space, a preconditioner of that rank costs more products than
@@ -81,8 +84,9 @@ class Influence(Method):
             predicted to be the least work that fits into memory (solvers/costs.py).
         damping: lam; None for `relative_damping` times the mean eigenvalue of C. Where neither is given, lam
             is zero for a convex problem (a model that is affine in its parameters, with a weight decay or a
-            curvature that has an inverse), whose scores are then amounts; and one mean eigenvalue for all
-            others, which ranks best on networks (docs/explanation/influence.md).
+            curvature that has an inverse), whose scores are then amounts; for all others one mean eigenvalue,
+            which ranks best on trained networks, or more where steps with it do not do what they predict
+            (damping_choice.py).
         weight_decay: of training, on the mean loss; it is part of the curvature, whatever the damping.
         leverage: whether scores are corrected for what a removal does to the curvature (leverage.py). For
             gauss_newton, by exact, dual or conjugate_gradient, which estimates it. On networks it lowers the
@@ -204,6 +208,14 @@ class Influence(Method):
                 rough._solve(solver, training, checkpoint),
                 self.seed,
             )
+        # Other solvers keep the default, as another damping takes a solve a vector, or a larger factor.
+        # So do several checkpoints: their truth is the end of the run, of which steps at one say little.
+        if convex or checkpoint.of > 1 or self.damping is not None or self.relative_damping is not None:
+            pass
+        elif isinstance(fitted, ByMatrix):
+            fitted = with_chosen_damping(fitted, DEFAULT, self.weight_decay)
+        else:
+            fitted.facts["damping_because"] = f"the default, which solver: {solver} does not change"
         undamped = amounts and fitted.facts["damping"] == 0
         # both corrections need the output row by row
         by_default = (
@@ -233,7 +245,7 @@ class Influence(Method):
     def _damping(self, convex: bool) -> Damping:
         """convex: whether the model is affine in its parameters."""
         return default_damping(
-            self.damping, self.relative_damping, 1.0, convex=convex, weight_decay=self.weight_decay
+            self.damping, self.relative_damping, DEFAULT, convex=convex, weight_decay=self.weight_decay
         )
 
     def _why_no_amounts(self, affine: bool) -> str | None:

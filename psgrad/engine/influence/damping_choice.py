@@ -1,0 +1,174 @@
+"""The damping of a network, where the options name none: the least of some, from a default on, with which the
+removal of parts of the training set changes the losses of other rows as predicted.
+
+A step that is too long for its quadratic model does not do what it predicts. At weights that are far from a
+minimum that is so with a damping that serves trained weights well (decision 0073).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.gradients.flat import Vectors, as_gradients
+from psgrad.engine.influence.amounts import each_model, objective_slope
+from psgrad.engine.transforms import vmap
+from psgrad.ragged import Block, joined
+
+AGREES = 0.95
+"""The correlation of predicted and actual changes that is enough."""
+_TRIED = tuple(10 ** (half / 2) for half in range(5))
+"""The dampings, as multiples of the default."""
+# Parts of the training set that are removed; the rows of a part, as a share and at most; and the rows whose
+# losses are looked at.
+_PARTS, _PART_SHARE, _PART_ROWS, _OTHER_SHARE, _OTHERS = 8, 16, 128, 8, 64
+# Vectors of all parameters that are alive at once, for each of the 1 + _PARTS steps.
+_ALIVE = 4
+
+
+class Damped(Protocol):
+    """A fit whose damping can be changed."""
+
+    training: Examples
+    facts: dict[str, Any]
+
+    def precondition(self, vectors: Vectors) -> Vectors: ...
+
+    def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Self: ...
+
+
+Fit = TypeVar("Fit", bound=Damped)
+
+
+def with_chosen_damping(fitted: Fit, default: float, weight_decay: float) -> Fit:
+    """The fit with the damping that is chosen. Its facts have `damping_agreement`, the correlation with each
+    damping that was tried, in mean eigenvalues, and `damping_because`.
+
+    Args:
+        fitted: with a damping of `default` mean eigenvalues; no smaller one is tried.
+        weight_decay: of training, on the mean loss.
+
+    The default is tried first, which takes a pass over the training set and products of the inverse with nine
+    vectors. It is kept untried for few rows or without room for nine models, and kept where none agrees.
+    """
+    why_not = _why_untried(fitted.training)
+    if why_not is not None:
+        fitted.facts["damping_because"] = f"the default, untried: {why_not}"
+        return fitted
+    trial, found, tried = _Trial(fitted.training, weight_decay), dict[str, float](), fitted
+    for multiple in _TRIED:
+        relative = default * multiple
+        if found:
+            tried = fitted.with_damping(relative=relative)
+        agreement = trial.agreement(tried)
+        found[f"{relative:.3g}"] = agreement
+        if agreement >= AGREES:
+            return _told(tried, relative, found, _AGREES)
+    return _told(fitted, default, found, _NONE_AGREES)
+
+
+def agreements(fits: Iterable[Damped], weight_decay: float) -> list[float]:
+    """The correlation with each of some fits to the same examples."""
+    fits = list(fits)
+    trial = _Trial(fits[0].training, weight_decay)
+    return [trial.agreement(fitted) for fitted in fits]
+
+
+def _told(fitted: Fit, relative: float, found: dict[str, float], because: str) -> Fit:
+    own = {"relative_damping": relative, "damping_agreement": found, "damping_because": because}
+    fitted.facts = {**fitted.facts, **own}
+    return fitted
+
+
+_CHANGES = "removals change other rows as predicted (a correlation of at least"
+_AGREES = f"the least that was tried with which {_CHANGES} {AGREES})"
+_NONE_AGREES = f"the default: with none that was tried {_CHANGES} {AGREES})"
+
+
+def _why_untried(training: Examples) -> str | None:
+    """Why the default is kept as it is; None where it is tried."""
+    if len(training) < _PART_SHARE:
+        return f"the training set has fewer than {_PART_SHARE} rows"
+    if _ALIVE * (1 + _PARTS) * 8 * training.flat.size > training.room():
+        return f"the weights of {1 + _PARTS} models do not fit in memory"
+    return None
+
+
+class _Trial:
+    """The removal of some random parts of the training set by one step, and what it does to some random
+    rows.
+    """
+
+    def __init__(self, training: Examples, weight_decay: float) -> None:
+        count, generator = len(training), torch.Generator().manual_seed(0)
+
+        def drawn(rows: int) -> list[int]:
+            return torch.randperm(count, generator=generator)[:rows].sort().values.tolist()
+
+        self.training = training
+        whole = objective_slope(training, weight_decay)  # first: it settles how many rows a chunk has
+        parts = [drawn(min(count // _PART_SHARE, _PART_ROWS)) for _ in range(_PARTS)]
+        sums = [objective_slope(_rows_of(training, part), 0.0) for part in parts]
+        self.slopes = {
+            name: torch.stack([value, *(each[name] for each in sums)]) for name, value in whole.items()
+        }
+        self.others = _rows_of(training, drawn(max(_PARTS, min(count // _OTHER_SHARE, _OTHERS))))
+
+    def agreement(self, fitted: Damped) -> float:
+        """The correlation, over the removals, of predicted changes of the rows' losses with actual ones: of a
+        step of the training objective without the part, against a step with all rows. 0 where a loss is not
+        finite then, or nothing changes.
+        """
+        steps = fitted.precondition(self.slopes)
+        removed = as_gradients({name: value[1:] for name, value in steps.items()})
+        predicted = self._column(lambda gradients: {"found": gradients.inner(removed)})
+        ends = {}
+        for name, step in steps.items():
+            step = step.double()
+            step[0] = self.training.params[name].double() - step[0]
+            step[1:] += step[0]
+            ends[name] = step
+        losses = self._losses(each_model(ends, self.training))
+        actual = losses[:, 1:] - losses[:, :1]
+        one, other = (each - each.mean(1, keepdim=True) for each in (predicted, actual))
+        found = float((one * other).sum() / (one.norm() * other.norm()))
+        return found if math.isfinite(found) else 0.0
+
+    def _losses(self, models: Sequence[Vectors]) -> torch.Tensor:
+        """[rows, k] of k models' weights."""
+
+        def forward(
+            loss: Any, _: Vectors, inputs: Any, target: Any, *, randomness: str, **__: Any
+        ) -> torch.Tensor:
+            each = vmap(
+                lambda params, *row: loss(params, *row)[0],
+                in_dims=(None, 0, None if target is None else 0),
+                randomness=randomness,
+            )
+            return torch.stack([each(model, inputs, target).double() for model in models], 1)
+
+        return self._column(lambda losses: {"found": losses}, forward)
+
+    def _column(self, query: Any, compute: Any = None) -> torch.Tensor:
+        return torch.cat([part["found"] for _, part in self.others.each(query, compute=compute)])
+
+
+def _rows_of(training: Examples, rows: Sequence[int]) -> Examples:
+    """Some of the rows, as many at a time as of all of them."""
+
+    def read(start: int, stop: int) -> Block:
+        return joined([training.read(row, row + 1) for row in rows[start:stop]])
+
+    some = replace(
+        training,
+        read=read,
+        count=len(rows),
+        numbers=training.numbers_of(torch.tensor(rows)),
+        watch=lambda done, of: None,
+    )
+    return some.sized(training.stream.chunk_size)
