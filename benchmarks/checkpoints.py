@@ -11,7 +11,6 @@ checkpoints one after another and with stacked weights, in one thread, interleav
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -27,6 +26,7 @@ import torch.nn.functional as F
 from sklearn.metrics import roc_auc_score
 from torch import nn
 
+from benchmarks.script import command_line, write_json
 from psgrad.config import load_config
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
@@ -147,10 +147,7 @@ def speed(make: Callable[[], nn.Module], chunk_size: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Measures over checkpoints: what they find, and how they pass."
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
+    parser = command_line("Measures over checkpoints: what they find, and how they pass.")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     content: dict[str, Any] = {"quality": quality(), "speed": {}}
@@ -167,8 +164,7 @@ def main() -> None:
                 f" {row['chosen']:<12}",
                 flush=True,
             )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments, content)
 
 
 if __name__ == "__main__":

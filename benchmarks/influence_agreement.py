@@ -12,14 +12,12 @@ Needs the packages of requirements-rivals.txt; a rival that is not installed is 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import importlib.metadata
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +36,7 @@ from influence_contenders import (
 from influence_ours import scores
 from torch import Tensor, nn
 
+from benchmarks.script import command_line
 from psgrad.engine.gradients.flat import Flat, as_gradients
 from psgrad.engine.gradients.projections.projector import Projector
 from psgrad.engine.influence.methods.ekfac import EKFAC
@@ -236,19 +235,10 @@ def compare(comparison: Comparison, setting: Setting) -> Outcome:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Hold psgrad's influence scores against captum's, dattri's, kronfluence's and TRAK's."
-    )
     libraries = sorted({comparison.library for comparison in COMPARISONS})
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=libraries,
-        default=libraries,
-        metavar="NAME",
-        help=f"of {', '.join(libraries)}",
+    parser = command_line(
+        "Hold psgrad's influence scores against captum's, dattri's, kronfluence's and TRAK's.", only=libraries
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     arguments = parser.parse_args()
     setting = Setting()
     found = []

@@ -11,8 +11,6 @@ precision and recall in the first tenth, with standard deviations over the flips
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -24,6 +22,7 @@ import torch
 from influence_ours import examples
 from influence_truth import FIRST_SEED, RECIPE, Array, Bench
 
+from benchmarks.script import command_line, write_json
 from psgrad.engine.influence.evaluation.jobs import Job
 from psgrad.engine.influence.evaluation.mislabel import (
     Detection,
@@ -80,9 +79,7 @@ def scored(bench: Bench, number: int) -> Iterator[tuple[str, Detection]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Find flipped labels by self-influence and by simpler scores."
-    )
+    parser = command_line("Find flipped labels by self-influence and by simpler scores.")
     parser.add_argument(
         "--cache",
         type=Path,
@@ -91,7 +88,6 @@ def main() -> None:
         help="trained models",
     )
     parser.add_argument("--flips", type=int, default=5, help="sets of flips (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     arguments = parser.parse_args()
     content: dict[str, Any] = {}
     for title, recipe in RECIPES.items():
@@ -114,8 +110,7 @@ def main() -> None:
                 for width, (value, deviation) in zip((10, 14), shown, strict=True)
             )
             print(f"{name:<36}{both}{mean.recall:>10.3f} ± {mean.recall_deviation:.3f}", flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments, content)
 
 
 if __name__ == "__main__":

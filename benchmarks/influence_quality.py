@@ -17,8 +17,6 @@ kronfluence's; TRAK of ten models ahead of TRAK of one.
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +38,7 @@ from influence_contenders import (
 from influence_ours import examples, fitted
 from influence_truth import Array, Bench
 
+from benchmarks.script import command_line, write_json
 from psgrad.engine.influence.evaluation.metrics import ceiling, lds, lds_mean
 from psgrad.engine.influence.evaluation.mislabel import controls
 from psgrad.engine.influence.evaluation.statistics import damped, has_damping, score_matrix
@@ -290,8 +289,8 @@ def fill(table: Table, counts: Sequence[int], only: Sequence[str]) -> None:
 
 def main() -> None:
     names = [*OURS, *RIVALS]
-    parser = argparse.ArgumentParser(
-        description="Linear datamodeling scores of psgrad's influence methods and other people's, on digits."
+    parser = command_line(
+        "Linear datamodeling scores of psgrad's influence methods and other people's, on digits.", only=names
     )
     parser.add_argument(
         "--cache",
@@ -308,10 +307,6 @@ def main() -> None:
         metavar="N",
         help="of how many models (default: 1 3 10)",
     )
-    parser.add_argument(
-        "--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     arguments = parser.parse_args()
     bench = Bench(arguments.cache)
     start = time.perf_counter()
@@ -323,10 +318,7 @@ def main() -> None:
     table = Table(bench)
     fill(table, sorted({1, *arguments.models}), [MAIN, *arguments.only])
     content = report(table)
-    if arguments.json is not None:
-        arguments.json.write_text(
-            json.dumps({"torch": torch.__version__} | content, indent=1) + "\n", encoding="utf-8"
-        )
+    write_json(arguments, {"torch": torch.__version__} | content)
 
 
 if __name__ == "__main__":

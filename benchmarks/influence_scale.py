@@ -13,8 +13,6 @@ allocator keeps.
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import subprocess
 import sys
@@ -29,6 +27,7 @@ from influence_ours import examples
 from influence_speed import MODEL, build
 from torch import Tensor
 
+from benchmarks.script import command_line, write_json
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.gradient_products import GradientDot
 
@@ -130,15 +129,11 @@ def _verdict(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Time an index's answers, and measure the memory of scores, for many rows."
-    )
+    parser = command_line("Time an index's answers, and measure the memory of scores, for many rows.")
     parser.add_argument("--rows", type=int, default=20_000, help="of the training set (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     arguments = parser.parse_args()
     content = {"index": index(arguments.rows), "memory": memory(arguments.rows)}
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments, content)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,12 @@ Run it with OMP_NUM_THREADS=1 on a quiet machine: the median of the rounds is ta
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +33,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 
+from benchmarks.script import command_line
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import gram_matrix
 from psgrad.engine.influence.method import Checkpoint
@@ -164,12 +163,10 @@ def constants(found: list[tuple[Case, list[dict[str, Any]]]]) -> dict[str, dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Hold the predicted work of influence solvers against their processor time."
+    parser = command_line(
+        "Hold the predicted work of influence solvers against their processor time.", rounds=1
     )
-    parser.add_argument("--rounds", type=int, default=1, help="of each case (default: %(default)s)")
     parser.add_argument("--small", action="store_true", help="cases that take no time, and say nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     arguments = parser.parse_args()
     titles = f"{'parameters':>10} {'samples':>8} {'outputs':>8} {'queries':>8}"
     print(f"{titles}  {'solver':<20}{'predicted':>10}{'seconds':>9}{'rate':>8}")

@@ -20,9 +20,7 @@ has the index and the memory.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -37,6 +35,7 @@ from influence_ours import examples, scores
 from norms import machine, time_in_turn
 from torch import Tensor
 
+from benchmarks.script import command_line, print_facts, write_json
 from psgrad.engine.influence.curvature.products import curvature_products
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.ekfac import EKFAC
@@ -211,17 +210,12 @@ def contest(task: str, ways: Ways, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Time psgrad's influence scores beside captum's, dattri's and kronfluence's."
+    parser = command_line(
+        "Time psgrad's influence scores beside captum's, dattri's and kronfluence's.", rounds=5, only=BARS
     )
-    parser.add_argument("--rounds", type=int, default=5, help="timings of each way (default: %(default)s)")
-    parser.add_argument(
-        "--only", nargs="+", choices=list(BARS), default=list(BARS), metavar="TASK", help=", ".join(BARS)
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     arguments = parser.parse_args()
     facts = machine(torch.device("cpu"))
-    print(", ".join(f"{name} {value}" for name, value in facts.items()) + f", {arguments.rounds} rounds")
+    print_facts(facts, arguments)
     content: dict[str, Any] = {"machine": facts, "rounds": arguments.rounds, "bars": BARS}
     problem = posed()
     for task in arguments.only:
@@ -231,8 +225,7 @@ def main() -> None:
             content[task] = contest(
                 task, (gradient_dot if task == "gradient_dot" else ekfac)(problem), arguments.rounds
             )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments, content)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from psgrad.engine.measures.passes import SecondPass
 from psgrad.errors import MeasureError
 from psgrad.plugins import MEASURES, own_classes
 from psgrad.ragged import Block
-from psgrad.workflows.measures import joined_summary
+from psgrad.workflows.measure_setup import joined_summary
 
 # All measures of the one pass together, as a multiple of the norm pass, on two CPU cores.
 BAR = 1.5

@@ -3,8 +3,8 @@ psgrad` has these names.
 
 A config is the path of a YAML file, a mapping with the same keys (paths in it are relative to the current
 directory), or a `Config`. Objects stand in place of its sections: `analyze(model=m, data=dataset, loss=f)`;
-see psgrad.workflows.live.Objects. Everything that can be wrong raises a PsgradError (psgrad.errors), whose
-text is what the command line prints.
+see psgrad.workflows.config_objects.Objects. Everything that can be wrong raises a PsgradError
+(psgrad.errors), whose text is what the command line prints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from psgrad.config import Config, config_from
 from psgrad.config import load_config as _load
 from psgrad.errors import PsgradError
-from psgrad.workflows.live import Live, Objects, config_of
+from psgrad.workflows.config_objects import Live, Objects, config_of
 
 if TYPE_CHECKING:
     from psgrad.config import EvaluationKind

@@ -1,4 +1,4 @@
-"""The code that a config names: found, imported and called. What fails in it is told as its own mistake."""
+"""The code that a config names: found, imported and called. Its failures are reported as its own."""
 
 from __future__ import annotations
 

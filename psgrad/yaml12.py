@@ -18,7 +18,7 @@ from psgrad.errors import ConfigError
 KeyPath = tuple[str | int, ...]
 
 _MAX_VALUES = (
-    100_000  # after aliases are written out; no config comes near, a bomb of nested aliases passes it at once
+    100_000  # after aliases are expanded; no config comes near, a bomb of nested aliases passes it at once
 )
 _MAX_DEPTH = 50
 _TAG = "tag:yaml.org,2002:"
@@ -68,7 +68,7 @@ class Parsed:
 
 
 def parse(text: str, source: str) -> Parsed:
-    """The value of one YAML document, aliases written out; `source` is its name in messages.
+    """The value of one YAML document, aliases expanded; `source` is its name in messages.
 
     Raises ConfigError for what is not valid YAML, a duplicate key, a tag that names an object, and a bomb of
     aliases.
@@ -102,7 +102,7 @@ class _NodeReader:
         if self.count > _MAX_VALUES or len(path) > _MAX_DEPTH:
             raise self._error(
                 node,
-                f"more than {_MAX_VALUES} values or {_MAX_DEPTH} levels once its aliases are written out",
+                f"more than {_MAX_VALUES} values or {_MAX_DEPTH} levels once its aliases are expanded",
             )
         if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
             return self._mapping(node, path)

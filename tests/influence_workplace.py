@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -71,10 +70,6 @@ class InfluenceWorkplace(Workplace):
         """The query_index of each row of the last run's table."""
         found: list[int] = pd.read_parquet(self.folder / "out" / "scores.parquet")["query_index"].tolist()
         return found
-
-    def manifest(self, output: str = "out") -> dict[str, Any]:
-        content: dict[str, Any] = json.loads((self.folder / output / "manifest.json").read_text())
-        return content
 
 
 def loop_of_gradients(model: nn.Module, inputs: np.ndarray, labels: np.ndarray) -> torch.Tensor:

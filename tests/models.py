@@ -1,5 +1,5 @@
 """The five architectures that every engine test is run on: small, and shaped like the ones that
-people train.
+people train; and two modules that several tests share.
 """
 
 from __future__ import annotations
@@ -73,6 +73,32 @@ class ViT(nn.Module):
         patches = self.patches(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.class_token.expand(len(images), -1, -1), patches], dim=1) + self.positions
         return self.head(self.encoder(x)[:, 0])
+
+
+class Tied(nn.Module):
+    """An embedding and a head that share their table, with attention in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+        self.head = nn.Linear(16, 20)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layer(self.table(tokens))).mean(1)
+
+
+class Program(nn.Module):
+    """Parameters of given shapes, and a forward function of the input and them."""
+
+    def __init__(self, forward: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+        self.make = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.make(x, *self.weights)
 
 
 def draw_images(channels: int, size: int) -> Callable[[int], tuple[Tensor, Tensor]]:

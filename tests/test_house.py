@@ -20,7 +20,7 @@ LAYERS = (
     ("__init__", "__main__"),
     ("cli",),
     ("api",),
-    ("live", "workflows"),
+    ("workflows",),
     ("inputs",),
     ("engine", "quality", "reports", "storage"),
     ("results", "ragged", "random_state"),

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from psgrad.results import CheckResult, Finding, GateOutcome, Location
+from psgrad.results.findings import CheckFacts
 from psgrad.storage import RunFolder
 
 REFERENCE: dict[str, Any] = {
@@ -112,7 +113,5 @@ def verdict(*findings: Finding, outcome: str = "failed", more: int = 0, **change
         0,
         tuple(each.fingerprint for each in findings),
     )  # type: ignore[arg-type]
-    facts = {"counts": counts, "partial": None, "score": "grad_norm", "baseline": None, "ignore": None}
-    return CheckResult(
-        **{"outcomes": (gate,), "findings": findings, "run": "out", "samples": 100, "facts": facts, **changes}
-    )
+    content: dict[str, Any] = {"outcomes": (gate,), "findings": findings, "run": "out", "samples": 100}
+    return CheckResult(**{**content, "facts": CheckFacts(counts), **changes})

@@ -13,9 +13,9 @@ from typing import Any
 from psgrad.config import Config
 from psgrad.config.schema import schema, sections_in
 from psgrad.config.values import Section
+from tools.made_part import with_made_part
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "config.md"
-BEGIN, END = "<!-- made by tools/config_page.py -->\n", "<!-- end of the made part -->\n"
 NAMES = {
     "integer": "whole number",
     "number": "number",
@@ -27,9 +27,7 @@ NAMES = {
 
 def page(text: str) -> str:
     """The page with its generated part made again."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{generated()}\n{END}{after}"
+    return with_made_part(text, "config_page", f"\n{generated()}\n")
 
 
 def generated() -> str:

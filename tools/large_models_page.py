@@ -12,9 +12,9 @@ from pathlib import Path
 
 from psgrad.engine.execution.memory import CHUNK_SHARE
 from psgrad.engine.execution.residence_plan import WeightsPlan, weights_plan
+from tools.made_part import with_made_part
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "large-models.md"
-BEGIN, END = "<!-- made by tools/large_models_page.py -->\n", "<!-- end of the made part -->\n"
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
 ROWS, TOKENS = 8, 2048
 BYTES = 2  # of a weight and of a value, bfloat16
@@ -129,6 +129,4 @@ def generated() -> str:
 
 def page(text: str) -> str:
     """The page with its generated part made again."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{generated()}\n{END}{after}"
+    return with_made_part(text, "large_models_page", f"\n{generated()}\n")

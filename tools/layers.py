@@ -12,17 +12,16 @@ from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from tools.made_part import with_made_part
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "ARCHITECTURE.md"
-BEGIN, END = "<!-- made by tools/layers.py -->\n", "<!-- end of the made part -->\n"
 WIDTH = 108
 
 
 def page(text: str) -> str:
     """The page with its generated part made again."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{generated()}{END}{after}"
+    return with_made_part(text, "layers", generated())
 
 
 def generated() -> str:

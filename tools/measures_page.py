@@ -14,9 +14,9 @@ from typing import Any
 
 from psgrad.engine.measures.measure import Measure
 from psgrad.plugins import MEASURES, own_classes
+from tools.made_part import with_made_part
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "measures.md"
-BEGIN, END = "<!-- made by tools/measures_page.py -->\n", "<!-- end of the made part -->\n"
 
 
 def generated() -> str:
@@ -34,9 +34,7 @@ def generated() -> str:
 
 def page(text: str) -> str:
     """The page with its generated part made again."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{generated()}\n{END}{after}"
+    return with_made_part(text, "measures_page", f"\n{generated()}\n")
 
 
 def _section(kind: type[Measure]) -> str:

@@ -143,9 +143,9 @@ def show_result(
     """Print a finished run, `top` rows of its table. Leaves with the gate's exit code if `check`."""
     _say(result, quiet, verbose)
     if as_json:
-        from psgrad.reports.analyze_terminal import run_record
+        from psgrad.reports.analyze_terminal import run_content
 
-        typer.echo(json.dumps(run_record(result, top), indent=2, allow_nan=False))
+        typer.echo(json.dumps(run_content(result, top), indent=2, allow_nan=False))
     else:
         _show(result, top, check)
     if check and result.check is not None:

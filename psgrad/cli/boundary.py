@@ -1,4 +1,4 @@
-"""The one place where an exception becomes words on stderr and an exit code."""
+"""Turns an exception into a message on stderr and an exit code; the only place that does."""
 
 from __future__ import annotations
 

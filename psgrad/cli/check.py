@@ -1,4 +1,4 @@
-"""`psgrad check`: whether a finished run may pass."""
+"""`psgrad check`: evaluates the gate of a finished run."""
 
 from __future__ import annotations
 

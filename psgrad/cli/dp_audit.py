@@ -1,4 +1,4 @@
-"""`psgrad dp-audit`: whether private steps keep their promise, as far as an attack can tell."""
+"""`psgrad dp-audit`: attacks private steps, and compares the result with their stated guarantee."""
 
 from __future__ import annotations
 

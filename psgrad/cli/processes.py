@@ -169,7 +169,7 @@ def joined(folder: Path) -> Iterator[Processes | None]:
     try:
         (run,) = group.agreed("host files", lambda: [secrets.randbits(62)])
         with shared_on_host(
-            str(run), removes=os.environ.get("LOCAL_RANK", "0") == "0", waiting=group.waiting
+            str(run), removes=os.environ.get("LOCAL_RANK", "0") == "0", waiting=group.heartbeats.waiting
         ):
             try:
                 yield group

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar where somebody watches, few plain lines where a log is kept."""
+"""Progress on stderr: a bar on a terminal, few plain lines in a log."""
 
 from __future__ import annotations
 

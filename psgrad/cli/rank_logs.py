@@ -1,4 +1,4 @@
-"""What each rank says, in logs/ of the run folder; the first one on stderr, too."""
+"""The messages of each rank, in logs/ of the run folder; those of rank 0 also on stderr."""
 
 from __future__ import annotations
 

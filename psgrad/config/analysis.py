@@ -33,6 +33,8 @@ class ReferenceConfig(Section):
     `data` is.
     """
 
+    bare: ClassVar[str] = "run"
+
     baseline: FilePath | None = None
     """A saved baseline, a .json file, relative to this config."""
     run: FilePath | None = None
@@ -42,10 +44,8 @@ class ReferenceConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _bare_path(cls, value: object) -> object:
-        if isinstance(value, str):
-            return {"baseline": value} if value.endswith(".json") else {"run": value}
-        return value
+    def _file_is_a_baseline(cls, value: object) -> object:
+        return {"baseline": value} if isinstance(value, str) and value.endswith(".json") else value
 
     @model_validator(mode="after")
     def _one_source(self) -> ReferenceConfig:

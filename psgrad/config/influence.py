@@ -22,6 +22,8 @@ from psgrad.config.values import FilePath, Finite, ParameterPatterns, Section
 class CheckpointConfig(Section):
     """One checkpoint: the weights, and the learning rate that the optimiser had then."""
 
+    bare: ClassVar[str] = "path"
+
     path: FilePath
     """The weights, relative to this config."""
     learning_rate: Annotated[Finite, Field(gt=0)] | None = None
@@ -31,11 +33,6 @@ class CheckpointConfig(Section):
     step: Annotated[int, Field(ge=0)] | None = None
     """Optimiser steps up to there; null for those of its trainer_state.json, or its metadata."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_path(cls, value: object) -> object:
-        return {"path": value} if isinstance(value, str) else value
-
 
 class IndexConfig(Section):
     """An index of the training gradients, built once by `psgrad influence index` and asked many times.
@@ -43,6 +40,8 @@ class IndexConfig(Section):
     `path` is relative to the current directory, as `output` is. The rest is as in
     psgrad.engine.influence.index.stored.IndexSpec.
     """
+
+    bare: ClassVar[str] = "path"
 
     path: FilePath
     """Folder of the index, relative to the current directory."""
@@ -71,11 +70,6 @@ class IndexConfig(Section):
                 f" {self.projection} adds all parameters up; choose two-sided or none"
             )
         return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_path(cls, value: object) -> object:
-        return {"path": value} if isinstance(value, str) else value
 
 
 class InfluenceConfig(Section):

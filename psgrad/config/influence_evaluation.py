@@ -5,7 +5,7 @@ compared. A training run that `method: replay` computes again is described by th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -86,6 +86,8 @@ class TrainConfig(RecipeConfig):
     optimisers do. `together` models are trained, and kept, at a time.
     """
 
+    bare: ClassVar[str] = "function"
+
     function: CallableSpec | None = None
     """module:callable, called as train(model, inputs, target, seed); null for the built-in trainer."""
     optimizer: Literal["sgd", "adam", "adamw", "newton"] = "adam"  # type: ignore[assignment]
@@ -97,14 +99,9 @@ class TrainConfig(RecipeConfig):
     together: Annotated[int, Field(ge=1)] = 100
     """Models trained, and kept, at a time."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_function(cls, value: object) -> object:
-        return {"function": value} if isinstance(value, str) else value
-
     @model_validator(mode="after")
     def _options_of_this_training(self) -> TrainConfig:
-        # A default says nothing: a resolved config, written out in full, must load again.
+        # A default says nothing: a resolved config, with all its defaults, must load again.
         given = {
             name for name, info in TrainConfig.model_fields.items() if getattr(self, name) != info.default
         }

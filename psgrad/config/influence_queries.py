@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -124,17 +124,14 @@ class MeasurementConfig(Section):
     says whether a large one is good for the query; it is known for the named ones.
     """
 
+    bare: ClassVar[str] = "name"
+
     name: Annotated[str, AfterValidator(_measurement_name)] = "loss"
     """loss, margin, logit, log_probability, or module:callable(output, target) that returns one number for
     each query.
     """
     larger_is: Literal["better", "worse"] | None = None
     """Of a callable of your own: whether a large value is good for the query."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_name(cls, value: object) -> object:
-        return {"name": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _only_for_callables(self) -> MeasurementConfig:

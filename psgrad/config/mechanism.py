@@ -225,7 +225,7 @@ SAMPLERS = {
     "weights": f"records that are drawn with unequal chances have no accountant; {_NEITHER_SHUFFLED}",
     "replacement": f"a record is drawn once or not at all; {_NEITHER_SHUFFLED}",
 }
-"""Wishes for a sampler that no accountant covers, in the words of other libraries, and why not."""
+"""Samplers that no accountant covers, by their names in other libraries, and why they are refused."""
 
 
 class SamplingConfig(Section):

@@ -38,11 +38,6 @@ def meanings(section: type[Section]) -> dict[str, str]:
     return {name: f"{text[:1].upper()}{text[1:].rstrip('.')}." for name, text in words.items()}
 
 
-def takes_bare_text(section: type[Section]) -> bool:
-    """Whether a text may stand for the whole section: it has a validator `_bare_...` for that."""
-    return any(name.startswith("_bare_") for name in section.__pydantic_decorators__.model_validators)
-
-
 def sections_in(annotation: object) -> Iterator[type[Section]]:
     """The sections that a type is made of: itself, those it may be, and those it lists."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
@@ -89,7 +84,7 @@ def schema() -> dict[str, Any]:
     for name, group in PLUGINS.items():
         definitions[name] = _with_plugins(definitions[name], group)
     for kind in sections():
-        if kind.__name__ in definitions and takes_bare_text(kind) and kind.__name__ not in PLUGINS:
+        if kind.__name__ in definitions and kind.bare and kind.__name__ not in PLUGINS:
             bare = {**_TEXT, "examples": list(LOSS_OPTIONS)} if kind.__name__ == "LossConfig" else _TEXT
             definitions[kind.__name__] = {"anyOf": [bare, definitions[kind.__name__]]}
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Config of psgrad"}

@@ -83,20 +83,16 @@ def _loss_options() -> dict[str, Any]:
 class LossConfig(create_model("_LossOptions", __base__=_LossName, **_loss_options())):  # type: ignore[misc]
     """The loss of one sample: a known name with options, or a callable. A bare string is the name alone."""
 
+    bare: ClassVar[str] = "name"
     later: ClassVar[frozenset[str]] = frozenset({"columns", "reduction"})
 
     columns: list[str] = Field(default_factory=list)
     """Of a callable of your own: columns of the data whose values of a sample it gets after the target."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_name(cls, value: object) -> object:
-        return {"name": value} if isinstance(value, str) else value
-
     @model_validator(mode="after")
     def _options_of_this_loss(self) -> LossConfig:
         takes = LOSS_OPTIONS.get(self.name, frozenset())
-        # A default says nothing: a resolved config, written out in full, must load again.
+        # A default says nothing: a resolved config, with all its defaults, must load again.
         refused = sorted(
             self.not_default() - {"name"} - takes - ({"columns"} if is_callable_spec(self.name) else set())
         )

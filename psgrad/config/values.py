@@ -81,13 +81,20 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 class Section(BaseModel):
     """A group of keys. `not_taken` are keys that people look for in it and that it does not have, each with
-    the reason; `later` those of its keys that earlier versions did not have.
+    the reason; `later` those of its keys that earlier versions did not have; `bare` is the key whose value a
+    bare text is, empty where there is none.
     """
 
     not_taken: ClassVar[Mapping[str, str]] = {}
     later: ClassVar[frozenset[str]] = frozenset()
+    bare: ClassVar[str] = ""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_bare_text(cls, value: object) -> object:
+        return {cls.bare: value} if cls.bare and isinstance(value, str) else value
 
     def not_default(self) -> set[str]:
         """The keys whose values are not their defaults."""
@@ -109,15 +116,12 @@ class Section(BaseModel):
 class NamedSection(Section):
     """A name (a known one, or `module:Class`) with options. A bare string is the name alone."""
 
+    bare: ClassVar[str] = "name"
+
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     name: str
     """A known name, or module:Class; the other keys are its options."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_name(cls, value: object) -> object:
-        return {"name": value} if isinstance(value, str) else value
 
     @property
     def options(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from psgrad.config import MEASUREMENTS, MeasurementConfig
+from psgrad.engine.execution.objective import require_number
 from psgrad.errors import ConfigError, LossError
 from psgrad.inputs.loss import Criterion
 from psgrad.user_code import module_of, resolve
@@ -80,17 +81,13 @@ Number = Callable[[Any, Any], Any]
 
 def _times(sign: int, name: str, function: Number, output: Any, target: Any) -> Any:
     value = function(output, target)
-    if not isinstance(value, torch.Tensor) or value.dim() != 0:
-        shape = (
-            f"a tensor of shape {tuple(value.shape)}"
-            if isinstance(value, torch.Tensor)
-            else type(value).__name__
-        )
-        raise LossError(
-            f"the measurement {name} returned {shape} for one query",
-            expected="one number: a tensor of shape ()",
-            next_step="it sees the output and the target of one query, without a batch axis",
-        )
+    require_number(
+        value,
+        f"the measurement {name}",
+        "query",
+        expected="one number: a tensor of shape ()",
+        next_step="it sees the output and the target of one query, without a batch axis",
+    )
     return sign * value
 
 

@@ -10,7 +10,7 @@ from psgrad.config import DataConfig, ModelConfig
 from psgrad.inputs.models.hub import located
 from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.models.pretrained import read_settings
-from psgrad.inputs.sources.arrow import plain
+from psgrad.inputs.sources.arrow_columns import plain
 from psgrad.inputs.sources.load import labels_of_head, open_rows
 from psgrad.inputs.targets import Labels
 

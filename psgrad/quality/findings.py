@@ -38,9 +38,9 @@ from psgrad.yaml12 import parse
 def finding_fingerprints(rule: str, samples: pd.DataFrame, named: npt.NDArray[np.bool_]) -> list[str]:
     """32 hexadecimal digits for each named row [n bool] of a table with a column `fingerprint`, in row order.
 
-    Samples with the same content have the same fingerprint: these are told apart by their number among their
-    equals, in row order, so that each finding is distinct, and is the same in the next run as long as no
-    equal is put before it.
+    Samples with the same content have the same fingerprint: these are distinguished by their number among
+    their equals, in row order, so that each finding is distinct, and is the same in the next run as long as
+    no equal is put before it.
     """
     prints = samples["fingerprint"].astype(str)
     mine = prints[named]
@@ -126,7 +126,7 @@ def in_order(named: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
     return ordered[ordered.groupby("rule", sort=False).cumcount() < FINDINGS_OF_A_RULE]
 
 
-def records(
+def listed_findings(
     ordered: pd.DataFrame,
     samples: pd.DataFrame,
     gate: GateConfig,

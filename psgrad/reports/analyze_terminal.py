@@ -11,7 +11,7 @@ from psgrad.reports.outliers import OFFER, OPTION, rankings_of
 from psgrad.reports.tables import Column, Table, table
 from psgrad.reports.words import count, group_words, identifier, label, number, percentile, printable
 from psgrad.results import AnalyzeResult, top_samples
-from psgrad.results.findings import check_record
+from psgrad.results.findings import check_content
 from psgrad.results.manifest import read_manifest
 
 SCHEMA_VERSION = 1
@@ -85,7 +85,7 @@ def summary(result: AnalyzeResult) -> str:
     return "\n".join(lines)
 
 
-def run_record(result: AnalyzeResult, top: int) -> dict[str, Any]:
+def run_content(result: AnalyzeResult, top: int) -> dict[str, Any]:
     """Plain values that JSON has: numbers that are not finite are null.
 
     schema_version, folder; samples, in_dataset and partial (whether rows were left out); nonfinite, review;
@@ -106,7 +106,7 @@ def run_record(result: AnalyzeResult, top: int) -> dict[str, Any]:
         "top": json.loads(top_samples(samples, top).to_json(orient="records", double_precision=15)),
         "measures": {name: dict(measure.numbers) for name, measure in result.measures.items()},
         **{about: result.manifest.get(about) for about in ("self_check", "engine", "timings")},
-        "check": None if result.check is None else check_record(result.check),
+        "check": None if result.check is None else check_content(result.check),
     }
     found: dict[str, Any] = json.loads(json.dumps(record, default=str), parse_constant=lambda _: None)
     return found

@@ -1,4 +1,4 @@
-"""What samples owe to the parts of their inputs: overlays on pictures, and highlighted pieces of text."""
+"""Attribution to the parts of an input: overlays on pictures, and highlighted pieces of text."""
 
 from __future__ import annotations
 

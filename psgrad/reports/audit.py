@@ -16,7 +16,7 @@ from psgrad.results import AuditBound, DPAuditResult, NeighbourPair
 
 PRIVATE_WARNING = (
     "NOT PRIVATE: the audit took single records' gradients without noise, and what it prints and writes is"
-    " outside the guarantee. It is for your eyes; --canaries-only makes one that may be shown"
+    " outside the guarantee. Keep it secret; --canaries-only makes one that may be shown"
 )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
+from psgrad.reports.sample_table import mark_of
 from psgrad.reports.sections import Fold, Part, Subtitle, Text
 from psgrad.reports.tables import Column, Mark, Table, table
 from psgrad.reports.words import identifier, label, number, percent
@@ -116,9 +117,6 @@ def class_pages(result: AnalyzeResult, statistics: pd.DataFrame) -> list[Fold]:
         Column("gradient norm", lambda row: number(row["grad_norm"]), True, "grad_norm"),
     ]
 
-    def mark(row: dict[str, Any]) -> Mark:
-        return Mark(int(row["index"]), differs=("prediction",) if row["_differs"] else ())
-
     pages = []
     for number_of, (target, about) in enumerate(shown.iterrows()):
         name, rows = label(target, names), by_class.get(target, worst.head(0)).to_dict("records")
@@ -126,6 +124,6 @@ def class_pages(result: AnalyzeResult, statistics: pd.DataFrame) -> list[Fold]:
         summary = Markup("<b>{}</b>: {:,.0f} samples, {:,.0f} listed, median gradient norm {}").format(
             name, about["samples"], about["listed"], number(about["median_norm"])
         )
-        listing = table(f"class-{number_of}", caption, columns, rows, mark, tall=False)
+        listing = table(f"class-{number_of}", caption, columns, rows, mark_of, tall=False)
         pages.append(Fold(summary, [listing], "page"))
     return pages

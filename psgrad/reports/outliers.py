@@ -158,8 +158,8 @@ _REVIEW_LIST = (
 
 
 def findings_sentences(result: AnalyzeResult, undecided: bool = False) -> list[str]:
-    """Plain sentences about those that are listed, with what speaks for it and what against. undecided:
-    finding nothing would say nothing.
+    """Plain sentences about those that are listed, with the reasons for it and against it. undecided:
+    whether an empty list would mean nothing.
     """
     samples, facts = result.samples, read_manifest(result.manifest).judged
     referenced, rankings = is_referenced(result), rankings_of(facts)

@@ -30,7 +30,7 @@ def plan_table(result: PlanResult) -> Table:
         Column("parameter", lambda pair: pair[0]),
         Column("shape", lambda pair: pair[1].shape, True),
         Column("terms", lambda pair: pair[1].terms),
-        Column("way", lambda pair: pair[1].way),
+        Column("order", lambda pair: pair[1].way),
         Column("us a sample", lambda pair: number(pair[1].microseconds), True),
         Column("bytes a sample", lambda pair: f"{pair[1].bytes:,}", True),
     ]

@@ -1,4 +1,4 @@
-"""What a private step says for itself: the guarantee as a sentence and as a table, and, apart from it, what
+"""The report of a private run: the guarantee as a sentence and as a table, and, apart from it, what
 is NOT PRIVATE.
 """
 
@@ -145,7 +145,7 @@ def step_facts(result: DPStepResult) -> list[tuple[str, str]]:
             ),
         ),
         ("public", f"{result.folder / 'public'}: what the guarantee covers"),
-        ("private", f"{result.folder / 'private'}: NOT PRIVATE, for your eyes alone"),
+        ("private", f"{result.folder / 'private'}: NOT PRIVATE: keep it secret"),
     ]
     if seeded(step):
         facts.insert(

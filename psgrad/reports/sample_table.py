@@ -94,11 +94,12 @@ def sample_table(result: AnalyzeResult) -> Table:
     listed = listed_samples(result.samples)
     columns = [column_of(name, result) for name in shown_columns(result.samples)]
     rows = listed.assign(_differs=disagrees(listed)).to_dict("records")
+    return table("samples", "The samples to look at first", columns, rows, mark_of, explained=True)
 
-    def mark(row: dict[Any, Any]) -> Mark:
-        return Mark(int(row["index"]), differs=("prediction",) if row["_differs"] else ())
 
-    return table("samples", "The samples to look at first", columns, rows, mark, explained=True)
+def mark_of(row: Mapping[Any, Any]) -> Mark:
+    """The mark of a row of samples, whose `_differs` is what `disagrees` says of it."""
+    return Mark(int(row["index"]), differs=("prediction",) if row["_differs"] else ())
 
 
 def values_table(result: AnalyzeResult) -> Table | None:

@@ -93,6 +93,26 @@ class GateOutcome:
     findings: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class CheckFacts:
+    """What a verdict rests on: `facts` in check.json.
+
+    Attributes:
+        counts: rule -> state -> how many, those beyond FINDINGS_OF_A_RULE included.
+        partial: a sentence where the run looked at a part of the dataset, else None.
+        score: the column that samples are judged by.
+        baseline, ignore: the files; None where there is none.
+        psgrad: the version that made the run.
+    """
+
+    counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    partial: str | None = None
+    score: str = "grad_norm"
+    baseline: str | None = None
+    ignore: str | None = None
+    psgrad: str | None = None
+
+
 @dataclass(frozen=True, repr=False)
 class CheckResult(ShortRepr):
     """The gate's verdict on a run.
@@ -104,9 +124,7 @@ class CheckResult(ShortRepr):
         warnings: sentences (baseline entries that are gone, ignore entries that expired).
         run: the run folder's path, as given.
         samples: how many the run has.
-        facts: 'counts', rule -> state -> how many, those beyond `findings` included; 'partial', a sentence
-            where the run looked at a part of the dataset, else None; 'baseline' and 'ignore', the files, or
-            None; 'score', the column that samples are judged by; 'exit_code'.
+        facts: what the verdict rests on.
     """
 
     outcomes: tuple[GateOutcome, ...]
@@ -114,12 +132,11 @@ class CheckResult(ShortRepr):
     run: str
     samples: int
     warnings: tuple[str, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: CheckFacts = CheckFacts()
 
     def count(self, rule: str | None = None, state: str | None = None) -> int:
         """How many findings there are, of a rule and in a state; also those that are not kept."""
-        counts: Mapping[str, Mapping[str, int]] = self.facts.get("counts", {})
-        chosen = [states for name, states in counts.items() if rule in (None, name)]
+        chosen = [states for name, states in self.facts.counts.items() if rule in (None, name)]
         return sum(n for states in chosen for name, n in states.items() if state in (None, name))
 
     @property
@@ -131,7 +148,7 @@ class CheckResult(ShortRepr):
         return EXIT_GATE_NOT_EVALUABLE if "not evaluable" in outcomes else EXIT_OK
 
 
-def check_record(result: CheckResult) -> dict[str, Any]:
+def check_content(result: CheckResult) -> dict[str, Any]:
     """A verdict without its findings, as plain values."""
     return {
         "version": 1,
@@ -140,11 +157,11 @@ def check_record(result: CheckResult) -> dict[str, Any]:
         "exit_code": result.exit_code,
         "outcomes": [dataclasses.asdict(outcome) for outcome in result.outcomes],
         "warnings": list(result.warnings),
-        "facts": dict(result.facts),
+        "facts": dataclasses.asdict(result.facts),
     }
 
 
-def finding_record(finding: Finding) -> dict[str, Any]:
+def finding_content(finding: Finding) -> dict[str, Any]:
     """A finding as a line of findings.jsonl, as plain values."""
     plain = {"location": dict(vars(finding.location)), "reasons": list(finding.reasons)}
     return {**vars(finding), **plain, "values": dict(finding.values)}

@@ -20,7 +20,7 @@ UNKNOWN_UNIT = "unit of the loss"
 
 # Metadata of a field whose key is left out of the file: `written` is asked with the object and the value.
 OPTIONAL: dict[str, Any] = {"written": lambda _, value: value is not None}
-_ORIGIN: dict[str, Any] = {"written": lambda _, value: bool(value)}
+_ORIGIN: dict[str, Any] = {"written": lambda model, _: model.origin != ModelOrigin()}
 _REPLAY: dict[str, Any] = {"written": lambda engine, _: engine.chunks_replayed is not None}
 _CHECK: dict[str, Any] = {"written": lambda facts, _: facts.predicts_removal and facts.fit is not None}
 _LIMIT: dict[str, Any] = {"written": lambda run, _: run.identity is not None}
@@ -136,10 +136,31 @@ class OutlierFacts:
         return self.decided_by == "reference"
 
 
+_PRETRAINED: dict[str, Any] = {"written": lambda origin, _: origin.pretrained is not None}
+
+
+@dataclass(frozen=True)
+class ModelOrigin:
+    """Where a model that no factory built came from: a pretrained one, or one of timm.
+
+    pretrained: as the config names it; folder, commit: where it was found; adapters: a sentence for each.
+    timm: the model's name there; version: of timm.
+    """
+
+    pretrained: str | None = field(default=None, metadata=_PRETRAINED)
+    folder: str | None = field(default=None, metadata=_PRETRAINED)
+    commit: str | None = field(default=None, metadata=_PRETRAINED)
+    task: str | None = field(default=None, metadata=_PRETRAINED)
+    adapters: list[str] = field(default_factory=list, metadata=_PRETRAINED)
+    dtype: str | None = field(default=None, metadata=_PRETRAINED)
+    timm: str | None = field(default=None, metadata=OPTIONAL)
+    version: str | None = field(default=None, metadata=OPTIONAL)
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """The model: where it came from, and how many numbers it has. sha256: of the checkpoint's file. origin:
-    of a model that no factory built, such as the folder, commit, task and adapters of a pretrained one.
+    of a model that no factory built.
     """
 
     factory: str | None = None
@@ -149,12 +170,12 @@ class ModelFacts:
     sha256: str | None = None
     notes: list[str] = field(default_factory=list)
     modules_imported: list[str] = field(default_factory=list)
-    origin: dict[str, Any] = field(default_factory=dict, metadata=_ORIGIN)
+    origin: ModelOrigin = field(default=ModelOrigin(), metadata=_ORIGIN)
 
     @property
     def name(self) -> str | None:
         """The factory, or what the config names in its place."""
-        return self.factory or self.origin.get("pretrained") or self.origin.get("timm")
+        return self.factory or self.origin.pretrained or self.origin.timm
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from psgrad.results import (
     MeasureResult,
     TopSample,
 )
-from psgrad.results.findings import check_record, finding_record
+from psgrad.results.findings import CheckFacts, check_content, finding_content
+from psgrad.results.manifest import read
 from psgrad.storage.folders import MEASURES, RunFolder, file_name, manifest_of
 from psgrad.wording import first_line
 
@@ -87,10 +88,10 @@ def require_typed(frame: pd.DataFrame, path: Path) -> None:
 
 def write_check(folder: RunFolder, result: CheckResult) -> None:
     """Write findings.jsonl, a finding a line, and check.json, all else. Raises OutputError."""
-    records = map(finding_record, result.findings)
-    lines = "".join(f"{json.dumps(record, allow_nan=False)}\n" for record in records)
+    entries = map(finding_content, result.findings)
+    lines = "".join(f"{json.dumps(entry, allow_nan=False)}\n" for entry in entries)
     folder.write_bytes(FINDINGS, lines.encode("ascii"))
-    folder.write_json(CHECK, check_record(result))
+    folder.write_json(CHECK, check_content(result))
 
 
 def read_check(folder: Path) -> CheckResult | None:
@@ -106,7 +107,7 @@ def read_check(folder: Path) -> CheckResult | None:
             about["run"],
             about["samples"],
             tuple(about["warnings"]),
-            about["facts"],
+            read(CheckFacts, about["facts"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
@@ -116,10 +117,8 @@ def read_check(folder: Path) -> CheckResult | None:
         ) from error
 
 
-def _finding(record: dict[str, Any]) -> Finding:
-    return Finding(
-        **{**record, "location": Location(**record["location"]), "reasons": tuple(record["reasons"])}
-    )
+def _finding(entry: dict[str, Any]) -> Finding:
+    return Finding(**{**entry, "location": Location(**entry["location"]), "reasons": tuple(entry["reasons"])})
 
 
 Array = np.ndarray[Any, Any]

@@ -7,8 +7,8 @@ SHA-256 of the line before it, its newline included:
 
     sed -n 5p ledger.jsonl | sha256sum      # what line 6 must have as previous
 
-so that a lost or changed line shows. It shows accidents and careless edits; who wants to deceive can write a
-whole new chain.
+so that a lost or changed line shows. It shows accidents and careless edits; a person who intends to
+deceive can write a whole new chain.
 
 A process killed inside a write leaves an unfinished line. Nothing was released for it, as `append` had not
 returned. The process that resumes ends it with ` [unfinished]` and says in its resume line how many bytes

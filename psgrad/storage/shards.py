@@ -39,7 +39,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Kept:
+class FinishedShards:
     """What a process has finished of a pass: its shards, in order, and what it gathered over their rows."""
 
     shards: list[Shard] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Shards:
         self._count += 1
         self._set_rows(self._rows + len(table))
 
-    def read(self) -> Kept:
+    def read(self) -> FinishedShards:
         """The complete shards; those behind one that is damaged or missing are ignored, and written anew.
         `append` goes on from here. Raises DataError for shards of another run.
         """
@@ -97,7 +97,7 @@ class Shards:
             result.pop()
         self._count = len(result)
         self._set_rows(sum(len(shard.table) for shard in result))
-        return Kept(result, state or {})
+        return FinishedShards(result, state or {})
 
     @staticmethod
     def parts(folder: RunFolder, name: str) -> list[str]:

@@ -37,6 +37,8 @@ from psgrad.storage.finished import load_run
 from psgrad.storage.folders import SHARDS
 from psgrad.user_code import with_code_beside
 from psgrad.wording import listed_names
+from psgrad.workflows.analyze_passes import Measured, Passes
+from psgrad.workflows.analyze_verdict import Judging
 from psgrad.workflows.check import GateFiles, check_samples, gate_files
 from psgrad.workflows.identity import (
     NAMES,
@@ -48,11 +50,10 @@ from psgrad.workflows.identity import (
     reopen,
     require_judged_alike,
 )
-from psgrad.workflows.judging import Judging
-from psgrad.workflows.measures import frame_of, measures_of, prepare
-from psgrad.workflows.measuring import Measured, Passes, about_rows, content_of_made
+from psgrad.workflows.measure_setup import frame_of, measures_of, prepare
 from psgrad.workflows.rank_identity import require_same_on_ranks
 from psgrad.workflows.residence import Ranks
+from psgrad.workflows.row_columns import about_rows, content_of_made
 from psgrad.workflows.running import LOADING, Clock, describe_run, read_ahead, recorded
 from psgrad.workflows.setup import Setup, set_up
 

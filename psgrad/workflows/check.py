@@ -22,14 +22,14 @@ from psgrad.quality.findings import (
     IgnoreEntry,
     counts_of,
     in_order,
+    listed_findings,
     named_samples,
     read_ignore_list,
-    records,
     settle,
 )
 from psgrad.quality.gates import evaluate
 from psgrad.results import CheckResult, Location
-from psgrad.results.findings import Baseline, BaselineChange
+from psgrad.results.findings import Baseline, BaselineChange, CheckFacts
 from psgrad.results.manifest import RunManifest, read_manifest
 from psgrad.storage import RunFolder
 from psgrad.storage.csv_lines import csv_lines
@@ -153,19 +153,19 @@ def _check(samples: pd.DataFrame, manifest: Mapping[str, Any], folder: str, file
     named, told = settle(named, files.ignored, _today())
     warnings += [each for each in told if not partial or "names nothing" not in each]
     if partial:
-        warnings.append(f"PARTIAL: {partial}; the gate speaks of these alone")
+        warnings.append(f"PARTIAL: {partial}; the gate is evaluated on these samples only")
     counts, ordered = counts_of(named), in_order(named, samples)
     outcomes = evaluate(gate, ordered, counts, run.outliers, len(samples))
     location, lines = _located(run, samples, ordered)
-    facts = {
-        "counts": counts,
-        "partial": partial,
-        "score": run.score,
-        "baseline": None if files.baseline_path is None else str(files.baseline_path),
-        "ignore": None if files.ignore_path is None else str(files.ignore_path),
-        "psgrad": run.versions.get("psgrad"),
-    }
-    findings = tuple(records(ordered, samples, gate, run.score, location, lines))
+    facts = CheckFacts(
+        counts,
+        partial,
+        run.score,
+        None if files.baseline_path is None else str(files.baseline_path),
+        None if files.ignore_path is None else str(files.ignore_path),
+        run.versions.get("psgrad"),
+    )
+    findings = tuple(listed_findings(ordered, samples, gate, run.score, location, lines))
     return CheckResult(tuple(outcomes), findings, folder, len(samples), tuple(warnings), facts)
 
 

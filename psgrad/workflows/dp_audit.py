@@ -1,5 +1,5 @@
-"""`psgrad dp-audit`: a private run's steps, taken with canaries and on neighbouring datasets, to see whether
-they keep their promise.
+"""`psgrad dp-audit`: a private run's steps, taken with canaries and on neighbouring datasets, to test their
+stated guarantee.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from psgrad.reports.audit import audit_content
 from psgrad.results import AuditBound, DPAuditResult, NoiseAudit, Progress, Say
 from psgrad.storage import PrivateRunFolder
 from psgrad.user_code import with_code_beside
-from psgrad.workflows.neighbours import audited_pairs, audited_state, contributions
+from psgrad.workflows.audit_neighbours import audited_pairs, audited_state, contributions
 from psgrad.workflows.private_ranks import agree, facts_of, follow, leading
 from psgrad.workflows.private_resume import private_hashes
 from psgrad.workflows.private_setup import (

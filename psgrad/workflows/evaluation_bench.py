@@ -31,7 +31,7 @@ from psgrad.engine.influence.evaluation.statistics import CheckpointExamples
 from psgrad.engine.influence.method import Fitted, Method
 from psgrad.engine.influence.ranking import Normalize
 from psgrad.engine.transforms.private_torch import tree_leaves
-from psgrad.inputs.models.factory import resolve_training
+from psgrad.inputs.models.training_function import resolve_training
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.workflows.identity import code_of

@@ -1,5 +1,5 @@
-"""What a run runs, as hashes: its model, its data and its code. Every command knows a run, an index or a
-reference again by these.
+"""What a run runs, as hashes: its model, its data and its code. Every command recognises a run, an index or a
+reference by these.
 
 Whether a run may continue where an earlier one ended: only with the same model, data and numbers.
 """

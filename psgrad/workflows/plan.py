@@ -17,7 +17,7 @@ from psgrad.engine.gradients.per_sample import per_sample_square_norms
 from psgrad.errors import ConfigError
 from psgrad.results import ParameterPlan, PlanResult, ProcessesPlan
 from psgrad.user_code import with_code_beside
-from psgrad.workflows.measures import measures_of, prepare
+from psgrad.workflows.measure_setup import measures_of, prepare
 from psgrad.workflows.residence import Ranks
 from psgrad.workflows.setup import Setup, set_up
 

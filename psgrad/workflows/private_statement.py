@@ -1,5 +1,5 @@
-"""What a private run says of itself in public: its ledger's lines, and step.json. Nothing here follows from
-the data but by noise.
+"""The public statement of a private run: its ledger's lines, and step.json. Nothing here depends on the data
+except through noise.
 """
 
 from __future__ import annotations

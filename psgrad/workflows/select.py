@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
 from psgrad.inputs.images.folder import folder_rows
-from psgrad.inputs.sources.arrow import plain
+from psgrad.inputs.sources.arrow_columns import plain
 from psgrad.inputs.sources.files import Wanted
 from psgrad.inputs.sources.source import ArraySource, TableSource, source_of
 from psgrad.results.conditions import rows_where

@@ -1,9 +1,8 @@
-"""What a config names, made live: the model, the loss, the data, and the engine's stream over them."""
+"""Loads what a config names: the model, the loss, the data, and the engine's stream over them."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,18 @@ from psgrad.engine.execution.self_check import SelfCheck, self_check
 from psgrad.engine.execution.sharded import shard
 from psgrad.engine.execution.stored import Supply
 from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.gradients import machine
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.errors import ConfigError
-from psgrad.inputs.derived import DrawnSamples, GroupedSamples, SamplesWithColumns, drawn_rows
+from psgrad.inputs.derived import DrawnSamples, drawn_rows
 from psgrad.inputs.loss import Criterion, resolve_loss
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.models.identity import ModelIdentity, identify
 from psgrad.inputs.models.loaded import LoadedModel
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Samples
-from psgrad.inputs.sources.load import load_data
+from psgrad.workflows.devices import pick_device, pick_precision, use_machine
 from psgrad.workflows.residence import Ranks, Residence, agreed_residence
+from psgrad.workflows.samples import images_trained_on, samples_of
 from psgrad.workflows.shared_weights import share_weights, turn_to_read
 
 Loss = Callable[..., Any]
@@ -311,57 +310,6 @@ def load(
     )
 
 
-def images_trained_on(config: Config, loaded: LoadedModel) -> Mapping[str, Any] | None:
-    """What timm says of the images that a model of its was trained on; None for other models."""
-    found: Mapping[str, Any] | None = getattr(loaded.model, "pretrained_cfg", None)
-    return found if config.model.timm is not None else None
-
-
-def samples_of(
-    data: DataConfig,
-    base: Path,
-    unit: str | None = None,
-    *arguments: Any,
-    criterion: Criterion,
-    trained_on: Mapping[str, Any] | None,
-    allow_download: bool,
-) -> Samples:
-    """The dataset as `load_data` has it, with the columns that the loss takes; of groups where data.group
-    names them.
-    """
-
-    def loaded(column: str | None) -> Samples:
-        return load_data(
-            data,
-            base,
-            column,
-            *arguments,
-            criterion=criterion,
-            trained_on=trained_on,
-            allow_download=allow_download,
-        )
-
-    found = _with_columns(loaded(data.group or unit), data, base, criterion, allow_download)
-    if data.group is None:
-        return found
-    return GroupedSamples(found, data.group, None if unit is None else loaded(unit).units)
-
-
-def _with_columns(
-    found: Samples, data: DataConfig, base: Path, criterion: Criterion, allow_download: bool
-) -> Samples:
-    """Rows with the columns that the loss takes, if it takes any."""
-    if not criterion.columns:
-        return found
-    columns = load_data(data.with_inputs(criterion.columns), base, allow_download=allow_download)
-    if len(columns) != len(found):
-        raise ConfigError(
-            f"loss.columns: the columns have {len(columns):,} rows, and there are {len(found):,} samples",
-            expected="one row each",
-        )
-    return SamplesWithColumns(found, columns, criterion.columns)
-
-
 def _require_loss_of_the_head(loaded: LoadedModel, criterion: Criterion) -> None:
     """Raises ConfigError where a head of several labels a row, or of one a token, would be compared with one
     class a row.
@@ -425,44 +373,6 @@ def _check_padding(parts: Loaded, objective: Objective) -> None:
         samples.notes = (*samples.notes, PADDING_NOTE)
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of a config; 'auto' is a GPU if there is one. One of several processes on a machine takes
-    the GPU of its own number (LOCAL_RANK, as torchrun sets it).
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and "LOCAL_RANK" in os.environ:
-        name = f"cuda:{int(os.environ['LOCAL_RANK']) % max(1, torch.cuda.device_count())}"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"engine.device: {name!r} can't be used: {str(error).splitlines()[0]}",
-            expected="auto, cpu, cuda or cuda:N",
-            next_step="set engine.device: auto, or install a PyTorch build for this device",
-        ) from error
-    return device
-
-
-def use_machine(config: Config, device: torch.device) -> None:
-    """Have the machine's constants that the config names in force, if it names any. Raises ConfigError where
-    they can't be used.
-    """
-    machine.use(None if config.engine.machine is None else config.base / config.engine.machine)
-    machine.machine(device)
-
-
-def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
-    """(the type of parameters and inputs, the type that autocast computes in) of a config's dtype; None
-    without autocast.
-
-    What is differentiated of a checkpoint in halves is float32, which holds each of its numbers exactly.
-    """
-    kind: torch.dtype = getattr(torch, name)
-    return (torch.float32, kind) if kind.itemsize == 2 else (kind, None)
-
-
 def require_precision_of_all(config: Config, command: str) -> None:
     """Raises ConfigError for a precision that `analyze` alone has: sums over samples, and products with
     curvature, are not scaled sample by sample.
@@ -491,7 +401,7 @@ def class_count(first_output: Callable[[], Any], criterion: Criterion) -> int | 
 
 
 def draws_at_random(first_output: Callable[[], Any], model: nn.Module) -> bool:
-    """Whether the model draws random numbers: then a plain gradient is no witness, as it draws anew."""
+    """Whether the model draws random numbers: then a plain gradient can check nothing, as it draws anew."""
     if not model.training:
         return False  # psgrad's own pass refuses random operators there
     before = random_state.all_states()

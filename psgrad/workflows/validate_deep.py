@@ -11,7 +11,7 @@ from psgrad.engine.gradients import machine
 from psgrad.errors import ConfigError
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.influence_setup import method_from
-from psgrad.workflows.measures import measures_of
+from psgrad.workflows.measure_setup import measures_of
 from psgrad.workflows.plan import plan_of
 from psgrad.workflows.setup import set_up
 from psgrad.workflows.validation import Validation

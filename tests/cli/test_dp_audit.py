@@ -24,7 +24,7 @@ from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.record_draws import RUN, StepDraws
-from psgrad.workflows import dp_audit, neighbours, private_setup
+from psgrad.workflows import audit_neighbours, dp_audit, private_setup
 from tests.workplace import Outcome, Workplace
 
 PRIVACY: dict[str, Any] = {
@@ -58,7 +58,7 @@ def _drawn_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         return make_generator(kind, seed=1, position=next(made))
 
     monkeypatch.setattr(dp_audit, "make_generator", seeded)
-    monkeypatch.setattr(neighbours, "make_generator", seeded)
+    monkeypatch.setattr(audit_neighbours, "make_generator", seeded)
     monkeypatch.setattr(dp_audit, "coins", lambda: np.random.default_rng(1))
 
 
@@ -312,9 +312,11 @@ def test_a_replayed_stream_is_a_violation(private: Workplace, monkeypatch: pytes
 def test_a_ledger_that_tells_the_size_of_the_dataset_is_a_violation(
     private: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = neighbours.ledger_header
+    plain = audit_neighbours.ledger_header
     monkeypatch.setattr(
-        neighbours, "ledger_header", lambda setup, base: {**plain(setup, base), "records": len(setup.records)}
+        audit_neighbours,
+        "ledger_header",
+        lambda setup, base: {**plain(setup, base), "records": len(setup.records)},
     )
     found = as_json(private)
     assert any(
@@ -326,7 +328,7 @@ def test_a_ledger_that_tells_the_size_of_the_dataset_is_a_violation(
 def test_audit_finds_draws_that_go_by_the_place_in_the_batch(
     drawing: Workplace, monkeypatch: pytest.MonkeyPatch, planted: str
 ) -> None:
-    for module in (neighbours, private_setup):  # the same batch and the same draws in every run of this test
+    for module in (audit_neighbours, private_setup):  # the same batch and draws in every run of this test
         monkeypatch.setattr(module, "make_generator", lambda kind, seed=3: make_generator(kind, seed=3))
     if planted == "in the model":
         monkeypatch.setattr(

@@ -13,7 +13,7 @@ from psgrad.cli.progress import ProgressStyle
 from psgrad.cli.rank_logs import display, log_of, with_last_lines
 from psgrad.errors import DistributedError
 from psgrad.results import Progress
-from psgrad.workflows.measuring import Passes
+from psgrad.workflows.analyze_passes import Passes
 from tests.forked_ranks import die, hasty, run_ranks
 from tests.workplace import Workplace
 
@@ -96,7 +96,7 @@ def test_rank_that_dies_is_named_with_what_it_has_logged(
 
     first, other = run_ranks(workplace.folder, 2, "analyze", "config.yaml", "--no-report", plant=plant)
     assert (first.code, other.code) == (3, -9), first.err
-    assert "error: rank 1 has given no sign of life" in first.err
+    assert "error: rank 1 has sent no heartbeat" in first.err
     _, head, lines = first.err.partition("  its last lines in out/logs/rank-1.log:\n")
     assert head
     assert "    samples: 24/24" in lines

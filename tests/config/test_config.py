@@ -377,7 +377,7 @@ def test_wrong_overrides_are_named(tmp_path: Path, override: str, expected: str)
         ("a: 1\n--- \nb: 2", "not valid YAML"),
         ("a: \0", "not valid YAML"),
         ("a: *b", "config.yaml:1:4: not valid YAML: found undefined alias"),
-        ("a: &a [*a]", "50 levels once its aliases are written out"),
+        ("a: &a [*a]", "50 levels once its aliases are expanded"),
         ("a: " + "[" * 5000, "not valid YAML: nested too deeply"),
         (
             "a: !!python/object/apply:os.system [exit]",

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from psgrad.config import load_config
 from psgrad.plugins import MEASURES, own_classes
 from psgrad.workflows.analyze import analyze
-from psgrad.workflows.measures import RESERVED
+from psgrad.workflows.measure_setup import RESERVED
 from tools import measures_page
 
 ROOT = Path(__file__).parents[2]

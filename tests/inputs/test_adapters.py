@@ -112,7 +112,7 @@ def test_the_notes_and_the_origin(base: Path) -> None:
         "the adapter adapter (LoRA, rank 3, alpha 6) lies on top of base, not merged into it",
         "336 parameters of the adapters require a gradient, and no others",
     ]
-    assert loaded.origin["adapters"] == ["adapter (LoRA, rank 3, alpha 6)"]
+    assert loaded.origin.adapters == ["adapter (LoRA, rank 3, alpha 6)"]
     assert loaded.sha256 != load_model(ModelConfig(pretrained="base", task="causal-lm"), base.parent).sha256
 
 

@@ -22,6 +22,7 @@ from psgrad.config import ModelConfig
 from psgrad.errors import CheckpointError, ConfigError, ModelError
 from psgrad.inputs.models.checkpoints import load_into, read_checkpoint
 from psgrad.inputs.models.factory import load_model
+from psgrad.results.manifest import content_of
 
 
 def network() -> nn.Module:
@@ -303,7 +304,7 @@ def test_a_model_of_timm(timm: ModuleType, tmp_path: Path) -> None:
     save_file(weights, tmp_path / "best.safetensors")
     found = load_timm(tmp_path)
     assert torch.equal(found.model(torch.ones(1, 2, 2)), torch.full((1, 3), 4.0))
-    assert found.origin == {"timm": "resnet50", "version": "1.0"}
+    assert content_of(found.origin) == {"timm": "resnet50", "version": "1.0"}
 
 
 def test_a_checkpoint_of_timms_training(timm: ModuleType, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from psgrad.config import GateConfig
 from psgrad.quality import findings
-from psgrad.quality.findings import counts_of, in_order, levels_of, named_samples, records
+from psgrad.quality.findings import counts_of, in_order, levels_of, listed_findings, named_samples
 from psgrad.results import Finding, Location
 from psgrad.results.manifest import read_manifest
 from tests.verdicts import NO_REFERENCE, REFERENCE, table
@@ -18,7 +18,9 @@ def found(
     frame: pd.DataFrame, outliers: dict[str, object] = REFERENCE, gate: GateConfig | None = None
 ) -> list[Finding]:
     ordered = in_order(named_samples(frame, read_manifest({"outliers": outliers})), frame)
-    return list(records(ordered, frame, gate or GateConfig(), "grad_norm", Location("data.csv"), {2: 7}))
+    return list(
+        listed_findings(ordered, frame, gate or GateConfig(), "grad_norm", Location("data.csv"), {2: 7})
+    )
 
 
 def test_findings_order() -> None:

@@ -76,7 +76,7 @@ class Everything(Measure):
 
 @pytest.fixture
 def go(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Go:
-    monkeypatch.setattr("psgrad.workflows.measuring._ROWS_PER_SHARD", SHARD)
+    monkeypatch.setattr("psgrad.workflows.analyze_passes._ROWS_PER_SHARD", SHARD)
     monkeypatch.setattr(
         "psgrad.reports.analyze_page.write_report", lambda result, write: write("report.html", b"a page")
     )

@@ -24,7 +24,7 @@ from tests.text_tasks import CASES
 def test_analyze_of_texts_killed_at_any_point_and_resumed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("psgrad.workflows.measuring._ROWS_PER_SHARD", 4)
+    monkeypatch.setattr("psgrad.workflows.analyze_passes._ROWS_PER_SHARD", 4)
     monkeypatch.setattr(
         "psgrad.reports.analyze_page.write_report", lambda result, write: write("report.html", b"a page")
     )

@@ -605,7 +605,7 @@ def shards_of(workplace: Workplace) -> pd.DataFrame:
 
 
 def test_a_full_disk_keeps_the_finished_rows(quick: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psgrad.workflows.measuring._ROWS_PER_SHARD", 8)
+    monkeypatch.setattr("psgrad.workflows.analyze_passes._ROWS_PER_SHARD", 8)
     honest = psgrad.storage.files.write_atomically
 
     def full(target: Path, data: Any) -> None:

@@ -96,7 +96,7 @@ def bytes_sent(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> dict[str, C
             own = RankGroup(PrefixStore(name, group._store._store), group.rank, group.size)
             analyze(load_config(file), report=False, processes=own)
             own.answer_to_the_end()
-            own._stopped.set()
+            own.heartbeats.stopped.set()
         Path(f"sent-{group.rank}").write_text(json.dumps(sent))
 
     ended = run_in_group(place.folder, 2, work)

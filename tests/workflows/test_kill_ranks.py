@@ -33,7 +33,7 @@ STARTERS = ("--processes", "torchrun", "torchrun that restarts")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d")
 NAMED = (
     "was ended by SIGKILL",
-    "has given no sign of life",
+    "has sent no heartbeat",
     "a connection to another rank is lost",
     "Signal 9 (SIGKILL) received by PID",  # of torchrun, which may end the other rank before that notices
 )

@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from psgrad.config import load_config
-from psgrad.engine.measures.builtin.neighbours import ProjectedGradients
+from psgrad.engine.measures.builtin.projected_gradients import ProjectedGradients
 from psgrad.errors import MeasureError
 from psgrad.plugins import MEASURES, own_classes
 from psgrad.storage.finished import load_run
 from psgrad.workflows.analyze import analyze
-from psgrad.workflows.measures import measures_of
+from psgrad.workflows.measure_setup import measures_of
 from tests.workplace import CLASSES, ROWS, Workplace
 
 

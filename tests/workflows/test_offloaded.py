@@ -192,7 +192,7 @@ def test_audit_of_a_private_step(workplace: Workplace, monkeypatch: pytest.Monke
             lambda kind, made=made: make_generator(kind, seed=1, position=next(made)),
         )
         monkeypatch.setattr(
-            "psgrad.workflows.neighbours.make_generator",
+            "psgrad.workflows.audit_neighbours.make_generator",
             lambda kind, made=made: make_generator(kind, seed=1, position=next(made)),
         )
         place.config["engine"] = {"parameters": where}
@@ -224,7 +224,7 @@ def test_disk_that_fails_in_the_middle_keeps_the_finished_rows(
 ) -> None:
     """The disk fails from the third chunk on. With a disk that works the run goes on to the same table."""
     workplace.config["engine"] = {"chunk_size": 4, "parameters": "offloaded", "verify": 0}
-    monkeypatch.setattr("psgrad.workflows.measuring._ROWS_PER_SHARD", 4)
+    monkeypatch.setattr("psgrad.workflows.analyze_passes._ROWS_PER_SHARD", 4)
     workplace.succeeded("--no-report", "--output", "whole")
     read_into, place, chunks = WeightFile.read_into, Loader.place, 0
 

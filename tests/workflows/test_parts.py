@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from psgrad.workflows.measuring import Passes
+from psgrad.workflows.analyze_passes import Passes
 from tests.workflows.same_runs import assert_same_runs
 from tests.workplace import Workplace
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from psgrad.inputs.rows import Block, Samples
 from psgrad.ragged import RaggedAxes, joined
-from psgrad.workflows import setup
 from tests.workplace import Workplace
 
 MODELS = """\
@@ -74,7 +73,7 @@ class Sequences(Samples):
 @pytest.fixture
 def samples(monkeypatch: pytest.MonkeyPatch) -> Sequences:
     found = Sequences()
-    monkeypatch.setattr(setup, "load_data", lambda *_, **__: found)
+    monkeypatch.setattr("psgrad.workflows.samples.load_data", lambda *_, **__: found)
     return found
 
 

@@ -32,7 +32,7 @@ def quick(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     monkeypatch.setattr(
         "psgrad.reports.analyze_page.write_report", lambda result, write: write("report.html", b"")
     )
-    monkeypatch.setattr("psgrad.workflows.measuring._ROWS_PER_SHARD", 4)
+    monkeypatch.setattr("psgrad.workflows.analyze_passes._ROWS_PER_SHARD", 4)
     workplace.config |= {"engine": {"chunk_size": 4, "verify": 0}, "analyze": {"measures": ["el2n"]}}
     return workplace
 

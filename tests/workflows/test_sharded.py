@@ -178,7 +178,7 @@ def test_a_rank_that_dies_is_named_and_the_run_goes_on_in_one_process(workplace:
 
     first, _ = ranks(workplace, 2, "analyze", "config.yaml", "--no-report", plant=dies)
     assert first.code == 3
-    assert "rank 1 has given no sign of life" in first.err
+    assert "rank 1 has sent no heartbeat" in first.err
     assert "Traceback" not in first.err
     assert first.seconds < 20
     workplace.config["engine"]["parameters"] = "resident"

@@ -238,7 +238,7 @@ class Examples:
         return all(bool(each["own"]) for each in found)
 
     def summed(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum of the processes' tensors, on each of them."""
+        """The sum of the processes' tensors, all of one shape, on each process."""
         return own if self.processes.size == 1 else self._over_processes(own)
 
     def own_rows(self, compute: Callable[..., Any] | None = None) -> range:

@@ -1,4 +1,4 @@
-"""Rows on their way from the dataset to the device: the next chunk is read, and copied to the GPU, while this
+"""Loads rows from the dataset to the device: the next chunk is read, and copied to the GPU, while the present
 one is computed.
 
 One thread reads ahead, one chunk and no further, so a reader need not be made for threads: it is never called
@@ -235,7 +235,7 @@ class _Job:
 def to_device(
     inputs: Sequence[torch.Tensor], target: torch.Tensor | None, device: torch.device, dtype: torch.dtype
 ) -> DeviceRows:
-    """Inputs and target on a device, fractions in one type."""
+    """Inputs [n, ...] and target [n, ...] on a device, floating-point numbers in `dtype`."""
 
     def place(x: torch.Tensor) -> torch.Tensor:
         return x.to(device, non_blocking=True).to(dtype if x.is_floating_point() else x.dtype)

@@ -142,8 +142,8 @@ class Objective:
         """The model's output for the only sample of a batch, without the batch axis; under autocast in
         float32.
 
-        A loss subtracts numbers that are nearly the same (a probability from one), which halves would not
-        tell apart.
+        A loss subtracts numbers that are nearly the same (a probability from one), which half precision would
+        not distinguish.
         """
         output = first(self.forward(self.model, *batch))
         return (
@@ -158,16 +158,16 @@ class Objective:
             return self.output(*[x.unsqueeze(0) for x in inputs])
 
     def weights(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The weights of the losses of some samples; None where they have none."""
+        """The weights [k] of the losses of k samples; None where they have none."""
         return inputs[-1] if self.weighted else None
 
     def loss_of(self, output: Any, inputs: Sequence[torch.Tensor], target: torch.Tensor | None) -> Any:
-        """The loss of one sample, without its weight, from its output; inputs have no batch axis."""
+        """The loss [] of one sample, without its weight, from its output; inputs have no batch axis."""
         return self.criterion(output, target, *inputs[: self.columns])
 
     def plain_loss(self, inputs: Sequence[torch.Tensor], target: torch.Tensor | None) -> torch.Tensor:
-        """The loss of the only sample of a batch at the model's own parameters, as PyTorch's autograd takes
-        it: inputs and target with their batch axis.
+        """The loss [] of the only sample of a batch at the model's own parameters, as PyTorch's autograd
+        takes it: inputs and target with their batch axis.
         """
         own = None if target is None else target[0]
         loss: torch.Tensor = self.loss_of(self.output(*inputs), [x[0] for x in inputs], own)
@@ -176,8 +176,8 @@ class Objective:
     def loss(
         self, params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
     ) -> Any:
-        """(loss, summary) of one sample: inputs and target without a batch axis. A loss in halves comes as
-        float32.
+        """(loss, summary) of one sample: inputs and target without a batch axis. A loss in half
+        precision comes as float32.
         """
         if self.autocast == torch.float16:
             return scaled(self._loss, START)(params, inputs, target)
@@ -191,18 +191,14 @@ class Objective:
             value = self.loss_of(
                 output, inputs, target
             )  # inside: a loss may look at the model's weights, too
-        if not isinstance(value, torch.Tensor) or value.dim() != 0:
-            shape = (
-                f"a tensor of shape {tuple(value.shape)}"
-                if isinstance(value, torch.Tensor)
-                else type(value).__name__
-            )
-            raise LossError(
-                f"the loss returned {shape} for one sample",
-                expected="one number per sample: a tensor of shape ()",
-                cause="the loss does not reduce over the sample's own axes, or returns more than the loss",
-                next_step="end the loss with .mean() or .sum(); it sees one sample, without a batch axis",
-            )
+        require_number(
+            value,
+            "the loss",
+            "sample",
+            expected="one number per sample: a tensor of shape ()",
+            cause="the loss does not reduce over the sample's own axes, or returns more than the loss",
+            next_step="end the loss with .mean() or .sum(); it sees one sample, without a batch axis",
+        )
         if not value.dtype.is_floating_point:
             raise LossError(
                 f"the loss returned a tensor of dtype {value.dtype}",
@@ -213,6 +209,17 @@ class Objective:
         if self.weighted:
             value = value * inputs[-1].to(value.dtype)
         return value, self.summary(output, target) if self.summary is not None else {}
+
+
+def require_number(value: Any, function: str, row: str, **parts: str) -> None:
+    """Raises LossError unless `value`, which a function returned for one row, is a tensor of shape (); parts:
+    the other sentences of the error.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise LossError(f"{function} returned {type(value).__name__} for one {row}", **parts)
+    if value.dim():
+        shape = tuple(value.shape)
+        raise LossError(f"{function} returned a tensor of shape {shape} for one {row}", **parts)
 
 
 def first(output: Any) -> Any:
@@ -288,7 +295,7 @@ class GroupObjective(Objective):
         return losses.sum(), {}
 
     def plain_loss(self, inputs: Sequence[torch.Tensor], target: torch.Tensor | None) -> torch.Tensor:
-        """The rows one after another, without psgrad's transforms."""
+        """The loss [] of a group: of its rows one after another, without psgrad's transforms."""
         count = inputs[0].shape[1]
         losses = [
             self.row.plain_loss([x[:, place] for x in inputs], None if target is None else target[:, place])

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from psgrad.engine.execution import rank_tensors
+from psgrad.engine.execution.heartbeats import HURRIED, SHORTEST_POLL, Heartbeats
 from psgrad.engine.execution.rank_requests import RankRequests
 from psgrad.engine.execution.rank_waits import (
     POLL,
@@ -40,13 +40,7 @@ from psgrad.engine.execution.rank_waits import (
 from psgrad.engine.execution.ranks import PROGRESS_EVERY, Answer, Arrays, Result, step_within
 from psgrad.errors import DistributedError, PsgradError, error_of
 
-_SHORTEST_POLL = 0.0005  # seconds between two looks into the store at first; POLL at last
-_LOOK = 0.002  # seconds between two looks for dead ranks, times the number of ranks: all ask one store
-_BEAT = 2.0  # seconds between two signs of life
-_HURRIED = 5.0  # seconds of silence where this rank has been asked to end, or has lost a connection
 _LEAVING = 1.0  # seconds that rank 0 waits for others to leave before it
-_FAILED = "failed"
-_SHOWN = 8  # ranks in an error
 
 
 def _run_of(environment: Mapping[str, str]) -> str:
@@ -90,14 +84,10 @@ class RankGroup:
         self.limits = Limits.of(os.environ)
         self.rank, self.size, self.leads = rank, size, rank == 0
         self._store = ReachableStore(store, self.limits.silence)
-        self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}
-        self._hurried, self._turns, self._looked = False, Counter[str](), time.monotonic()
+        self.heartbeats = Heartbeats(self._store, rank, size, self.limits)
+        self._turns = Counter[str]()
         self._whole = True  # whether no message was broken off
-        self._waits_for = ""
         self._requests: list[RankRequests] = []
-        self._stopped = threading.Event()
-        self._beating = threading.Thread(target=self._beat, daemon=True)
-        self._beating.start()
         self._progress: dict[str, tuple[int, int, float]] = {}  # rows not sent, rows of all, when it asked
         self._steps, self._computing = 0, False
         self._computed = self._waited = 0.0  # seconds
@@ -141,7 +131,7 @@ class RankGroup:
                 lambda: dist.init_process_group(
                     cls.backend, store=store, rank=rank, world_size=size, timeout=timeout
                 ),
-                within(limits, group._require_others, size),
+                within(limits, group.heartbeats.require_others, size),
                 POLL,
             )
         except (RuntimeError, ValueError) as error:
@@ -161,27 +151,22 @@ class RankGroup:
         return group
 
     def leave(self) -> None:
-        """End the signs of life, and leave the group; rank 0, which may hold the store, a moment after the
+        """End the heartbeats, and leave the group; rank 0, which may hold the store, a moment after the
         others.
         """
-        self._stopped.set()
-        self._beating.join()
+        self.heartbeats.end()
         with suppress(DistributedError):
             self._store.add("left", 1)
             end = time.monotonic() + _LEAVING
             while self.rank == 0 and self._store.add("left", 0) < self.size and time.monotonic() < end:
-                time.sleep(_SHORTEST_POLL)
+                time.sleep(SHORTEST_POLL)
         # Else it may wait for minutes for a message that does not come.
         if self._whole and not self._store.silent and all(each.ended for each in self._requests):
             dist.destroy_process_group()
 
     def fail(self, message: str) -> bool:
         """Let the others know that this rank has failed, and why; returns whether it was the first."""
-        failure = json.dumps([self.rank, message])
-        try:
-            return bool(self._store.compare_set(_FAILED, "", failure) == failure.encode())
-        except DistributedError:
-            return True
+        return self.heartbeats.fail(message)
 
     def part_of(self, rank: int) -> str:
         return f"rank-{rank}"
@@ -258,7 +243,7 @@ class RankGroup:
         if self.rank == 0:
             self._store.add(key, 1)
         else:
-            self._wait_for(lambda: self._store.add(key, 0) >= self._turns[name], key)
+            self.heartbeats.wait_for(lambda: self._store.add(key, 0) >= self._turns[name], key)
         return self._broadcast(arrays)
 
     def collect(
@@ -268,7 +253,7 @@ class RankGroup:
         self._turns[name] += 1
         key = f"collect.{name}"
         self._store.add(key, 1)
-        self._wait_for(lambda: self._store.add(key, 0) >= self._turns[name] * self.size, key)
+        self.heartbeats.wait_for(lambda: self._store.add(key, 0) >= self._turns[name] * self.size, key)
         for source in self._sources():
             self._received(source, add)
         if self.rank:
@@ -327,7 +312,7 @@ class RankGroup:
         return self._computed, self._waited
 
     def hurry(self) -> None:
-        self._hurried = True
+        self.heartbeats.hurried = True
 
     # -- questions at any time -------------------------------------------------------------------------------
 
@@ -383,14 +368,14 @@ class RankGroup:
         process group has a limit.
         """
         try:
-            found: Result = watched(exchange, self.waiting("tensors of another rank", limit), POLL)
+            found: Result = watched(exchange, self.heartbeats.waiting("tensors of another rank", limit), POLL)
             return found
         except RuntimeError as error:
             self._whole = False
             self.hurry()
-            end = time.monotonic() + 2 * _HURRIED
+            end = time.monotonic() + 2 * HURRIED
             while time.monotonic() < end:
-                self._require_others()
+                self.heartbeats.require_others()
                 time.sleep(POLL)
             raise DistributedError(
                 f"a connection to another rank is lost: {str(error).splitlines()[0]}",
@@ -401,96 +386,6 @@ class RankGroup:
             self._whole = False
             raise
 
-    # -- waiting ---------------------------------------------------------------------------------------------
-
     def _wait(self, key: str) -> None:
         """Wait until the key is there. Raises DistributedError where a rank has failed or died."""
-        self._wait_for(lambda: self._store.check([key]), key)
-
-    def _wait_for(self, reached: Callable[[], bool], what: str) -> None:
-        """Look often at first, then in pauses of a tenth of the time waited, and for dead ranks now and
-        then.
-        """
-        began, look = time.monotonic(), self.waiting(what)
-        self._waits_for = what
-        while not reached():
-            look()
-            time.sleep(min(POLL, max(_SHORTEST_POLL, (time.monotonic() - began) / 10)))
-        self._waits_for = ""
-
-    def waiting(self, what: str, limit: float | None = None) -> Callable[[], None]:
-        """A function to call again and again during a wait. It raises DistributedError where another rank has
-        failed or died, or the wait is too long.
-
-        what: is waited for. limit: in seconds; None for the one of work.
-        """
-        patience = Patience(self.limits.work if limit is None else limit)
-        looked = time.monotonic()
-
-        def look() -> None:
-            nonlocal looked
-            if patience.ended():
-                raise self._too_late(what, patience.limit)
-            if (now := time.monotonic()) - looked > max(POLL, self.size * _LOOK):
-                self._require_others()
-                looked = now
-
-        return look
-
-    def _too_late(self, what: str, seconds: float) -> DistributedError:
-        waits = f" {what}".encode()
-        late = [rank for rank, beat in self._beats().items() if not beat.endswith(waits)]
-        return DistributedError(
-            f"rank {self.rank} has waited {seconds:,.0f} seconds for {what!r}"
-            + (f"; not there: rank {', '.join(map(str, late[:_SHOWN]))}" if late else ""),
-            expected="ranks that come to the same place within that time",
-            cause="a rank that lives and does not go on: it reads from a drive that hangs, or runs code of"
-            " yours without an end",
-            next_step="look at its log in logs/ of the run folder, and run again with --resume;"
-            " PSGRAD_RANK_WORK=200000 waits longer",
-            rank=late[0] if late else None,
-        )
-
-    def _require_others(self) -> None:
-        if self._store.check([_FAILED]):
-            rank, message = json.loads(self._store.get(_FAILED))
-            raise DistributedError(
-                f"rank {rank} failed: {message}", next_step="mend it there, and run again with --resume"
-            )
-        now, silence = time.monotonic(), self._patience()
-        paused = now - self._looked > silence / 2  # computed, or was stopped, maybe together with the others
-        self._looked = now
-        for rank, beat in self._beats().items():
-            before, since = self._heard[rank]
-            if beat != before or paused:
-                self._heard[rank] = beat, now
-            elif now - since > (silence if before else self.limits.exchange):  # it may begin late
-                raise DistributedError(
-                    f"rank {rank} has given no sign of life for {now - since:.0f} seconds",
-                    cause="its process was killed, or its machine is down",
-                    next_step="run again with --resume: what is finished is kept",
-                    rank=rank,
-                )
-
-    def _patience(self) -> float:
-        """Seconds of silence of another rank, at most."""
-        return min(_HURRIED, self.limits.silence) if self._hurried else self.limits.silence
-
-    def _beats(self) -> dict[int, bytes]:
-        """The last sign of life of each other rank; empty where it has given none. One request for all that
-        have begun.
-        """
-        begun = [
-            rank
-            for rank, (before, _) in self._heard.items()
-            if before or self._store.check([f"alive.{rank}"])
-        ]
-        beats = self._store.multi_get([f"alive.{rank}" for rank in begun]) if begun else []
-        return dict.fromkeys(self._heard, b"") | dict(zip(begun, beats, strict=True))
-
-    def _beat(self) -> None:
-        with suppress(DistributedError):
-            while True:
-                self._store.set(f"alive.{self.rank}", f"{time.monotonic()} {self._waits_for}")
-                if self._stopped.wait(_BEAT):
-                    return
+        self.heartbeats.wait_for(lambda: self._store.check([key]), key)

@@ -1,4 +1,4 @@
-"""Questions that a rank asks other ranks, which answer at any time, whatever they compute meanwhile.
+"""Requests of a rank to other ranks, which answer at any time, also during a computation.
 
 For each other rank a thread of this one waits for its questions and answers them. It takes nothing that a
 computation holds, and waits for nobody but the rank that it answers, which waits for it. So no order in which
@@ -25,7 +25,7 @@ _HEAD = 4  # numbers of a question that are sent at once
 _FOREVER = timedelta(days=365)  # a rank may compute for days without a question
 
 
-class Group(Protocol):
+class RankExchange(Protocol):
     """What is needed of the ranks of a run."""
 
     rank: int
@@ -53,7 +53,7 @@ class RankRequests:
         answer: the answer to a question, called in threads.
     """
 
-    def __init__(self, group: Group, ranks: Sequence[int], answer: Answer) -> None:
+    def __init__(self, group: RankExchange, ranks: Sequence[int], answer: Answer) -> None:
         self._group, self._answer = group, answer
         self._others = [rank for rank in ranks if rank != group.rank]
         self._in_turn = OneThread()  # questions come one after another, whichever thread asks

@@ -30,12 +30,12 @@ class Limits:
     """Seconds that a rank waits, at most; PSGRAD_RANK_SILENCE and so on in the environment.
 
     Attributes:
-        silence: for a sign of life of a rank, or an answer of the store. Both come within milliseconds from
+        silence: for a heartbeat of a rank, or an answer of the store. Both come within milliseconds from
             threads of their own, whatever is computed or written: only a machine that is short of memory
             holds them up for seconds.
         exchange: for all ranks to come together, and for one message between two. Machines of one job may
             be ready minutes apart.
-        work: for a rank that gives signs of life, to come to where the others wait. It may compute for hours.
+        work: for a rank that sends heartbeats, to come to where the others wait. It may compute for hours.
     """
 
     silence: float = 25.0

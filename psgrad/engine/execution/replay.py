@@ -1,4 +1,4 @@
-"""Chunks of one size run one program: it is recorded once, held against the ordinary way on a chunk, and
+"""Chunks of one size run one program: it is captured once, compared with the model itself on one chunk, and
 replayed on the rest.
 """
 
@@ -29,7 +29,7 @@ _RARELY = 8
 
 def _register(kind: type, *tensors: str) -> None:
     """Make a dataclass a pytree: of these fields; the others stay what they were when the program was
-    recorded.
+    captured.
     """
     others = [field.name for field in fields(kind) if field.name not in tensors]
     register_pytree_node(
@@ -122,10 +122,10 @@ class Replay:
         found: Any,
         states: random_state.States,
     ) -> None:
-        """Record, and hold the replay of a chunk against what was found of it; it is replayed from now on if
-        they agree.
+        """Capture the program, and compare its replay of a chunk with `found`, the results of that chunk. If
+        they agree, chunks are replayed from now on.
         """
-        program = captured.record(self.params, inputs, target)
+        program = captured.program_of(self.params, inputs, target)
         if program is None:
             self._captured = None
             return

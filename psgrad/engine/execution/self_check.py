@@ -26,16 +26,16 @@ from psgrad.errors import SelfCheckError
 # Of the relative error of a whole gradient; both sides round, so this is a bound on mistakes and not a claim
 # of precision.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-2}
-# Under autocast the witness itself says how far halves lead away from float32 on a sample, which depends on
-# the model's depth and on how much cancels in the sample's gradient. Ours stands as far from float32, so the
-# two are at most twice that apart; a third time is left for luck. Besides, the witness stores each weight's
-# gradient in halves before it is cast back, and ours does not.
+# Under autocast, autograd's own gradient says how far half precision is from float32 on a sample, which
+# depends on the model's depth and on how much cancels in the sample's gradient. Ours is as far from float32,
+# so the two differ by at most twice that; a third time is a margin. Besides, autograd stores each weight's
+# gradient in half precision before it is cast back, and ours does not.
 _TIMES_THE_ROUNDING = 3
 
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """How far our gradients are from the witness's.
+    """How far our gradients are from those of PyTorch's autograd.
 
     rows: the samples that were checked, in one batch. errors: for each, the larger of two relative errors: of
     the whole gradient (the norm of the difference) and of its norm as the queries compute it. Relative to the
@@ -91,7 +91,7 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
     rounding = [
         _relative(distance, norm, norm, scale) for distance, norm in zip(rounded, norms, strict=False)
     ]
-    if objective.autocast == torch.float16:  # without scaled losses the witness would be wrong in float16
+    if objective.autocast == torch.float16:  # without scaled losses autograd would be wrong in float16
         kind, tolerances, rounding = torch.float16, [TOLERANCE[torch.float16]] * len(rows), errors
     elif objective.autocast is not None:
         kind = objective.autocast
@@ -104,7 +104,7 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
 
 
 class _Comparison:
-    """One sample's gradients beside the witness's, of which one parameter at a time is in memory."""
+    """One sample's gradients beside autograd's, of which one parameter at a time is in memory."""
 
     def __init__(self, gradients: PerSampleGradients, place: int) -> None:
         self.gradients, self.place = gradients, place

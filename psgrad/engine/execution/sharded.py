@@ -1,5 +1,5 @@
 """Weights of which each rank of a group keeps a part: an operator gathers the parts of its weight from the
-ranks, runs, and lets them go.
+ranks, runs, and frees them.
 
 A part is asked for when it is needed (see rank_requests.py), and not in collectives, which all ranks would
 have to enter in one order: ranks have other rows, and so other operators.

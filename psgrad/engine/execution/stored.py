@@ -59,7 +59,7 @@ FEW_ROWS = 1 / 4
 """Rows of a table are read one by one if they are at most this share of it."""
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Where the numbers of one tensor lie.
 
     Attributes:
@@ -95,7 +95,7 @@ class WeightFile:
     Raises CheckpointError where it can't be read, is shorter than it was, or was written to.
 
     Attributes:
-        stamp: by which it is told from other files, and from itself after it was written to.
+        stamp: by which it is distinguished from other files, and from itself after a write to it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -189,7 +189,7 @@ class Stored(Tensor):
         supply: brings the numbers to the device; None for those that lie there.
     """
 
-    source: Source
+    source: WeightSource
     view_of_source: Tensor
     supply: Supply | None
 
@@ -198,7 +198,7 @@ class Stored(Tensor):
     @staticmethod
     def __new__(
         cls,
-        source: Source,
+        source: WeightSource,
         dtype: torch.dtype,
         supply: Supply | None = None,
         view: Tensor | None = None,
@@ -218,7 +218,7 @@ class Stored(Tensor):
 
     def __init__(
         self,
-        source: Source,
+        source: WeightSource,
         dtype: torch.dtype,
         supply: Supply | None = None,
         view: Tensor | None = None,
@@ -340,17 +340,17 @@ class Supply:
     def __init__(self, device: torch.device, budget: int) -> None:
         self.device, self.budget = device, budget
         self.moved = 0
-        self._kept: dict[Source, Tensor] = {}  # in their stored type, the one used last at the end
-        self._followed: dict[tuple[Source | None, Source | None], Source] = {}
-        self._last: tuple[Source | None, Source | None] = (None, None)
-        self._ahead: tuple[Source, Future[_Arrival]] | None = None
+        self._kept: dict[WeightSource, Tensor] = {}  # in their stored type, the one used last at the end
+        self._followed: dict[tuple[WeightSource | None, WeightSource | None], WeightSource] = {}
+        self._last: tuple[WeightSource | None, WeightSource | None] = (None, None)
+        self._ahead: tuple[WeightSource, Future[_Arrival]] | None = None
         self._reader: ThreadPoolExecutor | None = None
         self._side = side_stream(device)
         if device.type == "cpu":
             give_freed_memory_back()
         self._using = threading.Lock()
 
-    def bring(self, source: Source, view: Tensor) -> Tensor:
+    def bring(self, source: WeightSource, view: Tensor) -> Tensor:
         """On the device, in the stored type: the numbers that `view`, a view of the source's layout, sees."""
         layout = source.layout
         with self._using:
@@ -359,7 +359,7 @@ class Supply:
             whole = self._whole(source)
         return whole.as_strided(view.shape, view.stride(), view.storage_offset() - layout.storage_offset())
 
-    def bring_rows(self, source: Source, view: Tensor, rows: Tensor) -> Tensor:
+    def bring_rows(self, source: WeightSource, view: Tensor, rows: Tensor) -> Tensor:
         """These rows (int64 [k]) of what `view` sees, on the device and in the stored type."""
         with self._using:
             if source not in self._kept:
@@ -372,7 +372,7 @@ class Supply:
             self._kept.clear()
             self._ahead = None
 
-    def _whole(self, source: Source) -> Tensor:
+    def _whole(self, source: WeightSource) -> Tensor:
         found = self._kept.pop(source, None)
         if found is None:
             found = self._arrived(source)
@@ -388,7 +388,7 @@ class Supply:
         while self._kept and sum(each.nbytes for each in self._kept.values()) + size > self.budget:
             del self._kept[next(iter(self._kept))]
 
-    def _arrived(self, source: Source) -> Tensor:
+    def _arrived(self, source: WeightSource) -> Tensor:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] is source:
             return self._moved(ahead[1].result())
@@ -410,7 +410,7 @@ class Supply:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="psgrad-weights")
         self._ahead = following, self._reader.submit(self._read, following)
 
-    def _read(self, source: Source) -> _Arrival:
+    def _read(self, source: WeightSource) -> _Arrival:
         pinned = self._side is not None
         return _Arrival(source.read(source.layout, pinned=pinned), self.device, self._side)
 

@@ -68,7 +68,7 @@ class DeferredGradient:
         return torch.zeros(count, *self.shape, dtype=self.dtype, device=self.device)
 
     def at(self, samples: slice | torch.Tensor) -> DeferredGradient:
-        """The gradient of some of the samples."""
+        """The gradient of some of the samples: a slice of n, or their numbers [k]."""
         return self.with_terms([placed.at(samples) for placed in self.terms])
 
     def describe(self) -> str:
@@ -156,7 +156,9 @@ def deferred_in(batch: Batch, argument: Any) -> DeferredGradient | None:
 
 
 def term_of(batch: Batch, value: torch.Tensor) -> Term:
-    """A value as a term: stored, shared by all samples, or constant along some axes."""
+    """A value [n, *shape] of the batch, or [*shape] of all samples, as a term: stored, shared, or constant
+    along some axes.
+    """
     if not batch.is_mapped(value):
         return Multiples(
             torch.ones(batch.size, *(1,) * value.dim(), dtype=value.dtype, device=value.device), value

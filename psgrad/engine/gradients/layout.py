@@ -15,7 +15,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Run:
+class AxisSlice:
     """The places of an axis in a longer one: `start`, `start + step`, ..., of `size`."""
 
     start: int
@@ -29,13 +29,13 @@ class Run:
     def end(self, length: int) -> int:
         return self.start + (length - 1) * self.step + 1
 
-    def is_apart(self, length: int, other: Run, other_length: int) -> bool:
+    def is_apart(self, length: int, other: AxisSlice, other_length: int) -> bool:
         """Whether `length` places of this run have none in common with those of another."""
         if self.end(length) <= other.start or other.end(other_length) <= self.start:
             return True
         return (self.start - other.start) % math.gcd(self.step, other.step) != 0
 
-    def narrow(self, length: int, start: int, step: int, wanted: int) -> tuple[slice, Run] | None:
+    def narrow(self, length: int, start: int, step: int, wanted: int) -> tuple[slice, AxisSlice] | None:
         """The intersection of `length` places of this run with `wanted` places from `start` on: its slice of
         this run, and its run among the `wanted` places. None if the two steps are not compatible; an empty
         slice if there is no common place.
@@ -43,14 +43,15 @@ class Run:
         if step == 1:
             first = max(0, -(-(start - self.start) // self.step))
             last = min(length - 1, (start + wanted - 1 - self.start) // self.step)
-            return slice(first, max(last + 1, first)), Run(
+            return slice(first, max(last + 1, first)), AxisSlice(
                 self.start + first * self.step - start, self.step, wanted
             )
         if self.step == 1:
             first = max(0, -(-(self.start - start) // step))
             last = min(wanted - 1, (self.start + length - 1 - start) // step)
             begin = start + first * step - self.start
-            return slice(begin, max(begin + (last - first) * step + 1, begin), step), Run(first, 1, wanted)
+            places = slice(begin, max(begin + (last - first) * step + 1, begin), step)
+            return places, AxisSlice(first, 1, wanted)
         return None
 
 
@@ -66,7 +67,8 @@ class Layout:
     atoms: tuple[int, ...]  # sizes, in canonical order; their product is the number of elements
     order: tuple[int, ...]  # the atoms' places in the order of the labelled axes
     inner: tuple[int, ...]  # the labelled axes: each is a run of atoms in that order
-    window: tuple[Run, ...] | None = None  # for each labelled axis where its places lie in the parameter's
+    # for each labelled axis where its places lie in the parameter's
+    window: tuple[AxisSlice, ...] | None = None
 
     @classmethod
     def identity(cls, shape: Sequence[int]) -> Layout:
@@ -75,7 +77,7 @@ class Layout:
     @classmethod
     def of_plain(cls, values: Mapping[str, Any]) -> Layout:
         """The layout of what `dataclasses.asdict` gives, lists in place of tuples."""
-        window = values["window"] and tuple(Run(**run) for run in values["window"])
+        window = values["window"] and tuple(AxisSlice(**run) for run in values["window"])
         atoms, order, inner = (tuple(values[name]) for name in ("atoms", "order", "inner"))
         return cls(atoms, order, inner, window)
 
@@ -121,9 +123,9 @@ class Layout:
         return tuple(slice(run.start, run.end(length), run.step) for run, length in self.runs)
 
     @property
-    def runs(self) -> tuple[tuple[Run, int], ...]:
+    def runs(self) -> tuple[tuple[AxisSlice, int], ...]:
         """For each labelled axis its places in the parameter's, and their number."""
-        window = self.window or [Run(0, 1, size) for size in self.inner]
+        window = self.window or [AxisSlice(0, 1, size) for size in self.inner]
         return tuple(zip(window, self.inner, strict=True))
 
     def apply(self, value: torch.Tensor, lead: int = 0) -> torch.Tensor:
@@ -172,7 +174,7 @@ class Layout:
     def embed(self, dim: int, start: int, step: int, size: int) -> Layout:
         """The layout in a larger value, whose axis `dim` has length `size`."""
         window = [run for run, _ in self.runs]
-        window[dim] = Run(start + window[dim].start * step, window[dim].step * step, size)
+        window[dim] = AxisSlice(start + window[dim].start * step, window[dim].step * step, size)
         if all(run.covers(length) for run, length in zip(window, self.inner, strict=True)):
             return self.bare
         return replace(self, window=tuple(window))
@@ -230,14 +232,14 @@ def _suffix_products(sizes: Sequence[int]) -> list[int]:
 
 
 def _reshape_window(
-    window: Sequence[Run], inner: Sequence[int], shape: Sequence[int]
-) -> list[tuple[Run, int]] | None:
+    window: Sequence[AxisSlice], inner: Sequence[int], shape: Sequence[int]
+) -> list[tuple[AxisSlice, int]] | None:
     """For each axis of the new shape its run and its number of places; None if the window is not a product of
     runs there.
     """
     if math.prod(shape) != math.prod(run.size for run in window) or 0 in inner or 0 in shape:
         return None
-    out: list[tuple[Run, int]] = []
+    out: list[tuple[AxisSlice, int]] = []
     old, new = 0, 0
     while old < len(window) or new < len(shape):
         first, start = old, new  # the fewest old axes that form some of the new
@@ -259,7 +261,7 @@ def _reshape_window(
     return out
 
 
-def _joined(runs: Sequence[Run], lengths: Sequence[int]) -> tuple[int, int, int] | None:
+def _joined(runs: Sequence[AxisSlice], lengths: Sequence[int]) -> tuple[int, int, int] | None:
     """(start, step, length) of the places of runs along several axes in the one axis that they form."""
     start, step, length = 0, 1, 1
     behind = 1  # the size of the axes so far, from the last on
@@ -276,22 +278,22 @@ def _joined(runs: Sequence[Run], lengths: Sequence[int]) -> tuple[int, int, int]
     return start, step, length
 
 
-def split_run(start: int, step: int, length: int, sizes: Sequence[int]) -> list[tuple[Run, int]] | None:
+def split_run(start: int, step: int, length: int, sizes: Sequence[int]) -> list[tuple[AxisSlice, int]] | None:
     """For each of the axes into which one axis of length prod(sizes) is cut, a run and its number of places.
     The product of these runs is the given run of the one axis. None if there are no such runs.
     """
-    out: list[tuple[Run, int]] = []
+    out: list[tuple[AxisSlice, int]] = []
     for place, size in enumerate(sizes):
         inner = math.prod(sizes[place + 1 :])
         last = start + (length - 1) * step
         if start // inner == last // inner:  # all in one
-            out.append((Run(start // inner, 1, size), 1))
+            out.append((AxisSlice(start // inner, 1, size), 1))
             start %= inner
         elif step % inner == 0:  # one in each
-            out.append((Run(start // inner, step // inner, size), length))
+            out.append((AxisSlice(start // inner, step // inner, size), length))
             start, step, length = start % inner, 1, 1
         elif inner % step == 0 and start % inner < step and length % (inner // step) == 0:  # as many in each
-            out.append((Run(start // inner, 1, size), length * step // inner))
+            out.append((AxisSlice(start // inner, 1, size), length * step // inner))
             start, length = start % inner, inner // step
         else:
             return None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed, oriented
-from psgrad.engine.gradients.layout import Run
+from psgrad.engine.gradients.layout import AxisSlice
 from psgrad.engine.gradients.precision_guard import is_flagging, is_unchecked, samples_to_recompute
 from psgrad.engine.gradients.terms import (
     CANCELLATION,
@@ -156,7 +156,7 @@ def common_parts(a: Placed, b: Placed) -> list[tuple[Placed, Placed]] | None:
     return [(one, other) for one in parts[0] or [] for other in parts[1] or []]
 
 
-def _within(placed: Placed, runs: Sequence[tuple[Run, int]]) -> list[Placed] | None:
+def _within(placed: Placed, runs: Sequence[tuple[AxisSlice, int]]) -> list[Placed] | None:
     """The part of a term within a window, with no window of its own."""
     for dim, (run, length) in enumerate(runs):
         own, count = placed.layout.runs[dim]

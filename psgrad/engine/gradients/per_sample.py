@@ -116,8 +116,8 @@ def per_sample_square_norms(
     randomness: str = "error",
     absolute: bool = False,
 ) -> SquareNorms:
-    """The squared norms only, with the arguments of `per_sample_gradients`. absolute: whether
-    `SquareNorms.absolute` is computed too.
+    """The squared norms only, [n] for each parameter, with the arguments of `per_sample_gradients`. absolute:
+    whether `SquareNorms.absolute` is computed too.
 
     Each parameter's gradient is contracted and deleted as soon as the backward pass completes it. So the
     factors of all parameters never exist at the same time.
@@ -155,7 +155,7 @@ class NormsByName:
         self.computed_as[name] = gradient.describe()
 
     def of(self, names: Iterable[str], losses: torch.Tensor, aux: Any) -> SquareNorms:
-        """The norms of all parameters, in order."""
+        """The squared norms [n] of all parameters, in order. losses: [n]."""
         zero = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device)
         absolute = {} if self.absolute is None else {name: self.absolute.get(name, zero) for name in names}
         return SquareNorms(
@@ -205,11 +205,11 @@ class Pass:
         with level.body(attach=False):
             traced = [x if d is None else level.lift(x) for x, d in zip(in_front, self.dims, strict=True)]
             arguments = (dict(self.params), *unflatten(traced, self.structure))
-            record = cotangents_and_value(self.loss, (0,), arguments, {}, self.has_aux, complete)
+            found = cotangents_and_value(self.loss, (0,), arguments, {}, self.has_aux, complete)
             aux = map_leaves(
-                lambda x: level.batch.physical(x) if isinstance(x, torch.Tensor) else x, record.aux
+                lambda x: level.batch.physical(x) if isinstance(x, torch.Tensor) else x, found.aux
             )
-            return level.batch.physical(record.value), aux
+            return level.batch.physical(found.value), aux
 
     def split(
         self,

@@ -61,6 +61,11 @@ class Setting:
     def __len__(self) -> int:
         return len(self.examples)
 
+    @property
+    def checkpoint_names(self) -> list[str]:
+        """The names of the T checkpoints."""
+        return [checkpoint.name for checkpoint in self.checkpoints]
+
 
 @dataclass(frozen=True)
 class Gathered:

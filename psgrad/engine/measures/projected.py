@@ -17,7 +17,7 @@ COLUMN = "projected_gradients"
 
 
 @dataclass(frozen=True)
-class Projected:
+class FiniteProjections:
     """The projected gradients of the samples that are finite.
 
     Attributes:
@@ -31,7 +31,7 @@ class Projected:
     exact: bool
 
     @classmethod
-    def of(cls, rows: Mapping[str, torch.Tensor], parameters: int) -> Projected:
+    def of(cls, rows: Mapping[str, torch.Tensor], parameters: int) -> FiniteProjections:
         """The finite ones of `rows`, name -> [n, ...], which are those of Measure.gather. parameters: p,
         numbers in a gradient.
         """

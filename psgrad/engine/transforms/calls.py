@@ -42,7 +42,7 @@ Cotangents = list[Any]  # one a result or an argument; None stands for zero
 
 
 @dataclass
-class RecordedCall:
+class TapedCall:
     """The results of a call and its backward function, for the tape of a reverse-mode level."""
 
     outs: Flat
@@ -76,7 +76,7 @@ class Call:
         """The same call for all samples together, on physical values; it sets `mapped.outs`."""
         raise NotImplementedError
 
-    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> RecordedCall:
+    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> TapedCall:
         """The results and the backward function, on values below a reverse-mode level; `needed`: the
         arguments that need a cotangent.
         """
@@ -138,10 +138,10 @@ def process(level: ActiveLevel, call: Call, args: Flat) -> Flat:
         return [level.dual(x, t) if isinstance(x, torch.Tensor) else x for x, t in zip(*results, strict=True)]
     assert isinstance(level, GradLevel)
     with watched_by_tape(level):
-        recorded = call.differentiate(level, values, [i for i, _ in inputs])
-    places = inputs + [(len(args) + i, x) for i, x in enumerate(recorded.captured)]
-    return level.record_call(
-        recorded.outs, lambda arrived: dict(enumerate(recorded.pull(arrived))), places, recorded.constant
+        taped = call.differentiate(level, values, [i for i, _ in inputs])
+    places = inputs + [(len(args) + i, x) for i, x in enumerate(taped.captured)]
+    return level.add_call(
+        taped.outs, lambda arrived: dict(enumerate(taped.pull(arrived))), places, taped.constant
     )
 
 

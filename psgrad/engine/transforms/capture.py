@@ -1,4 +1,4 @@
-"""Capture and replay: the kernels of a function are recorded once as a program, which runs again without
+"""Capture and replay: the kernels of a function are stored once as a program, which runs again without
 Python.
 
 `capture(f)` runs `f` for each signature (shapes, dtypes, devices, Python values among the arguments) on
@@ -28,7 +28,7 @@ from psgrad.engine.transforms.private_torch import (
     torch_func_runs,
     tree_flatten,
 )
-from psgrad.engine.transforms.program import PLAIN, Compiler, Program, record
+from psgrad.engine.transforms.program import PLAIN, Compiler, Program, capture_program
 from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
 
@@ -65,7 +65,7 @@ def capture(
         say or (lambda why: warnings.warn(f"{name} is not replayed but run uncaptured: {why}", stacklevel=2)),
     )
     if example:
-        captured.record(*example)
+        captured.program_of(*example)
     return captured
 
 
@@ -92,7 +92,7 @@ class Captured:
                 exits.enter_context(torch.autocast(kind, enabled=False))
             return program(tensors)
 
-    def record(self, *args: Any, **kwargs: Any) -> Program | None:
+    def program_of(self, *args: Any, **kwargs: Any) -> Program | None:
         """The program for these arguments, captured without values; None if calls with them run
         uncaptured.
         """
@@ -112,10 +112,10 @@ class Captured:
         ):
             return program, autocast
         if program is None and len(self.programs) >= _MAX_PROGRAMS:
-            self._say_once(f"of its signatures only the first {_MAX_PROGRAMS} are recorded")
+            self._say_once(f"of its signatures only the first {_MAX_PROGRAMS} are captured")
             return None, ()
         try:
-            self.programs[signature] = record(self.function, leaves, spec, self.compile)
+            self.programs[signature] = capture_program(self.function, leaves, spec, self.compile)
         except Exception as error:
             first_line = str(error).partition("\n")[0]
             self._say_once(

@@ -14,7 +14,7 @@ from psgrad.engine.transforms.calls import (
     Cotangents,
     Flat,
     Mapped,
-    RecordedCall,
+    TapedCall,
     dispatch_call,
     entered_again,
     lowered,
@@ -120,8 +120,8 @@ class RecomputedCall(Call):
         outs = lowered(self.function(duals), level.index, self.name)
         return [level.unwrap(x) for x in outs], [x.tangent if level.owns(x) else None for x in outs]
 
-    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> RecordedCall:
-        watch, settings = Watch(level, self.name), CallSettings()
+    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> TapedCall:
+        watch, settings = OutsideValues(level, self.name), CallSettings()
         # both runs of a function must treat fresh tensors alike; another function for the value runs alone
         below = without_adoption(level) if self.value is not self.function else nullcontext()
         with watch.over_first_run(), settings.noted(), read_only(values), below:
@@ -155,7 +155,7 @@ class RecomputedCall(Call):
             of_args = dict(zip(needed, cotangents_of_inputs, strict=False))
             return [of_args.get(i) for i in range(len(values))] + cotangents_of_inputs[len(needed) :]
 
-        return RecordedCall(outs, pull, captured)
+        return TapedCall(outs, pull, captured)
 
 
 class _Place:
@@ -175,7 +175,7 @@ def changed(name: str) -> TransformError:
     )
 
 
-class Watch:
+class OutsideValues:
     """Collects the values of a level that a function reads besides its arguments: in the first run, which is
     not recorded, and in the second.
     """

@@ -55,13 +55,13 @@ def grad_and_value(
     @functools.wraps(func)
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
         positions = positions_of(argnums, len(args))
-        record = cotangents_and_value(func, positions, args, kwargs, has_aux)
-        for argument, new in record.written:
+        found = cotangents_and_value(func, positions, args, kwargs, has_aux)
+        for argument, new in found.written:
             argument.copy_(new)
-        gradients = [_gradient(g, x) for g, x in zip(record.cotangents, record.primals, strict=True)]
-        trees = _unflatten(gradients, record.structures)
+        gradients = [_gradient(g, x) for g, x in zip(found.cotangents, found.primals, strict=True)]
+        trees = _unflatten(gradients, found.structures)
         result = trees[0] if isinstance(argnums, int) else tuple(trees)
-        return (result, (record.value, record.aux)) if has_aux else (result, record.value)
+        return (result, (found.value, found.aux)) if has_aux else (result, found.value)
 
     return gradient_and_value
 

@@ -23,7 +23,7 @@ from psgrad.engine.transforms.calls import (
     Call,
     Cotangents,
     Flat,
-    RecordedCall,
+    TapedCall,
     dispatch_call,
     own_values,
     without_adoption,
@@ -150,13 +150,13 @@ class _Collective(Call):
             for y in dispatch_call(type(self)(self.level, self.axis + 1), [x.below()], below=level)
         ]
 
-    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> RecordedCall:
+    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> TapedCall:
         back = self.transposed()
 
         def pull(cotangents: Cotangents) -> Cotangents:
             return dispatch_call(back, cotangents)
 
-        return RecordedCall(own_values(level, dispatch_call(self, values, below=level), self.name), pull)
+        return TapedCall(own_values(level, dispatch_call(self, values, below=level), self.name), pull)
 
     def push(self, level: ForwardLevel, values: Flat, tangents: Flat) -> tuple[Flat, Flat]:
         return dispatch_call(self, values, below=level), dispatch_call(self, tangents, below=level)

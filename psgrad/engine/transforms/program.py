@@ -78,7 +78,7 @@ def _address_and_properties(x: torch.Tensor) -> Any:
     return x.data_ptr(), x.requires_grad, properties(x)
 
 
-def record(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: Compiler) -> Program:
+def capture_program(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: Compiler) -> Program:
     """The program of a function, which runs twice on tensors without values: once to find the tensors from
     outside, once to capture the kernels with these as arguments. Raises NotCapturable.
     """
@@ -214,7 +214,7 @@ class CudaGraph:
         if self.graph is None or moved:
             self.moving |= moved
             try:
-                self._record(tensors, addresses)
+                self._capture_graph(tensors, addresses)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
@@ -228,7 +228,7 @@ class CudaGraph:
         self.graph.replay()
         return [x.clone() for x in self.results]
 
-    def _record(self, tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> None:
+    def _capture_graph(self, tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> None:
         self.addresses = addresses
         self.given = [x.clone() if i in self.moving else x for i, x in enumerate(tensors)]
         stream = torch.cuda.Stream()

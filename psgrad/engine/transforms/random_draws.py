@@ -39,7 +39,7 @@ class Bits(Protocol):
         """[n, size] bytes for the labels [n]."""
 
 
-class SampleAxis(Protocol):
+class DrawingLevel(Protocol):
     """The interface of a level whose samples draw by label (see batch_values.py)."""
 
     def lift(self, physical: Any) -> torch.Tensor:
@@ -82,7 +82,7 @@ class Drawer:
     level, of a shape that its samples see.
     """
 
-    def __init__(self, bits: Bits, labels: torch.Tensor, levels: Sequence[SampleAxis]) -> None:
+    def __init__(self, bits: Bits, labels: torch.Tensor, levels: Sequence[DrawingLevel]) -> None:
         self.number = 0
         self._bits, self._labels, self._levels = bits, labels, levels
         self._known: npt.NDArray[np.uint64] | None = None
@@ -123,7 +123,7 @@ class Drawer:
     # -- standard draws --------------------------------------------------------------------------------------
 
     def below(self, p: float, shape: Sequence[int], device: Any) -> torch.Tensor:
-        """Tensor of bool: true with probability p, with an error of at most 2^-32."""
+        """Bool of this shape: true with probability p, with an error of at most 2^-32."""
         limit = min(max(p, 0.0), 1.0) * 2**32 - 0.5
         return self._lifted(
             self._physical(shape, torch.bool, 4, lambda raw: raw.view(np.uint32) <= limit).to(device)

@@ -161,7 +161,7 @@ class GradLevel(DerivativeLevel):
             saved.need(tensors_in([value for i, value in enumerate(values) if i not in varying], kwargs))
             saved.see(tensors_in([value for i, value in enumerate(values) if i in varying], {}))
 
-    def record_call(
+    def add_call(
         self, outs: list[Any], pull: Closure, inputs: Sequence[tuple[Position, Any]], constant: frozenset[int]
     ) -> list[Any]:
         """The results of a call with its own rule, recorded. `pull` maps the list of the results' cotangents

@@ -13,7 +13,7 @@ from psgrad.engine.transforms.calls import (
     Cotangents,
     Flat,
     Mapped,
-    RecordedCall,
+    TapedCall,
     dispatch_call,
     entered_again,
     kind_of,
@@ -134,17 +134,17 @@ class UserRuleCall(Call):
             value_first=self.value_first,
         )
 
-    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> RecordedCall:
+    def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> TapedCall:
         with without_adoption(level), read_only(values):
             if self.pull is not None:
                 outs, context, constant = self._prepared(level, values, needed)
-                return RecordedCall(
+                return TapedCall(
                     outs,
                     lambda cotangents: self._checked(self._pulled(context, cotangents), values),
                     constant=constant,
                 )
             outs, pull = self._transposed_forward(level, values, needed)
-            return RecordedCall(outs, pull)
+            return TapedCall(outs, pull)
 
     def push(self, level: ForwardLevel, values: Flat, tangents: Flat) -> tuple[Flat, Flat]:
         with without_adoption(level), read_only(values):

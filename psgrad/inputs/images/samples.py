@@ -24,7 +24,7 @@ from psgrad.inputs.images.reading import (
     notes_on,
     opened,
 )
-from psgrad.inputs.sources.arrow import plain
+from psgrad.inputs.sources.arrow_columns import plain
 from psgrad.inputs.sources.columns import RowName
 from psgrad.inputs.sources.host_files import arrays_made_once
 from psgrad.inputs.sources.table_samples import TableSamples

@@ -1,1 +1,1 @@
-"""Models: built by a factory, their checkpoints, and what they are known by."""
+"""Models: built by a factory, their checkpoints, and their hashes."""

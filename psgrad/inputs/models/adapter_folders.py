@@ -14,7 +14,7 @@ from psgrad.inputs.models.checkpoint_headers import (
     json_content,
     require_plain_archive,
 )
-from psgrad.inputs.models.hub import Location, is_hub_id
+from psgrad.inputs.models.hub import LocalFolder, is_hub_id
 from psgrad.inputs.models.model_folders import weight_files, weights_file
 from psgrad.inputs.sources.files import require_file, sha256_of
 
@@ -62,7 +62,9 @@ def adapter_headers(path: Path) -> dict[str, TensorHeader] | None:
     return None
 
 
-def base_notes(settings: Mapping[str, Any], folder: Path, base: Location, config: ModelConfig) -> list[str]:
+def base_notes(
+    settings: Mapping[str, Any], folder: Path, base: LocalFolder, config: ModelConfig
+) -> list[str]:
     """What is to be said where nobody can tell whether the adapter was made for the base model. Raises
     ConfigError where it was made for another one.
 

@@ -22,7 +22,7 @@ from psgrad.inputs.models.adapter_folders import (
     read_adapter_settings,
 )
 from psgrad.inputs.models.hub import library, located, quiet
-from psgrad.inputs.models.pretrained import Origin
+from psgrad.inputs.models.pretrained import PretrainedModel
 from psgrad.wording import first_line, first_of
 
 _SHOWN = 8
@@ -43,7 +43,9 @@ class Adapted:
     names: list[str] = field(default_factory=list)
 
 
-def with_adapters(base: Origin, config: ModelConfig, at: Path, *, allow_download: bool = False) -> Adapted:
+def with_adapters(
+    base: PretrainedModel, config: ModelConfig, at: Path, *, allow_download: bool = False
+) -> Adapted:
     """The model with the adapters that `config.adapter` names, relative to `at`, or with the one that it says
     to make. Their parameters require a gradient, and no others. Raises ConfigError, ModelError or
     CheckpointError.

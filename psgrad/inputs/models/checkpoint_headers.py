@@ -1,4 +1,4 @@
-"""What checkpoint files say of themselves before anything is loaded: files and tensors. No torch."""
+"""The headers of checkpoint files: which files and tensors there are, before anything is loaded. No torch."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def require_plain_archive(path: Path) -> None:
     """Refuses bare pickles and compressed archives, neither of which torch.save (since 1.6) writes."""
     try:
         with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
+            entries = archive.infolist()
     except Exception as error:
         with path.open("rb") as file:
             bare_pickle = file.read(1) == b"\x80"
@@ -210,7 +210,7 @@ def require_plain_archive(path: Path) -> None:
                 next_step=SAVE_SAFELY,
             ) from error
         raise damaged(path, "torch.save archive", first_line(error)) from error
-    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise CheckpointError(
             f"the checkpoint {path} is compressed",
             expected="an archive as torch.save writes it, uncompressed",

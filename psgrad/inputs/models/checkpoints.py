@@ -88,7 +88,7 @@ _CANDIDATES = ("state_dict", "model_state_dict")
 
 
 def _only_candidate(loaded: object) -> str | None:
-    """The one of the usual keys below which there is a state dict; None where there is none, or a doubt."""
+    """The one of the usual keys below which there is a state dict; None where there is none, or several."""
     if _is_state_dict(loaded) or not isinstance(loaded, dict):
         return None
     found = [key for key in _CANDIDATES if _is_state_dict(loaded.get(key))]

@@ -1,27 +1,18 @@
-"""The model of a config: built by its factory, filled from its checkpoint, and fit to be looked at one sample
-at a time.
-
-Which parameters of a model are trained: those that patterns of names choose, and no others.
-
-The training function that a config names, checked.
-"""
+"""The model of a config: built by its factory, filled from its checkpoint, and checked."""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from psgrad.config import ModelConfig, did_you_mean
+from psgrad.config import ModelConfig
 from psgrad.errors import ConfigError, ModelError
 from psgrad.inputs.models.adapter_folders import adapter_weights
 from psgrad.inputs.models.adapters import Adapted, with_adapters
@@ -32,61 +23,10 @@ from psgrad.inputs.models.loaded import LoadedModel
 from psgrad.inputs.models.model_folders import weight_files, weights_file
 from psgrad.inputs.models.pretrained import load_pretrained, pick_for
 from psgrad.inputs.models.timm_models import load_timm
+from psgrad.inputs.models.trainable import choose_trainable
 from psgrad.inputs.sources.files import sha256_of
-from psgrad.user_code import call_factory, describe_failure, module_of, resolve
-from psgrad.wording import first_of
-
-_SHOWN = 8
-
-
-def choose_trainable(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
-    """Has the parameters that match one of the patterns require a gradient, and no others; the names of the
-    chosen ones.
-
-    Patterns are shell globs over whole names, such as `head.*` or `*lora*`; case counts. A parameter with
-    several names (tied weights) is chosen by any of them, and frozen only if none matches. What the factory
-    had frozen is trained where a pattern names it.
-
-    `key` is the config's name for the patterns. Raises ConfigError for a pattern that no parameter matches,
-    and where there is none; ModelError where a chosen one can't have a gradient.
-    """
-    named = list(model.named_parameters(remove_duplicate=False))
-    names = [name for name, _ in named]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise _no_match(pattern, names, key)
-    matching = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
-    chosen = {name: parameter for name, parameter in named if name in matching}
-    if not chosen:
-        raise ConfigError(
-            f"{key} chooses no parameter",
-            expected="at least one pattern, such as head.*",
-            next_step="leave it out to train all that the model's factory left trainable",
-        )
-    for name, parameter in chosen.items():
-        if not parameter.is_floating_point():
-            raise ModelError(
-                f"{key} chooses {name}, which is of type {parameter.dtype} and can't have a gradient",
-                next_step=(
-                    "choose parameters of floating-point numbers, such as adapters beside quantised weights"
-                ),
-            )
-    identities = {id(parameter) for parameter in chosen.values()}
-    for _, parameter in named:
-        parameter.requires_grad_(id(parameter) in identities)
-    return list(chosen)
-
-
-def _no_match(pattern: str, names: list[str], key: str) -> ConfigError:
-    """Near to a pattern are names, and whole modules written as it is written."""
-    modules = dict.fromkeys(
-        ".".join(name.split(".")[:depth]) + ".*" for name in names for depth in range(1, name.count(".") + 1)
-    )
-    return ConfigError(
-        f"{key}: no parameter matches {pattern!r}{did_you_mean(pattern, [*names, *modules])}",
-        expected=f"patterns of the model's parameters: {first_of(names, _SHOWN)}",
-        next_step="a pattern is matched with the whole name: head.* is all inside head",
-    )
+from psgrad.results.manifest import ModelOrigin
+from psgrad.user_code import call_factory, module_of
 
 
 def load_model(
@@ -198,14 +138,14 @@ def _from_pretrained(
     adapted = Adapted(found.model)
     if config.adapter is not None:
         adapted = with_adapters(found, config, base, allow_download=allow_download)
-    origin = {
-        "pretrained": config.pretrained,
-        "folder": str(found.location.folder),
-        "commit": found.location.commit,
-        "task": config.task,
-        "adapters": adapted.names,
-        "dtype": config.dtype,
-    }
+    origin = ModelOrigin(
+        config.pretrained,
+        str(found.location.folder),
+        found.location.commit,
+        config.task,
+        adapted.names,
+        config.dtype,
+    )
     return LoadedModel(
         adapted.model,
         [*found.notes, *adapted.notes],
@@ -292,68 +232,3 @@ def _require_independent_samples(model: nn.Module) -> None:
         "every sample's output depends on its whole batch",
         next_step="build it with track_running_stats=True, or replace it by nn.GroupNorm and train again",
     )
-
-
-Train = Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor | None, int], nn.Module]
-
-SIGNATURE = "train(model, inputs, target, seed) -> model"
-
-
-def resolve_training(spec: str, base: Path) -> Train:
-    """The training function that `module:callable` names.
-
-    It is called as `train(model, inputs, target, seed)`, once for each model that is trained:
-
-        model: fresh from the config's factory, with the weights of this seed. inputs: a tuple of tensors,
-        each [k, ...]: the training rows that are not left out, with labels flipped where that is the test.
-        target: [k, ...], None where the data has none. seed: whatever else it draws (the order of the rows)
-        it should draw by this.
-
-    and returns the trained model. Raises ConfigError for a function that can't be called so. What it returns
-    is checked, and what it raises is told as its own.
-    """
-    function = resolve(spec, base)
-    try:
-        inspect.signature(function).bind(None, (), None, 0)
-    except TypeError as error:
-        raise ConfigError(
-            f"influence.evaluate.train: {spec} can't be called as {SIGNATURE.split(' -> ')[0]}: {error}",
-            expected=f"a function {SIGNATURE}",
-        ) from None
-    except ValueError:  # some callables written in C have no signature
-        pass
-
-    def train(
-        model: nn.Module, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, seed: int
-    ) -> nn.Module:
-        wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        try:
-            trained = function(model, inputs, target, seed)
-        except (Exception, SystemExit) as error:
-            raise ModelError(
-                f"the training function {spec} raised {describe_failure(error)}",
-                next_step="run it by itself to see why",
-            ) from error
-        if not isinstance(trained, nn.Module):
-            raise ModelError(
-                f"the training function {spec} returned an object of type {type(trained).__name__}",
-                expected="the trained model, a torch.nn.Module",
-                next_step="end it with `return model`",
-            )
-        found = {name: tuple(value.shape) for name, value in trained.state_dict().items()}
-        if found != wanted:
-            odd = sorted(set(found.items()) ^ set(wanted.items()))[0][0]
-            raise ModelError(
-                f"the training function {spec} returned a model with other weights than it was given: {odd}",
-                expected="the model that it is given, trained",
-            )
-        named = trained.named_parameters()
-        lost = next((name for name, value in named if not bool(value.isfinite().all())), None)
-        if lost is not None:
-            raise ModelError(
-                f"the training function {spec} returned a model whose parameter {lost} is not finite",
-                cause="its training diverged",
-            )
-        return trained
-
-    return train

@@ -22,7 +22,7 @@ _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
-class Location:
+class LocalFolder:
     """A folder of this machine. commit: of the snapshot of a hub id; None for a folder that a config names.
     downloaded: a sentence about what was fetched for it, None where nothing was.
     """
@@ -61,7 +61,7 @@ def located(
     holds: Sequence[str],
     revision: str | None = None,
     allow_download: bool = False,
-) -> Location:
+) -> LocalFolder:
     """The folder that `name` names: one relative to `base`, or a hub id's snapshot in the local cache.
 
     `key` is the config's name for it; `holds` are patterns of files of which a snapshot has at least one, or
@@ -75,7 +75,7 @@ def located(
                 f"{key} is the folder {folder}, and revision {revision!r} belongs to a hub id",
                 next_step="leave revision out",
             )
-        return Location(folder)
+        return LocalFolder(folder)
     if folder.exists():
         raise ConfigError(
             f"{key}: {folder} is a file",
@@ -90,7 +90,7 @@ def located(
     hub = library("huggingface_hub")
     cached = _cached(hub, name, revision)
     if cached is not None and any(next(cached.glob(pattern), None) for pattern in holds):
-        return Location(cached, cached.name)
+        return LocalFolder(cached, cached.name)
     if allow_download:
         return _downloaded(hub, name, revision, key)
     at = f" at revision {revision!r}" if revision else ""
@@ -105,13 +105,13 @@ def located(
     )
 
 
-def _downloaded(hub: ModuleType, name: str, revision: str | None, key: str) -> Location:
+def _downloaded(hub: ModuleType, name: str, revision: str | None, key: str) -> LocalFolder:
     fetched = what_is_fetched(name, revision, key)
     try:
         found = Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
     except Exception as error:
         raise _not_fetched(name, key, error) from error
-    return Location(found, found.name, f"downloaded {fetched}")
+    return LocalFolder(found, found.name, f"downloaded {fetched}")
 
 
 def what_is_fetched(name: str, revision: str | None, key: str) -> str:
@@ -152,8 +152,8 @@ def _cached(hub: ModuleType, name: str, revision: str | None) -> Path | None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Transformers writes neither progress bars nor warnings to stderr in here: what matters of them is told
-    as psgrad's notes and errors.
+    """Transformers writes neither progress bars nor warnings to stderr in here: what matters of them
+    becomes a note or an error of psgrad.
     """
     import warnings
 

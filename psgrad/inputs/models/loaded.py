@@ -1,4 +1,4 @@
-"""A model that was built and filled, with what is to be said of how it came to be."""
+"""A model with its weights, and facts about its origin."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from psgrad.config.model import Task
+from psgrad.results.manifest import ModelOrigin
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,13 @@ class Pretrained:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready for use, and what a person should know about how it came to be.
+    """A model ready for use, and what a person should know about its origin.
 
     `notes` are sentences for the manifest and the terminal, `modules_imported` the modules and files whose
     code was run, `sha256` the hash of the checkpoint (of the hashes of its files, where it has several); None
     without a checkpoint. `pick` takes what the loss reads out of what the model returns; None for all of it.
-    `pretrained` is what a pretrained model's folder tells; None for other models. `origin` says for the
-    manifest where a model that no factory built came from.
+    `pretrained` is what a pretrained model's folder tells; None for other models. `origin` says where
+    a model that no factory built came from.
     """
 
     model: nn.Module
@@ -46,4 +47,4 @@ class LoadedModel:
     sha256: str | None
     pick: Callable[[Any], Any] | None = None
     pretrained: Pretrained | None = None
-    origin: dict[str, Any] = field(default_factory=dict)
+    origin: ModelOrigin = field(default_factory=ModelOrigin)

@@ -1,4 +1,4 @@
-"""What a folder as save_pretrained writes it holds, before anything is loaded: its config, and the files of
+"""The content of a folder that save_pretrained wrote, before anything is loaded: its config, and the files of
 its weights. No torch, but for the type of pickled ones.
 """
 

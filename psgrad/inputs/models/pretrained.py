@@ -18,7 +18,7 @@ from psgrad.config.model import TASKS, ModelConfig, Task
 from psgrad.config.values import did_you_mean
 from psgrad.errors import CheckpointError, ConfigError, ModelError, PsgradError
 from psgrad.inputs.models.checkpoints import load_into
-from psgrad.inputs.models.hub import Location, library, located, quiet
+from psgrad.inputs.models.hub import LocalFolder, library, located, quiet
 from psgrad.inputs.models.in_files import built_without_memory, plain_tensors, tensors_in_files
 from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.models.model_folders import (
@@ -47,7 +47,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Origin:
+class PretrainedModel:
     """A pretrained model as it was read, before adapters.
 
     weights: the file of its weights, or the index of its shards. notes: sentences for the manifest.
@@ -55,7 +55,7 @@ class Origin:
 
     model: nn.Module
     pretrained: Pretrained
-    location: Location
+    location: LocalFolder
     weights: Path
     notes: list[str]
     modules_imported: list[str]
@@ -68,7 +68,7 @@ def load_pretrained(
     narrow: bool = False,
     allow_download: bool = False,
     in_files: bool = False,
-) -> Origin:
+) -> PretrainedModel:
     """The model that `config.pretrained` names, on the CPU, in the type that its weights have on the disk.
 
     `narrow`: no parameter of it is going to be differentiated, so that all may be read in `config.dtype`.
@@ -101,7 +101,7 @@ def load_pretrained(
     for part in {id(each): each for each in _settings_of(model)}.values():
         part.use_cache = False  # keys and values that no loss reads
     pretrained = Pretrained(location.folder, config.task, model.config, allow_download)
-    return Origin(model, pretrained, location, weights, notes, [f"{type(model).__module__}"])
+    return PretrainedModel(model, pretrained, location, weights, notes, [f"{type(model).__module__}"])
 
 
 def read_settings(folder: Path, config: ModelConfig) -> Any:

@@ -22,7 +22,7 @@ from psgrad.inputs.models.adapter_folders import (
     read_adapter_settings,
 )
 from psgrad.inputs.models.checkpoint_headers import TensorHeader, checkpoint_header
-from psgrad.inputs.models.hub import Location, is_hub_id, located, not_installed, what_is_fetched
+from psgrad.inputs.models.hub import LocalFolder, is_hub_id, located, not_installed, what_is_fetched
 from psgrad.inputs.models.model_folders import (
     config_of,
     require_model_folder,
@@ -111,7 +111,7 @@ def checkpoint_tensors(path: Path, key: str | None = None) -> dict[str, TensorHe
     return checkpoint_header(path, key)
 
 
-def _location(model: ModelConfig, base: Path, allow_download: bool) -> Location | str:
+def _location(model: ModelConfig, base: Path, allow_download: bool) -> LocalFolder | str:
     holds = ("*.safetensors", "*.bin")
     return _located(
         str(model.pretrained), base, "model.pretrained", holds, allow_download, revision=model.revision
@@ -126,7 +126,7 @@ def _located(
     allow_download: bool,
     *,
     revision: str | None = None,
-) -> Location | str:
+) -> LocalFolder | str:
     """Where a name's folder is; where it would be downloaded, what would be, in words."""
     try:
         return located(name, base, key=key, holds=holds, revision=revision)

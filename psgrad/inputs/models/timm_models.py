@@ -11,6 +11,7 @@ from psgrad.config.values import did_you_mean
 from psgrad.errors import ConfigError, ModelError
 from psgrad.inputs.models.hub import library
 from psgrad.inputs.models.loaded import LoadedModel
+from psgrad.results.manifest import ModelOrigin
 from psgrad.wording import first_line
 
 
@@ -37,5 +38,5 @@ def load_timm(config: ModelConfig) -> LoadedModel:
         ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"timm built an object of type {type(model).__name__}", expected="a module")
-    origin = {"timm": config.timm, "version": str(timm.__version__)}
+    origin = ModelOrigin(timm=config.timm, version=str(timm.__version__))
     return LoadedModel(model, [], [type(model).__module__], None, origin=origin)

@@ -78,7 +78,7 @@ class ArraySamples(Samples):
         super().__init__(ids, targets, files_sha256([file for file, _ in parts]), units)
         self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
         self.weighted = config.weight is not None
-        self.read(0, 1)  # so that a column of the wrong type is told now, and not in the middle of the run
+        self.read(0, 1)  # a column of the wrong type is an error now, and not in the middle of the run
 
     def read(self, start: int, stop: int) -> Block:
         return self._block(slice(start, stop))
@@ -174,7 +174,7 @@ def _kind(array: Array | Tensor) -> str:
 
 
 def _decoded(values: Array | Tensor) -> Array:
-    """Ids as numpy has them; those in bfloat16, which it has not, are told as the fractions that they are."""
+    """Ids as numpy has them; those in bfloat16, which numpy lacks, become fractions."""
     if isinstance(values, Tensor):
         return (values.float() if values.is_floating_point() else values).numpy()
     return np.char.decode(values, "utf-8") if values.dtype.kind == "S" else values

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from psgrad.errors import DataError
-from psgrad.inputs.sources.arrow import is_list, plain
+from psgrad.inputs.sources.arrow_columns import is_list, plain
 from psgrad.inputs.sources.host_files import arrays_made_once
 from psgrad.inputs.sources.tables import Array, Rows
 

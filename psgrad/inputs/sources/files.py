@@ -1,4 +1,4 @@
-"""What every file that a config names must pass before it is opened for its content.
+"""Checks of every file that a config names, before its content is read.
 
 Which columns a config names, and whether a dataset has them. No torch.
 """

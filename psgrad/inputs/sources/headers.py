@@ -1,4 +1,4 @@
-"""What the data of a config say of themselves before their rows are read. No torch."""
+"""The headers of the data of a config, before their rows are read. No torch."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 from psgrad.config import DataConfig, did_you_mean
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.models.hub import is_hub_id, library
-from psgrad.inputs.sources.arrow import errors_of_damage
+from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, require_columns
 from psgrad.inputs.sources.tables import Array, Rows
 from psgrad.wording import first_line

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from psgrad.errors import DataError
-from psgrad.inputs.sources.arrow import merged_type, mixed_types
+from psgrad.inputs.sources.arrow_columns import merged_type, mixed_types
 from psgrad.inputs.sources.files import Wanted, require_columns
 from psgrad.inputs.sources.source import Column, DataHeader, column_of
 from psgrad.inputs.sources.tables import MappedRows, RowNumbers

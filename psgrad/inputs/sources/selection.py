@@ -15,7 +15,7 @@ import pyarrow.csv
 
 from psgrad.config.data import data_format
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.sources.arrow import errors_of_damage, is_list, kind_of
+from psgrad.inputs.sources.arrow_columns import errors_of_damage, is_list, kind_of
 from psgrad.inputs.sources.files import as_line
 from psgrad.inputs.sources.source import BatchSource, KeptRows, Source, source_for
 from psgrad.inputs.sources.tables import Rows

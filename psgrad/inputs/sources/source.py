@@ -19,7 +19,7 @@ import pyarrow as pa
 from psgrad.config import DataConfig
 from psgrad.config.data import COMPRESSIONS, data_format
 from psgrad.errors import ConfigError, DataError, PsgradError
-from psgrad.inputs.sources.arrow import is_list, kind_of
+from psgrad.inputs.sources.arrow_columns import is_list, kind_of
 from psgrad.inputs.sources.files import (
     Wanted,
     as_line,

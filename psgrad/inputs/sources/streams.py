@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from psgrad.errors import DataError
-from psgrad.inputs.sources.arrow import errors_of_damage
+from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.files import require_columns
 from psgrad.inputs.sources.library_datasets import class_names_of
 from psgrad.inputs.sources.objects import table_of

@@ -13,7 +13,7 @@ from torch import Tensor
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.rows import Block, Samples, checked_weights, ids_and_units, stacked, to_tensor
-from psgrad.inputs.sources.arrow import is_list, is_text, plain, require_numbers
+from psgrad.inputs.sources.arrow_columns import is_list, is_text, plain, require_numbers
 from psgrad.inputs.sources.columns import RowName, axis_lengths, numbers
 from psgrad.inputs.sources.files import input_names, length_inputs, require_rows, target_names
 from psgrad.inputs.sources.tables import Array, Rows
@@ -56,7 +56,7 @@ class TableSamples(Samples):
         self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
         self.weighted = config.weight is not None
         self.ragged, self._row_lengths = self._ragged()
-        self.read(0, 1)  # so that a column of the wrong type is told now, and not in the middle of the run
+        self.read(0, 1)  # a column of the wrong type is an error now, and not in the middle of the run
 
     def read(self, start: int, stop: int) -> Block:
         return self._block(self._rows.read(start, stop), np.arange(start, stop))

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from psgrad.inputs.sources.arrow import common_schema, errors_of_damage, plain
+from psgrad.inputs.sources.arrow_columns import common_schema, errors_of_damage, plain
 from psgrad.inputs.sources.files import files_sha256, named_files
 
 Array = npt.NDArray[Any]

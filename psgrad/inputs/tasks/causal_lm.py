@@ -10,7 +10,7 @@ import pyarrow as pa
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.models.loaded import Pretrained
-from psgrad.inputs.sources.arrow import is_list
+from psgrad.inputs.sources.arrow_columns import is_list
 from psgrad.inputs.tasks.task import IGNORED, EncodedRow, TextRows, TextTask, require_kind, require_text
 from psgrad.inputs.text.tokenizer import Encoding, Tokenizer, chat_tokens, require_template
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 from psgrad.config import DataConfig
 from psgrad.errors import DataError
 from psgrad.inputs.models.loaded import Pretrained
-from psgrad.inputs.sources.arrow import is_list, require_numbers
+from psgrad.inputs.sources.arrow_columns import is_list, require_numbers
 from psgrad.inputs.tasks.labels import HeadLabels
 from psgrad.inputs.tasks.task import Array, EncodedRow, TextRows, TextTask
 from psgrad.inputs.text.tokenizer import Tokenizer

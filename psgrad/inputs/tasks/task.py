@@ -14,7 +14,7 @@ import pyarrow as pa
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.models.loaded import Pretrained
-from psgrad.inputs.sources.arrow import is_list
+from psgrad.inputs.sources.arrow_columns import is_list
 from psgrad.inputs.text.tokenizer import Encoding, Tokenizer
 
 Array = npt.NDArray[Any]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from psgrad.config import DataConfig
 from psgrad.inputs.rows import Block, Samples, checked_weights, ids_and_units
-from psgrad.inputs.sources.arrow import plain, require_numbers
+from psgrad.inputs.sources.arrow_columns import plain, require_numbers
 from psgrad.inputs.sources.tables import Array, Rows
 from psgrad.inputs.tasks.task import TARGET, EncodedRow, Field, TextRows, TextTask
 from psgrad.ragged import RaggedAxes

@@ -1,4 +1,4 @@
-"""A verdict in the formats of hosts and shells, one file a format. All are made of the records in
+"""A verdict in the formats of hosts and shells, one file a format. All are made of the entries of
 findings.jsonl and check.json alone.
 """
 

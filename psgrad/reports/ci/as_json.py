@@ -7,10 +7,10 @@ from __future__ import annotations
 import json
 
 from psgrad.results import CheckResult
-from psgrad.results.findings import check_record, finding_record
+from psgrad.results.findings import check_content, finding_content
 
 
 def render(result: CheckResult) -> str:
     """All of a verdict, with every finding that is kept."""
-    content = {**check_record(result), "findings": [finding_record(finding) for finding in result.findings]}
+    content = {**check_content(result), "findings": [finding_content(finding) for finding in result.findings]}
     return json.dumps(content, indent=2, allow_nan=False) + "\n"

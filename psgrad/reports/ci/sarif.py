@@ -49,7 +49,7 @@ def render(result: CheckResult) -> str:
                 ],
             }
         ],
-        "results": [_result(finding, result.facts.get("baseline") is not None) for finding in shown],
+        "results": [_result(finding, result.facts.baseline is not None) for finding in shown],
     }
     return (
         json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1, allow_nan=False) + "\n"

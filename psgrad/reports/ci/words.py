@@ -50,14 +50,14 @@ def headline(result: CheckResult) -> str:
     verdict = {0: "the gate is passed", 1: "the gate is failed", 4: "the gate can't be evaluated"}[
         result.exit_code
     ]
-    partial = "PARTIAL run: " if result.facts.get("partial") else ""
+    partial = "PARTIAL run: " if result.facts.partial else ""
     return f"{partial}{verdict}, {count(result.samples)}; {counts_line(result)}"
 
 
 def counts_line(result: CheckResult) -> str:
     """How many findings of each rule, and how many of these are known or ignored."""
     parts = []
-    for rule in result.facts.get("counts", {}):
+    for rule in result.facts.counts:
         total = result.count(rule)
         if total:
             apart = [

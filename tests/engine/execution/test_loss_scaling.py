@@ -17,26 +17,13 @@ from psgrad.engine.execution.self_check import self_check
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients, per_sample_square_norms
 from psgrad.ragged import Block
+from tests.models import Tied
 from tests.oracles import one_sample_gradients
 
 ROWS = 6
 EPS = torch.finfo(torch.float16).eps
 # Times the loss: from gradients below float16's smallest number, 6e-8, to such that overflow.
 SIZES = (1e-12, 1e-7, 1e-3, 1.0, 1e3, 1e6)
-
-
-class Tied(nn.Module):
-    """An embedding and a head that share their table, with attention in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(20, 16)
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
-        self.head = nn.Linear(16, 20)
-        self.head.weight = self.table.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.layer(self.table(tokens))).mean(1)
 
 
 def images() -> nn.Module:

@@ -19,6 +19,7 @@ from psgrad.engine.gradients.per_sample import per_sample_square_norms
 from psgrad.engine.measures.gradient_norms import GradientNorms
 from psgrad.errors import SelfCheckError
 from psgrad.inputs.rows import Block
+from tests.models import Tied
 from tests.oracles import one_sample_gradients
 
 HALF = torch.bfloat16
@@ -27,20 +28,6 @@ ROWS = 7
 
 
 pytestmark = pytest.mark.usefixtures("device_with_autocast")
-
-
-class Tied(nn.Module):
-    """Attention between an embedding and a head that share their table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(20, 16)
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
-        self.head = nn.Linear(16, 20)
-        self.head.weight = self.table.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.layer(self.table(tokens))).mean(1)
 
 
 class Recurrent(nn.Module):

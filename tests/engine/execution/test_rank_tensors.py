@@ -128,10 +128,10 @@ def test_exchange_that_hangs_is_left_when_a_rank_is_dead() -> None:
     def look() -> None:
         looks[0] += 1
         if looks[0] == 3:
-            raise ValueError("rank 1 has given no sign of life")
+            raise ValueError("rank 1 has sent no heartbeat")
 
     began = time.monotonic()
-    with pytest.raises(ValueError, match="no sign of life"):
+    with pytest.raises(ValueError, match="no heartbeat"):
         rank_tensors.watched(lambda: hang(ended), look, 0.01)
     assert time.monotonic() - began < 5
     ended.set()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import DistNetworkError, HashStore
 
-from psgrad.engine.execution import process_group
+from psgrad.engine.execution import heartbeats, process_group
 from psgrad.engine.execution.process_group import RankGroup
 from psgrad.engine.execution.rank_waits import Limits, Patience, ReachableStore
 from psgrad.engine.execution.ranks import MergingParts, RowPart, gaps, guided_ranges
@@ -65,12 +65,12 @@ def test_merging_process_names_missing_rows() -> None:
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Three ranks in one process, which share a store; without collectives."""
-    monkeypatch.setattr(process_group, "_BEAT", 0.02)
+    monkeypatch.setattr(heartbeats, "_BEAT", 0.02)
     store = HashStore()
     found = [RankGroup(store, rank, 3) for rank in range(3)]
     yield found
     for group in found:
-        group._stopped.set()
+        group.heartbeats.stopped.set()
 
 
 def test_ranks_take_each_range_once(groups: list[RankGroup]) -> None:
@@ -132,13 +132,14 @@ def test_looking_for_dead_ranks_is_one_request_however_many_there_are(
     groups: list[RankGroup],
 ) -> None:
     for rank in range(3, 200):
-        groups[0]._heard[rank] = b"", time.monotonic()
-        groups[0]._store.set(f"alive.{rank}", "1.0")
-    while not all(beat for beat, _ in groups[0]._heard.values()):  # who has begun
-        groups[0]._require_others()
-    groups[0]._store = store = CountedStore(groups[0]._store)  # type: ignore[assignment]
-    groups[0]._require_others()
-    del store.requests["set"]  # its own signs of life
+        groups[0].heartbeats.heard[rank] = b"", time.monotonic()
+        groups[0].heartbeats.store.set(f"alive.{rank}", "1.0")
+    while not all(beat for beat, _ in groups[0].heartbeats.heard.values()):  # who has begun
+        groups[0].heartbeats.require_others()
+    store = CountedStore(groups[0].heartbeats.store)
+    groups[0].heartbeats.store = store  # type: ignore[assignment]
+    groups[0].heartbeats.require_others()
+    del store.requests["set"]  # its own heartbeats
     assert store.requests == {"check": 1, "multi_get": 1}
 
 
@@ -149,21 +150,21 @@ def test_rank_that_waits_gets_the_error_of_another(groups: list[RankGroup]) -> N
         groups[0].meet("samples")
 
 
-def test_rank_that_waits_names_one_without_sign_of_life(groups: list[RankGroup]) -> None:
-    groups[0].limits = Limits(silence=0.3)
-    groups[1]._stopped.set()
-    with pytest.raises(DistributedError, match="rank 1 has given no sign of life"):
+def test_rank_that_waits_names_one_without_heartbeat(groups: list[RankGroup]) -> None:
+    groups[0].heartbeats.limits = Limits(silence=0.3)
+    groups[1].heartbeats.stopped.set()
+    with pytest.raises(DistributedError, match="rank 1 has sent no heartbeat"):
         groups[0].meet("samples")
 
 
 def test_rank_that_was_asked_to_end_waits_a_shorter_time(
     groups: list[RankGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_group, "_HURRIED", 0.2)
-    groups[1]._stopped.set()
+    monkeypatch.setattr(heartbeats, "HURRIED", 0.2)
+    groups[1].heartbeats.stopped.set()
     groups[0].hurry()
     began = time.monotonic()
-    with pytest.raises(DistributedError, match="rank 1 has given no sign of life for 0 seconds"):
+    with pytest.raises(DistributedError, match="rank 1 has sent no heartbeat for 0 seconds"):
         groups[0].meet("samples")
     assert time.monotonic() - began < 5 < groups[0].limits.silence
 
@@ -273,9 +274,9 @@ def test_store_that_gives_no_answer_is_a_named_error() -> None:
 def test_wait_for_a_rank_that_lives_has_a_limit_and_names_it(
     groups: list[RankGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks 0 and 2 wait, rank 1 gives signs of life and does not come."""
+    """Ranks 0 and 2 wait, rank 1 sends heartbeats and does not come."""
     for group in groups:
-        group.limits = Limits(work=1.0)
+        group.heartbeats.limits = Limits(work=1.0)
 
     def waits() -> None:
         with suppress(DistributedError):
@@ -326,15 +327,16 @@ def test_store_that_is_gone_is_a_named_error(groups: list[RankGroup]) -> None:
 
 
 def test_rank_that_was_stopped_itself_takes_no_other_for_dead(groups: list[RankGroup]) -> None:
-    """Ctrl-Z stops all ranks; the first that goes on sees signs of life that are as old as the pause."""
-    groups[0].limits = Limits(silence=2.0)
-    groups[0]._require_others()
-    groups[1]._stopped.set()
-    groups[1]._beating.join()
-    groups[0]._require_others()
+    """Ctrl-Z stops all ranks; the first that goes on sees heartbeats that are as old as the pause."""
+    groups[0].heartbeats.limits = Limits(silence=2.0)
+    groups[0].heartbeats.require_others()
+    groups[1].heartbeats.stopped.set()
+    groups[1].heartbeats._beating.join()
+    groups[0].heartbeats.require_others()
     pause = 60.0
-    groups[0]._looked -= pause
-    groups[0]._heard = {rank: (beat, since - pause) for rank, (beat, since) in groups[0]._heard.items()}
-    groups[0]._require_others()
-    with pytest.raises(DistributedError, match=r"rank 1 has given no sign of life for [23] seconds"):
+    beats = groups[0].heartbeats
+    beats.looked -= pause
+    beats.heard = {rank: (beat, since - pause) for rank, (beat, since) in beats.heard.items()}
+    beats.require_others()
+    with pytest.raises(DistributedError, match=r"rank 1 has sent no heartbeat for [23] seconds"):
         groups[0].meet("samples")

@@ -323,7 +323,7 @@ def test_a_rank_that_is_gone_ends_the_one_that_needs_its_part(tmp_path: Path, ho
                 os.kill(os.getpid(), signal.SIGSTOP)
             group.fail("the disk is full")
             os._exit(3)
-        words = "failed: the disk is full" if how == "fails" else "has given no sign of life"
+        words = "failed: the disk is full" if how == "fails" else "has sent no heartbeat"
         try:
             for turn in range(10**6):
                 assert float((found[turn % 2] + 0).sum()) == 20_000

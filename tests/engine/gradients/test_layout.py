@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psgrad.engine.gradients.layout import Layout, Run, split_run
+from psgrad.engine.gradients.layout import AxisSlice, Layout, split_run
 
 shapes = st.lists(st.integers(1, 4), min_size=0, max_size=4)
 
@@ -154,7 +154,7 @@ def test_layout_reshape_of_window(data: st.DataObject) -> None:
 
 @given(start=st.integers(0, 4), step=st.integers(1, 3), length=st.integers(1, 4), data=st.data())
 def test_layout_run_within_run(start: int, step: int, length: int, data: st.DataObject) -> None:
-    run = Run(start, step, start + (length - 1) * step + 1 + data.draw(st.integers(0, 2)))
+    run = AxisSlice(start, step, start + (length - 1) * step + 1 + data.draw(st.integers(0, 2)))
     first, other = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 3))
     count = data.draw(st.integers(0, 4))
     result = run.narrow(length, first, other, count)

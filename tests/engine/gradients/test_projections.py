@@ -36,7 +36,7 @@ from psgrad.engine.gradients import (
 )
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
 from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.projections.base import Entries, _quantiles
+from psgrad.engine.gradients.projections.base import MatrixEntries, _quantiles
 from psgrad.engine.gradients.projections.entrywise import Orders
 from psgrad.engine.gradients.terms import (
     BLOCK_BYTES,
@@ -434,7 +434,7 @@ def test_projection_inner_products_unbiased_with_stated_variance(
 def test_projection_moments_of_entries() -> None:
     places = torch.arange(1 << 14)
     for kind, fourth in (("rademacher", 1.0), ("gaussian", 3.0)):
-        result = Entries(kind, 7, 64, torch.device("cpu")).at(places).double()  # type: ignore[arg-type]
+        result = MatrixEntries(kind, 7, 64, torch.device("cpu")).at(places).double()  # type: ignore[arg-type]
         count = result.numel()
         assert abs(result.mean().item()) < 4 / math.sqrt(count)
         assert abs(result.square().mean().item() - 1) < 4 * math.sqrt(max(fourth - 1, 1e-12) / count)

@@ -33,22 +33,11 @@ from tests.engine.gradients.agreement import (
     rows,
 )
 from tests.engine.gradients.test_layers import CONVOLUTIONS, convolutions
+from tests.models import Program
 from tests.oracles import Gradients, one_sample_gradients
 
 few = st.integers(1, 4)
 counts = st.integers(0, 4)
-
-
-class Program(nn.Module):
-    """Parameters of given shapes, and a forward that makes of them what it likes."""
-
-    def __init__(self, forward: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
-        self.make = forward
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.make(x, *self.weights)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from psgrad.engine.gradients.terms import (
 )
 from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from tests.engine.gradients.agreement import LargestTensor, check_layer
+from tests.models import Program
 
 samples = st.integers(0, 4)
 few = st.integers(1, 4)
@@ -409,18 +410,6 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-class Made(nn.Module):
-    """Parameters of given shapes, and a forward that makes of them what it likes."""
-
-    def __init__(self, forward: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
-        self.make = forward
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.make(x, *self.weights)
-
-
 def resized(x: Tensor, w: Tensor) -> Tensor:
     """One convolution at two resolutions."""
     image = x.unsqueeze(1)
@@ -481,7 +470,7 @@ FORWARDS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] =
 @pytest.mark.parametrize("name", FORWARDS)
 def test_weight_computed_from_parameters(name: str, device: torch.device) -> None:
     forward, shapes = FORWARDS[name]
-    check_layer(Made(forward, *shapes), (randn(4, 4),), device)
+    check_layer(Program(forward, *shapes), (randn(4, 4),), device)
 
 
 @pytest.mark.parametrize(
@@ -492,11 +481,11 @@ def test_weight_computed_from_parameters_at_every_position(name: str) -> None:
     forward, shapes = FORWARDS[name]
     if name == "batched matrices":
         pytest.skip("its equation is for vectors")
-    check_layer(Made(forward, *shapes), (randn(3, 5, 4),), torch.device("cpu"))
+    check_layer(Program(forward, *shapes), (randn(3, 5, 4),), torch.device("cpu"))
 
 
 def test_weight_of_convolution_at_two_resolutions(device: torch.device) -> None:
-    check_layer(Made(resized, (2, 1, 3, 3)), (randn(3, 6, 6),), device)
+    check_layer(Program(resized, (2, 1, 3, 3)), (randn(3, 6, 6),), device)
 
 
 def test_weight_norm_of_torch(device: torch.device) -> None:
@@ -508,7 +497,7 @@ def test_weight_as_matrix_and_as_convolution_kernel(device: torch.device) -> Non
     def forward(x: Tensor, w: Tensor) -> Tensor:
         return F.linear(torch.tanh(F.conv2d(x.unsqueeze(1), w)).mean((2, 3)), w.view(3, 4).t())
 
-    check_layer(Made(forward, (3, 1, 2, 2)), (randn(3, 4, 4),), device)
+    check_layer(Program(forward, (3, 1, 2, 2)), (randn(3, 4, 4),), device)
 
 
 @pytest.mark.parametrize("n", [0, 1])

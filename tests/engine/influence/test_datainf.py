@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.method import Checkpoint, Fitted
+from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods import datainf
 from psgrad.engine.influence.methods.datainf import DataInf, MeanOfInverses
 from psgrad.errors import InfluenceError
 from tests.engine.influence.problems import classified, convolution, cross_entropy, examples, gradient_rows
+from tests.engine.influence.rows_of_gradients import matrix_of
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -35,11 +36,6 @@ def fitted(training: Examples, **options: Any) -> MeanOfInverses:
     result = DataInf(**options).fit(training, Checkpoint())
     assert isinstance(result, MeanOfInverses)
     return result
-
-
-def matrix(fitted: Fitted, queries: Examples, per: Any = "total") -> dict[str, torch.Tensor]:
-    blocks = list(fitted.scores(queries, per))
-    return {label: torch.cat([block.scores[label] for block in blocks]) for label in blocks[0].scores}
 
 
 def oracle(relative: float = 0.1, weight_decay: float = 0.0) -> dict[str, np.ndarray]:
@@ -62,11 +58,11 @@ def test_datainf_scores_equal_mean_of_inverses() -> None:
     for options in ({}, {"relative_damping": 0.7, "weight_decay": 0.01}):
         method = fitted(training, **options)
         expected = oracle(options.get("relative_damping", 0.1), options.get("weight_decay", 0.0))
-        result = matrix(method, queries, "parameter")
+        result = matrix_of(method, queries, "parameter")
         for name, value in expected.items():
             assert np.abs(result[name].numpy() - value).max() < 1e-10 * np.abs(value).max()
         total = sum(expected.values())
-        assert np.abs(matrix(method, queries)[""].numpy() - total).max() < 1e-10 * np.abs(total).max()
+        assert np.abs(matrix_of(method, queries)[""].numpy() - total).max() < 1e-10 * np.abs(total).max()
 
 
 class Scaled(nn.Module):
@@ -86,7 +82,7 @@ def test_datainf_parameter_of_one_number() -> None:
     training = examples(model, cross_entropy, x, y)
     rows = gradient_rows(model, cross_entropy, x, y)[:, training.flat.columns["temperature"]][:, 0]
     expected = np.outer(rows, rows) * np.mean(1 / (rows**2 + 0.1 * np.mean(rows**2))) / N
-    result = matrix(fitted(training), training, "parameter")["temperature"]
+    result = matrix_of(fitted(training), training, "parameter")["temperature"]
     np.testing.assert_allclose(result, expected, rtol=1e-10)
 
 
@@ -103,7 +99,7 @@ def test_datainf_one_example_is_solved_exactly() -> None:
     rows, own = gradient_rows(model, cross_entropy, x, y), training.flat.columns["5.weight"]
     g = rows[0, own]
     expected = rows[1:, own] @ np.linalg.solve(np.outer(g, g) + 0.4 * np.eye(len(g)), g)
-    result = matrix(fitted(training, damping=0.4), queries, "parameter")["5.weight"][0].numpy()
+    result = matrix_of(fitted(training, damping=0.4), queries, "parameter")["5.weight"][0].numpy()
     assert np.abs(result - expected).max() < 1e-12 * np.abs(expected).max()
 
 
@@ -114,7 +110,7 @@ def test_datainf_self_influence(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = list(method.self_influence())
     assert [(block.start, block.stop) for block in blocks] == [(0, 3), (3, 5), (5, 8), (8, 10), (10, 13)]
     result = torch.cat([block.self_influence for block in blocks])
-    assert torch.allclose(result.cpu(), matrix(method, training)[""].diagonal(), rtol=1e-10, atol=0)
+    assert torch.allclose(result.cpu(), matrix_of(method, training)[""].diagonal(), rtol=1e-10, atol=0)
     rows = training.materialise().to(training.device)
     prepared = training.flat.join(method.precondition(training.flat.split(rows)))
     norms = torch.cat([block.preconditioned_norm for block in blocks])
@@ -127,7 +123,7 @@ def test_datainf_scores_do_not_depend_on_chunks(size: int) -> None:
     training, queries = problem(chunk_size=size)
     expected = sum(oracle().values())
     assert (
-        np.abs(matrix(fitted(training), queries)[""].numpy() - expected).max()
+        np.abs(matrix_of(fitted(training), queries)[""].numpy() - expected).max()
         < 1e-10 * np.abs(expected).max()
     )
 
@@ -141,24 +137,28 @@ def test_datainf_float32_scores_are_near_those_of_float64() -> None:
     )
     expected = sum(oracle().values())
     assert (
-        np.abs(matrix(fitted(training), queries)[""].numpy() - expected).max() < 1e-5 * np.abs(expected).max()
+        np.abs(matrix_of(fitted(training), queries)[""].numpy() - expected).max()
+        < 1e-5 * np.abs(expected).max()
     )
 
 
 def test_datainf_damping_again_equals_fit() -> None:
     training, queries = problem()
     method = fitted(training)
-    before = matrix(method, queries)[""]
+    before = matrix_of(method, queries)[""]
     for options, same in (
         ({"damping": 0.3}, {"damping": 0.3}),
         ({"relative": 0.5}, {"relative_damping": 0.5}),
     ):
         again = method.with_damping(**options)  # type: ignore[arg-type]
         assert torch.allclose(
-            matrix(again, queries)[""], matrix(fitted(training, **same), queries)[""], rtol=1e-10, atol=1e-13
+            matrix_of(again, queries)[""],
+            matrix_of(fitted(training, **same), queries)[""],
+            rtol=1e-10,
+            atol=1e-13,
         )
         assert again.facts["damping"] == pytest.approx(fitted(training, **same).facts["damping"], rel=1e-12)
-    assert torch.allclose(matrix(method, queries)[""], before, rtol=1e-12, atol=1e-14)
+    assert torch.allclose(matrix_of(method, queries)[""], before, rtol=1e-12, atol=1e-14)
 
 
 def test_datainf_zero_damping_refused() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerRoots, Multiplied
-from psgrad.engine.influence.method import Checkpoint, Fitted, Preconditioned
+from psgrad.engine.influence.method import Checkpoint, Preconditioned
 from psgrad.engine.influence.methods.ekfac import EKFAC, KroneckerFactored
 from psgrad.errors import InfluenceError
 from tests.engine.influence.kronecker_blocks import Tied, blocks_of, dense, scores
@@ -30,6 +30,7 @@ from tests.engine.influence.problems import (
     mlp,
     squared_error,
 )
+from tests.engine.influence.rows_of_gradients import matrix_of
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -96,11 +97,6 @@ def fitted(training: Examples, **options: Any) -> KroneckerFactored:
     return result
 
 
-def matrix(fitted: Fitted, queries: Examples, per: Any = "total") -> dict[str, torch.Tensor]:
-    blocks = list(fitted.scores(queries, per))
-    return {label: torch.cat([block.scores[label] for block in blocks]) for label in blocks[0].scores}
-
-
 def oracle(case: str, relative: float = 0.1) -> np.ndarray:
     make, data = CASES[case]
     model, (x, y) = make(), data(N + M)
@@ -111,7 +107,7 @@ def oracle(case: str, relative: float = 0.1) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES)
 def test_ekfac_scores_equal_materialised_matrices(case: str) -> None:
     _, training, queries = problem(case)
-    result = matrix(fitted(training, fisher="empirical"), queries)[""].numpy()
+    result = matrix_of(fitted(training, fisher="empirical"), queries)[""].numpy()
     expected = oracle(case)
     assert np.abs(result - expected).max() < 1e-10 * np.abs(expected).max()
 
@@ -123,7 +119,7 @@ def test_ekfac_self_influence(case: str) -> None:
     blocks = list(method.self_influence())
     result = torch.cat([block.self_influence for block in blocks])
     norms = torch.cat([block.preconditioned_norm for block in blocks])
-    expected = matrix(method, training)[""].diagonal()
+    expected = matrix_of(method, training)[""].diagonal()
     assert torch.allclose(result.cpu(), expected, rtol=1e-10, atol=0)
     rows = training.materialise().to(training.device)
     prepared = training.flat.join(method.precondition(training.flat.split(rows)))
@@ -134,9 +130,9 @@ def test_ekfac_self_influence(case: str) -> None:
 def test_ekfac_layers_add_up_to_the_total(per: str) -> None:
     model, training, queries = problem("convolution")
     method = fitted(training)
-    parts = matrix(method, queries, per)
+    parts = matrix_of(method, queries, per)
     assert torch.allclose(
-        torch.stack(list(parts.values())).sum(0), matrix(method, queries)[""], rtol=1e-10, atol=1e-14
+        torch.stack(list(parts.values())).sum(0), matrix_of(method, queries)[""], rtol=1e-10, atol=1e-14
     )
     names = (
         dict(model.named_parameters())
@@ -154,7 +150,7 @@ def test_ekfac_layers_add_up_to_the_total(per: str) -> None:
 @settings(max_examples=4, deadline=None)
 def test_ekfac_scores_do_not_depend_on_chunks(size: int, case: str, fisher: Any) -> None:
     result, expected = (
-        matrix(fitted(training, fisher=fisher), queries)[""]
+        matrix_of(fitted(training, fisher=fisher), queries)[""]
         for _, training, queries in (problem(case, chunk_size=size), problem(case, chunk_size=N))
     )
     assert (result - expected).abs().max() < 1e-10 * expected.abs().max()
@@ -166,8 +162,8 @@ def test_ekfac_float32_scores_are_near_those_of_float64(case: str) -> None:
     narrow = [
         examples(copy.deepcopy(model).float(), cross_entropy, *_rows(each)) for each in (training, queries)
     ]
-    result = matrix(fitted(narrow[0], fisher="empirical"), narrow[1])[""]
-    expected = matrix(fitted(training, fisher="empirical"), queries)[""]
+    result = matrix_of(fitted(narrow[0], fisher="empirical"), narrow[1])[""]
+    expected = matrix_of(fitted(training, fisher="empirical"), queries)[""]
     assert (result - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
@@ -183,7 +179,7 @@ def test_ekfac_exact_for_one_layer_squared_error() -> None:
     training, queries = (
         examples(model, squared_error, inputs[rows], targets[rows]) for rows in (slice(N), slice(N, None))
     )
-    result = matrix(fitted(training, fisher="exact", damping=0.02, weight_decay=0.03), queries)[""].numpy()
+    result = matrix_of(fitted(training, fisher="exact", damping=0.02, weight_decay=0.03), queries)[""].numpy()
     rows = gradient_rows(model, squared_error, inputs, targets)
     curvature = gauss_newton(model, squared_error, inputs[:N], targets[:N]) + N * 0.05 * np.eye(21)
     expected = rows[:N] @ np.linalg.solve(curvature, rows[N:].T)
@@ -208,23 +204,23 @@ def test_ekfac_weight_used_in_slices() -> None:
 def test_ekfac_damping_again_shares_blocks() -> None:
     _, training, queries = problem("convolution")
     method = fitted(training, fisher="empirical")
-    before = matrix(method, queries)[""]
+    before = matrix_of(method, queries)[""]
     for options, same in (
         ({"damping": 0.3}, {"damping": 0.3}),
         ({"relative": 0.5}, {"relative_damping": 0.5}),
     ):
         again = method.with_damping(**options)  # type: ignore[arg-type]
         assert again.blocks is method.blocks
-        expected = matrix(fitted(training, fisher="empirical", **same), queries)[""]
-        assert torch.allclose(matrix(again, queries)[""], expected, rtol=1e-10, atol=1e-13)
+        expected = matrix_of(fitted(training, fisher="empirical", **same), queries)[""]
+        assert torch.allclose(matrix_of(again, queries)[""], expected, rtol=1e-10, atol=1e-13)
         assert again.facts["fisher"] == "empirical"
     assert (
         np.abs(
-            matrix(method.with_damping(relative=0.5), queries)[""].numpy() - oracle("convolution", 0.5)
+            matrix_of(method.with_damping(relative=0.5), queries)[""].numpy() - oracle("convolution", 0.5)
         ).max()
         < 1e-12
     )
-    assert torch.allclose(matrix(method, queries)[""], before, rtol=1e-12, atol=1e-14)
+    assert torch.allclose(matrix_of(method, queries)[""], before, rtol=1e-12, atol=1e-14)
 
 
 def test_ekfac_facts() -> None:
@@ -244,7 +240,7 @@ def test_ekfac_singular_block_refused() -> None:
     with pytest.raises(InfluenceError, match=r"curvature of 2\.weight \+ 2\.bias has no inverse") as error:
         fitted(training, fisher="empirical", damping=0.0)
     advised = float(str(error.value).split("method.damping: ")[1].split(",")[0])
-    assert torch.isfinite(matrix(fitted(training, fisher="empirical", damping=advised), queries)[""]).all()
+    assert torch.isfinite(matrix_of(fitted(training, fisher="empirical", damping=advised), queries)[""]).all()
 
 
 def test_ekfac_unused_layer_refused() -> None:

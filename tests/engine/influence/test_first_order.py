@@ -10,11 +10,12 @@ from torch import nn
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.index.build import from_index
-from psgrad.engine.influence.method import Checkpoint, Fitted
+from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, TracIn
 from psgrad.engine.influence.ranking import joined_scores
 from psgrad.errors import ConfigError, InfluenceError
 from tests.engine.influence.problems import cross_entropy, examples
+from tests.engine.influence.rows_of_gradients import matrix_of
 
 N, M, CLASSES = 11, 4, 3
 
@@ -50,19 +51,13 @@ def loop(
     return torch.stack(rows)
 
 
-def matrix(fitted: Fitted, queries: Examples, per: Any = "total") -> dict[str, torch.Tensor]:
-    blocks = list(fitted.scores(queries, per))
-    assert [block.start for block in blocks] == [0, *(block.stop for block in blocks[:-1])]
-    return {label: torch.cat([block.scores[label] for block in blocks]) for label in blocks[0].scores}
-
-
 @pytest.mark.parametrize("chunk_size", [1, 3, N, 64])
 def test_first_order_dot_products_equal_the_loop(data: Any, chunk_size: int) -> None:
     model = network()
     training, queries = both(model, data, chunk_size=chunk_size)
     expected = loop(model, *data[:2]) @ loop(model, *data[2:]).T
     fitted = GradientDot().fit(training, Checkpoint())
-    torch.testing.assert_close(matrix(fitted, queries)[""], expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(matrix_of(fitted, queries)[""], expected, rtol=1e-10, atol=1e-12)
     own = torch.cat([block.self_influence for block in fitted.self_influence()])
     torch.testing.assert_close(own, loop(model, *data[:2]).square().sum(1), rtol=1e-10, atol=1e-12)
 
@@ -71,14 +66,14 @@ def test_first_order_layers_add_up(data: Any) -> None:
     model = network()
     training, queries = both(model, data, chunk_size=4)
     fitted = GradientDot().fit(training, Checkpoint())
-    layers = matrix(fitted, queries, "module")
+    layers = matrix_of(fitted, queries, "module")
     assert list(layers) == ["0", "3", "5"]
     one = (
         loop(model, *data[:2], names=("3.weight", "3.bias"))
         @ loop(model, *data[2:], names=("3.weight", "3.bias")).T
     )
     torch.testing.assert_close(layers["3"], one, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(sum(layers.values()), matrix(fitted, queries)[""], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(sum(layers.values()), matrix_of(fitted, queries)[""], rtol=1e-10, atol=1e-12)
 
 
 def test_first_order_cosines_equal_the_loop(data: Any) -> None:
@@ -93,7 +88,7 @@ def test_first_order_cosines_equal_the_loop(data: Any) -> None:
     labels = y.clone()
     labels[-1] = -1
     fitted = GradientCosine().fit(examples(model, loss, x, labels, chunk_size=4), Checkpoint())
-    result = matrix(fitted, examples(model, loss, xq, yq))[""]
+    result = matrix_of(fitted, examples(model, loss, xq, yq))[""]
     expected = nn.functional.cosine_similarity(loop(model, x, y)[:, None], loop(model, xq, yq)[None], dim=2)
     torch.testing.assert_close(result[:-1], expected[:-1], rtol=1e-10, atol=1e-12)
     assert result[-1].isnan().all()
@@ -138,7 +133,7 @@ def test_first_order_tracin_of_adam_takes_the_saved_squares(data: Any) -> None:
         training, Checkpoint(0, 0.5, second_moments=lambda: squares)
     )
     torch.testing.assert_close(
-        matrix(fitted, queries)[""], scaled_by(model, data, flat), rtol=1e-10, atol=1e-12
+        matrix_of(fitted, queries)[""], scaled_by(model, data, flat), rtol=1e-10, atol=1e-12
     )
     assert fitted.facts["second_moments"] == "the optimiser's state beside the checkpoint"
     own = torch.cat([block.self_influence for block in fitted.self_influence()])
@@ -154,7 +149,7 @@ def test_first_order_tracin_of_adam_estimates_the_squares_of_batches(data: Any) 
     squares = ((rows[:, None] + rows[None]) / 2).square().mean((0, 1))
     fitted = TracIn(optimizer="adam", batch_size=2).fit(training, Checkpoint(0, 0.5))
     torch.testing.assert_close(
-        matrix(fitted, queries)[""], scaled_by(model, data, squares), rtol=1e-8, atol=1e-12
+        matrix_of(fitted, queries)[""], scaled_by(model, data, squares), rtol=1e-8, atol=1e-12
     )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import gauss_newton_rows
-from psgrad.engine.gradients.layout import Layout, Run
+from psgrad.engine.gradients.layout import AxisSlice, Layout
 from psgrad.engine.influence.curvature.kronecker_factors import FactorSums, Form, Tie
 from psgrad.engine.influence.curvature.products import PassProducts, curvature_products
 from psgrad.engine.influence.index.build import build_index, from_index
@@ -173,7 +173,7 @@ def test_ranks_take_as_many_rows_at_once_as_the_first() -> None:
 
 def test_sums_of_factors_are_sent_as_tensors() -> None:
     """A tie holds where it holds on both; a use that one rank alone has seen is kept."""
-    layout = Layout((2, 3), (1, 0), (3, 2), (Run(0, 1, 3), Run(1, 2, 6)))
+    layout = Layout((2, 3), (1, 0), (3, 2), (AxisSlice(0, 1, 3), AxisSlice(1, 2, 6)))
     use, other = ("w", Form(layout, (1, 3, 2))), ("v", Form(None, (1, 1, 4)))
     ties = [Tie("b", use, "left"), Tie("c", use, "right")]
     one = FactorSums({use: {"left": torch.ones(1, 3, 3)}}, {"s": torch.eye(2)}, dict.fromkeys(ties, True))

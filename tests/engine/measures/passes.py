@@ -19,7 +19,7 @@ from psgrad.engine.measures.measure import Gathered, Measure, Setting
 from psgrad.engine.measures.output_values import Predictions, summary_for
 from psgrad.engine.measures.passes import SecondPass
 from psgrad.ragged import Block
-from psgrad.workflows.measures import joined_summary
+from psgrad.workflows.measure_setup import joined_summary
 
 Criterion = Callable[[Any, Any], Tensor]
 

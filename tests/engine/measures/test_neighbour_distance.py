@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.engine.measures.builtin.neighbours import NeighbourDistance, ProjectedGradients
+from psgrad.engine.measures.builtin.neighbours import NeighbourDistance
+from psgrad.engine.measures.builtin.projected_gradients import ProjectedGradients
 from psgrad.engine.measures.measure import Gathered
 from tests.engine.measures.one_run import measured
 from tests.engine.measures.own_passes import setting_of

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.engine.measures.builtin import neighbours
+from psgrad.engine.measures.builtin import projected_gradients
 from psgrad.engine.measures.builtin.dataset import CovarianceSpectrum, _effective_rank
-from psgrad.engine.measures.builtin.neighbours import ProjectedGradients
+from psgrad.engine.measures.builtin.projected_gradients import ProjectedGradients
 from psgrad.engine.measures.measure import Gathered, Setting
 from psgrad.errors import MeasureError
 from tests.engine.measures.one_run import measured
@@ -117,13 +117,13 @@ def test_projected_gradients_seed_and_save() -> None:
 def test_projected_gradients_beyond_memory_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(neighbours, "free_host_memory", lambda: 16 * 10 * 32)
+    monkeypatch.setattr(projected_gradients, "free_host_memory", lambda: 16 * 10 * 32)
     setting = gradients_are(torch.randn(10, 300))
     with pytest.raises(MeasureError, match="up to 32 columns") as caught:
         measured([ProjectedGradients(dimension=64)], setting)
     assert "set dimension: 32 or less" in str(caught.value)
     measured([ProjectedGradients(dimension=32)], setting)
-    monkeypatch.setattr(neighbours, "free_host_memory", lambda: 10)
+    monkeypatch.setattr(projected_gradients, "free_host_memory", lambda: 10)
     with pytest.raises(MeasureError, match="fewer samples"):
         measured([ProjectedGradients(dimension=64)], setting)
 

@@ -27,6 +27,12 @@ def plain(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sin() + x * x * y
 
 
+def slopes(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The derivatives of `plain` in its two arguments."""
+    c = (x * y).cos()
+    return c * y + 2 * x * y, c * x + x * x
+
+
 def weighted(f: Function) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda x, y: (f(x, y) * WEIGHTS).sum()
 

@@ -17,17 +17,12 @@ from torch.autograd.function import once_differentiable
 from psgrad.engine import transforms
 from psgrad.engine.transforms import grad, hessian, jvp, vjp, vmap
 from psgrad.errors import TransformError
-from tests.engine.transforms.nests import NESTS, WEIGHTS, YS, X, Y, agree, plain, weighted
+from tests.engine.transforms.nests import NESTS, WEIGHTS, YS, X, Y, agree, plain, slopes, weighted
 
 BASE = torch.autograd.Function.__mro__[1]
 
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def slopes(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    c = (x * y).cos()
-    return c * y + 2 * x * y, c * x + x * x
 
 
 class Tripled(torch.autograd.Function):

@@ -536,12 +536,12 @@ def test_cuda_graph_cpu_argument():
 
 
 class GraphOnCPU(CudaGraph):
-    """Replays what a CUDA graph would: the program, on the memory that it was recorded with."""
+    """Replays what a CUDA graph would: the program, on the memory that it was captured with."""
 
-    recorded = 0
+    captures = 0
 
-    def _record(self, tensors, addresses):
-        self.recorded += 1
+    def _capture_graph(self, tensors, addresses):
+        self.captures += 1
         self.addresses, self.given = (
             addresses,
             [x.clone() if i in self.moving else x for i, x in enumerate(tensors)],
@@ -561,12 +561,12 @@ def test_cuda_graph_reads_arguments_of_each_call():
     weight.fill_(2)
     result.append(graph(weight, buffers[1])[0])
     same(result, [torch.full((2,), k) for k in (0.0, 1.0, 2.0, 3.0, 2.0)])
-    assert graph.recorded == 2  # at first, and when the second argument turned out to move
+    assert graph.captures == 2  # at first, and when the second argument turned out to move
 
 
 def test_cuda_graph_failed_capture_runs_kernels():
     class Refused(GraphOnCPU):
-        def _record(self, tensors, addresses):
+        def _capture_graph(self, tensors, addresses):
             raise RuntimeError("operation not permitted when stream is capturing")
 
     graph = Refused(lambda x: [x * 2])

@@ -26,15 +26,9 @@ from psgrad.engine.transforms import (
     vmap,
 )
 from psgrad.errors import TransformError
-from tests.engine.transforms.nests import NESTS, WEIGHTS, YS, X, Y, agree, plain, weighted
+from tests.engine.transforms.nests import NESTS, WEIGHTS, YS, X, Y, agree, plain, slopes, weighted
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def slopes(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The derivatives of `plain` in its two arguments."""
-    c = (x * y).cos()
-    return c * y + 2 * x * y, c * x + x * x
 
 
 def by_vjp(factor: float) -> Any:

@@ -34,11 +34,7 @@ INPUTS, HIDDEN, TIMES, B = 3, 4, 5, 3
 each_layer = pytest.mark.parametrize("name", LAYERS)
 
 
-@pytest.fixture(autouse=True)
-def _float64() -> Any:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def total(results: Any) -> Tensor:

@@ -15,7 +15,7 @@ from psgrad.engine.transforms import grad, jvp, register_rule, vmap
 from psgrad.engine.transforms.rules import registry
 from psgrad.engine.transforms.rules.families import elementwise_batch
 from psgrad.errors import TransformError, UnsupportedOperatorError
-from tests.engine.transforms.nests import NESTS, X, Y, agree, plain, weighted
+from tests.engine.transforms.nests import NESTS, X, Y, agree, plain, slopes, weighted
 
 
 @torch.library.custom_op("psgrad_registration::opaque", mutates_args=())
@@ -28,11 +28,6 @@ def opaque(x: Tensor, y: Tensor) -> Tensor:
 def told(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     a, b = x.numpy(), y.numpy()
     return torch.from_numpy(np.sin(a * b) + a * a * b), torch.from_numpy(a * scale)
-
-
-def slopes(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    c = (x * y).cos()
-    return c * y + 2 * x * y, c * x + x * x
 
 
 VJP: dict[int | str, Any] = {

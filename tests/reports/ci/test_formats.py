@@ -9,6 +9,7 @@ import importlib.resources
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 from psgrad.reports.ci import FORMATS, github, markdown, render_check
 from psgrad.reports.ci.sarif import LIMIT
 from psgrad.results import RULES, CheckResult, GateOutcome, Location
-from psgrad.results.findings import finding_record
+from psgrad.results.findings import finding_content
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import read_check, write_check
 from tests.nasty import NASTY
@@ -91,7 +92,8 @@ def many(count: int) -> CheckResult:
 
 def test_sarif_is_valid_and_says_what_the_records_say() -> None:
     result = mixed()
-    result = verdict(*result.findings, warnings=result.warnings, facts={**result.facts, "baseline": "b.json"})
+    facts = replace(result.facts, baseline="b.json")
+    result = verdict(*result.findings, warnings=result.warnings, facts=facts)
     run = sarif(result)
     first, known, ignored, review = run["results"]
     assert [each["ruleId"] for each in run["results"]] == ["nonfinite", "outlier", "zero-gradient", "review"]
@@ -190,7 +192,7 @@ def test_csv_and_json_hold_every_finding() -> None:
         ("review", "d", "3", "1.5"),
     ]
     content = json.loads(render_check(result, "json"))
-    assert content["findings"] == json.loads(json.dumps([finding_record(each) for each in result.findings]))
+    assert content["findings"] == json.loads(json.dumps([finding_content(each) for each in result.findings]))
     assert (content["exit_code"], content["warnings"]) == (1, ["something is gone"])
 
 
@@ -330,7 +332,7 @@ def test_findings_come_back_from_their_files(tmp_path: Path) -> None:
 
 def test_a_partial_run_is_said_in_every_format_for_people() -> None:
     result = verdict(finding())
-    result = verdict(finding(), facts={**result.facts, "partial": "the run looked at 10 of 20"})
+    result = verdict(finding(), facts=replace(result.facts, partial="the run looked at 10 of 20"))
     for style in ("terminal", "markdown", "github", "junit", "sarif"):
         assert "PARTIAL" in render_check(result, style)
 

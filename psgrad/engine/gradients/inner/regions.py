@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed, oriented
-from psgrad.engine.gradients.layout import Run
+from psgrad.engine.gradients.layout import AxisSlice
 from psgrad.engine.gradients.terms import Term
 
 # For each axis of a parameter the places of a term, and their number.
-Window = tuple[tuple[Run, int], ...]
+Window = tuple[tuple[AxisSlice, int], ...]
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def below(some: torch.Tensor, bound: int) -> torch.Tensor:
     return (((some >> 33) & ((1 << 31) - 1)) * bound) >> 31
 
 
-class Entries:
+class MatrixEntries:
     """The entries of one parameter's matrix: float32, of mean zero and variance one.
 
     Large blocks are made in memory that is reused, because new memory costs more time than the numbers. A

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.projections.base import (
-    Entries,
     Kind,
+    MatrixEntries,
     Per,
     Projection,
     Sums,
@@ -36,7 +36,7 @@ WIDEST = 16384
 
 
 @dataclass(frozen=True)
-class Dense(Projection):
+class DenseProjection(Projection):
     """k x parameters independent entries, divided by sqrt(k): the common part of `Rademacher` and `Gaussian`.
 
     A slice of the samples' gradients is materialised for a block of places, the matrix' columns of these
@@ -67,7 +67,7 @@ class Dense(Projection):
 
 
 @dataclass(frozen=True)
-class Rademacher(Dense):
+class Rademacher(DenseProjection):
     """A dense projection with entries of -1 and 1, over sqrt(k) (Achlioptas, "Database-friendly random
     projections", 2003).
 
@@ -79,7 +79,7 @@ class Rademacher(Dense):
 
 
 @dataclass(frozen=True)
-class Gaussian(Dense):
+class Gaussian(DenseProjection):
     """A dense projection with normal entries, over sqrt(k).
 
     Var <Px, Py> = (|x|^2 |y|^2 + <x, y>^2) / k. The entries are the normal distribution's quantiles at 2^16
@@ -95,7 +95,7 @@ def add_dense(sums: Sums, kind: Kind, key: int, gradient: DeferredGradient, k: i
     """Add the gradients times a dense matrix of unscaled entries, [n, k]."""
     limit = element_limit(sums.device, sums.dtype)
     width = max(1, min(WIDEST, limit // k))
-    matrix = Entries(kind, key, k, sums.device)
+    matrix = MatrixEntries(kind, key, k, sums.device)
     for placed in gradient.terms:
         for part in slices(placed, sums.dtype, limit, width):
             for cut in part.cut(width):

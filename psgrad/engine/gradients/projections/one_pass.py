@@ -48,7 +48,7 @@ def per_sample_projections(
     has_aux: bool = False,
     randomness: str = "error",
 ) -> ProjectedGradients:
-    """`per_sample_gradients(...).project(projection)` and the squared norms, in the memory of
+    """`per_sample_gradients(...).project(projection)` [n, k] and the squared norms [n], in the memory of
     `per_sample_square_norms`: each parameter's gradient is contracted and deleted as soon as the backward
     pass completes it. The rows are those of `project`, bit for bit. With per='total' up to n * k numbers for
     each parameter are kept, as the backward pass has the last parameters first.

@@ -13,8 +13,8 @@ import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
 from psgrad.engine.gradients.projections.base import (
-    Entries,
     Kind,
+    MatrixEntries,
     Per,
     Projection,
     Sums,
@@ -107,7 +107,7 @@ class _Sides:
         self.sizes, self.columns = (projection.left, projection.right), columns
         keys = (key_of(projection.seed, projection.kind, name, side) for side in ("left", "right"))
         self._entries = [
-            Entries(projection.matrices, key, size, device)
+            MatrixEntries(projection.matrices, key, size, device)
             for key, size in zip(keys, self.sizes, strict=True)
         ]
 

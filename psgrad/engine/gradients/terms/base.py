@@ -124,7 +124,9 @@ class Term(ABC):
         return replace(self, **factors)  # type: ignore[type-var]
 
     def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Self:
-        """The term of some of the samples, in another precision if `dtype` is given."""
+        """The term of some of the samples, a slice of n or their numbers [k], in another precision if `dtype`
+        is given.
+        """
 
         kind = dtype or self.dtype
 
@@ -284,7 +286,7 @@ class Term(ABC):
         return None
 
     def placed_products(self, layout: Layout, other: Placed) -> torch.Tensor | None:
-        """As `cross_products`, for this term placed by `layout` and another term placed in the same
+        """[n, m]: as `cross_products`, for this term placed by `layout` and another term placed in the same
         window.
         """
         return None
@@ -422,8 +424,8 @@ class Term(ABC):
         return None
 
     def times(self, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
-        """Element by element times `by`, of the layout's rank and length one where it does not vary; each:
-        with a sample axis in front.
+        """Element by element times `by` [*shape], or [n, *shape] if `each`, with length one along the axes on
+        which it does not depend.
         """
         return None
 

@@ -95,7 +95,9 @@ _SMALLEST_ROOT = 2.0**-60
 
 
 def norms_at_least(x: torch.Tensor, axes: int | Sequence[int]) -> torch.Tensor:
-    """Upper bounds of the norms along some axes, which also hold if squares are too small for their type."""
+    """Upper bounds of the norms along some axes, of the shape of x without them. They also hold if squares
+    are too small for their type.
+    """
     x = accumulating(x)
     count = math.prod(x.shape[axis] for axis in ([axes] if isinstance(axes, int) else axes))
     return torch.linalg.vector_norm(x, dim=axes) + _SMALLEST_ROOT * math.sqrt(count)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import torch
 
-from psgrad.engine.gradients.layout import Layout, Run
+from psgrad.engine.gradients.layout import AxisSlice, Layout
 from psgrad.engine.gradients.precision_guard import samples_to_recompute
 from psgrad.engine.gradients.terms.base import Multiply, Placed
 
@@ -44,7 +44,9 @@ def summed(placed: Placed, dims: set[int]) -> list[Placed] | None:
     if not _has_finite_factors(placed):
         return None
     inner = placed.term.sum(placed.layout.bare, dims)
-    return None if inner is None else [_in_window(inner, placed.layout, dict.fromkeys(dims, Run(0, 1, 1)))]
+    return (
+        None if inner is None else [_in_window(inner, placed.layout, dict.fromkeys(dims, AxisSlice(0, 1, 1)))]
+    )
 
 
 def times(
@@ -106,7 +108,7 @@ def contracted(placed: Placed, dim: int, matrix: torch.Tensor) -> list[Placed] |
     inner = placed.term.contract(layout.bare, dim, matrix)
     if inner is None or not _is_finite(whole) or not _has_finite_factors(inner):
         return None
-    return [_in_window(inner, layout, {dim: Run(0, 1, matrix.shape[-1])})]
+    return [_in_window(inner, layout, {dim: AxisSlice(0, 1, matrix.shape[-1])})]
 
 
 def expanded(placed: Placed, shape: Sequence[int]) -> list[Placed] | None:
@@ -129,22 +131,22 @@ def reshaped(placed: Placed, shape: Sequence[int]) -> Placed | None:
             filled = scattered(bare, dim, index, run.size)
             if filled is None:
                 return None
-            whole = _in_window(filled[0], placed.layout, {dim: Run(0, 1, run.size)})
+            whole = _in_window(filled[0], placed.layout, {dim: AxisSlice(0, 1, run.size)})
             return reshaped(whole, shape)
     return None
 
 
 def scattered(placed: Placed, dim: int, index: torch.Tensor, size: int) -> list[Placed] | None:
-    """The entries of an axis added at an index in an axis of length `size`, which is zero elsewhere."""
+    """The entries of an axis, added at an index [length] in an axis of length `size`: zero elsewhere."""
     if not _has_finite_factors(placed):
         return None
     if placed.layout.window is not None:
         index = index[placed.layout.slices[dim]]
     inner = placed.term.scatter(placed.layout.bare, dim, index, size)
-    return None if inner is None else [_in_window(inner, placed.layout, {dim: Run(0, 1, size)})]
+    return None if inner is None else [_in_window(inner, placed.layout, {dim: AxisSlice(0, 1, size)})]
 
 
-def _in_window(placed: Placed, before: Layout, new: Mapping[int, Run] = MappingProxyType({})) -> Placed:
+def _in_window(placed: Placed, before: Layout, new: Mapping[int, AxisSlice] = MappingProxyType({})) -> Placed:
     """A term after a map, in the window, if any, of its layout before; new: the runs of the axes that the map
     has changed.
     """
@@ -158,7 +160,7 @@ def _in_window(placed: Placed, before: Layout, new: Mapping[int, Run] = MappingP
 
 
 def narrow(value: torch.Tensor) -> torch.Tensor:
-    """The value with length one along the axes (except the first) along which it was expanded."""
+    """A value [n, ...] with length one along the axes (except the first) along which it was expanded."""
     strides = value.stride()[1:]
     return (
         value[(slice(None), *(slice(0, 1) if stride == 0 else slice(None) for stride in strides))]

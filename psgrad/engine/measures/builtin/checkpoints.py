@@ -71,13 +71,15 @@ class CheckpointOutputs(Measure):
         return result
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        history = History.of(self.names, rows)
+        history = History.of(self._setting.checkpoint_names, rows)
         reason = self._grouping.why if self._grouping else None
-        return Gathered(numbers={"checkpoints": self.names, "way": reason, "nonfinite": history.nonfinite()})
-
-    @property
-    def names(self) -> list[str]:
-        return [checkpoint.name for checkpoint in self._setting.checkpoints]
+        return Gathered(
+            numbers={
+                "checkpoints": self._setting.checkpoint_names,
+                "way": reason,
+                "nonfinite": history.nonfinite(),
+            }
+        )
 
     def _run(
         self, first: int, checkpoints: Sequence[CheckpointModel], rows: range, chunk_size: int
@@ -134,14 +136,9 @@ class OverCheckpoints(Measure):
         require_checkpoints(self, setting, 2, self.why)
         self._setting = setting
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the T checkpoints."""
-        return [checkpoint.name for checkpoint in self._setting.checkpoints]
-
     def history(self, rows: Mapping[str, torch.Tensor]) -> History:
         """rows: as `gather` has them, name -> [n, ...]."""
-        return History.of(self.names, rows)
+        return History.of(self._setting.checkpoint_names, rows)
 
     def mean_and_spread(
         self, rows: Mapping[str, torch.Tensor], what: str, mean: str, spread: str
@@ -151,12 +148,16 @@ class OverCheckpoints(Measure):
         """
         values = self.history(rows).whole(what)
         correlation = rank_correlation(values)
-        warning = disagreement(correlation, self.names, self.name)
+        warning = disagreement(correlation, self._setting.checkpoint_names, self.name)
         if warning:
             self._setting.say(warning)
         return Gathered(
             {mean: values.mean(1), spread: values.std(1)},
-            {"checkpoints": self.names, "rank_correlation": correlation, "warning": warning},
+            {
+                "checkpoints": self._setting.checkpoint_names,
+                "rank_correlation": correlation,
+                "warning": warning,
+            },
         )
 
 
@@ -260,7 +261,7 @@ class Forgetting(OverCheckpoints):
         super().prepare(setting)
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        names, history = self.names, self.history(rows)
+        names, history = self._setting.checkpoint_names, self.history(rows)
         right = history.whole("right")  # [n, T]
         finite = torch.isfinite(right).all(1)
         learnt = (right > 0).any(1)
@@ -317,7 +318,7 @@ class Trajectory(OverCheckpoints):
     why: ClassVar[str] = "one point has no slope"
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        names, history = self.names, self.history(rows)
+        names, history = self._setting.checkpoint_names, self.history(rows)
         columns = {
             "loss_slope": slope(history.whole("loss")),
             "norm_slope": slope(history.whole("grad_norm")),

@@ -14,7 +14,7 @@ import torch
 from psgrad.engine.execution.output_rows import gram_matrix
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting
-from psgrad.engine.measures.projected import COLUMN, Projected
+from psgrad.engine.measures.projected import COLUMN, FiniteProjections
 from psgrad.engine.measures.sums import MeanGradientMeasure, shared_sums
 
 _ALONG_MEAN = "noise_scale.along_mean"
@@ -231,7 +231,7 @@ class CovarianceSpectrum(Measure):
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         examples = self._setting.examples
-        intervals = Projected.of(rows, examples.flat.size)
+        intervals = FiniteProjections.of(rows, examples.flat.size)
         n = len(intervals.places)
         if n < 2:
             return Gathered(

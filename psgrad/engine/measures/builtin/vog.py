@@ -84,7 +84,7 @@ class VoG(Measure):
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         spread, label = rows["vog.spread_and_label"].unbind(1)
-        names = [checkpoint.name for checkpoint in self._setting.checkpoints]
+        names = self._setting.checkpoint_names
         numbers = {"checkpoints": names, "of": self.of, "places": [place.name for place in self._places]}
         return Gathered({"vog": spread, "vog_z": standardised(spread, label.long())}, numbers)
 

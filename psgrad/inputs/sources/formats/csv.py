@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from psgrad.errors import DataError
-from psgrad.inputs.sources.arrow import errors_of_damage
+from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, as_line, not_numbers, open_text, require_columns
 from psgrad.inputs.sources.source import Column, DataHeader, KeptRows, Source, TableSource
 from psgrad.inputs.sources.tables import MappedRows, Rows
@@ -61,8 +61,8 @@ class CSV(TableSource):
         first: list[str] | None = None
         for path in files:
             with open_text(path) as file:
-                records = _records(file, self.delimiter)
-                text, names = next(records, ("", []))
+                rows = _rows_of(file, self.delimiter)
+                text, names = next(rows, ("", []))
                 if first is None:
                     first = names
                     target.write(as_line(text))
@@ -71,7 +71,7 @@ class CSV(TableSource):
                         f"the header of {path} is not that of {files[0]}",
                         expected="the same columns in the same order, as one file has one header",
                     )
-                for text, _ in records:
+                for text, _ in rows:
                     if kept.next()[0]:
                         target.write(as_line(text))
 
@@ -150,8 +150,8 @@ class _Cells:
         )
 
 
-def _records(file: TextIO, delimiter: str) -> Iterator[tuple[str, list[str]]]:
-    """(text, cells) of each record, which may have several lines. Blank lines are none."""
+def _rows_of(file: TextIO, delimiter: str) -> Iterator[tuple[str, list[str]]]:
+    """(text, cells) of each row, which may have several lines. Blank lines are none."""
     lines: list[str] = []
 
     def taken() -> Iterator[str]:

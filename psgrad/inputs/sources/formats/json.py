@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 from psgrad.errors import DataError
-from psgrad.inputs.sources.arrow import errors_of_damage
+from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, open_text
 from psgrad.inputs.sources.objects import distinct_keys, header_of, object_rows, word_for
 from psgrad.inputs.sources.source import DataHeader, KeptRows, Source, TableSource

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from psgrad.errors import DataError
-from psgrad.inputs.sources.arrow import errors_of_damage
+from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, text_lines
 from psgrad.inputs.sources.objects import distinct_keys, header_of, object_rows, word_for
 from psgrad.inputs.sources.source import DataHeader, LineSource

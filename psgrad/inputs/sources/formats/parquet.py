@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from psgrad.inputs.sources.arrow import errors_of_damage
+from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, require_columns
 from psgrad.inputs.sources.source import BatchSource, DataHeader, column_of
 from psgrad.inputs.sources.tables import GroupedRows, Rows

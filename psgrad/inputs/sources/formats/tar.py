@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from psgrad.config.data import COMPRESSIONS
 from psgrad.errors import DataError
-from psgrad.inputs.sources.arrow import errors_of_damage, merged_type, mixed_types
+from psgrad.inputs.sources.arrow_columns import errors_of_damage, merged_type, mixed_types
 from psgrad.inputs.sources.files import Stamp, Wanted, require_columns
 from psgrad.inputs.sources.host_files import made_once
 from psgrad.inputs.sources.source import DataHeader, KeptRows, Source, TableSource, column_of

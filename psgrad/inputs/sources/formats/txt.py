@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from psgrad.inputs.sources.arrow import errors_of_damage
+from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.files import Wanted, text_lines
 from psgrad.inputs.sources.objects import object_rows
 from psgrad.inputs.sources.source import Column, DataHeader, LineSource

@@ -223,11 +223,11 @@ def test_only_the_measures_that_judge_are_taken_of_trusted_samples(
     judged: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[str]] = []
-    from psgrad.workflows import judging
+    from psgrad.workflows import analyze_verdict
 
-    real = judging.measures_of
+    real = analyze_verdict.measures_of
     monkeypatch.setattr(
-        judging,
+        analyze_verdict,
         "measures_of",
         lambda config: asked.append([each.name for each in config.analyze.measures]) or real(config),
     )

@@ -1,7 +1,5 @@
-"""The passes of `psgrad analyze` over the samples: measures are asked, finished rows kept, and a run goes on
-where one ended.
-
-What is known of rows without any measure: who they are, and how long.
+"""The passes of `psgrad analyze` over the samples: measures compute columns, finished rows are stored, and an
+interrupted run continues.
 """
 
 from __future__ import annotations
@@ -23,16 +21,13 @@ from psgrad.engine.execution.streaming import Columns, Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
 from psgrad.engine.measures.passes import SecondPass
 from psgrad.errors import DataError, DistributedError, MeasureError
-from psgrad.inputs.derived import DrawnSamples
-from psgrad.inputs.reader import digest_of
-from psgrad.inputs.rows import Samples
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import SHARDS
-from psgrad.storage.shards import Kept, Shard, Shards
-from psgrad.workflows.measures import joined_columns
+from psgrad.storage.shards import FinishedShards, Shard, Shards
+from psgrad.workflows.measure_setup import joined_columns
+from psgrad.workflows.row_columns import ABOUT_COLUMNS, About, Content
 from psgrad.workflows.running import RankWork, held, rank_facts
-from psgrad.workflows.setup import Setup
 
 # Finished rows are made durable this often: what a crash or a full disk can cost.
 _ROWS_PER_SHARD = 4096
@@ -41,11 +36,6 @@ _SECONDS_PER_SHARD = 30.0
 _FIRST, _SECOND = "samples", "samples-again"
 _DIGITS = 15  # of a hash that is compared, hexadecimal
 _CHUNK_SIZE, _POSITIONS = "stream.chunk_size", "stream.positions"
-
-ABOUT_COLUMNS = ("id", "index", "dataset_row", "fingerprint", "target")
-About = Callable[[int, int], dict[str, Any]]
-"""(start, stop) to what is known of these rows without the measures: some of ABOUT_COLUMNS -> values."""
-Content = Callable[[Sequence[int]], str]
 
 
 @dataclass
@@ -315,7 +305,7 @@ class Passes:
         if processes.rank == 0:
             here = {processes.part_of(rank) for rank in range(processes.size)}
             for part in Shards.parts(self.folder, pass_name):
-                kept = Kept() if part in here else self._read(pass_name, part)
+                kept = FinishedShards() if part in here else self._read(pass_name, part)
                 self._add(measures, {key: torch.from_numpy(value) for key, value in kept.state.items()})
         state = processes.reduce(pass_name, lambda: self._state(measures), partial(self._add, measures))
         if processes.rank:
@@ -347,12 +337,12 @@ class Passes:
         """How many rows these processes compute."""
         return sum(map(len, self.processes.own([range(len(self.setting))])))
 
-    def _kept(self, name: str) -> list[Kept]:
+    def _kept(self, name: str) -> list[FinishedShards]:
         """What all processes have stored of a pass."""
         pass_name = self.prefix + name
         return [self._read(pass_name, part) for part in Shards.parts(self.folder, pass_name)]
 
-    def _read(self, pass_name: str, part: str) -> Kept:
+    def _read(self, pass_name: str, part: str) -> FinishedShards:
         return Shards(self.folder, pass_name, self.identity, part).read()
 
     def _shards(self, name: str) -> list[Shard]:
@@ -443,36 +433,3 @@ def _split(columns: Columns, about: Mapping[str, Any]) -> tuple[pd.DataFrame, Ar
         pd.DataFrame({**about, **flat}, index=range(columns.start, columns.stop)),
         {name: column for name, column in columns.values.items() if column.dim() > 1},
     )
-
-
-def content_of_made(samples: Samples) -> Content | None:
-    """A hash of some rows, where code makes them; None of rows in files."""
-    return samples.content_of if samples.sources else None
-
-
-def about_rows(run: Setup) -> Callable[[int, int], dict[str, Any]]:
-    """(start, stop) -> id, index, dataset_row of drawn rows, fingerprint, target where there is one, and
-    length, the positions that count, where the loss has some.
-
-    A sample without an id of its own is known by its content.
-    """
-    ids, reader = run.samples.ids, run.reader
-
-    def about(start: int, stop: int) -> dict[str, Any]:
-        rows = slice(start, stop)
-        prints = (
-            [digest_of(each) for each in ids[rows].tolist()]
-            if reader.contents is None
-            else reader.contents[rows]
-        )
-        targets = run.samples.agreed_targets if reader.targets is None else reader.targets
-        target = {} if targets is None else {"target": targets[rows]}
-        length = {} if reader.lengths is None else {"length": reader.lengths[rows]}
-        place = {"index": np.arange(start, stop)}
-        if run.samples.group_sizes is not None:
-            place["rows"] = run.samples.group_sizes[rows]
-        if isinstance(run.samples, DrawnSamples):
-            place["dataset_row"] = run.samples.rows[rows]
-        return {"id": ids[rows], **place, "fingerprint": prints, **target, **length}
-
-    return about

@@ -122,7 +122,7 @@ class OwnMeasure(Measure):
         return replace(found, columns=self._checked(found.columns, self._count, "gather"))
 
     def _require_keepable(self, found: Gathered) -> None:
-        """Raises MeasureError for what no file of the run takes, before it is lost on the way there."""
+        """Raises MeasureError for what no file of the run can hold, before it would be lost."""
         self._named(found.arrays, "gather")
         with self._errors_in("the numbers of gather"):
             json.dumps(dict(found.numbers))
@@ -245,7 +245,7 @@ def measures_of(config: Config) -> list[Measure]:
     waiting = [name for measure in found.values() for name in measure.needs]
     needed: dict[str, Measure] = {}
     if config.analyze.outliers.detectors and PROJECTED not in found:
-        from psgrad.engine.measures.builtin.neighbours import ProjectedGradients
+        from psgrad.engine.measures.builtin.projected_gradients import ProjectedGradients
 
         needed[PROJECTED] = ProjectedGradients(save=True)  # what later runs may be held against
     while waiting:
@@ -342,8 +342,8 @@ def _require_one_draw(run: Setup, measures: list[Measure]) -> None:
     """Raises MeasureError for measures that ask more than once for a gradient of a model that draws at
     random.
 
-    A second look would see another gradient wherever the first was not left in memory, and so depend on how
-    much memory is free; what differs from checkpoint to checkpoint would be the draws.
+    A second pass would see another gradient wherever the first was not kept in memory, and so depend on how
+    much memory is free; and checkpoints would differ by the draws.
     """
     twice = [
         each.name for each in measures if each.looks_twice or each.name == "vog" or "moments" in each.needs

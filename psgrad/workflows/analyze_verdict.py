@@ -31,14 +31,15 @@ from psgrad.results import SAMPLE_COLUMNS, Progress, Say
 from psgrad.results.manifest import ModelFacts, RunManifest, read_manifest
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import finished_manifest, load_run
+from psgrad.workflows.analyze_passes import Measured, Passes
 from psgrad.workflows.identity import hashes_of, measure_specs
-from psgrad.workflows.measures import PROJECTED, measures_of, prepare
-from psgrad.workflows.measuring import Measured, Passes, about_rows, content_of_made
+from psgrad.workflows.measure_setup import PROJECTED, measures_of, prepare
+from psgrad.workflows.row_columns import about_rows, content_of_made
 from psgrad.workflows.running import read_ahead
 from psgrad.workflows.setup import Setup
 
 _PREFIX = "reference-"
-# Measures beside those with a second look whose numbers depend on the other samples.
+# Measures, beside those with a second pass, whose numbers depend on the other samples.
 _RELATIVE = ("neighbour_distance",)
 # And columns of others.
 _RELATIVE_COLUMNS = ("vog_z",)
