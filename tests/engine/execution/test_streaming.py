@@ -550,3 +550,16 @@ def test_memory_does_not_grow_with_the_dataset(device: torch.device) -> None:
     chunk = 64 * WIDTH * 4
     assert chunk < peaks[0]
     assert peaks[1] < peaks[0] + chunk
+
+
+def test_settled_chunk_size_is_not_that_of_the_rows_it_was_found_by(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 5,000 rows eight are read, and a chunk may have a thousand."""
+    monkeypatch.setattr("psgrad.engine.execution.streaming.chunk_for", lambda trace_at, budget, most: most)
+    table, objective = Table(), Objective(model, F.cross_entropy)
+    table.inputs = table.inputs.double()
+    stream = Stream(objective.loss, objective.params, table.read)
+    stream.settle_chunk_size(5000)
+    assert stream.chunk_size == 1024
+    assert max(stop for _, stop in table.asked) <= 8
