@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from psgrad.cli import main
-from psgrad.engine.execution import process_group
+from psgrad.engine.execution import heartbeats, process_group
 from psgrad.engine.execution.loading import Chunk, Loader
 from psgrad.engine.execution.process_group import RankGroup
 from psgrad.engine.gradients import per_sample_gradients
@@ -108,7 +108,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ranks take another one for dead after a few seconds, for tests that wait for it: not after so few
     that one which lives is silent as long on a busy machine.
     """
-    monkeypatch.setattr(process_group, "_BEAT", 0.05)
+    monkeypatch.setattr(heartbeats, "_BEAT", 0.05)
     monkeypatch.setenv("PSGRAD_RANK_SILENCE", "3")
     monkeypatch.setattr(process_group, "_HURRIED", 2.0)
 

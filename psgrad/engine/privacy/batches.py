@@ -24,7 +24,7 @@ from psgrad.engine.privacy.clipped_sums import ClippedSum as ClippedSum
 from psgrad.engine.privacy.clipped_sums import Clipper, Total
 from psgrad.engine.privacy.clipped_sums import RecordColumns as RecordColumns
 from psgrad.engine.privacy.clipping import Clipping
-from psgrad.engine.privacy.fixed_chunks import independent_samples, settle_samples
+from psgrad.engine.privacy.fixed_chunks import ROWS_TRIED, independent_samples, settle_samples
 from psgrad.engine.privacy.record_draws import (
     StepDraws,
     begin_run,
@@ -222,25 +222,31 @@ class RecordStreams:
         def source(clipping: Clipping) -> ClippedSum:
             total = Total(clipping, self.params)
             for width, part in parts:
+                samples = self._together(width)
                 reader, stream = self._stream(width)
                 reader.draw(part, step)
-                total.add(stream_source(stream, len(part), self._together(width, len(part)))(clipping))
+                total.add(stream_source(stream, len(part), samples)(clipping))
             return total.result()
 
         return source
 
     def _parts(self, drawn: RowNumbers) -> list[tuple[int, RowNumbers]]:
         """(width, records) of each stream that takes part, the widest first."""
-        widths = self._copies * 2 ** np.ceil(np.log2(self.records.sizes[drawn])).astype(np.int64)
+        widths = self._widths(drawn)
         return [(int(width), drawn[widths == width]) for width in np.unique(widths)[::-1]]
 
-    def _together(self, width: int, count: int) -> int:
-        """How many records of a width are computed together. count: that can be read now."""
+    def _widths(self, records: RowNumbers) -> RowNumbers:
+        return self._copies * 2 ** np.ceil(np.log2(self.records.sizes[records])).astype(np.int64)
+
+    def _together(self, width: int) -> int:
+        """How many records of a width are computed together; found by the first ones of the dataset."""
         if width not in self._samples:
-            _, stream = self._stream(width)
+            reader, stream = self._stream(width)
+            alike = np.flatnonzero(self._widths(np.arange(len(self.records))) == width)[:ROWS_TRIED]
+            reader.draw(alike)
             expected = None if self.expected is None else self.expected * self._copies / width
             with without_draws() if stream.draws is None else drawing_by_record(stream.draws):
-                self._samples[width] = settle_samples(stream, count, expected)
+                self._samples[width] = settle_samples(stream, len(alike), expected)
         return self._samples[width]
 
     def _stream(self, width: int) -> tuple[RecordReader, Stream]:

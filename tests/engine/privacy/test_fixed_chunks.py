@@ -223,7 +223,7 @@ def test_sizes_to_try_fit_the_expected_batch(most: int, expected: float) -> None
     likely = expected + 2 * math.sqrt(expected)
     chunks = math.ceil(likely / most)
     assert sizes[0] * chunks >= min(likely, most * chunks) - 1e-9
-    assert sizes[0] <= likely / chunks + 4 or sizes[0] <= 4
+    assert sizes[0] <= likely / chunks + 8
 
 
 @given(drawn=st.lists(st.integers(0, 99), unique=True, min_size=1), size=st.integers(1, 5))
