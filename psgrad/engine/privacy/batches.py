@@ -101,7 +101,7 @@ _FOUND: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
 def _found(loss: Callable[..., Any], find: Callable[[], int], job: Pass) -> int:
     shapes = (
         tuple((x.dtype, x.device, x.shape) for x in job.params.values()),
-        tuple((x.dtype, x.shape[1:]) for x in job.flat),
+        tuple((x.dtype, x.shape[1:]) for x in job.flat if isinstance(x, Tensor)),
     )
     known = _FOUND.setdefault(loss, {})
     if shapes not in known:
