@@ -94,19 +94,24 @@ def batch_source(
     return source
 
 
-# What was found for a loss, as long as it lives: shapes -> how many samples are computed together.
+# What was found for a loss, or for the object whose method it is, as long as that lives: shapes -> how many
+# samples are computed together.
 _FOUND: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
 
 
 def _found(loss: Callable[..., Any], find: Callable[[], int], job: Pass) -> int:
-    shapes = (
+    try:
+        known = _FOUND.setdefault(getattr(loss, "__self__", loss), {})
+    except TypeError:  # an object that can't be a key is asked about each time
+        return find()
+    key = (
+        getattr(loss, "__name__", None),
         tuple((x.dtype, x.device, x.shape) for x in job.params.values()),
         tuple((x.dtype, x.shape[1:]) for x in job.flat if isinstance(x, Tensor)),
     )
-    known = _FOUND.setdefault(loss, {})
-    if shapes not in known:
-        known[shapes] = find()
-    return known[shapes]
+    if key not in known:
+        known[key] = find()
+    return known[key]
 
 
 def _by_record(loss: Callable[..., Any], draws: StepDraws) -> Callable[..., Any]:

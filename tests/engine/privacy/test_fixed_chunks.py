@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.privacy import clipped_sums, fixed_chunks
+from psgrad.engine.privacy import batches, clipped_sums, fixed_chunks
 from psgrad.engine.privacy.batches import ClippedSum, RecordStreams, batch_source, stream_source
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.fixed_chunks import independent_samples
@@ -141,12 +141,15 @@ def of_architecture(architecture: Architecture) -> str:
     return architecture.name
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=of_architecture)
 def test_numbers_of_records_stay_when_another_one_goes(architecture: Architecture) -> None:
     """Norms, losses and factors of all other records, to the last bit."""
     model = architecture.build(dtype=torch.float32)
     inputs, target = architecture.batch(RECORDS, dtype=torch.float32)
     objective = Objective(model, architecture.loss)
+
+    draws = RecordDraws(make_generator("aes", seed=0)).at(0)
 
     def records(rows: list[int]) -> clipped_sums.RecordColumns:
         source = batch_source(
@@ -156,7 +159,7 @@ def test_numbers_of_records_stay_when_another_one_goes(architecture: Architectur
             target[rows],
             has_aux=True,
             randomness="different",
-            draws=RecordDraws(make_generator("aes", seed=0)).at(0),
+            draws=draws,
             records=rows,
         )
         return source(Clipping.flat(objective.params, 0.1)).records
@@ -214,6 +217,18 @@ def test_memory_that_runs_out_leaves_chunks_of_one_size(monkeypatch: pytest.Monk
     assert sizes[-5:] == [8, 8, 8, 8, 8]
     monkeypatch.setattr(clipped_sums, "per_sample_weighted_sum", real)
     assert distance(found.sums, sum_of(objective, inputs, target, 8).sums) == 0
+
+
+def test_batches_in_memory_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a loss, by name or as a method, and the shapes of a record."""
+    asked: list[int] = []
+    monkeypatch.setattr(batches, "independent_samples", lambda *rest, **options: asked.append(1) or 16)
+    objective = loss_of(KINKED["relu"][0]())
+    for count in (5, 9, 2):
+        sum_of(objective, torch.randn(count, 64), torch.randint(3, (count,)), "in memory")
+    assert len(asked) == 1
+    sum_of(loss_of(KINKED["relu"][0]()), torch.randn(2, 64), torch.randint(3, (2,)), "in memory")
+    assert len(asked) == 2
 
 
 @given(most=st.integers(1, 1024), expected=st.floats(0.01, 5000))
