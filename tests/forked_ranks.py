@@ -110,7 +110,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(heartbeats, "_BEAT", 0.05)
     monkeypatch.setenv("PSGRAD_RANK_SILENCE", "3")
-    monkeypatch.setattr(process_group, "_HURRIED", 2.0)
+    for module in (heartbeats, process_group):
+        monkeypatch.setattr(module, "HURRIED", 2.0)
 
 
 def slow_chunks(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
