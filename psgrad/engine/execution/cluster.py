@@ -33,8 +33,8 @@ class Cluster:
         variation: how much the time of a chunk varies: the standard deviation of its logarithm.
     """
 
-    startup: float = 10.7
-    request: float = 43e-6
+    startup: float = 7.6
+    request: float = 36.7e-6
     network: float = 1.25e9
     latency: float = 1e-3
     storage: float = 5e9
