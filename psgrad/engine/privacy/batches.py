@@ -78,18 +78,21 @@ def batch_source(
     options = {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
 
     def source(clipping: Clipping) -> ClippedSum:
-        total = Total(clipping, params)
         if not count:
-            return total.result()
+            return Total(clipping, params).result()
         job = Pass(loss, params, batch, **options)
         with without_draws() if draws is None else drawing_by_record(draws):
             together = samples or _found(
                 given, lambda: independent_samples(loss, params, *batch, **options), job
             )
-            clipper = Clipper(clipping, together, memory)
-            for places in torch.arange(count, device=next(iter(params.values())).device).split(together):
-                total.add(clipper(loss, params, *job.batch_of(places), **options))
-        return total.result()
+            places = torch.arange(count, device=next(iter(params.values())).device)
+            while True:
+                total, clipper = Total(clipping, params), Clipper(clipping, together, memory)
+                for some in places.split(together):
+                    total.add(clipper(loss, params, *job.batch_of(some), **options))
+                if clipper.samples == together:
+                    return total.result()
+                together = clipper.samples  # memory ran out: all again, in chunks of one size
 
     return source
 

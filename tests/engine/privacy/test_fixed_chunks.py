@@ -198,23 +198,30 @@ def test_kernels_that_round_by_place_are_found(planted: str, monkeypatch: pytest
     assert independent_samples(objective.loss, objective.params, (inputs,), target, has_aux=True) == 1
 
 
-def test_memory_that_runs_out_leaves_chunks_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("how", "count", "again"), [(16, 40, 5), ("in memory", 20, 3)])
+def test_memory_that_runs_out_leaves_chunks_of_one_size(
+    how: Any, count: int, again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The records before it, too, are computed again in the smaller size."""
-    real, sizes, left = clipped_sums.per_sample_weighted_sum, list[int](), [2]
+    real, sizes = clipped_sums.per_sample_weighted_sum, list[int]()
 
     def limited(loss: Any, params: Any, inputs: Any, target: Tensor, **options: Any) -> Any:
         sizes.append(len(target))
-        left[0] -= 1
-        if left[0] == 0:
+        if len(sizes) == 2:
             raise MemoryError
         return real(loss, params, inputs, target, **options)
 
     torch.manual_seed(0)
-    objective, inputs, target = loss_of(KINKED["relu"][0]()), torch.randn(40, 64), torch.randint(3, (40,))
+    objective, inputs, target = (
+        loss_of(KINKED["relu"][0]()),
+        torch.randn(count, 64),
+        torch.randint(3, (count,)),
+    )
     monkeypatch.setattr(clipped_sums, "per_sample_weighted_sum", limited)
-    found = sum_of(objective, inputs, target, 16)
+    monkeypatch.setattr(batches, "independent_samples", lambda *rest, **options: 16)
+    found = sum_of(objective, inputs, target, how)
     assert sizes[:2] == [16, 16]
-    assert sizes[-5:] == [8, 8, 8, 8, 8]
+    assert sizes[-again:] == [8] * again
     monkeypatch.setattr(clipped_sums, "per_sample_weighted_sum", real)
     assert distance(found.sums, sum_of(objective, inputs, target, 8).sums) == 0
 
