@@ -493,7 +493,7 @@ class Model(nn.Module):
         self.known = 0.0
 
     def forward(self, x):
-        if x[0, 0] > 1.0:  # of the four rows that are looked at beforehand none is so
+        if x[0, 0] > 1.0:  # of the rows that are looked at beforehand, the first eight too, none is so
             %s
         return self.last(x)[:, :3] * (1 + self.known)
 """
@@ -508,7 +508,7 @@ def test_audit_finds_state_that_is_not_put_back(
     private: Workplace, monkeypatch: pytest.MonkeyPatch, write: str
 ) -> None:
     inputs = np.clip(private.arrays["x"], -0.9, 0.9)
-    inputs[5, 0] = 1.5
+    inputs[10, 0] = 1.5
     private.save(x=inputs)
     private.use_model(KEEPS % write)
     outcome = audited(private, "--steps", "1")

@@ -23,6 +23,7 @@ from psgrad.engine.gradients.bounded_sums import in_type
 from psgrad.engine.gradients.per_sample import Pass
 from psgrad.engine.gradients.terms import accumulating_dtype, blocks
 from psgrad.engine.privacy.full_precision import in_full_precision
+from psgrad.errors import PsgradError
 
 # Kernels take so many samples, or numbers, at a time. In a batch of another size the last ones are often
 # rounded in another way than the others.
@@ -47,7 +48,13 @@ def settle_samples(stream: Stream, count: int, expected: float | None = None) ->
     most = stream.chunk_size
     sizes = _sizes(most, expected) if automatic else [most, *_below(most)]
     check = partial(records_stay, stream.loss, stream.params, block.inputs, block.target, in_dims=dims)
-    found = _first(sizes, partial(check, has_aux=True, randomness=stream.randomness))
+    try:
+        found = _first(sizes, partial(check, has_aux=True, randomness=stream.randomness))
+    except PsgradError:
+        raise
+    except Exception:
+        stream.gradients_at(range(min(count, ROWS_TRIED)))  # which names the row that the model fails on
+        raise
     if found == 1 and most > 1:
         stream.say(
             f"the kernels of this model round a record by its place in a chunk of {sizes[0]}, so records are"

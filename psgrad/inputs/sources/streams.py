@@ -23,6 +23,7 @@ from psgrad.inputs.sources.files import require_columns
 from psgrad.inputs.sources.library_datasets import class_names_of
 from psgrad.inputs.sources.objects import table_of
 from psgrad.inputs.sources.tables import JoinedRows, TableRows
+from psgrad.inputs.temporary_folder import TemporaryFolder
 from psgrad.user_code import describe_failure
 
 _ROWS_PER_PART = 4096
@@ -42,7 +43,7 @@ class StreamedRows(JoinedRows):
     def __init__(self, stream: Any, columns: Sequence[str], most: int, named: str) -> None:
         if stream.column_names is not None:
             require_columns(columns, stream.column_names, named)
-        self._folder = tempfile.TemporaryDirectory(prefix="psgrad-")  # removed with this object
+        self._folder = TemporaryFolder()
         parts, left = [], most
         with errors_of_damage(Path(named), "a stream of rows"):
             for number, table in enumerate(_tables(stream, min(most + 1, _ROWS_PER_PART), named)):

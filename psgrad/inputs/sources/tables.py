@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import tempfile
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ import pyarrow as pa
 
 from psgrad.inputs.sources.arrow_columns import common_schema, errors_of_damage, plain
 from psgrad.inputs.sources.files import files_sha256, named_files
+from psgrad.inputs.temporary_folder import TemporaryFolder
 
 Array = npt.NDArray[Any]
 
@@ -138,7 +138,7 @@ class MappedRows(TableRows):
         files: Sequence[Path],
         numbers: RowNumbers | None = None,
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="psgrad-")  # removed with this object
+        self._folder = TemporaryFolder()
         file = Path(self._folder.name) / "table.arrow"
         with pa.ipc.new_file(str(file), schema) as writer:
             for part in parts:

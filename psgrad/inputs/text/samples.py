@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ from psgrad.inputs.rows import Block, Samples, checked_weights, ids_and_units
 from psgrad.inputs.sources.arrow_columns import plain, require_numbers
 from psgrad.inputs.sources.tables import Array, Rows
 from psgrad.inputs.tasks.task import TARGET, EncodedRow, Field, TextRows, TextTask
+from psgrad.inputs.temporary_folder import TemporaryFolder
 from psgrad.ragged import RaggedAxes
 
 _WEIGHT = "weight"
@@ -205,7 +205,7 @@ class TokenBlocks:
     """
 
     def __init__(self, kept: Path | None, key: str) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="psgrad-")  # removed with this object
+        self._temporary = TemporaryFolder()
         self._kept = kept
         self._name = hashlib.sha256(key.encode()).hexdigest()[:32]
         self._open: OrderedDict[int, pa.Table] = OrderedDict()

@@ -10,7 +10,6 @@ import io
 import json
 import shutil
 import tarfile
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from psgrad.inputs.sources.files import Stamp, Wanted, require_columns
 from psgrad.inputs.sources.host_files import made_once
 from psgrad.inputs.sources.source import DataHeader, KeptRows, Source, TableSource, column_of
 from psgrad.inputs.sources.tables import Rows
+from psgrad.inputs.temporary_folder import TemporaryFolder
 
 KEY = "__key__"
 _ROWS = 100  # that the header looks at
@@ -197,7 +197,7 @@ def _opened(path: Path, columns: Sequence[str] | None = None, rows: int | None =
                     return _Archive(path, _members(path, _places(archive), rows))
             of = f"the files {columns} of {rows} rows of {Stamp.of(path)}"
             made = made_once(of, lambda target: _copy(path, target, columns, rows))
-            folder = tempfile.TemporaryDirectory(prefix="psgrad-")  # removed with the archive
+            folder = TemporaryFolder()
             copy = Path(folder.name) / "copy"
             if made is None:
                 _copy(path, copy, columns, rows)
