@@ -4,6 +4,7 @@ before, and the tables are those of one process.
 
 from __future__ import annotations
 
+import multiprocessing
 import resource
 import sys
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from tests.workflows.test_private_ranks import SEEDED, assert_released_alike, pr
 FITS = 2  # rows
 CLOSE = 1e-10  # relative: rows in other chunks, in float64
 SLOW = 0.2  # seconds for a chunk of rank 0, so that it leaves rows to rank 1
+LATE = 60  # seconds until which rank 1 has its first chunk, however busy the machine is
 
 
 @pytest.fixture
@@ -45,16 +47,22 @@ def too_large(chunk: Chunk) -> None:
 
 
 def little_memory(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Chunk], None]) -> Callable[[int], None]:
-    """A plant: `fails` is called with each chunk of rank 1, before it is computed."""
+    """A plant: `fails` is called with each chunk of rank 1, before it is computed. Rank 0 begins after it: else
+    it may take all rows on a busy machine.
+    """
+    began = multiprocessing.get_context("fork").Event()
 
     def plant(rank: int) -> None:
         if rank == 0:
             slow_chunks(monkeypatch, SLOW)
-            return
         placed = Loader.place
 
         def place(loader: Loader, chunk: Chunk) -> Any:
-            fails(chunk)
+            if rank == 0:
+                assert began.wait(LATE), "rank 1 got no chunk"
+            else:
+                began.set()
+                fails(chunk)
             return placed(loader, chunk)
 
         monkeypatch.setattr(Loader, "place", place)
@@ -100,17 +108,19 @@ MIB = 1 << 20
 def test_analyze_rank_with_a_limit_of_the_system_backs_off_alone(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row's activations take 2 MiB, a chunk's 48 MiB, several of them at once."""
+    """An activation of a row takes 2 MiB, of a chunk 48 MiB, and several of them live at once."""
     place.use_model(WIDE)
     place.config["engine"] |= {"chunk_size": 24}
-    place.save(**{name: np.tile(value, (4, *[1] * (value.ndim - 1))) for name, value in place.arrays.items()})
+    rows = {name: np.tile(value, (4, *[1] * (value.ndim - 1))) for name, value in place.arrays.items()}
+    rows["x"] = rows["x"] * np.linspace(1, 2, len(rows["x"]))[:, None]  # no ties in the ranking
+    place.save(**rows)
     place.config["data"] |= {"id": None}
 
     def limit(chunk: Chunk) -> None:
         if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
             status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
             used = int(status["VmData"].split()[0]) * 1024
-            resource.setrlimit(resource.RLIMIT_DATA, (used + 128 * MIB, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_DATA, (used + 64 * MIB, resource.RLIM_INFINITY))
 
     run(place, little_memory(monkeypatch, limit), "analyze", "config.yaml", "--no-report", "--output", "two")
     assert place.command("analyze", "config.yaml", "--no-report", "--output", "one").code == 0
