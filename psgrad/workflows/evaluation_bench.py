@@ -9,6 +9,7 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from psgrad.engine.influence.method import Fitted, Method
 from psgrad.engine.influence.ranking import Normalize
 from psgrad.engine.transforms.private_torch import tree_leaves
 from psgrad.inputs.models.training_function import resolve_training
+from psgrad.reports.words import duration
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.workflows.identity import code_of
@@ -41,6 +43,7 @@ from psgrad.workflows.influence_training import fresh_models
 
 Array = np.ndarray[Any, Any]
 Fits = dict[str, tuple[Method, list[Fitted]]]
+TOLD_SECONDS = 60.0  # what retraining may be predicted to take before a person is told
 # Numbers of models that are trained already. A run that takes the place of an earlier one leaves them, and
 # uses what is still true.
 RETRAINED = "retrained"
@@ -125,6 +128,19 @@ class Bench:
         """
         self.models += len(jobs)
         self.progress(Progress(0, len(jobs), "retraining", unit="model"))
+        begun = perf_counter()
+        told, before = False, 0
+
+        def tell(done: int) -> None:
+            nonlocal begun, told, before
+            self.progress(Progress(done, len(jobs), "retraining", unit="model"))
+            # Batches that an earlier run has stored take no time: the first that is trained tells.
+            predicted = (perf_counter() - begun) / (done - before) * (len(jobs) - done)
+            if not told and predicted > TOLD_SECONDS:
+                told = True
+                self.progress(Progress(0, 0, "evaluation", time_to_come(len(jobs) - done, predicted)))
+            begun, before = perf_counter(), done
+
         return measured(
             jobs,
             self.train,
@@ -132,9 +148,18 @@ class Bench:
             self.store,
             f"{self.fingerprint} {what}",
             self.wanted.train.together,
-            tell=lambda done: self.progress(Progress(done, len(jobs), "retraining", unit="model")),
+            tell=tell,
             processes=self.setup.processes,
         )
+
+
+def time_to_come(models: int, seconds: float) -> str:
+    """What is said where the models that are still to be trained are predicted to take long."""
+    return (
+        f"the other {models:,} models are predicted to take {duration(seconds)}; seeds, subsets, removals,"
+        " flips, ks, explained and remove under influence.evaluate decide how many there are; an interrupted"
+        " evaluation goes on from its finished models"
+    )
 
 
 class ShardStore:

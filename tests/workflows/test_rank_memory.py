@@ -47,8 +47,8 @@ def too_large(chunk: Chunk) -> None:
 
 
 def little_memory(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Chunk], None]) -> Callable[[int], None]:
-    """A plant: `fails` is called with each chunk of rank 1, before it is computed. Rank 0 begins after it: else
-    it may take all rows on a busy machine.
+    """A plant: `fails` is called with each chunk of rank 1, before it is computed. Rank 0 begins after it:
+    else it may take all rows on a busy machine.
     """
     began = multiprocessing.get_context("fork").Event()
 
