@@ -279,8 +279,10 @@ class SamplingConfig(Section):
                 f"{self.scheme} sampling does not take {', '.join(refused)}; it takes {', '.join(takes)}"
             )
         if missing:
+            rate = "sample_rate" in missing
+            instead = " (or privacy.batch_size, and dataset_size here)" if rate else ""
             raise ValueError(
-                f"{self.scheme} sampling needs {' and '.join(missing)}; it takes {', '.join(takes)}"
+                f"{self.scheme} sampling needs {' and '.join(missing)}{instead}; it takes {', '.join(takes)}"
             )
         return self
 

@@ -155,12 +155,16 @@ class PrivacyConfig(Section):
     @classmethod
     def _steps_of_epochs(cls, value: object) -> object:
         """Where epochs and batch_size are given: the steps, the divisor and the sampling that they mean."""
-        if not isinstance(value, dict) or not isinstance(value.get("sampling"), dict):
+        if not isinstance(value, dict):
             return value
-        found, sampling = dict(value), dict(value["sampling"])
-        size, records = found.get("batch_size"), sampling.get("dataset_size")
+        found, size = dict(value), value.get("batch_size")
         if _is_positive(size):
             found.setdefault("expected_batch_size", float(size))
+        if not isinstance(found.get("sampling"), dict):
+            return found
+        sampling = dict(found["sampling"])
+        records = sampling.get("dataset_size")
+        if _is_positive(size):
             if sampling.get("scheme") == "fixed":
                 sampling.setdefault("batch_size", size)
             elif _is_positive(records) and sampling.get("sample_rate") is None and size <= records:

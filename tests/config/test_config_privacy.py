@@ -222,7 +222,7 @@ def test_what_the_divisor_is_for_is_told_where_it_is_missing(tmp_path: Path) -> 
         ),
         (
             "sampling={scheme: poisson}",
-            "privacy.sampling: poisson sampling needs sample_rate; it takes sample_rate",
+            "poisson sampling needs sample_rate (or privacy.batch_size, and dataset_size here); it takes",
         ),
         ("sampling={scheme: fixed}", "fixed sampling needs batch_size"),
         (
@@ -548,6 +548,15 @@ def test_epochs_and_batch_size_are_steps_and_divisor(
     assert found is not None
     assert (found.steps, found.expected_batch_size, found.sampling.sample_rate) == (steps, 64.0, rate)
     assert PrivacyConfig.model_validate(found.model_dump()) == found  # as the manifest has it
+
+
+def test_batch_size_without_a_sampling_is_the_divisor(tmp_path: Path) -> None:
+    text = EPOCHS.replace("SGD_HERE", "{name: SGD}").replace("epochs: 3", "steps: 9")
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL + text.replace("  sampling: {scheme: poisson, dataset_size: 600}\n", ""))
+    with pytest.raises(ConfigError, match=r"privacy\.sampling: missing") as caught:
+        load_config(path)
+    assert "expected_batch_size" not in str(caught.value)
 
 
 def test_epochs_of_fixed_batches_are_refused_and_their_batch_size_is_taken(tmp_path: Path) -> None:
