@@ -277,7 +277,8 @@ class Stream:
             result = how(
                 loss, params, inputs, target, in_dims=in_dims, has_aux=True, randomness=self.randomness
             )
-            if passes > max(_MANY_PASSES, len(inputs[0]) / _MANY_PASSES) and not self._said_split:
+            many = passes > max(_MANY_PASSES, len(inputs[0]) / _MANY_PASSES)
+            if many and _runs_the_loss_once(how) and not self._said_split:
                 self._said_split = True
                 self.say(_split_words(passes, len(inputs[0])))
             return result
@@ -582,6 +583,11 @@ class Stream:
     def _failure_alone(self, error: Exception, chunk: Chunk) -> PsgradError:
         inputs = self._to_device(chunk.block).inputs[: getattr(self._read, "inputs_of_model", None)]
         return failure_alone(error, chunk.rows[0], inputs)
+
+
+def _runs_the_loss_once(how: Callable[..., Any]) -> bool:
+    """Whether `how` runs the loss once for rows that agree; other ways may run it for several models."""
+    return getattr(how, "func", how) in (per_sample_gradients, per_sample_square_norms)
 
 
 def keeps_factors(how: Callable[..., Any]) -> bool:

@@ -22,6 +22,7 @@ from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.per_sample import per_sample_square_norms
 from psgrad.engine.measures.gradient_norms import GradientNorms
+from psgrad.engine.transforms import vmap
 from psgrad.errors import DataError, ModelError
 from psgrad.inputs.rows import Block
 from tests.oracles import one_sample_gradients
@@ -473,6 +474,30 @@ def test_many_runs_of_the_loss_for_one_chunk_are_said_once(lengths: int, said: b
     assert not said or words[0].startswith(
         f"the loss ran 13 times for a chunk of {ROWS} rows, as they disagree"
     )
+
+
+class LossesOfModels:
+    """A measure of losses [rows, models]."""
+
+    needs_factors = False
+
+    def columns(self, losses: Tensor) -> dict[str, Tensor]:
+        return {"losses": losses}
+
+    def keep(self) -> None:
+        pass
+
+
+def test_runs_of_the_loss_for_several_models_are_no_split(model: nn.Module) -> None:
+    table, words = Table(), []
+    stream = stream_of(model, table.read, chunk_size=ROWS, say=words.append)
+
+    def of_many_models(loss: Any, params: Any, inputs: Any, target: Any, **_: Any) -> Tensor:
+        each = vmap(lambda *row: loss(*row)[0], in_dims=(None, 0, 0))
+        return torch.stack([each(params, inputs, target) for _ in range(20)], 1)
+
+    list(stream.run(ROWS, [LossesOfModels()], compute=of_many_models))
+    assert words == []
 
 
 def test_what_the_reader_finds_wrong_is_passed_on_as_it_is(model: nn.Module) -> None:
