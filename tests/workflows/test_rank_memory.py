@@ -99,7 +99,7 @@ WIDE = """
 class Model(nn.Sequential):
     def __init__(self):
         torch.manual_seed(0)
-        super().__init__(nn.Linear(4, 1 << 18), nn.Tanh(), nn.Linear(1 << 18, 3))
+        super().__init__(nn.Linear(4, 1 << 20), nn.Tanh(), nn.Linear(1 << 20, 3))
 """
 MIB = 1 << 20
 
@@ -108,9 +108,11 @@ MIB = 1 << 20
 def test_analyze_rank_with_a_limit_of_the_system_backs_off_alone(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An activation of a row takes 2 MiB, of a chunk 48 MiB, and several of them live at once."""
+    """An activation of a row takes 8 MiB, of a chunk 384 MiB: more than a process has free in one piece, which
+    no limit of the system keeps it from using again.
+    """
     place.use_model(WIDE)
-    place.config["engine"] |= {"chunk_size": 24}
+    place.config["engine"] |= {"chunk_size": 48}
     rows = {name: np.tile(value, (4, *[1] * (value.ndim - 1))) for name, value in place.arrays.items()}
     rows["x"] = rows["x"] * np.linspace(1, 2, len(rows["x"]))[:, None]  # no ties in the ranking
     place.save(**rows)
@@ -120,7 +122,7 @@ def test_analyze_rank_with_a_limit_of_the_system_backs_off_alone(
         if resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY:
             status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
             used = int(status["VmData"].split()[0]) * 1024
-            resource.setrlimit(resource.RLIMIT_DATA, (used + 64 * MIB, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_DATA, (used + 128 * MIB, resource.RLIM_INFINITY))
 
     run(place, little_memory(monkeypatch, limit), "analyze", "config.yaml", "--no-report", "--output", "two")
     assert place.command("analyze", "config.yaml", "--no-report", "--output", "one").code == 0
