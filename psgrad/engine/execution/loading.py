@@ -104,7 +104,8 @@ class Loader:
         job.done.wait()
         if job.drew:
             self._read_between_chunks(
-                "reading them draws random numbers, which would fall in with the model's"
+                "random numbers were drawn while they were read, by the reader or by the model, and a"
+                " reader's would fall in with the model's"
             )
         if job.error is None:
             assert job.chunk is not None

@@ -311,8 +311,8 @@ def test_a_reader_that_draws_late_is_read_between_chunks_from_then_on() -> None:
     losses(stream_of(read, say=said.append))
     assert [name == "psgrad-reader" for name in threads] == [False, True, True, *[False] * 5]
     assert said == [
-        "rows are read between chunks, not beside them: reading them draws random numbers, which would fall"
-        " in with the model's"
+        "rows are read between chunks, not beside them: random numbers were drawn while they were read, by"
+        " the reader or by the model, and a reader's would fall in with the model's"
     ]
 
 
