@@ -108,8 +108,8 @@ MIB = 1 << 20
 def test_analyze_rank_with_a_limit_of_the_system_backs_off_alone(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An activation of a row takes 8 MiB, of a chunk 384 MiB: more than a process has free in one piece, which
-    no limit of the system keeps it from using again.
+    """An activation of a row takes 8 MiB, of a chunk 384 MiB: more than a process has free in one piece,
+    which no limit of the system keeps it from using again.
     """
     place.use_model(WIDE)
     place.config["engine"] |= {"chunk_size": 48}
