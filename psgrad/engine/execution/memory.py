@@ -67,19 +67,15 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = (
 )  # of mallopt, https://man7.org/linux/man-pages/man3/mallopt.3.html
 
 
-_GIVEN_BACK = 8 << 20  # bytes
-
-
 @cache
 def give_freed_memory_back() -> None:
-    """Let the C library give what is freed back to the system, from 8 MiB on: the opposite of
+    """Let the C library give what is freed back to the system, from 1 MiB on: the opposite of
     `keep_freed_memory`, for passes that are to take little memory.
 
     glibc keeps blocks of up to 32 MiB otherwise, in places that new blocks do not fit into: 3.3 GiB in place
-    of 1.4 for a pass over GPT-2 XL's shape (benchmarks/offloaded.py). From 1 MiB on, the pages of each
-    activation are new ones, and ten blocks of that shape take an eighth more processor time.
+    of 1.4 for a pass over GPT-2 XL's shape (benchmarks/offloaded.py).
     """
     with suppress(OSError, AttributeError):  # no glibc
         mallopt = ctypes.CDLL(None).mallopt
         for setting in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-            mallopt(setting, _GIVEN_BACK)
+            mallopt(setting, 1 << 20)
