@@ -108,9 +108,7 @@ def times(case: Case, rows: LoadedRows, queries: LoadedRows, epochs: int) -> dic
     seconds["one_query_seconds"] = clocked(lambda: run.weight_derivatives(one))
     seconds["ratio"] = seconds["one_query_seconds"] / seconds["training_seconds"]
     of_state = run._zero_cotangents(QUERIES)
-    each = []
-    for step in range(STEPS_TIMED):
-        each.append(clocked(lambda: run._pulled_at(0, run.start, every, of_state)))
+    each = [clocked(lambda: run._pulled_at(0, run.start, every, of_state)) for _ in range(STEPS_TIMED)]
     seconds["step_ms"] = 1000 * statistics.median(each[STEPS_TIMED // 4 :])  # the first ones are captured
     return seconds
 

@@ -109,9 +109,7 @@ class TrainingConfig(RecipeConfig):
         }
         for key, others in refused.items():
             # A default says nothing: a resolved config, with all its defaults, must load again.
-            given = [
-                name for name in others if getattr(self, name) != type(self).model_fields[name].default
-            ]
+            given = [name for name in others if getattr(self, name) != type(self).model_fields[name].default]
             if getattr(self, key) is not None and given:
                 raise ValueError(
                     f"with a {key} of your own ({getattr(self, key)}) training does not take"

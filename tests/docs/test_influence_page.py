@@ -116,7 +116,8 @@ def test_the_training_step_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.
     names: dict[str, Any] = {}
     exec(compile(step, str(PAGE), "exec"), names)
     initial = {
-        name: value.detach() for name, value in fresh_model(lambda seed: names["build"](), 0).named_parameters()
+        name: value.detach()
+        for name, value in fresh_model(lambda seed: names["build"](), 0).named_parameters()
     }
     inputs, labels = torch.from_numpy(x), torch.from_numpy(y)
 

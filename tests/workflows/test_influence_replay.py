@@ -193,7 +193,8 @@ def loss(params, batch, weights):
 
 def step(params, state, batch, weights):
     gradients = grad(loss)(params, batch, weights)
-    return {{name: p - {RATE} * gradients[name] for name, p in params.items()}}, {{"count": state["count"] + 1}}
+    moved = {{name: p - {RATE} * gradients[name] for name, p in params.items()}}
+    return moved, {{"count": state["count"] + 1}}
 
 
 def state(params):
@@ -283,7 +284,11 @@ def test_replay_by_own_step_that_ends_elsewhere_is_refused(own: InfluenceWorkpla
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        ({"step": "own.py:wrong"}, 2, "influence.training.step: own.py:wrong can't be called as step(params,"),
+        (
+            {"step": "own.py:wrong"},
+            2,
+            "influence.training.step: own.py:wrong can't be called as step(params,",
+        ),
         ({"step": "own.py:missing"}, 2, "own.py has no 'missing'"),
         ({"step": "own.py:failing"}, 3, "the training step own.py:failing raised"),
         ({"batches": "own.py:too_high"}, 3, f"own.py:too_high returned the row {ROWS} for step 0"),
@@ -342,9 +347,7 @@ def test_replay_with_states_on_disk_is_bit_identical(own: InfluenceWorkplace) ->
     assert not [path for path in own.folder.rglob("*") if path.name.startswith("tmp")]
 
 
-def test_replay_tells_what_it_will_take(
-    replay: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_tells_what_it_will_take(replay: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
     replay.section["method"] = {"name": "replay", "subsets": 3}
     assert "predicted to take" not in replay.influence("--no-report").err
     monkeypatch.setattr(replay_method, "TOLD_SECONDS", 0.0)

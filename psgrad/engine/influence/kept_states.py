@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -40,7 +41,7 @@ class OnDisk:
         self._like = [(leaf.dtype, leaf.shape, leaf.nbytes, leaf.device) for leaf in leaves]
         self._folder, self._bytes, self._count = folder, like.bytes, 0
         try:
-            self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)
+            self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed with this object
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -52,6 +53,8 @@ class OnDisk:
                 self._file.write(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             self._file.flush()
         except OSError as error:
+            with suppress(OSError):  # what is left in its buffer can't be written either
+                self._file.close()
             raise self._unwritable(error) from error
         self._count += 1
 

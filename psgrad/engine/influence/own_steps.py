@@ -232,6 +232,6 @@ def _words(returned: Any) -> str:
 def _apart(ones: list[torch.Tensor], others: list[torch.Tensor]) -> float:
     """The distance of two lists of tensors."""
     squares = [
-        (one.double() - other.double()).square().sum() for one, other in zip(ones, others, strict=True)
+        (one.double() - other.double()).square().sum().cpu() for one, other in zip(ones, others, strict=True)
     ]
     return float(torch.stack(squares).sum().sqrt())

@@ -317,7 +317,9 @@ class TrainingRun:
 
 def distance(one: Vectors, other: Vectors) -> float:
     """How far two sets of parameters are apart."""
-    return float(torch.stack([(one[name] - other[name]).double().square().sum() for name in one]).sum().sqrt())
+    return float(
+        torch.stack([(one[name] - other[name]).double().square().sum() for name in one]).sum().sqrt()
+    )
 
 
 def _parts(first: int, last: int, count: int) -> list[slice]:

@@ -80,14 +80,16 @@ class Steps(ABC):
         """The numbers of a step, counted from 0, of so many."""
         return None
 
-    def require_same_again(self, point: Point, inputs: Inputs, target: Target, known: Any) -> None:
+    def require_same_again(  # noqa: B027 (steps of psgrad's own need no check)
+        self, point: Point, inputs: Inputs, target: Target, known: Any
+    ) -> None:
         """Raises ModelError where a step can't be computed again: its code is not a function of tensors."""
 
     def depends_on_weights(self, point: Point, inputs: Inputs, target: Target, known: Any) -> bool:
         """Whether the weights of its examples change what a step does."""
         return True
 
-    def require_weights(self, seen: bool) -> None:
+    def require_weights(self, seen: bool) -> None:  # noqa: B027 (as above)
         """Raises ModelError unless some step depended on weights."""
 
 

@@ -59,10 +59,10 @@ def resolve_batches(training: TrainingConfig, base: Path) -> Loader | None:
                     cause="tensors of the data, or a mask, in place of the numbers of rows",
                     next_step="return the numbers of the rows, as the batch_sampler of a DataLoader has them",
                 )
-            if int(batch.min()) < 0 or int(batch.max()) >= rows:
+            outside = batch[(batch < 0) | (batch >= rows)]
+            if len(outside):
                 raise ModelError(
-                    f"the batches {spec} returned the row {int(batch.max() if batch.min() >= 0 else batch.min())}"
-                    f" for step {number}",
+                    f"the batches {spec} returned the row {int(outside[0])} for step {number}",
                     expected=f"rows 0 to {rows - 1}: {rows:,} are trained on",
                     cause="numbers of rows of another dataset, or from 1",
                     next_step=f"use the number of rows that it is called with: {_BATCHES}",

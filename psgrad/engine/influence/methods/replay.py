@@ -73,8 +73,8 @@ class Replay(Method):
         if checkpoint.run is None:
             raise InfluenceError(
                 "replay has no training run to compute again",
-                expected="influence.training: the optimiser, epochs, batches and seed of the run, or a step of"
-                " your own",
+                expected="influence.training: the optimiser, epochs, batches and seed of the run, or a step"
+                " of your own",
             )
         if len(training) != len(checkpoint.run.rows):
             raise InfluenceError(
