@@ -116,11 +116,9 @@ def _training(content: dict[str, Any], made: dict[str, Callable[..., Any]]) -> d
     """The config with names in place of the functions of its training run."""
     influence = content.get("influence")
     training = influence.get("training") if isinstance(influence, Mapping) else None
-    functions = {
-        key: training[key]
-        for key in TRAINING_CODE
-        if isinstance(training, Mapping) and callable(training.get(key))
-    }
+    if not isinstance(influence, Mapping) or not isinstance(training, Mapping):
+        return content
+    functions = {key: training[key] for key in TRAINING_CODE if callable(training.get(key))}
     if not functions:
         return content
     made.update({f"training_{key}": each for key, each in functions.items()})
