@@ -252,23 +252,18 @@ def matrix(place: InfluenceWorkplace) -> torch.Tensor:
     return load_file(place.folder / "out" / "matrix.safetensors")["scores"]
 
 
-def test_replay_by_own_step_is_that_of_the_recipe(
-    own: InfluenceWorkplace, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_replay_by_own_step_is_that_of_the_recipe(own: InfluenceWorkplace) -> None:
     found = matrix(own)
     manifest = own.manifest()
     (facts,) = manifest["influence"]["fit"]
-    assert facts["training"] == {"step": "own.py:step", "loader": True, "seed": SEED}
+    assert facts["training"] == {"step": "own.py:step", "seed": SEED, "batches": "of a function"}
     assert {"own.py:step", "own.py:state", "own.py:batches"} <= manifest["hashes"]["code"].keys()
-    own.section["training"] = {
-        "optimizer": "sgd",
-        "learning_rate": RATE,
-        "epochs": EPOCHS,
-        "batch_size": BATCH,
-        "seed": SEED,
-        "initial": "initial.safetensors",
-    }
-    torch.testing.assert_close(found, matrix(own), rtol=1e-10, atol=1e-12)
+    recipe = {"optimizer": "sgd", "learning_rate": RATE, "seed": SEED, "initial": "initial.safetensors"}
+    own.section["training"] = recipe | {"epochs": EPOCHS, "batch_size": BATCH}
+    built_in = matrix(own)
+    torch.testing.assert_close(found, built_in, rtol=1e-10, atol=1e-12)
+    own.section["training"] = recipe | {"batches": "own.py:batches"}
+    assert torch.equal(matrix(own), built_in)
 
 
 def test_replay_by_own_step_that_ends_elsewhere_is_refused(own: InfluenceWorkplace) -> None:

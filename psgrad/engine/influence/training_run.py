@@ -112,9 +112,13 @@ class TrainingRun:
     @property
     def facts(self) -> dict[str, Any]:
         """What the manifest says of the run."""
-        batches = {"loader": True} if self.loader is not None else {}
-        own = {"epochs": self.recipe.epochs, "batch_size": self.recipe.batch_size}
-        return self.steps.facts | ({} if self.own is None or batches else own) | batches | {"seed": self.seed}
+        batches = {"epochs": self.recipe.epochs, "batch_size": self.recipe.batch_size}
+        named = self.steps.facts | batches | {"seed": self.seed}
+        if self.loader is None:
+            return named
+        return {key: value for key, value in named.items() if key not in batches} | {
+            "batches": "of a function"
+        }
 
     @property
     def final(self) -> Vectors:
