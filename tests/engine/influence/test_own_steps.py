@@ -28,6 +28,8 @@ from tests.engine.influence.test_training_run import (
     run_of,
 )
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 MODEL = fresh(0)
 RATE, DECAY, MOMENTUM = 0.05, 0.01, 0.9
 Step = Callable[..., Any]
