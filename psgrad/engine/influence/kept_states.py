@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Protocol
@@ -44,6 +45,7 @@ class OnDisk:
             self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed with this object
         except OSError as error:
             raise self._unwritable(error) from error
+        weakref.finalize(self, self._file.close)
 
     def append(self, point: Point) -> None:
         leaves, _ = tree_flatten((point.params, point.state))
