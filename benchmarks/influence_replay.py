@@ -107,15 +107,8 @@ def times(case: Case, rows: LoadedRows, queries: LoadedRows, epochs: int) -> dic
     one, every = (at_end.flat.split(part) for part in (gradients[:1], gradients))
     seconds["one_query_seconds"] = clocked(lambda: run.weight_derivatives(one))
     seconds["ratio"] = seconds["one_query_seconds"] / seconds["training_seconds"]
-    state = run.optimiser.start(run.initial)
-    of_state = {
-        mean: {name: torch.zeros_like(value) for name, value in every.items()} for mean in run.optimiser.means
-    }
-    each = []
-    for step in range(STEPS_TIMED):
-        batch = run._batch(run.batches[0])
-        arguments = (run.initial, state, *batch, run._numbers(step), every, of_state)
-        each.append(clocked(lambda arguments=arguments: run._pulled(*arguments)))
+    of_state = run._zero_cotangents(QUERIES)
+    each = [clocked(lambda: run._pulled_at(0, run.start, every, of_state)) for _ in range(STEPS_TIMED)]
     seconds["step_ms"] = 1000 * statistics.median(each[STEPS_TIMED // 4 :])  # the first ones are captured
     return seconds
 

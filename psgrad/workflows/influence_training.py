@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,9 +16,10 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.influence.evaluation.jobs import LoadedRows, Recipe
 from psgrad.engine.influence.evaluation.retraining import fresh_model
-from psgrad.engine.influence.training_run import TrainingRun
+from psgrad.engine.influence.training_run import TrainingRun, distance
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.models.factory import load_model
+from psgrad.inputs.models.step_function import resolve_batches, resolve_step
 from psgrad.workflows.checkpoints import at_weights
 from psgrad.workflows.setup import Setup
 
@@ -64,10 +66,18 @@ def replayed(config: Config, run: Setup, say: Callable[[str], None]) -> tuple[Se
         fresh=None
         if wanted.initial
         else lambda seed: of_model(fresh_model(fresh_models(config, run), seed), run),
+        own=resolve_step(wanted, config.base),
+        loader=resolve_batches(wanted, config.base),
+        disk=_existing(config.output) if wanted.states == "disk" else None,
     )
     if config.model.checkpoint is not None:
         require_same_end(training, run.objective.params, str(config.model.checkpoint), wanted.tolerance)
     return with_weights(run, training.final), training
+
+
+def _existing(folder: Path) -> Path:
+    """A folder, or the first one above it that exists."""
+    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
 
 
 def initial_weights(config: Config, wanted: TrainingConfig, run: Setup) -> Vectors:
@@ -108,10 +118,7 @@ def with_weights(run: Setup, params: Mapping[str, torch.Tensor]) -> Setup:
 
 def require_same_end(training: TrainingRun, end: Vectors, path: str, tolerance: float) -> None:
     """Raises CheckpointError where the run ends elsewhere than the checkpoint."""
-    apart, way = (
-        float(torch.stack([(end[name] - other[name]).double().square().sum() for name in end]).sum().sqrt())
-        for other in (training.final, training.initial)
-    )
+    apart, way = distance(end, training.final), distance(end, training.initial)
     if apart <= tolerance * way:
         return
     share = f"{apart / way:.3g} times as far" if way else "not there, while the checkpoint is where it began"

@@ -296,6 +296,9 @@ class _Checks:
             self._code("influence.measurement", influence.measurement.name, ConfigError)
         if influence.evaluate.train.function is not None:
             self._code("influence.evaluate.train.function", influence.evaluate.train.function, ConfigError)
+        if influence.training is not None:
+            for key, spec in influence.training.code.items():
+                self._code(f"influence.training.{key}", spec, ConfigError)
 
     def _named(self, where: str, kind: Kind, section: NamedSection) -> None:
         """The name and the options' names of a measure or method; values are checked with --deep, by the

@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from psgrad.engine.influence.training_run import training_batches
+import psgrad
+from psgrad.engine.influence.methods import replay as replay_method
+from psgrad.engine.influence.training_run import TrainingRun, training_batches
 from tests.influence_workplace import QUERIES, InfluenceWorkplace
 from tests.workplace import CLASSES, FEATURES, ROWS
 
@@ -141,6 +143,9 @@ def test_replay_that_ends_elsewhere_is_refused(replay: InfluenceWorkplace) -> No
         ({"method": {"name": "replay", "subsets": 2}}, "2 subsets have no rank correlation"),
         ({"training": {"optimizer": "adam", "momentum": 0.9}}, "adam does not take momentum"),
         ({"training": {"optimizer": "newton"}}, "sgd"),
+        ({"training": {"step": "own.py:step", "learning_rate": 0.1}}, "training does not take learning_rate"),
+        ({"training": {"batches": "own.py:batches", "epochs": 3}}, "training does not take epochs"),
+        ({"training": {"state": "own.py:state"}}, "state is of a step of your own"),
     ],
 )
 def test_replay_options_that_do_not_fit(
@@ -166,3 +171,186 @@ def test_replay_refuses_what_it_does_not_have(
     outcome = replay.influence("--no-report")
     assert outcome.code == 3
     assert message in outcome.err
+
+
+# -- steps and batches of one's own --------------------------------------------------------------------------
+
+OWN = f"""
+import torch
+from torch.func import functional_call, grad
+
+torch.manual_seed(0)
+MODEL = torch.nn.Sequential(
+    torch.nn.Linear({FEATURES}, 5), torch.nn.Tanh(), torch.nn.Linear(5, {CLASSES})
+).double()
+
+
+def loss(params, batch, weights):
+    x, y = batch
+    losses = torch.nn.functional.cross_entropy(functional_call(MODEL, params, (x,)), y, reduction="none")
+    return (weights * losses).mean()
+
+
+def step(params, state, batch, weights):
+    gradients = grad(loss)(params, batch, weights)
+    moved = {{name: p - {RATE} * gradients[name] for name, p in params.items()}}
+    return moved, {{"count": state["count"] + 1}}
+
+
+def state(params):
+    return {{"count": torch.zeros((), dtype=torch.int64)}}
+
+
+def batches(rows, seed):
+    from psgrad.engine.influence.training_run import training_batches
+
+    return [each.tolist() for each in training_batches(rows, epochs={EPOCHS}, batch_size={BATCH}, seed=seed)]
+
+
+def wrong(params, state, batch):
+    return params, state
+
+
+def failing(params, state, batch, weights):
+    return step(params, state, batch, weights[:, None] @ weights)
+
+
+def too_high(rows, seed):
+    return [[0, rows]]
+
+
+def of_data(rows, seed):
+    return [torch.zeros(3, 2)]
+
+
+def none(rows, seed):
+    return []
+
+
+def unseeded(rows, seed):
+    return list(torch.randperm(rows).split({BATCH}))
+"""
+
+
+@pytest.fixture
+def own(replay: InfluenceWorkplace) -> InfluenceWorkplace:
+    """The same run by a step and batches of one's own."""
+    (replay.folder / "own.py").write_text(OWN)
+    replay.section["training"] = {
+        "step": "own.py:step",
+        "state": "own.py:state",
+        "batches": "own.py:batches",
+        "seed": SEED,
+        "initial": "initial.safetensors",
+    }
+    return replay
+
+
+def matrix(place: InfluenceWorkplace) -> torch.Tensor:
+    outcome = place.influence("--no-report", "--matrix", "--overwrite")
+    assert outcome.code == 0, outcome.err
+    return load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+
+
+def test_replay_by_own_step_is_that_of_the_recipe(own: InfluenceWorkplace) -> None:
+    found = matrix(own)
+    manifest = own.manifest()
+    (facts,) = manifest["influence"]["fit"]
+    assert facts["training"] == {"step": "own.py:step", "seed": SEED, "batches": "of a function"}
+    assert {"own.py:step", "own.py:state", "own.py:batches"} <= manifest["hashes"]["code"].keys()
+    recipe = {"optimizer": "sgd", "learning_rate": RATE, "seed": SEED, "initial": "initial.safetensors"}
+    own.section["training"] = recipe | {"epochs": EPOCHS, "batch_size": BATCH}
+    built_in = matrix(own)
+    torch.testing.assert_close(found, built_in, rtol=1e-10, atol=1e-12)
+    own.section["training"] = recipe | {"batches": "own.py:batches"}
+    assert torch.equal(matrix(own), built_in)
+
+
+def test_replay_by_own_step_that_ends_elsewhere_is_refused(own: InfluenceWorkplace) -> None:
+    save_file(trained(own).state_dict(), own.folder / "end.safetensors")
+    own.config["model"]["checkpoint"] = "end.safetensors"
+    assert own.influence("--no-report").code == 0
+    (own.folder / "own.py").write_text(OWN.replace(f"p - {RATE}", "p - 0.09"))
+    outcome = own.influence("--no-report", "--overwrite")
+    assert outcome.code == 3
+    assert "does not end at end.safetensors: its end is 0." in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        (
+            {"step": "own.py:wrong"},
+            2,
+            "influence.training.step: own.py:wrong can't be called as step(params,",
+        ),
+        ({"step": "own.py:missing"}, 2, "own.py has no 'missing'"),
+        ({"step": "own.py:failing"}, 3, "the training step own.py:failing raised"),
+        ({"batches": "own.py:too_high"}, 3, f"own.py:too_high returned the row {ROWS} for step 0"),
+        ({"batches": "own.py:of_data"}, 3, "own.py:of_data returned float32 [3, 2] for step 0"),
+        ({"batches": "own.py:none"}, 3, "own.py:none returned no step"),
+        ({"batches": "own.py:unseeded"}, 3, "own.py:unseeded are others when they are asked for again"),
+    ],
+)
+def test_replay_code_of_own_refused(
+    own: InfluenceWorkplace, change: dict[str, Any], code: int, words: str
+) -> None:
+    own.section["training"] |= change
+    outcome = own.influence("--no-report")
+    assert outcome.code == code, outcome.err
+    assert words in " ".join(outcome.err.split())
+    if "has no" not in words:
+        assert all(part in outcome.err for part in ("expected: ", "likely cause: ", "next step: "))
+
+
+def test_validate_names_code_of_a_training_run_that_is_missing(own: InfluenceWorkplace) -> None:
+    own.section["training"]["batches"] = "own.py:missing"
+    own.influence("--no-report")  # writes the config
+    outcome = own.command("validate", "config.yaml")
+    assert outcome.code == 2
+    assert "influence.training.batches" in outcome.out + outcome.err
+
+
+def test_replay_by_own_step_from_python(own: InfluenceWorkplace) -> None:
+    expected = own.ranked("--no-report")
+    names: dict[str, Any] = {}
+    exec(OWN, names)
+    content = {
+        **own.config,
+        "influence": {
+            **own.section,
+            "queries": {**own.section["queries"], "path": str(own.folder / "queries.npz")},
+            "training": {
+                **own.section["training"],
+                "initial": str(own.folder / "initial.safetensors"),
+                **{key: names[key] for key in ("step", "state", "batches")},
+            },
+        },
+        "output": str(own.folder / "again"),
+    }
+    found = psgrad.influence(content, report=False)
+    pd.testing.assert_frame_equal(found.scores.reset_index(drop=True), expected, check_dtype=False)
+
+
+# -- where states are kept, and what it will take ------------------------------------------------------------
+
+
+def test_replay_with_states_on_disk_is_bit_identical(own: InfluenceWorkplace) -> None:
+    in_memory = matrix(own)
+    own.section["training"]["states"] = "disk"
+    assert torch.equal(matrix(own), in_memory)
+    assert not [path for path in own.folder.rglob("*") if path.name.startswith("tmp")]
+
+
+def test_replay_tells_what_it_will_take(replay: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay.section["method"] = {"name": "replay", "subsets": 3}
+    assert "predicted to take" not in replay.influence("--no-report").err
+    monkeypatch.setattr(replay_method, "TOLD_SECONDS", 0.0)
+    monkeypatch.setattr(TrainingRun, "_width", lambda self, point: 2)
+    outcome = replay.influence("--no-report", "--overwrite")
+    steps = EPOCHS * -(-ROWS // BATCH)
+    words = f"replay goes back through {steps} steps for {QUERIES} queries, predicted to take"
+    assert words in outcome.err
+    assert outcome.err.index(words) < outcome.err.index("left out for real")  # before it is done
+    for cheaper in ("fewer influence.queries", "influence.method.subsets: 0 saves", "states: disk keeps"):
+        assert cheaper in outcome.err

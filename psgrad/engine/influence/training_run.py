@@ -1,21 +1,25 @@
 """A training run that is computed again, step by step, forward and backward.
 
 The run is a function of its training examples' weights: step t goes along the mean over its batch of
-w_i * loss_i, where all w_i are 1. `TrainingRun.weight_derivatives` is the exact derivative of a number of the
-last parameters with respect to each w_i. With w_i = 0 an example is left out while all else stays: initial
-weights, order, batches. Ilyas and Engstrom, "MAGIC: Near-Optimal Data Attribution for Deep Learning" (2025);
-Engstrom et al., "Optimizing ML Training with Metagradient Descent" (2025).
+w_i * loss_i, where all w_i are 1, or is a function of the user's. `TrainingRun.weight_derivatives` is the
+exact derivative of a number of the last parameters with respect to each w_i. With w_i = 0 an example is left
+out while all else stays: initial weights, order, batches. Ilyas and Engstrom, "MAGIC: Near-Optimal Data
+Attribution for Deep Learning" (2025); Engstrom et al., "Optimizing ML Training with Metagradient Descent"
+(2025).
 
-States of the forward run are kept where they fit into memory. Where they do not, some are kept and the steps
-between them are computed again, level by level.
+States of the forward run are kept where they fit into memory, or on a disk. Where they do not, some are kept
+and the steps between them are computed again, level by level.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -25,15 +29,20 @@ from psgrad.engine.execution.objective import Objective
 from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.influence.evaluation.jobs import LoadedRows, Recipe
-from psgrad.engine.influence.optimisers import Optimiser, State, numbers_of, optimiser_of
-from psgrad.engine.transforms import capture, grad, jvp, vjp, vmap
-from psgrad.engine.transforms.private_torch import tree_leaves
+from psgrad.engine.influence.kept_states import Kept, OnDisk, room_on_disk
+from psgrad.engine.influence.training_steps import Point, RecipeSteps, Steps
+from psgrad.engine.transforms import capture, vmap
+from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import InfluenceError
+
+Loader = Callable[[int, int], list[torch.Tensor]]
 
 # The share of the free memory that states of the run may take.
 _SHARE = 4
 # Fewer states than these at a level would compute most steps many times.
 _FEWEST = 8
+# Of the way of a run, how far its end may be from the first one: rounding, where a GPU adds in another order.
+_SAME = 1e-3
 
 
 def training_batches(rows: int, *, epochs: int, batch_size: int, seed: int) -> list[torch.Tensor]:
@@ -48,29 +57,22 @@ def training_batches(rows: int, *, epochs: int, batch_size: int, seed: int) -> l
 
 
 @dataclass(frozen=True)
-class Point:
-    """Where a run is before a step: parameters, and the optimiser's state."""
-
-    params: Vectors
-    state: State
-
-    @property
-    def bytes(self) -> int:
-        return sum(leaf.nbytes for leaf in tree_leaves((self.params, self.state)))
-
-
-@dataclass(frozen=True)
 class TrainingRun:
     """A deterministic training run.
 
     Attributes:
         objective: model and loss. Its own parameters count for nothing.
         rows: the training set, [n, ...] each.
-        recipe: how; any but newton.
+        recipe: how; any but newton. Of a run with own steps, its epochs and batches alone.
         seed: of the order of the rows: that of the built-in trainer of an evaluation.
         initial: name -> parameter, where the run begins.
-        kept: how many states are kept at once; None for as many as fit into a quarter of the free memory.
+        kept: how many states are kept at once; None for as many as fit into a quarter of the free memory, or
+            into half of the free disk.
         fresh: seed -> the initial parameters of another run; None where there are no others.
+        own: steps in place of the recipe's.
+        loader: (how many rows, seed) to the numbers of the rows of each step, int64 [b], in place of the
+            recipe's batches.
+        disk: the folder on whose disk states are kept; None for those in memory.
     """
 
     objective: Objective
@@ -80,6 +82,9 @@ class TrainingRun:
     initial: Vectors
     kept: int | None = None
     fresh: Callable[[int], Vectors] | None = None
+    own: Steps | None = None
+    loader: Loader | None = None
+    disk: Path | None = None
 
     def on(self, rows: torch.Tensor, seed: int) -> TrainingRun:
         """A run of the same recipe on some of the examples, rows [k], in another order, and from other
@@ -93,169 +98,201 @@ class TrainingRun:
     @cached_property
     def batches(self) -> list[torch.Tensor]:
         """The numbers of the rows of each step, int64 [b]."""
-        recipe = self.recipe
-        found = training_batches(
-            len(self.rows), epochs=recipe.epochs, batch_size=recipe.batch_size, seed=self.seed
-        )
+        if self.loader is not None:
+            found = self.loader(len(self.rows), self.seed)
+        else:
+            epochs, size = self.recipe.epochs, self.recipe.batch_size
+            found = training_batches(len(self.rows), epochs=epochs, batch_size=size, seed=self.seed)
         return [batch.to(self.device) for batch in found]
 
     @property
     def device(self) -> torch.device:
         return next(iter(self.initial.values())).device
 
-    @cached_property
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the manifest says of the run."""
+        batches = {"epochs": self.recipe.epochs, "batch_size": self.recipe.batch_size}
+        named = self.steps.facts | batches | {"seed": self.seed}
+        if self.loader is None:
+            return named
+        return {key: value for key, value in named.items() if key not in batches} | {
+            "batches": "of a function"
+        }
+
+    @property
     def final(self) -> Vectors:
-        """The parameters after the last step. Raises InfluenceError for a run that diverges."""
-        point = Point(self.initial, self.optimiser.start(self.initial))
-        for step in range(len(self.batches)):
-            point = self._after(point, step)
+        """The parameters after the last step. Raises InfluenceError for a run that diverges, ModelError for
+        own steps that can't be computed again.
+        """
+        return self._ended[0]
+
+    @cached_property
+    def _ended(self) -> tuple[Vectors, float]:
+        """(the parameters after the last step, the seconds of a step)."""
+        point, seen, begun = self.start, False, perf_counter()
+        with self.steps.errors():
+            self.steps.require_same_again(point, *self._arguments(0))
+            for step in range(len(self.batches)):
+                seen = seen or self.steps.depends_on_weights(point, *self._arguments(step))
+                point = self._after(point, step)
+                if step == 0:  # which was captured
+                    begun = perf_counter()
+        self.steps.require_weights(seen)
         self._require_finite(point.params)
-        return point.params
+        return point.params, (perf_counter() - begun) / max(len(self.batches) - 1, 1)
 
     def retrained(self, weights: torch.Tensor) -> Vectors:
         """name -> [K, *shape]: the parameters after the same run with other weights [K, n] of the examples,
         all K at once.
         """
-        count = len(weights)
-        params = {name: value.expand(count, *value.shape).clone() for name, value in self.initial.items()}
-        state = self.optimiser.start(params)
+        point = self._copies(len(weights))
         weights = weights.to(self._like)
-        for step, batch in enumerate(self.batches):
-            params, state = self._stacked(
-                params, state, *self._batch(batch), weights[:, batch], self._numbers(step)
-            )
-        return params
+        with self.steps.errors():
+            for step in range(len(self.batches)):
+                point = self._after_stacked(point, weights, step)
+        return point.params
 
     def weight_derivatives(self, cotangents: Vectors) -> torch.Tensor:
         """[m, n] float64: the derivatives of m numbers with respect to each example's weight.
 
         cotangents: name -> [m, *shape], the derivatives of the numbers with respect to the last parameters.
+        Raises InfluenceError where the run, computed again, ends elsewhere than at `final`.
         """
-        count = len(next(iter(cotangents.values())))
+        count, last = len(next(iter(cotangents.values()))), len(self.batches) - 1
         found = torch.zeros(count, len(self.rows), dtype=torch.float64, device=self.device)
-        of_state: State = {
-            mean: {name: torch.zeros_like(value) for name, value in cotangents.items()}
-            for mean in self.optimiser.means
-        }
-        start = Point(self.initial, self.optimiser.start(self.initial))
-        for step, point in self._backward(start, 0, len(self.batches)):
-            batch = self.batches[step]
-            cotangents, of_state, derivatives = self._pulled(
-                point.params, point.state, *self._batch(batch), self._numbers(step), cotangents, of_state
-            )
-            found[:, batch] += derivatives.double()
+        of_state = self._zero_cotangents(count)
+        with self.steps.errors():
+            for step, point in self._backward(self.start, 0, len(self.batches)):
+                if step == last and self.own is not None:
+                    self._require_same_end(self._after(point, step).params)
+                cotangents, of_state, derivatives = self._pulled_at(step, point, cotangents, of_state)
+                # a loader may draw a row twice for one batch
+                found.index_add_(1, self.batches[step], derivatives.double())
         return found
+
+    # -- what it will take -----------------------------------------------------------------------------------
+
+    def derivative_seconds(self, cotangents: Vectors) -> float:
+        """What `weight_derivatives` is predicted to take, by the steps of the run and one step backward."""
+        of_state = self._zero_cotangents(len(next(iter(cotangents.values()))))
+        with self.steps.errors():
+            step = self._clocked(lambda: self._pulled_at(0, self.start, cotangents, of_state))
+        return len(self.batches) * (step + self._ended[1] * self.levels)
+
+    def retraining_seconds(self, count: int) -> float:
+        """What `retrained` with so many weights is predicted to take, by one step."""
+        point = self._copies(count)
+        weights = torch.ones(count, len(self.rows)).to(self._like)
+        with self.steps.errors():
+            step = self._clocked(lambda: self._after_stacked(point, weights, 0))
+        return len(self.batches) * step
+
+    @cached_property
+    def levels(self) -> int:
+        """How many times each step is computed before it is pulled back: once where all states are kept."""
+        steps = len(self.batches)
+        return max(1, math.ceil(math.log(max(steps, 1), self._width(self.start)) - 1e-9))
+
+    def _clocked(self, run: Callable[[], Any]) -> float:
+        """Seconds of the second time; the first one is captured."""
+        run()
+        begun = perf_counter()
+        run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return perf_counter() - begun
 
     # -- one step --------------------------------------------------------------------------------------------
 
     @cached_property
-    def optimiser(self) -> Optimiser:
-        return optimiser_of(self.recipe)
+    def steps(self) -> Steps:
+        return RecipeSteps(self.objective, self.recipe) if self.own is None else self.own
+
+    @cached_property
+    def start(self) -> Point:
+        """The point before the first step."""
+        return Point(self.initial, self.steps.start(self.initial))
 
     @property
     def _like(self) -> torch.Tensor:
         return next(iter(self.initial.values()))
 
-    def _numbers(self, step: int) -> torch.Tensor:
-        return numbers_of(self.recipe, step, len(self.batches), self._like)
+    def _copies(self, count: int) -> Point:
+        """The point before the first step, [K, ...] of all."""
+        params, state = tree_map(
+            lambda leaf: leaf.expand(count, *leaf.shape).clone(), (self.start.params, self.start.state)
+        )
+        return Point(params, state)
 
-    def _batch(self, batch: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        target = self.rows.target
-        return tuple(x[batch] for x in self.rows.inputs), None if target is None else target[batch]
+    def _zero_cotangents(self, count: int) -> Any:
+        """[m, ...] of the state."""
+        return tree_map(lambda leaf: leaf.new_zeros((count, *leaf.shape)), self.start.state)
+
+    def _known(self, step: int) -> Any:
+        return self.steps.known(step, len(self.batches), self._like)
+
+    def _arguments(self, step: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, Any]:
+        """(inputs, target, the numbers that are known beforehand) of a step."""
+        batch, target = self.batches[step], self.rows.target
+        inputs = tuple(x[batch] for x in self.rows.inputs)
+        return inputs, None if target is None else target[batch], self._known(step)
 
     def _after(self, point: Point, step: int) -> Point:
-        inputs, target = self._batch(self.batches[step])
+        inputs, target, known = self._arguments(step)
         weights = torch.ones(len(self.batches[step]), dtype=self._like.dtype, device=self.device)
-        return Point(*self._step(point.params, point.state, inputs, target, weights, self._numbers(step)))
+        return Point(*self._step(point.params, point.state, inputs, target, weights, known))
 
-    def _weighted(
-        self, params: Vectors, inputs: Any, target: torch.Tensor | None, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the mean over a batch of weight times loss, the losses [b])."""
-        dims = (None, 0, None if target is None else 0)
-        losses, _ = vmap(self.objective.loss, in_dims=dims)(params, inputs, target)
-        return (weights.to(losses.dtype) * losses).mean(), losses
+    def _after_stacked(self, point: Point, weights: torch.Tensor, step: int) -> Point:
+        inputs, target, known = self._arguments(step)
+        own = weights[:, self.batches[step]]
+        return Point(*self._stacked(point.params, point.state, inputs, target, own, known))
 
-    def _one_step(
-        self, params: Vectors, state: State, inputs: Any, target: Any, weights: Any, numbers: Any
-    ) -> tuple[Vectors, State]:
-        gradients, _ = grad(self._weighted, has_aux=True)(params, inputs, target, weights)
-        return self.optimiser.update(params, state, gradients, numbers)
+    def _pulled_at(self, step: int, point: Point, of_params: Vectors, of_state: Any) -> Any:
+        return self._pulled(point.params, point.state, *self._arguments(step), of_params, of_state)
 
     @cached_property
     def _step(self) -> Any:
-        return capture(self._one_step, say=lambda why: None)
+        return capture(self.steps.after, say=lambda why: None)
 
     @cached_property
     def _stacked(self) -> Any:
-        stacked = vmap(self._one_step, in_dims=(0, 0, None, None, 0, None))
+        # own steps may draw by a seed: the same numbers for all
+        stacked = vmap(self.steps.after, in_dims=(0, 0, None, None, 0, None), randomness="same")
         return capture(stacked, say=lambda why: None)
 
     @cached_property
     def _pulled(self) -> Any:
-        """The cotangents before a step and the derivatives by the weights [m, b], from those after it.
-
-        The derivative of the step's gradient along v, and that of each example's loss along v, come from one
-        forward derivative of the gradient: H v, and <v, g_i>, which is b times the derivative by w_i.
-        """
-
-        def pulled(
-            params: Vectors,
-            state: State,
-            inputs: Any,
-            target: Any,
-            numbers: Any,
-            of_params: Any,
-            of_state: Any,
-        ) -> tuple[Vectors, State, torch.Tensor]:
-            size = len(inputs[0])
-            weights = torch.ones(size, dtype=numbers.dtype, device=numbers.device)
-
-            def gradient(params: Vectors) -> tuple[Vectors, torch.Tensor]:
-                found: tuple[Vectors, torch.Tensor] = grad(self._weighted, has_aux=True)(
-                    params, inputs, target, weights
-                )
-                return found
-
-            gradients, _ = gradient(params)
-            _, pull = vjp(
-                lambda params, state, gradients: self.optimiser.update(params, state, gradients, numbers),
-                params,
-                state,
-                gradients,
-            )
-            before, before_state, along = vmap(lambda p, s: pull((p, s)))(of_params, of_state)
-            _, (curved, slopes) = _tangents(gradient, params, along)
-            moved = {name: value + curved[name] for name, value in before.items()}
-            return moved, before_state, slopes / size
-
-        return capture(pulled, say=lambda why: None)
+        return capture(self.steps.pulled, say=lambda why: None)
 
     # -- states of the forward run, in reverse order ---------------------------------------------------------
 
     def _backward(self, start: Point, first: int, last: int) -> Iterator[tuple[int, Point]]:
         """(step, the point before it) of the steps last - 1, ..., first. start: the point before `first`."""
         width = self._width(start)
+        kept: Kept = [] if self.disk is None else OnDisk(self.disk, start)
+        kept.append(start)
         if last - first <= width:
-            points = [start]
             for step in range(first, last - 1):
-                points.append(self._after(points[-1], step))
+                start = self._after(start, step)
+                kept.append(start)
             for step in reversed(range(first, last)):
-                yield step, points.pop()
+                yield step, kept.pop()
             return
-        parts, starts = _parts(first, last, width), [start]
+        parts = _parts(first, last, width)
         for part in parts[:-1]:
-            point = starts[-1]
             for step in range(part.start, part.stop):
-                point = self._after(point, step)
-            starts.append(point)
+                start = self._after(start, step)
+            kept.append(start)
         for part in reversed(parts):
-            yield from self._backward(starts.pop(), part.start, part.stop)
+            yield from self._backward(kept.pop(), part.start, part.stop)
 
     def _width(self, point: Point) -> int:
         """How many points are kept at one level."""
         if self.kept is not None:
             return max(self.kept, 2)
+        if self.disk is not None:
+            return max(_FEWEST, room_on_disk(self.disk, point))
         return max(_FEWEST, free_memory(self.device) // _SHARE // max(point.bytes, 1))
 
     def _require_finite(self, params: Vectors) -> None:
@@ -264,13 +301,29 @@ class TrainingRun:
         raise InfluenceError(
             "the training that influence.training describes diverged: its weights are not finite",
             cause="the learning rate is too high for this model, or its loss is not bounded on these rows",
-            next_step="set a smaller influence.training.learning_rate",
+            next_step="set a smaller learning rate: influence.training.learning_rate, or that of a step of"
+            " your own",
+        )
+
+    def _require_same_end(self, end: Vectors) -> None:
+        apart, way = distance(end, self.final), distance(self.initial, self.final)
+        if apart <= _SAME * way:
+            return
+        raise InfluenceError(
+            f"the training run, computed again, ends {apart / way if way else 1:.2g} times as far from its"
+            " first end as the initial weights are",
+            expected="the same end each time: a step is a function of its arguments alone",
+            cause="a step after the first one draws random numbers, or reads a variable that others change",
+            next_step="keep what changes from step to step in the state, and draw by a generator that is made"
+            " in the step from a seed and a count in the state",
         )
 
 
-def _tangents(function: Any, params: Vectors, along: Vectors) -> Any:
-    """(values, tangents [m, ...]) of a function along m vectors, name -> [m, *shape]."""
-    return vmap(lambda vector: jvp(function, (params,), (vector,)))(along)
+def distance(one: Vectors, other: Vectors) -> float:
+    """How far two sets of parameters are apart."""
+    return float(
+        torch.stack([(one[name] - other[name]).double().square().sum() for name in one]).sum().sqrt()
+    )
 
 
 def _parts(first: int, last: int, count: int) -> list[slice]:

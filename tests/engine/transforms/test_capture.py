@@ -574,6 +574,17 @@ def test_cuda_graph_failed_capture_runs_kernels():
     assert graph.how.startswith("kernel by kernel, as no CUDA graph could be made: operation not permitted")
 
 
+def test_capture_of_a_softmax_derivative_with_strides():
+    """The kernel's result is contiguous; PyTorch says that it has the strides of the cotangent."""
+
+    def function(cotangents, output):
+        backward = torch.ops.aten._log_softmax_backward_data.default
+        return vmap(lambda g: backward(g.t(), output, 1, g.dtype))(cotangents).transpose(1, 2).reshape(12, 9)
+
+    cotangents, output = torch.randn(4, 3, 9), torch.randn(9, 3).log_softmax(1)
+    torch.testing.assert_close(capture(function)(cotangents, output), function(cotangents, output))
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_capture_inductor_equals_replay():
     model = perceptron(dropout=0.5)

@@ -4,19 +4,21 @@ training example's weight in the whole run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.free_memory import free_memory
+from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.influence.evaluation.jobs import LoadedRows
 from psgrad.engine.influence.evaluation.metrics import half_subsets, subset_sums
 from psgrad.engine.influence.evaluation.statistics import spearman
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Per, ScoreBlock, SelfBlock
+from psgrad.engine.influence.solvers.spectrum import TOLD_SECONDS, duration_words
 from psgrad.engine.influence.training_run import TrainingRun
 from psgrad.engine.transforms import vmap
 from psgrad.errors import ConfigError, InfluenceError
@@ -71,7 +73,8 @@ class Replay(Method):
         if checkpoint.run is None:
             raise InfluenceError(
                 "replay has no training run to compute again",
-                expected="influence.training: the optimiser, epochs, batches and seed of the run",
+                expected="influence.training: the optimiser, epochs, batches and seed of the run, or a step"
+                " of your own",
             )
         if len(training) != len(checkpoint.run.rows):
             raise InfluenceError(
@@ -91,7 +94,7 @@ class Replayed(Fitted):
         self.run, self.options, self.checkpoint = run, options, checkpoint
         self.facts = {
             "steps": len(run.batches),
-            "training": asdict(run.recipe) | {"seed": run.seed},
+            "training": run.facts,
             "runs": options.runs,
         }
 
@@ -104,7 +107,9 @@ class Replayed(Fitted):
         if self.options.runs > 1:
             scores = self._over_halves(queries)
         else:
-            scores = _scores(self.run, queries)
+            parts = _parts_of_queries(self.run, queries)
+            self._tell_of_time(self.run, parts)
+            scores = _scores(self.run, parts)
             if self.options.subsets:
                 self._compare(scores.numpy(), queries)
         yield ScoreBlock(0, len(scores), {"": scores})
@@ -117,9 +122,40 @@ class Replayed(Fitted):
             run = self.run.on(rows.to(self.run.device), self.run.seed + 1 + number)
             objective = copy(queries.objective)
             objective.params = run.final
-            total[rows] += _scores(run, replace(queries, objective=objective))
+            parts = _parts_of_queries(run, replace(queries, objective=objective))
+            if number == 0:
+                self._tell_of_time(run, parts)
+            total[rows] += _scores(run, parts)
             runs[rows] += 1
         return total / runs
+
+    def _tell_of_time(self, run: TrainingRun, parts: Sequence[Vectors]) -> None:
+        """Say what scores are predicted to take, where that is long, by one step of each kind. parts: the
+        cotangents of queries that are pulled back together.
+        """
+        options, count = self.options, sum(len(next(iter(part.values()))) for part in parts)
+        backward = run.derivative_seconds(parts[0]) * len(parts) * options.runs
+        compared = 0.0
+        if options.subsets and options.runs == 1:
+            at_once = min(options.subsets, _models_at_once(run))
+            trainings = len(LEFT_OUT) * options.subsets / at_once
+            compared = run.retraining_seconds(at_once) * trainings
+        if backward + compared <= TOLD_SECONDS:
+            return
+        cheaper = ["fewer influence.queries take less"]
+        if options.runs > 1:
+            cheaper.append(f"each of the {options.runs:,} influence.method.runs takes as long")
+        if compared:
+            cheaper.append(f"influence.method.subsets: 0 saves {duration_words(compared)} of that")
+        if run.levels > 1 and run.disk is None:
+            cheaper.append(
+                "influence.training.states: disk keeps the states that do not fit into memory, and which are"
+                f" computed {run.levels} times so"
+            )
+        self.checkpoint.say(
+            f"replay goes back through {len(run.batches):,} steps for {count:,} queries, predicted to take"
+            f" {duration_words(backward + compared)}; {'; '.join(cheaper)}"
+        )
 
     def self_influence(self) -> Iterator[SelfBlock]:
         raise InfluenceError(
@@ -159,15 +195,20 @@ def halves(count: int, runs: int, seed: int) -> Iterator[torch.Tensor]:
         yield (order[: count // 2] if number % 2 == 0 else order[count // 2 :]).sort().values
 
 
-def _scores(run: TrainingRun, queries: Examples) -> torch.Tensor:
-    """[n, m]: minus the derivatives of the measurements of queries at the end of the run, by the weight of
-    each of its examples.
+def _parts_of_queries(run: TrainingRun, queries: Examples) -> list[Vectors]:
+    """The gradients of the measurements of queries at the end of the run, name -> [k, *shape], in parts that
+    are pulled back at once, as the free memory allows.
     """
     gradients = queries.materialise()
-    size = gradients[0].nbytes * (1 + len(run.optimiser.means)) * 2
-    at_once = max(1, min(_AT_ONCE, free_memory(run.device) // _SHARE // size))
-    parts = gradients.to(run.device).split(at_once)
-    return -torch.cat([run.weight_derivatives(queries.flat.split(part)) for part in parts]).T.cpu()
+    at_once = max(1, min(_AT_ONCE, free_memory(run.device) // _SHARE // (run.start.bytes * 2)))
+    return [queries.flat.split(part) for part in gradients.to(run.device).split(at_once)]
+
+
+def _scores(run: TrainingRun, parts: Sequence[Vectors]) -> torch.Tensor:
+    """[n, m]: minus the derivatives of the measurements of queries at the end of the run, by the weight of
+    each of its examples. parts: of the queries' gradients.
+    """
+    return -torch.cat([run.weight_derivatives(part) for part in parts]).T.cpu()
 
 
 @dataclass(frozen=True)
@@ -211,8 +252,11 @@ def measured(queries: Examples, rows: LoadedRows, params: dict[str, torch.Tensor
     return values
 
 
+def _models_at_once(run: TrainingRun) -> int:
+    """How many models are trained at once, as the free memory allows."""
+    return max(1, free_memory(run.device) // _SHARE // (run.start.bytes * 2))
+
+
 def _parts(left_out: np.ndarray, run: TrainingRun) -> list[np.ndarray]:
-    """Subsets [S, n] in parts that are trained at once, as the free memory allows."""
-    size = sum(value.nbytes for value in run.initial.values()) * (2 + len(run.optimiser.means)) * 2
-    at_once = max(1, free_memory(run.device) // _SHARE // size)
-    return np.array_split(left_out, -(-len(left_out) // at_once))
+    """Subsets [S, n] in parts that are trained at once."""
+    return np.array_split(left_out, -(-len(left_out) // _models_at_once(run)))

@@ -19,7 +19,9 @@ def _softmax_backward_batch(
 ) -> torch.Tensor:
     if g.dim() == 0:
         return op(batch.physical(g).unsqueeze(1), batch.physical(out).unsqueeze(1), 1, dtype).squeeze(1)
-    return op(batch.physical(g), batch.physical(out), wrap_dim(dim, g.dim()) + 1, dtype)
+    # The kernel's result is contiguous, whatever strides g has. In a capture PyTorch gives it those of g, and
+    # a later reshape would be captured as a view.
+    return op(batch.physical(g).contiguous(), batch.physical(out), wrap_dim(dim, g.dim()) + 1, dtype)
 
 
 for _forward, _backward in (
