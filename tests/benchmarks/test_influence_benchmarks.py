@@ -54,6 +54,7 @@ def test_tuning_has_other_halves_and_other_queries(bench: Any) -> None:
     assert not (bench.truth.subsets[:3] == bench.tuning.subsets).all(1).any()
 
 
+@pytest.mark.sweep
 def test_the_table_of_quality(
     bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,6 +85,7 @@ def test_the_table_of_quality(
     assert "control: random" in capsys.readouterr().out
 
 
+@pytest.mark.sweep
 def test_the_table_of_a_training_run(
     bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,6 +219,7 @@ def test_the_text_setting_and_its_controls(settings: Any, tmp_path: Path) -> Non
     assert f"{sum(sizes):,} parameters" in settings.__doc__
 
 
+@pytest.mark.sweep
 def test_mislabels_are_found_by_their_loss(bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mislabel = script("influence_mislabel")
     monkeypatch.setattr(mislabel, "METHODS", {"gradient_dot": mislabel.GradientDot()})
@@ -239,6 +242,7 @@ def test_a_way_with_other_scores_is_not_timed(script: Any, capsys: pytest.Captur
     assert "other: wrong" in capsys.readouterr().out
 
 
+@pytest.mark.sweep
 def test_solvers_are_held_against_their_prediction(
     script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,6 +268,7 @@ def test_the_size_that_a_solver_case_names_is_its_networks(script: Any) -> None:
     assert (training.flat.size, len(training), len(queries)) == (case.work().size, 30, 2)
 
 
+@pytest.mark.sweep
 def test_replay_beside_the_same_run_without_examples(
     bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,6 +286,7 @@ def test_replay_beside_the_same_run_without_examples(
     assert "pass: 5% left out" in capsys.readouterr().out
 
 
+@pytest.mark.sweep
 def test_seconds_of_solves_beside_plain_ways(script: Any, tmp_path: Path) -> None:
     """The scores of psgrad and of the plain way are the same."""
     bars = script("influence_bars")

@@ -219,8 +219,9 @@ def one_by_one(model: nn.Module, shared: dict[str, Any], inputs: Inputs) -> Grad
     return {name: torch.stack(column) for name, column in zip(params, zip(*result, strict=True), strict=True)}
 
 
+@pytest.mark.every(2)  # each model in float64, and in the sweep in float32
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @each_model
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_hugging_face_gradients_equal_the_loop(
     pretrained: Pretrained, attention: str, dtype: torch.dtype
 ) -> None:
