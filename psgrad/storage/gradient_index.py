@@ -19,6 +19,7 @@ from psgrad import __version__
 from psgrad.errors import OutputError, OutputExistsError
 from psgrad.storage import files
 from psgrad.storage.index_layout import Layout
+from psgrad.storage.row_lists import NAME as LISTS
 from psgrad.wording import shorten_middle
 
 DESCRIPTION = "index.json"
@@ -51,6 +52,7 @@ class GradientIndex:
         checkpoint-000/gradients-00000.safetensors    rows 0, ..., rows_per_shard - 1
         checkpoint-000/gradients-00001.safetensors    the next ones
         checkpoint-000/sums.safetensors               written last
+        checkpoint-000/lists.faiss, lists.json        of an approximate search, see RowLists
 
     A shard is there under its name when all of it is written and synced, and not before; that is its
     `written` state. Each file carries the SHA-256 of the description, so that a shard of another index is
@@ -343,6 +345,31 @@ class GradientIndex:
                 some = _as_slice(rows[start : start + most])
                 yield row + start, {name: array[some] for name, array in mapped.items()}
 
+    def chosen(self, checkpoint: int, rows: np.ndarray, most: int) -> Iterator[tuple[int, Arrays]]:
+        """Some rows of a checkpoint, at most `most` at a time: (how many came before, arrays).
+
+        rows: [c], rising. Of the files only the parts with these rows are read.
+        """
+        for row, shard, stored in self.layout.pieces(self.shards):
+            first, last = np.searchsorted(rows, (row, row + len(stored))).tolist()
+            if first == last:
+                continue
+            with self._opened(checkpoint, shard) as file:
+                mapped = _mapped(self.file(checkpoint, shard), list(file.keys()))
+            for start in range(first, last, most):
+                some = stored[rows[start : min(start + most, last)] - row]
+                yield start, {name: array[some] for name, array in mapped.items()}
+
+    def identity_of_rows(self, checkpoint: int) -> str:
+        """A hash of what the rows of a checkpoint are of, and of their numbers, by the hashes in their
+        files.
+        """
+        digest = sha256(self._id.encode())
+        for shard in range(len(self.shards)):
+            with self._opened(checkpoint, shard) as file:
+                digest.update(file.metadata()[_SEAL].encode())
+        return digest.hexdigest()
+
     def _is_written(self, checkpoint: int, shard: int | None) -> bool:
         """Raises OutputError for a file with other numbers than were written."""
         path = self.file(checkpoint, shard)
@@ -396,7 +423,9 @@ class GradientIndex:
     def _remove_files(self, but: Container[Path] = ()) -> None:
         """Remove the files of an earlier index, and those of a killed process."""
         for folder in self.path.glob("checkpoint-*"):
-            for path in [*folder.glob("*.safetensors"), *folder.glob(".*.safetensors.*.tmp")]:
+            # Lists of neighbouring rows are made anew where they are asked for.
+            lists = [*folder.glob(f"{LISTS}.*"), *folder.glob(f".{LISTS}.*.tmp")]
+            for path in [*folder.glob("*.safetensors"), *folder.glob(".*.safetensors.*.tmp"), *lists]:
                 if path not in but:
                     path.unlink()
             if not any(folder.iterdir()):
