@@ -16,7 +16,7 @@ from psgrad.config import Config, IndexSearchConfig
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.free_memory import free_host_memory
 from psgrad.engine.influence.index.estimators import FittedRows
-from psgrad.engine.influence.index.search import FoundRows, recalls, strongest_rows, vectors_of
+from psgrad.engine.influence.index.search import FoundRows, found_rows, recalls, strongest_rows, vectors_of
 from psgrad.engine.influence.index.stored import ChosenRows, StoredRows
 from psgrad.engine.influence.method import Fitted
 from psgrad.errors import ConfigError, InfluenceError
@@ -44,7 +44,7 @@ class Search:
     """
 
     setup: InfluenceSetup
-    fitted: Sequence[Fitted]
+    fitted: list[Fitted]
     facts: dict[str, Any]
 
 
@@ -101,10 +101,8 @@ def searched(
     with clock("search"):
         projected = whole.projected(setup.views[0].queries)
         asked = torch.cat([projected, whole.mean_query(projected)])
-        vectors = whole.query_vectors(asked).float().numpy()
         most = min(top * wanted.candidates, whole.source.finite)
-        places = np.concatenate([lists.search(sign * vectors, most, probes) for sign in (1, -1)])
-        found = np.unique(places[places >= 0])
+        found = found_rows(lists, whole, asked, most, probes)
     if not len(found):
         raise InfluenceError(
             f"the {probes} of {lists.count} lists that were searched for each query hold no row",
@@ -158,17 +156,7 @@ def _lists_of(
             next_step="build an index with a smaller dimension, or set influence.index_search: exact",
         )
     progress(Progress(0, 0, "lists", f"{count:,} lists of neighbouring rows are made: {why}"))
-    sample = np.unique(np.linspace(0, len(source) - 1, min(len(source), _SAMPLE * count)).astype(np.int64))
-    parts = [vectors for _, vectors in vectors_of(whole, ChosenRows(source, sample))]
-
-    def blocks() -> Iterator[tuple[Array, Array]]:
-        done = 0
-        for numbers, vectors in vectors_of(whole, source):
-            yield numbers, vectors
-            done += len(numbers)
-            progress(Progress(done, n, "lists", unit="training example"))
-
-    lists = RowLists.built(count, np.concatenate(parts), blocks())
+    lists = new_lists(whole, source, count, progress)
     try:
         lists.store(folder, identity)
     except OSError as error:
@@ -177,6 +165,23 @@ def _lists_of(
             " are made anew in each run"
         )
     return lists
+
+
+def new_lists(
+    whole: FittedRows, source: StoredRows, count: int, progress: Say = lambda _: None
+) -> RowLists:
+    """So many lists of the rows of an index, in one pass over them."""
+    sample = np.unique(np.linspace(0, len(source) - 1, min(len(source), _SAMPLE * count)).astype(np.int64))
+    parts = [vectors for _, vectors in vectors_of(whole, ChosenRows(source, sample))]
+
+    def blocks() -> Iterator[tuple[Array, Array]]:
+        done = 0
+        for numbers, vectors in vectors_of(whole, source):
+            yield numbers, vectors
+            done += len(numbers)
+            progress(Progress(done, source.finite, "lists", unit="training example"))
+
+    return RowLists.built(count, np.concatenate(parts), blocks())
 
 
 def _measured(whole: FittedRows, asked: torch.Tensor, found: Array, count: int, top: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ the strongest rows that it has found.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,6 +16,23 @@ from psgrad.engine.influence.index.rows import RowSource
 from psgrad.engine.influence.index.stored import ChosenRows, StoredRows
 from psgrad.engine.influence.method import Fitted, Per, ScoreBlock, SelfBlock
 from psgrad.engine.influence.ranking import Strongest
+
+
+class Lists(Protocol):
+    """What finds rows: psgrad.storage.row_lists.RowLists."""
+
+    def search(self, vectors: np.ndarray, most: int, probes: int) -> np.ndarray: ...
+
+
+def found_rows(
+    lists: Lists, whole: FittedRows, projected: torch.Tensor, most: int, probes: int
+) -> np.ndarray:
+    """[c], rising: the rows that are found for any of the projected queries [m, k]; for each up to `most` of
+    either sign.
+    """
+    vectors = whole.query_vectors(projected).float().numpy()
+    places = np.concatenate([lists.search(sign * vectors, most, probes) for sign in (1, -1)])
+    return np.unique(places[places >= 0])
 
 
 class FoundRows(Fitted):
