@@ -50,8 +50,8 @@ class IndexConfig(Section):
 class IndexSearchConfig(Section):
     """How the strongest rows of a query are found in an index.
 
-    approximate: rows are divided into lists by their direction, once; of each query a few lists are searched,
-    and the rows found there get their exact scores. It needs faiss: pip install 'psgrad[faiss]'.
+    approximate: rows are divided, once, into lists of rows near to each other; of each query some lists are
+    searched, and the rows found there get their exact scores. It needs faiss: pip install 'psgrad[faiss]'.
     """
 
     bare: ClassVar[str] = "kind"
@@ -61,10 +61,10 @@ class IndexSearchConfig(Section):
     lists: Annotated[int, Field(ge=1)] | None = None
     """Lists that the rows are divided into; null for the square root of their number."""
     probes: Annotated[int, Field(ge=1)] | None = None
-    """Lists that are searched for either sign of each query; null for an eighth of them. With all of them no
+    """Lists that are searched for either sign of each query; null for a quarter of them. With all of them no
     row is missed.
     """
-    candidates: Annotated[int, Field(ge=1)] = 4
+    candidates: Annotated[int, Field(ge=1)] = 2
     """So many rows are found, and scored exactly, for each one that is ranked."""
     sample: Annotated[int, Field(ge=0)] = 20
     """Queries that are also answered by reading all rows, to measure which share of the strongest was found;

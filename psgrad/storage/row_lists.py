@@ -42,7 +42,10 @@ def require_faiss() -> Any:
 
 
 class RowLists:
-    """Rows of k numbers, of 16 bits each, divided into lists by their direction: an IndexIVF of faiss.
+    """Rows of k numbers, of 16 bits each, in lists of rows that are near to each other: an IndexIVF of faiss.
+
+    A row is in the list whose mean is nearest to it, so that short rows, which never rank, are together. A
+    query searches the lists whose means have the largest inner products with it.
 
         lists.faiss    the rows, list by list, in faiss's own format
         lists.json     which rows they were made of, and the hash of lists.faiss; written last
@@ -61,23 +64,23 @@ class RowLists:
     def built(cls, lists: int, sample: Array, blocks: Iterable[tuple[Array, Array]]) -> Self:
         """New lists, by k-means.
 
-        sample: [s, k] float32, the rows that the centres of the lists are found from. blocks: (numbers [b],
+        sample: [s, k] float32, the rows that the means of the lists are found from. blocks: (numbers [b],
         rows [b, k] float32) of all rows.
         """
         faiss = require_faiss()
         k = sample.shape[1]
-        index = faiss.IndexIVFScalarQuantizer(
-            faiss.IndexFlatIP(k),
-            k,
-            lists,
-            faiss.ScalarQuantizer.QT_fp16,
-            faiss.METRIC_INNER_PRODUCT,
-            False,  # not the differences to the centre
-        )
-        index.cp.niter, index.cp.min_points_per_centroid = _ROUNDS, 1
-        index.train(np.ascontiguousarray(sample))
+        means = faiss.Kmeans(k, lists, niter=_ROUNDS, min_points_per_centroid=1)
+        means.train(np.ascontiguousarray(sample))
+        nearest, quantizer = faiss.IndexFlatL2(k), faiss.IndexFlatIP(k)
+        nearest.add(means.centroids)
+        quantizer.add(means.centroids)
+        of_16_bits, product = faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT
+        index = faiss.IndexIVFScalarQuantizer(quantizer, k, lists, of_16_bits, product, False)
+        index.train(np.ascontiguousarray(sample))  # nothing is left to find, but it has to be called
         for numbers, rows in blocks:
-            index.add_with_ids(np.ascontiguousarray(rows), numbers.astype(np.int64))
+            whole, named = np.ascontiguousarray(rows), numbers.astype(np.int64)
+            places = np.ascontiguousarray(nearest.search(whole, 1)[1].ravel())
+            index.add_core(len(whole), *map(faiss.swig_ptr, (whole, named, places)))
         return cls(index)
 
     @classmethod
@@ -123,7 +126,7 @@ class RowLists:
 
     def search(self, vectors: Array, most: int, probes: int) -> Array:
         """[q, most] int64: the rows with the largest inner products with each of q vectors, of those in the
-        `probes` lists whose centres have the largest; -1 where there are fewer.
+        `probes` lists whose means have the largest; -1 where there are fewer.
         """
         self.index.nprobe = probes
         found: Array = self.index.search(np.ascontiguousarray(vectors, np.float32), most)[1]

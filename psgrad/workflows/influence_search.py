@@ -30,8 +30,8 @@ from psgrad.workflows.running import Clock
 Array = np.ndarray[Any, Any]
 
 _LOW = 0.9  # a recall below it is warned of
-_SAMPLE = 64  # rows for each list, from which its centre is found
-_SEARCHED = 8  # by default one of so many lists
+_SAMPLE = 64  # rows for each list, from which its mean is found
+_SEARCHED = 4  # by default one of so many lists
 _BYTES = 2  # of a number in the lists
 
 
@@ -167,9 +167,7 @@ def _lists_of(
     return lists
 
 
-def new_lists(
-    whole: FittedRows, source: StoredRows, count: int, progress: Say = lambda _: None
-) -> RowLists:
+def new_lists(whole: FittedRows, source: StoredRows, count: int, progress: Say = lambda _: None) -> RowLists:
     """So many lists of the rows of an index, in one pass over them."""
     sample = np.unique(np.linspace(0, len(source) - 1, min(len(source), _SAMPLE * count)).astype(np.int64))
     parts = [vectors for _, vectors in vectors_of(whole, ChosenRows(source, sample))]

@@ -303,15 +303,7 @@ def test_approximate_search_refuses_what_needs_all_scores(
 
 def test_approximate_search_by_name_or_with_options(tmp_path: Path) -> None:
     named = load(tmp_path, "index=there", "index_search=approximate").index_search
-    assert (named.kind, named.lists, named.probes, named.candidates, named.sample) == (
-        "approximate",
-        None,
-        None,
-        4,
-        20,
-    )
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        MINIMAL + "influence: {index: there, index_search: approximate}\n", encoding="utf-8"
-    )
-    assert load_config(path, ["influence.index_search.probes=7"]).influence.index_search.probes == 7
+    assert (named.kind, named.lists, named.probes) == ("approximate", None, None)
+    assert named.not_default() == {"kind"}
+    options = load(tmp_path, "index=there", "index_search={kind: approximate, probes: 7}").index_search
+    assert (options.kind, options.probes) == ("approximate", 7)
