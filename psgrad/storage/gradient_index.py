@@ -19,7 +19,6 @@ from psgrad import __version__
 from psgrad.errors import OutputError, OutputExistsError
 from psgrad.storage import files
 from psgrad.storage.index_layout import Layout
-from psgrad.storage.row_lists import NAME as LISTS
 from psgrad.wording import shorten_middle
 
 DESCRIPTION = "index.json"
@@ -52,7 +51,7 @@ class GradientIndex:
         checkpoint-000/gradients-00000.safetensors    rows 0, ..., rows_per_shard - 1
         checkpoint-000/gradients-00001.safetensors    the next ones
         checkpoint-000/sums.safetensors               written last
-        checkpoint-000/lists.faiss, lists.json        of an approximate search, see RowLists
+        checkpoint-000/lists.safetensors              of an approximate search, see RowLists
 
     A shard is there under its name when all of it is written and synced, and not before; that is its
     `written` state. Each file carries the SHA-256 of the description, so that a shard of another index is
@@ -423,9 +422,7 @@ class GradientIndex:
     def _remove_files(self, but: Container[Path] = ()) -> None:
         """Remove the files of an earlier index, and those of a killed process."""
         for folder in self.path.glob("checkpoint-*"):
-            # Lists of neighbouring rows are made anew where they are asked for.
-            lists = [*folder.glob(f"{LISTS}.*"), *folder.glob(f".{LISTS}.*.tmp")]
-            for path in [*folder.glob("*.safetensors"), *folder.glob(".*.safetensors.*.tmp"), *lists]:
+            for path in [*folder.glob("*.safetensors"), *folder.glob(".*.safetensors.*.tmp")]:
                 if path not in but:
                     path.unlink()
             if not any(folder.iterdir()):

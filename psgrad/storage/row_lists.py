@@ -5,24 +5,24 @@ all of them; kept beside an index.
 from __future__ import annotations
 
 import importlib
-import json
-import os
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from psgrad.errors import ConfigError
 from psgrad.storage import files
 
 Array = np.ndarray[Any, Any]
 
-NAME = "lists"  # of its files in the folder of a checkpoint
-_MARK = "psgrad lists of neighbouring rows"
-_READ = 1 << 24
+NAME = "lists.safetensors"  # in the folder of a checkpoint
+_SEAL = "psgrad"  # of the file's metadata: the identity of the rows, and the hash of the numbers
 _ROUNDS = 10  # of k-means
+_TOGETHER = 1 << 14  # rows that are given to faiss at once
 
 
 def require_faiss() -> Any:
@@ -42,23 +42,30 @@ def require_faiss() -> Any:
 
 
 class RowLists:
-    """Rows of k numbers, of 16 bits each, in lists of rows that are near to each other: an IndexIVF of faiss.
+    """Rows of k numbers, of 16 bits each, in lists of rows that are near to each other.
 
     A row is in the list whose mean is nearest to it, so that short rows, which never rank, are together. A
     query searches the lists whose means have the largest inner products with it.
 
-        lists.faiss    the rows, list by list, in faiss's own format
-        lists.json     which rows they were made of, and the hash of lists.faiss; written last
-
-    faiss's file is read only where it has the hash that was noted when it was written: faiss is written in
-    C++, and must not read a damaged file. Nothing in it is code.
-
-    Attributes:
-        index: the IndexIVF.
+    Args:
+        means: [lists, k] float32.
+        rows: [n, k] float16.
+        numbers: [n] int64, by which rows are named.
+        places: [n] int64, the list of each row.
     """
 
-    def __init__(self, index: Any) -> None:
-        self.index = index
+    def __init__(self, means: Array, rows: Array, numbers: Array, places: Array) -> None:
+        self.arrays = {"means": means, "rows": rows, "numbers": numbers, "places": places}
+        faiss, (count, k) = require_faiss(), means.shape
+        quantizer = faiss.IndexFlatIP(k)
+        quantizer.add(means)
+        of_16_bits, product = faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT
+        self._index = faiss.IndexIVFScalarQuantizer(quantizer, k, count, of_16_bits, product, False)
+        self._index.train(means)  # nothing is left to find, but it has to be called
+        for start in range(0, len(rows), _TOGETHER):
+            part = slice(start, start + _TOGETHER)
+            some = rows[part].astype(np.float32), numbers[part], places[part]
+            self._index.add_core(len(some[0]), *map(faiss.swig_ptr, some))
 
     @classmethod
     def built(cls, lists: int, sample: Array, blocks: Iterable[tuple[Array, Array]]) -> Self:
@@ -69,73 +76,66 @@ class RowLists:
         """
         faiss = require_faiss()
         k = sample.shape[1]
-        means = faiss.Kmeans(k, lists, niter=_ROUNDS, min_points_per_centroid=1)
-        means.train(np.ascontiguousarray(sample))
-        nearest, quantizer = faiss.IndexFlatL2(k), faiss.IndexFlatIP(k)
-        nearest.add(means.centroids)
-        quantizer.add(means.centroids)
-        of_16_bits, product = faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT
-        index = faiss.IndexIVFScalarQuantizer(quantizer, k, lists, of_16_bits, product, False)
-        index.train(np.ascontiguousarray(sample))  # nothing is left to find, but it has to be called
-        for numbers, rows in blocks:
-            whole, named = np.ascontiguousarray(rows), numbers.astype(np.int64)
-            places = np.ascontiguousarray(nearest.search(whole, 1)[1].ravel())
-            index.add_core(len(whole), *map(faiss.swig_ptr, (whole, named, places)))
-        return cls(index)
+        found = faiss.Kmeans(k, lists, niter=_ROUNDS, min_points_per_centroid=1)
+        found.train(np.ascontiguousarray(sample))
+        nearest = faiss.IndexFlatL2(k)
+        nearest.add(found.centroids)
+        numbers, rows, places = [], [], []
+        for named, block in blocks:
+            numbers.append(named.astype(np.int64))
+            rows.append(block.astype(np.float16))
+            places.append(nearest.search(np.ascontiguousarray(block), 1)[1].ravel())
+        return cls(found.centroids, np.concatenate(rows), np.concatenate(numbers), np.concatenate(places))
 
     @classmethod
     def stored(cls, folder: Path, identity: str) -> tuple[Self | None, str]:
         """(the lists of a folder, ""); or (None, why there are none of this identity)."""
-        about, path = folder / f"{NAME}.json", folder / f"{NAME}.faiss"
-        if not about.exists():
+        path = folder / NAME
+        if not path.exists():
             return None, "there are none yet"
         try:
-            content = json.loads(about.read_bytes())
-            if content.get("tool") != _MARK or content.get("identity") != identity:
-                return None, "those that are there were made of other rows, or with other settings"
-            if content.get("sha256") != _hash_of(path):
-                return None, f"{path.name} is not the file that was written"
-        except (OSError, ValueError, AttributeError) as error:
+            file: Any = safe_open(path, framework="numpy")
+            with file:
+                whose, _, digest = (file.metadata() or {}).get(_SEAL, "").partition(" ")
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a handle)
+        except (OSError, SafetensorError) as error:
             return None, f"those that are there can't be read: {getattr(error, 'strerror', None) or error}"
-        return cls(require_faiss().read_index(os.fspath(path))), ""
+        if whose != identity:
+            return None, "those that are there were made of other rows, or with other settings"
+        if digest != _digest(arrays) or not _fit(**arrays):
+            return None, f"{NAME} holds other numbers than were written"
+        return cls(**arrays), ""
 
     def store(self, folder: Path, identity: str) -> None:
         """Write the lists into a folder, in the place of earlier ones. Raises OSError."""
-        faiss, digest = require_faiss(), sha256()
-
-        def write(data: bytes) -> int:
-            digest.update(data)
-            return file.write(data)
-
-        with files.written_atomically(folder / f"{NAME}.faiss") as file:
-            writer = faiss.PyCallbackIOWriter(write)
-            faiss.write_index(self.index, writer)
-            del writer  # which writes what it still holds
-        about = {
-            "tool": _MARK,
-            "faiss": faiss.__version__,
-            "identity": identity,
-            "sha256": digest.hexdigest(),
-        }
-        files.write_atomically(folder / f"{NAME}.json", json.dumps(about, indent=2).encode())
+        data = save(self.arrays, metadata={_SEAL: f"{identity} {_digest(self.arrays)}"})
+        files.write_atomically(folder / NAME, data)
 
     @property
     def count(self) -> int:
         """How many lists there are."""
-        return int(self.index.nlist)
+        return len(self.arrays["means"])
 
     def search(self, vectors: Array, most: int, probes: int) -> Array:
-        """[q, most] int64: the rows with the largest inner products with each of q vectors, of those in the
-        `probes` lists whose means have the largest; -1 where there are fewer.
+        """[q, most] int64: the numbers of the rows with the largest inner products with each of q vectors, of
+        those in the `probes` lists whose means have the largest; -1 where there are fewer.
         """
-        self.index.nprobe = probes
-        found: Array = self.index.search(np.ascontiguousarray(vectors, np.float32), most)[1]
+        self._index.nprobe = probes
+        found: Array = self._index.search(np.ascontiguousarray(vectors, np.float32), most)[1]
         return found
 
 
-def _hash_of(path: Path) -> str:
+def _digest(arrays: dict[str, Array]) -> str:
     digest = sha256()
-    with path.open("rb") as file:
-        while part := file.read(_READ):
-            digest.update(part)
+    for name in sorted(arrays):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(arrays[name]).data)
     return digest.hexdigest()
+
+
+def _fit(means: Array, rows: Array, numbers: Array, places: Array) -> bool:
+    """Whether faiss, which does not look, would find all places."""
+    shapes = (len(rows), means.shape[1]) == rows.shape and numbers.shape == places.shape == rows.shape[:1]
+    kinds = (means.dtype, rows.dtype, numbers.dtype, places.dtype)
+    known = kinds == (np.float32, np.float16, np.int64, np.int64)
+    return bool(shapes and known and len(rows) and places.min() >= 0 and places.max() < len(means))

@@ -32,7 +32,7 @@ Array = np.ndarray[Any, Any]
 _LOW = 0.9  # a recall below it is warned of
 _SAMPLE = 64  # rows for each list, from which its mean is found
 _SEARCHED = 4  # by default one of so many lists
-_BYTES = 2  # of a number in the lists
+_BYTES = 6  # of a number: in the lists, and twice more while they are written
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ share of them, and gives them the same scores.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from safetensors import safe_open
 
 from psgrad.storage.row_lists import RowLists
 from tests.influence_workplace import InfluenceWorkplace
@@ -181,9 +181,7 @@ def test_index_search_on_the_page(place: InfluenceWorkplace) -> None:
 # -- Lists that are kept -------------------------------------------------------------------------------------
 
 
-def lists_of(place: InfluenceWorkplace) -> dict[str, bytes]:
-    folder = place.folder / "index" / "checkpoint-000"
-    return {path.name: path.read_bytes() for path in folder.glob("lists.*")}
+LISTS = Path("index") / "checkpoint-000" / "lists.safetensors"
 
 
 def test_index_search_makes_its_lists_once(place: InfluenceWorkplace) -> None:
@@ -191,10 +189,9 @@ def test_index_search_makes_its_lists_once(place: InfluenceWorkplace) -> None:
     place.section["index_search"] = ALL_LISTS
     outcome = place.influence("--no-report")
     assert "6 lists of neighbouring rows are made: there are none yet" in outcome.err
-    made = {path: path.stat().st_mtime_ns for path in (place.folder / "index").rglob("lists.*")}
-    assert len(made) == 2
+    made = (place.folder / LISTS).stat().st_mtime_ns
     assert "are made" not in place.influence("--overwrite", "--no-report").err
-    assert {path: path.stat().st_mtime_ns for path in made} == made
+    assert (place.folder / LISTS).stat().st_mtime_ns == made
     place.section["index_search"] = {**ALL_LISTS, "lists": 5, "probes": 5}
     assert "were made of other rows, or with other settings" in place.influence("--overwrite").err
     place.section["method"] = "gradient_cosine"
@@ -206,24 +203,20 @@ def with_lists_of_other_rows(place: InfluenceWorkplace) -> pd.DataFrame:
     with_many_rows(place, seed=4)
     assert place.index().code == 0
     approximate(place, ALL_LISTS)
-    kept = place.folder / "kept"
-    kept.mkdir()
-    for path in (place.folder / "index").rglob("lists.*"):
-        shutil.copy(path, kept)
+    kept = (place.folder / LISTS).read_bytes()
     with_many_rows(place)
     assert place.index("--overwrite").code == 0
-    assert not lists_of(place), "an index that is replaced takes its lists with it"
+    assert not (place.folder / LISTS).exists(), "an index that is replaced takes its lists with it"
     expected = exact(place)
-    for path in kept.iterdir():
-        shutil.copy(path, place.folder / "index" / "checkpoint-000")
+    (place.folder / LISTS).write_bytes(kept)
     return expected
 
 
 def test_index_search_makes_lists_of_other_rows_anew(place: InfluenceWorkplace) -> None:
     expected = with_lists_of_other_rows(place)
-    before = lists_of(place)
+    before = (place.folder / LISTS).read_bytes()
     pd.testing.assert_frame_equal(approximate(place, ALL_LISTS), expected, rtol=1e-12, atol=0)
-    assert lists_of(place) != before
+    assert (place.folder / LISTS).read_bytes() != before
 
 
 def test_index_search_by_lists_of_other_rows_would_be_wrong(
@@ -231,7 +224,8 @@ def test_index_search_by_lists_of_other_rows_would_be_wrong(
 ) -> None:
     # what the test above would find if lists were not recognised
     expected = with_lists_of_other_rows(place)
-    of_any = json.loads(lists_of(place)["lists.json"])["identity"]
+    with safe_open(place.folder / LISTS, framework="numpy") as file:
+        of_any = file.metadata()["psgrad"].partition(" ")[0]
     stored = RowLists.stored
     monkeypatch.setattr(RowLists, "stored", lambda folder, identity: stored(folder, of_any))
     found = approximate(place, ALL_LISTS)
@@ -243,20 +237,44 @@ def test_index_search_makes_damaged_lists_anew(place: InfluenceWorkplace) -> Non
     assert place.index().code == 0
     expected = exact(place)
     approximate(place, ALL_LISTS)
-    path = place.folder / "index" / "checkpoint-000" / "lists.faiss"
+    path = place.folder / LISTS
     whole = path.read_bytes()
-    for damaged in (whole[: len(whole) // 2], whole[:-9] + b"\0" + whole[-8:][::-1], b""):
+    for damaged, words in (
+        (whole[: len(whole) // 2], "those that are there can't be read"),
+        (whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], "holds other numbers than were written"),
+        (b"", "those that are there can't be read"),
+    ):
         path.write_bytes(damaged)
         outcome = place.influence("--overwrite", "--no-report")
-        assert "lists.faiss is not the file that was written" in outcome.err
+        assert words in outcome.err
         assert path.read_bytes() == whole
         pd.testing.assert_frame_equal(
             in_order(pd.read_parquet(place.folder / "out" / "scores.parquet")), expected, rtol=1e-12, atol=0
         )
-    path.unlink()
-    assert "those that are there can't be read: No such file" in place.influence("--overwrite").err
-    path.with_suffix(".json").write_text("[]")
-    assert "those that are there can't be read" in place.influence("--overwrite").err
+
+
+def test_index_search_never_gives_faiss_places_that_are_not_there(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    rows = random.normal(size=(40, 5)).astype(np.float32)
+    lists = RowLists.built(3, rows, [(np.arange(25), rows[:25]), (np.arange(25, 40), rows[25:])])
+    lists.store(tmp_path, "rows")
+    again, why = RowLists.stored(tmp_path, "rows")
+    assert again is not None and not why  # noqa: PT018
+    np.testing.assert_array_equal(again.search(rows, 4, 2), lists.search(rows, 4, 2))
+    products = rows.astype(np.float16).astype(np.float32) @ rows.T
+    np.testing.assert_array_equal(lists.search(rows, 4, 3), np.argsort(-products.T, 1)[:, :4])
+    places = lists.arrays["places"]
+    for name, wrong in (
+        ("places", places + 1),
+        ("places", places - 3),
+        ("places", places[:-1]),
+        ("numbers", lists.arrays["numbers"][1:]),
+        ("rows", lists.arrays["rows"][:, :4]),
+        ("places", places.astype(np.int32)),
+    ):
+        lists.arrays = {**again.arrays, name: np.ascontiguousarray(wrong)}
+        lists.store(tmp_path, "rows")  # with a hash that is right
+        assert RowLists.stored(tmp_path, "rows")[0] is None
 
 
 def test_index_search_follows_an_update(place: InfluenceWorkplace) -> None:
@@ -359,6 +377,6 @@ def test_index_search_refuses_lists_that_do_not_fit(
     place.influence().refused(
         3,
         "lists of 24 rows of 43 numbers take",
-        "2 bytes for each number of the index",
+        "6 bytes for each number of the index",
         "index_search: exact",
     )
