@@ -325,6 +325,9 @@ def test_index_search_without_faiss(place: InfluenceWorkplace, monkeypatch: pyte
         "pip install 'psgrad[faiss]'; or set influence.index_search: exact",
     )
     assert not (place.folder / "out").exists()
+    validated = place.command("validate", "config.yaml")
+    assert validated.code == 2
+    assert "approximate needs faiss, and there is no module faiss" in validated.err
 
 
 @pytest.mark.parametrize(
