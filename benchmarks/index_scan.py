@@ -13,6 +13,8 @@ Ways to the scores of all rows, which take turns in every round of one process:
 "whole numbers" reads the files of an index through their memory map, block by block, as `psgrad influence`
 does; the others have their rows in memory. Before anything is timed, scores are held against float64.
 
+Approximate search is in index_search.py, whose rows are gradients: random rows have no neighbours.
+
 The bar: under one second for 10 queries and a million rows of 4,096 columns (--rows 1000000, 4.1 GB of files
 in the temporary folder, and as much memory; rivals have at most 100,000 rows, and their times are taken in
 proportion).

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from psgrad.config.checkpoint_lists import listed_checkpoints
 from psgrad.config.influence_evaluation import EvaluationConfig, MethodConfig, TrainingConfig
+from psgrad.config.influence_index import IndexConfig, IndexSearchConfig
 from psgrad.config.influence_queries import MeasurementConfig, QueriesConfig
 from psgrad.config.values import FilePath, Finite, ParameterPatterns, Section
 
@@ -32,44 +33,6 @@ class CheckpointConfig(Section):
     """
     step: Annotated[int, Field(ge=0)] | None = None
     """Optimiser steps up to there; null for those of its trainer_state.json, or its metadata."""
-
-
-class IndexConfig(Section):
-    """An index of the training gradients, built once by `psgrad influence index` and asked many times.
-
-    `path` is relative to the current directory, as `output` is. The rest is as in
-    psgrad.engine.influence.index.stored.IndexSpec.
-    """
-
-    bare: ClassVar[str] = "path"
-
-    path: FilePath
-    """Folder of the index, relative to the current directory."""
-    dimension: Annotated[int, Field(ge=1)] = 2048
-    """Numbers stored for each gradient."""
-    projection: Literal["sparse", "rademacher", "gaussian", "two-sided", "none"] = "sparse"
-    """How gradients are projected; none keeps them whole."""
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the projection."""
-    features: Literal["loss", "margin"] = "loss"
-    """Gradients of the loss, or of the margin (for trak)."""
-    dtype: Literal["float64", "float32", "float16", "bfloat16", "int8"] = "float32"
-    """Precision of the stored numbers."""
-    rank: Annotated[int, Field(ge=1)] | None = None
-    """With projection two-sided or none, a row has a matrix for each parameter: only so many vectors for its
-    rows and its columns are kept; null keeps all of its numbers.
-    """
-    rows_per_shard: Annotated[int, Field(ge=1)] = 4096
-    """Rows in each file of the index."""
-
-    @model_validator(mode="after")
-    def _rank_of_matrices(self) -> IndexConfig:
-        if self.rank is not None and self.projection not in ("two-sided", "none"):
-            raise ValueError(
-                "rank keeps factors of a matrix for each parameter, and projection:"
-                f" {self.projection} adds all parameters up; choose two-sided or none"
-            )
-        return self
 
 
 class InfluenceConfig(Section):
@@ -130,6 +93,8 @@ class InfluenceConfig(Section):
     """So many clusters of queries that depend on the same training examples; auto chooses how many."""
     index: IndexConfig | None = None
     """An index of the training gradients, built by `psgrad influence index`."""
+    index_search: IndexSearchConfig = Field(default_factory=IndexSearchConfig)
+    """How the index is searched: exact reads all rows; approximate finds the strongest ones with faiss."""
     self_influence: Literal["auto", "always", "never"] = "auto"
     """Each example's influence on itself; auto leaves it out if it would cost one solve for each example."""
     check: Literal["auto", "always", "never"] = "auto"
@@ -171,6 +136,35 @@ class InfluenceConfig(Section):
             )
         if self.level == "token" and self.index is not None:
             raise ValueError("level: token reads the gradients of tokens, which an index has not")
+        return self
+
+    @model_validator(mode="after")
+    def _approximate_search_finds_the_strongest(self) -> InfluenceConfig:
+        if self.index_search.kind == "exact":
+            return self
+        if self.index is None:
+            raise ValueError("index_search: approximate searches an index; name one, in index")
+        if len(self.checkpoints or ()) > 1:
+            raise ValueError(
+                "index_search: approximate finds rows by one inner product, and"
+                f" {len(self.checkpoints or ())} checkpoints have one each, with a scale that depends on all"
+                " scores; choose exact, or one checkpoint"
+            )
+        given = {
+            "groups": self.groups is not None,
+            "contrast": self.contrast is not None,
+            "clusters": self.clusters is not None,
+            "over_queries: max": self.over_queries == "max",
+            f"layers: {self.layers}": self.layers != "none",
+            f"normalize: {self.normalize}": self.normalize != "none",
+        }
+        needy = [key for key, there in given.items() if there]
+        if needy:
+            raise ValueError(
+                f"index_search: approximate finds the strongest rows of each query alone, and"
+                f" {', '.join(needy)} need{'s' if len(needy) == 1 else ''} the scores of all rows; choose"
+                " exact, or leave that out"
+            )
         return self
 
     @model_validator(mode="after")

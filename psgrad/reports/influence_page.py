@@ -30,6 +30,7 @@ from psgrad.reports.influence_words import (
     query_example,
     query_title,
     reported_queries,
+    search_words,
     signed,
     unit_words,
 )
@@ -138,7 +139,7 @@ def asked(result: InfluenceResult) -> Section:
             " any loss after removal."
         )
         parts.append(Text(no_removal, "quiet"))
-    for words in filter(None, (agreement_words(result), damping_words(result))):
+    for words in filter(None, (agreement_words(result), damping_words(result), search_words(result))):
         parts.append(Text(f"{words[:1].upper()}{words[1:]}."))
     if result.check is not None and result.check.removals:
         checked = replace(check_table(result), tall=False, note=result.check.words)

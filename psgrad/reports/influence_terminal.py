@@ -19,11 +19,13 @@ from psgrad.reports.influence_words import (
     header,
     query_title,
     reported_queries,
+    search_words,
 )
 from psgrad.reports.tables import Column, Table, Writer, table
 from psgrad.reports.terminal import print_table, write_json
 from psgrad.reports.words import MISSING, amount, count
 from psgrad.results import ALL_INDEX, SIGN, IndexResult, InfluenceResult
+from psgrad.results.manifest import read_manifest
 
 SHOWN_QUERIES = 3
 
@@ -38,7 +40,7 @@ def write_influence(result: InfluenceResult, top: int, style: str, stream: TextI
     stream.write(header(result) + "\n")
     if note := beyond_note(result):
         stream.write(note + "\n")
-    for words in filter(None, (agreement_words(result), damping_words(result))):
+    for words in filter(None, (agreement_words(result), damping_words(result), search_words(result))):
         stream.write(words + "\n")
     if result.check is not None:
         stream.write("\nLargest changes, predicted and found\n")
@@ -66,6 +68,7 @@ def influence_content(result: InfluenceResult) -> dict[str, Any]:
         "measurement": result.measurement,
         "rank_stability": stability_numbers(result),
         "check": None if result.check is None else {**asdict(result.check), "words": result.check.words},
+        "search": read_manifest(result.manifest).influence.search,
         "warnings": result.warnings,
         "folder": result.folder,
         "scores": scores.to_dict("records"),
@@ -115,7 +118,10 @@ def _of(place: int, name: str) -> Writer:
 def summary(result: InfluenceResult) -> str:
     """What was done, in a line."""
     training, queries = result.training, result.queries
-    said = [f"{count(len(training), 'training example')} scored for {_queries(len(queries))}"]
+    search, those = read_manifest(result.manifest).influence.search, count(len(training), "training example")
+    if search is not None:
+        those = f"{search['rows_scored']:,} of {those} found and"
+    said = [f"{those} scored for {_queries(len(queries))}"]
     examples_gone, queries_gone = (int((frame["status"] != "ok").sum()) for frame in (training, queries))
     if examples_gone:
         said.append(

@@ -124,6 +124,25 @@ def agreement_words(result: InfluenceResult) -> str:
     return words
 
 
+def search_words(result: InfluenceResult) -> str:
+    """Which share of the strongest rows an approximate search has found; empty where all rows were read."""
+    facts = read_manifest(result.manifest).influence.search
+    if facts is None:
+        return ""
+    how = (
+        f"{facts['probes']:,} of {facts['lists']:,} lists were searched, and {facts['rows_scored']:,} of"
+        f" {facts['rows']:,} training examples scored, exactly"
+    )
+    if not facts["measured"]:
+        return f"approximate search, recall not measured: {how}"
+    return (
+        f"approximate search, recall@{facts['top']} {facts['recall']:.0%}: so many of the {facts['top']}"
+        " strongest of either sign were found, on average over"
+        f" {facts['measured']:,} of {facts['queries']:,} queries (lowest {facts['lowest_recall']:.0%}; all"
+        f" queries together {facts['recall_of_all']:.0%}); {how}"
+    )
+
+
 def damping_words(result: InfluenceResult) -> str:
     """The damping that a run chose itself, or why it kept the default; empty where the config names one."""
     facts = result.facts[0] if len(result.facts) == 1 else {}

@@ -240,7 +240,8 @@ class InfluenceFacts:
 
     checkpoints: path, sha256 and learning_rate of each. queries: rows and fingerprint. fit: the facts of the
         method at each checkpoint. coverage: by parts of the model, which of its parameters scores are about;
-        see psgrad.workflows.influence_coverage.
+        see psgrad.workflows.influence_coverage. search: of an approximate search of an index, which share of
+        the strongest rows it has found.
     """
 
     method: str | None = None
@@ -256,6 +257,7 @@ class InfluenceFacts:
     queries: dict[str, Any] = field(default_factory=dict)
     check: dict[str, Any] | None = field(default=None, metadata=_CHECK)
     fit: list[dict[str, Any]] | None = field(default=None, metadata=OPTIONAL)
+    search: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     warnings: list[str] | None = field(default=None, metadata=OPTIONAL)
 
 

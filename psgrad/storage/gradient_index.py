@@ -51,6 +51,7 @@ class GradientIndex:
         checkpoint-000/gradients-00000.safetensors    rows 0, ..., rows_per_shard - 1
         checkpoint-000/gradients-00001.safetensors    the next ones
         checkpoint-000/sums.safetensors               written last
+        checkpoint-000/lists.safetensors              of an approximate search, see RowLists
 
     A shard is there under its name when all of it is written and synced, and not before; that is its
     `written` state. Each file carries the SHA-256 of the description, so that a shard of another index is
@@ -342,6 +343,31 @@ class GradientIndex:
             for start in own:
                 some = _as_slice(rows[start : start + most])
                 yield row + start, {name: array[some] for name, array in mapped.items()}
+
+    def chosen(self, checkpoint: int, rows: np.ndarray, most: int) -> Iterator[tuple[int, Arrays]]:
+        """Some rows of a checkpoint, at most `most` at a time: (how many came before, arrays).
+
+        rows: [c], rising. Of the files only the parts with these rows are read.
+        """
+        for row, shard, stored in self.layout.pieces(self.shards):
+            first, last = np.searchsorted(rows, (row, row + len(stored))).tolist()
+            if first == last:
+                continue
+            with self._opened(checkpoint, shard) as file:
+                mapped = _mapped(self.file(checkpoint, shard), list(file.keys()))
+            for start in range(first, last, most):
+                some = stored[rows[start : min(start + most, last)] - row]
+                yield start, {name: array[some] for name, array in mapped.items()}
+
+    def identity_of_rows(self, checkpoint: int) -> str:
+        """A hash of what the rows of a checkpoint are of, and of their numbers, by the hashes in their
+        files.
+        """
+        digest = sha256(self._id.encode())
+        for shard in range(len(self.shards)):
+            with self._opened(checkpoint, shard) as file:
+                digest.update(file.metadata()[_SEAL].encode())
+        return digest.hexdigest()
 
     def _is_written(self, checkpoint: int, shard: int | None) -> bool:
         """Raises OutputError for a file with other numbers than were written."""

@@ -46,6 +46,7 @@ from psgrad.workflows.influence_screening import (
     tell_of_unranked,
     without_nonfinite,
 )
+from psgrad.workflows.influence_search import is_approximate, require_searchable, searched
 from psgrad.workflows.influence_setup import (
     InfluenceSetup,
     errors_of_own_method,
@@ -103,6 +104,7 @@ def influence(
     processes = OneProcess() if processes is None else processes
     if processes.leads:
         RunFolder.require_free(config.output, overwrite)
+    require_searchable(config, matrix=matrix, part=False, processes=processes)
     clock, warnings = Clock(), Warnings(progress)
     progress(LOADING)
     with clock("load"):
@@ -163,6 +165,7 @@ def written(
         unit=scored.unit,
         check=None if removals is None else {**asdict(removals), "words": removals.words},
         fit=scored.fit,
+        search=scored.search,
         coverage=coverage(setup.run.model, setup.views[0].training.params, scored.fit),
         warnings=warnings.messages,
     )
@@ -196,7 +199,7 @@ class Scored:
 
     setup: without the rows that have no score. queries, training: the tables of the result. fit: the facts of
     the method at each checkpoint. unit: of a score. matrix: whether all scores become a file.
-    tokens: see `token_pairs`.
+    tokens: see `token_pairs`. search: the facts of an approximate search.
     """
 
     setup: InfluenceSetup
@@ -209,6 +212,7 @@ class Scored:
     ranks: dict[str, Any] | None = None
     matrix: bool = False
     tokens: list[TokenPair] = field(default_factory=list)
+    search: dict[str, Any] | None = None
 
     def counts(self) -> Counts:
         excluded = [int((table["status"] != "ok").sum()) for table in (self.training, self.queries)]
@@ -230,6 +234,10 @@ def scored_by_all(
         fitted = setup.method.fit_run([(view.training, view.checkpoint) for view in setup.views])
     with clock("normalize"), errors_of_own_method(wanted.method.name):
         divisors = divisors_of(setup, fitted)
+    everything, search = setup, None
+    if is_approximate(setup.run.config):
+        search = searched(setup, fitted, clock, warnings, progress)
+        setup, fitted = search.setup, search.fitted
     with clock("scores"), errors_of_own_method(wanted.method.name):
         queries = query_table(setup, looks)
         shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
@@ -240,18 +248,19 @@ def scored_by_all(
         tokens = token_pairs(setup, fitted, rankings.pairs, shown)
     spent = setup.agreed_seconds(clock.seconds["scores"])
     with clock("self-influence"), errors_of_own_method(wanted.method.name):
-        own = self_influence(setup, fitted, spent, warnings)
+        own = self_influence(everything, fitted, spent, warnings)
     removals: RemovalCheck | None = None
     if described(setup).predicts_removal:
         with clock("check"), errors_of_own_method(wanted.method.name):
             before = setup.agreed_seconds(clock.seconds["fit"]) + spent
             seconds = max(_CHECK_SECONDS, _CHECK_SHARE * before)
             removals = check_removals(setup, fitted, rankings.scores, own, seconds, warnings)
-    training = with_overall(training_table(setup, looks, own), setup.training_rows, rankings.overall)
+    training = with_overall(training_table(everything, looks, own), setup.training_rows, rankings.overall)
     facts, unit = [each.facts for each in fitted], unit_of(setup, fitted)
     seconds, waited = setup.processes.spent()
     ranks = rank_facts(setup.processes, "influence.", RankWork(seconds, waited))
-    return Scored(setup, queries, training, rankings, facts, unit, removals, ranks, matrix, tokens)
+    found = None if search is None else search.facts
+    return Scored(setup, queries, training, rankings, facts, unit, removals, ranks, matrix, tokens, found)
 
 
 def described(setup: InfluenceSetup) -> InfluenceFacts:

@@ -39,6 +39,7 @@ from psgrad.workflows.influence_queries import chosen_rows
 from psgrad.workflows.influence_questions import require_room
 from psgrad.workflows.influence_ranking import Rankings, with_all_queries
 from psgrad.workflows.influence_screening import Warnings, without_nonfinite
+from psgrad.workflows.influence_search import require_searchable
 from psgrad.workflows.influence_setup import InfluenceSetup, identity_at_first, identity_of_asked
 from psgrad.workflows.influence_tables import with_agreement, with_overall
 from psgrad.workflows.parts import config_of, manifest_of_parts, require_unmerged, shared_folder
@@ -58,6 +59,7 @@ def influence_part(
     A part that is finished is not computed again. No removal is tried by training on, as that needs the
     scores of all queries. Raises PsgradError.
     """
+    require_searchable(config, matrix=matrix, part=True, processes=OneProcess())
     clock, warnings = Clock(), Warnings(progress)
     progress(LOADING)
     setup, store = loaded(config, warnings, progress, OneProcess())

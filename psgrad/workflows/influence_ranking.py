@@ -89,6 +89,8 @@ def queries_at_once(setup: InfluenceSetup) -> int:
     made. Where checkpoints are put on one scale, so are all of their scores.
     """
     training, wanted = setup.views[0].training, setup.run.config
+    if wanted.influence.index_search.kind == "approximate":
+        return len(setup.query_rows)  # which are projected already, so that no gradient is held
     room = training.room() * _SHARE if wanted.engine.memory == "auto" else wanted.engine.memory
     numbers = training.flat.size
     if is_on_one_scale(setup):

@@ -116,6 +116,8 @@ class InfluenceSetup:
         asks one, and for a summary by class where they are few.
         """
         wanted = self.run.config.influence
+        if wanted.index_search.kind == "approximate":
+            return False
         asked = self.groups is not None or self.contrasts or wanted.clusters is not None
         return bool(asked) or len(self.asked_rows) * len(self.run.samples) <= _FEW_SCORES
 

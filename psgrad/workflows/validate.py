@@ -41,6 +41,7 @@ from psgrad.inputs.sources.source import DataHeader, header_problems, joined_hea
 from psgrad.plugins import MEASURES, METHODS, Kind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
+from psgrad.storage.row_lists import require_faiss
 from psgrad.workflows.validation import Problem, Validation
 
 if TYPE_CHECKING:
@@ -294,6 +295,9 @@ class _Checks:
             self._named(where, METHODS, method)
         if influence.measurement.name not in MEASUREMENTS:
             self._code("influence.measurement", influence.measurement.name, ConfigError)
+        if influence.index_search.kind == "approximate":
+            with self.found.problems_at("influence.index_search"):
+                require_faiss()
         if influence.evaluate.train.function is not None:
             self._code("influence.evaluate.train.function", influence.evaluate.train.function, ConfigError)
         if influence.training is not None:

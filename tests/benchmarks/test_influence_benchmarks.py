@@ -317,6 +317,23 @@ def test_all_scans_of_an_index_find_the_same_scores(script: Any, tmp_path: Path)
     assert found.error(rows, asked) < 1e-7
 
 
+def test_approximate_search_of_all_lists_finds_all(script: Any, tmp_path: Path) -> None:
+    pytest.importorskip("faiss")
+    found = script("index_search")
+    index, asked = found.built(tmp_path, 300, 32, 5)
+    for method in found.METHODS.values():
+        fitted = found.from_index(method, index).fit(asked, found.Checkpoint())
+        queries = fitted.projected(asked)
+        lists = found.new_lists(fitted, fitted.source, 10)
+        strongest = found.strongest_rows(fitted, queries, found.TOP)
+        assert all(len(rows) > found.TOP for rows in strongest)
+        share = [
+            np.mean(found.recalls(strongest, found.approximate(fitted, lists, queries, probes)))
+            for probes in (1, 10)
+        ]
+        assert share[0] < share[1] == 1
+
+
 def test_quality_of_an_index_by_its_bytes(script: Any) -> None:
     quality, truth = script("index_quality"), script("influence_truth")
     torch.manual_seed(0)

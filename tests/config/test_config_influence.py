@@ -188,6 +188,21 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
             "index={path: there, dtype: int4}",
             "influence.index.dtype: got 'int4', expected one of float64, float32, float16, bfloat16, int8",
         ),
+        ("index_search=approximate", "index_search: approximate searches an index; name one, in index"),
+        (
+            "index_search=aproximate",
+            "influence.index_search.kind: got 'aproximate', expected one of exact, approximate; did you mean",
+        ),
+        ("index_search={probes: 3}", "probes is of kind: approximate; set that, or leave them out"),
+        (
+            "index_search={kind: exact, lists: 4, sample: 0}",
+            "lists, sample are of kind: approximate; set that, or leave them out",
+        ),
+        (
+            "index_search={kind: approximate, lists: 4, probes: 5}",
+            "probes: 5 is more than lists: 4",
+        ),
+        ("index_search={kind: approximate, candidates: 0}", "candidates: got 0, expected at least 1"),
     ],
 )
 def test_mistakes_are_told(tmp_path: Path, override: str, words: str) -> None:
@@ -261,3 +276,34 @@ def test_what_fails_under_a_method_of_ones_own_is_its_mistake_and_not_psgrads() 
         1 / 0  # noqa: B018
     with pytest.raises(ConfigError, match="known"), errors_of_own_method("own.py:Mine"):
         raise ConfigError("known")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("groups=source",), "groups needs the scores of all rows"),
+        (("contrast=[[a, b]]", "clusters=3"), "contrast, clusters need the scores of all rows"),
+        (("over_queries=max",), "over_queries: max needs the scores of all rows"),
+        (("layers=module",), "layers: module needs the scores of all rows"),
+        (("normalize=self_influence",), "normalize: self_influence needs the scores of all rows"),
+        (
+            ("checkpoints=[a.pt, b.pt]",),
+            "approximate finds rows by one inner product, and 2 checkpoints have one each",
+        ),
+    ],
+)
+def test_approximate_search_refuses_what_needs_all_scores(
+    tmp_path: Path, overrides: tuple[str, ...], words: str
+) -> None:
+    load(tmp_path, "index=there", *overrides)
+    told = error_of(tmp_path, "index=there", "index_search=approximate", *overrides)
+    assert words in told
+    assert "choose exact" in told
+
+
+def test_approximate_search_by_name_or_with_options(tmp_path: Path) -> None:
+    named = load(tmp_path, "index=there", "index_search=approximate").index_search
+    assert (named.kind, named.lists, named.probes) == ("approximate", None, None)
+    assert named.not_default() == {"kind"}
+    options = load(tmp_path, "index=there", "index_search={kind: approximate, probes: 7}").index_search
+    assert (options.kind, options.probes) == ("approximate", 7)

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.ranks import Arrays, in_turn
+from psgrad.engine.execution.ranks import Arrays, OneProcess, Processes, in_turn
 from psgrad.engine.gradients.flat import Flat
 from psgrad.engine.gradients.projections.projector import Columns
 from psgrad.engine.influence.index.products import Queries
@@ -25,7 +25,11 @@ from psgrad.errors import InfluenceError
 class FittedRows(Fitted):
     """The common part of methods on rows: queries become rows by the same projector, and the training rows
     stream past.
+
+    by_direction: whether scores do not depend on how long rows are.
     """
+
+    by_direction: ClassVar[bool] = False
 
     def __init__(self, source: RowSource) -> None:
         self.source = source
@@ -37,12 +41,22 @@ class FittedRows(Fitted):
         }
 
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
-        require_parameters(self.source.projector.flat, queries)
-        processes, prepared = queries.processes, self.prepared(self.projected(queries))
+        return self.scores_of(self.projected(queries), per, queries.processes)
+
+    def scores_of(
+        self,
+        projected: torch.Tensor,
+        per: Per = "total",
+        processes: Processes | None = None,
+        rows: RowSource | None = None,
+    ) -> Iterator[ScoreBlock]:
+        """The scores of all rows, or of some of them, for queries [m, k] float64 that are projected."""
+        processes = OneProcess() if processes is None else processes
+        source, prepared = self.source if rows is None else rows, self.prepared(projected)
         asked = {label: Queries(prepared, columns) for label, columns in self.columns(per).items()}
 
         def own() -> Iterator[Arrays]:
-            for block in self.source.blocks(processes.rank, processes.size):
+            for block in source.blocks(processes.rank, processes.size):
                 result = {f"of {label}": self.contracted(block, some) for label, some in asked.items()}
                 for scores in result.values():
                     scores[~block.finite] = torch.nan
@@ -63,6 +77,7 @@ class FittedRows(Fitted):
     def projected(self, queries: Examples) -> torch.Tensor:
         """[m, k] float64 of m queries."""
         projector = self.source.projector
+        require_parameters(projector.flat, queries)
         return torch.cat(
             [
                 part["rows"].double()
@@ -81,6 +96,26 @@ class FittedRows(Fitted):
     def weights(self, block: RowBlock) -> torch.Tensor | None:
         return None
 
+    # -- what an approximate search finds rows by -----------------------------------------------------------
+
+    def row_vectors(self, block: RowBlock) -> torch.Tensor:
+        """[b, k] float64, whose inner products with a query's vector are in the order of the scores."""
+        vectors = block.rows.double() * block.to_loss.unsqueeze(1)
+        return unit(vectors) if self.by_direction else vectors
+
+    def longest(self) -> float:
+        """About the length of the longest of these vectors; 1 where all are 0."""
+        longest = float(self.source.losses_and_square_norms()[1].nan_to_num(0.0).max().sqrt())
+        return longest if longest > 0 and not self.by_direction else 1.0
+
+    def query_vectors(self, projected: torch.Tensor) -> torch.Tensor:
+        """[m, k] float64 of length 1, or 0, of projected queries [m, k]."""
+        return unit(self.prepared(projected))
+
+    def mean_query(self, projected: torch.Tensor) -> torch.Tensor:
+        """[1, k]: the projected query whose scores are in the order of the means over the queries [m, k]."""
+        return (unit(projected) if self.by_direction else projected).mean(0, keepdim=True)
+
 
 class ProjectedProducts(FittedRows):
     """<P g_q, P g_i> times a factor: an unbiased estimate of <g_q, g_i>. Self-influences are of the whole
@@ -95,19 +130,15 @@ class ProjectedProducts(FittedRows):
         return block.rows.products(queries) * (self.factor * block.to_loss).unsqueeze(1)
 
     def self_influence(self) -> Iterator[SelfBlock]:
-        for block in self.source.blocks():
-            yield SelfBlock(
-                block.start,
-                block.stop,
-                block.square_norm * self.factor,
-                block.square_norm.sqrt() * self.factor,
-            )
+        squares = self.source.losses_and_square_norms()[1]
+        yield SelfBlock(0, len(squares), squares * self.factor, squares.sqrt() * self.factor)
 
 
 class ProjectedCosines(FittedRows):
     """The cosine of the angle between projected gradients; NaN where either is zero."""
 
     has_self_influence = False
+    by_direction = True
 
     def columns(self, per: Per) -> dict[str, Columns]:
         # cosines of layers don't add up
@@ -178,6 +209,12 @@ class ProjectedInverse(FittedRows):
             yield SelfBlock(
                 block.start, block.stop, *(values.where(block.finite, torch.nan) for values in result)
             )
+
+
+def unit(vectors: torch.Tensor) -> torch.Tensor:
+    """Vectors [m, k] divided by their length; 0 where that is 0."""
+    lengths = vectors.norm(dim=1, keepdim=True)
+    return torch.where(lengths > 0, vectors / lengths, 0.0)
 
 
 def factor_of(matrix: torch.Tensor, damping: float, mean_eigenvalue: float, count: int) -> torch.Tensor:

@@ -181,6 +181,9 @@ class RowSource(Protocol):
     def blocks(self, first: int = 0, step: int = 1) -> Iterator[RowBlock]:
         """The rows in order, some at a time: of all blocks number `first`, `first + step`, ..."""
 
+    def losses_and_square_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n] float64 both, of whole gradients of the loss, NaN where one is not finite."""
+
     def moment(self, of: Differentiated) -> torch.Tensor:
         """[k, k] float64: the sum over the rows of P g g' P', g the gradient of the loss or of the margin."""
 
@@ -255,6 +258,10 @@ class RowsInMemory:
 
     def blocks(self, first: int = 0, step: int = 1) -> Iterator[RowBlock]:
         return iter(self._blocks[first::step])
+
+    def losses_and_square_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        losses, squares = ([getattr(b, name) for b in self._blocks] for name in ("loss", "square_norm"))
+        return torch.cat(losses), torch.cat(squares)
 
     def moment(self, of: Differentiated) -> torch.Tensor:
         if not self._moments:
