@@ -8,6 +8,11 @@ Engstrom et al., "Optimizing ML Training with Metagradient Descent" (2025).
 
 States of the forward run are kept where they fit into memory. Where they do not, some are kept and the steps
 between them are computed again, level by level.
+
+Optimisers are functions of tensors, which can be differentiated: parameters, state and gradients to new
+parameters and a new state, with the numbers of torch.optim. The numbers of a step that are known beforehand
+(the learning rate, Adam's corrections of its means) come as one tensor, so that one captured program serves
+all steps.
 """
 
 from __future__ import annotations
@@ -25,10 +30,86 @@ from psgrad.engine.execution.objective import Objective
 from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.influence.evaluation.jobs import LoadedRows, Recipe
-from psgrad.engine.influence.optimisers import Optimiser, State, numbers_of, optimiser_of
 from psgrad.engine.transforms import capture, grad, jvp, vjp, vmap
 from psgrad.engine.transforms.private_torch import tree_leaves
 from psgrad.errors import InfluenceError
+
+State = dict[str, Vectors]
+Update = Callable[[Vectors, State, Vectors, torch.Tensor], tuple[Vectors, State]]
+
+_BETAS = (0.9, 0.999)
+_EPSILON = 1e-8
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    """An optimiser of a recipe.
+
+    Attributes:
+        means: the parts of its state, each of which has the parameters' names and shapes, and begins at zero.
+        update: (parameters, state, gradients, numbers of the step) to (parameters, state).
+    """
+
+    means: tuple[str, ...]
+    update: Update
+
+    def start(self, params: Vectors) -> State:
+        """The state before the first step."""
+        return {
+            mean: {name: torch.zeros_like(value) for name, value in params.items()} for mean in self.means
+        }
+
+
+def optimiser_of(recipe: Recipe) -> Optimiser:
+    """The optimiser that torch.optim has for this recipe (SGD, Adam or AdamW)."""
+    if recipe.optimizer == "sgd":
+        return Optimiser(("momentum",) if recipe.momentum else (), _sgd(recipe))
+    return Optimiser(("mean", "square"), _adam(recipe))
+
+
+def numbers_of(recipe: Recipe, step: int, steps: int, like: torch.Tensor) -> torch.Tensor:
+    """[3]: the learning rate of a step, counted from 0, of so many, and the corrections of Adam's means."""
+    first, second = (1 - beta ** (step + 1) for beta in _BETAS)
+    return torch.tensor([recipe.rate(step, steps), first, second], dtype=like.dtype, device=like.device)
+
+
+def _sgd(recipe: Recipe) -> Update:
+    decay, momentum = recipe.weight_decay, recipe.momentum
+
+    def update(
+        params: Vectors, state: State, gradients: Vectors, numbers: torch.Tensor
+    ) -> tuple[Vectors, State]:
+        steps = {name: gradients[name] + decay * value for name, value in params.items()}
+        if momentum:
+            steps = {name: momentum * state["momentum"][name] + step for name, step in steps.items()}
+        moved = {name: value - numbers[0] * steps[name] for name, value in params.items()}
+        return moved, {"momentum": steps} if momentum else {}
+
+    return update
+
+
+def _adam(recipe: Recipe) -> Update:
+    decoupled = recipe.optimizer == "adamw"
+    decay, (first, second) = recipe.weight_decay, _BETAS
+
+    def update(
+        params: Vectors, state: State, gradients: Vectors, numbers: torch.Tensor
+    ) -> tuple[Vectors, State]:
+        moved, means, squares = {}, {}, {}
+        for name, value in params.items():
+            gradient = gradients[name] if decoupled else gradients[name] + decay * value
+            means[name] = first * state["mean"][name] + (1 - first) * gradient
+            squares[name] = second * state["square"][name] + (1 - second) * gradient.square()
+            corrected = squares[name] / numbers[2]
+            # the root of a square that is zero has no slope: its gradient was zero in all steps
+            ever = corrected > 0
+            root = torch.where(ever, torch.where(ever, corrected, 1.0).sqrt(), 0.0)
+            kept = value - numbers[0] * decay * value if decoupled else value
+            moved[name] = kept - numbers[0] * (means[name] / numbers[1]) / (root + _EPSILON)
+        return moved, {"mean": means, "square": squares}
+
+    return update
+
 
 # The share of the free memory that states of the run may take.
 _SHARE = 4
@@ -48,7 +129,7 @@ def training_batches(rows: int, *, epochs: int, batch_size: int, seed: int) -> l
 
 
 @dataclass(frozen=True)
-class Point:
+class TrainingState:
     """Where a run is before a step: parameters, and the optimiser's state."""
 
     params: Vectors
@@ -106,7 +187,7 @@ class TrainingRun:
     @cached_property
     def final(self) -> Vectors:
         """The parameters after the last step. Raises InfluenceError for a run that diverges."""
-        point = Point(self.initial, self.optimiser.start(self.initial))
+        point = TrainingState(self.initial, self.optimiser.start(self.initial))
         for step in range(len(self.batches)):
             point = self._after(point, step)
         self._require_finite(point.params)
@@ -137,7 +218,7 @@ class TrainingRun:
             mean: {name: torch.zeros_like(value) for name, value in cotangents.items()}
             for mean in self.optimiser.means
         }
-        start = Point(self.initial, self.optimiser.start(self.initial))
+        start = TrainingState(self.initial, self.optimiser.start(self.initial))
         for step, point in self._backward(start, 0, len(self.batches)):
             batch = self.batches[step]
             cotangents, of_state, derivatives = self._pulled(
@@ -163,10 +244,12 @@ class TrainingRun:
         target = self.rows.target
         return tuple(x[batch] for x in self.rows.inputs), None if target is None else target[batch]
 
-    def _after(self, point: Point, step: int) -> Point:
+    def _after(self, point: TrainingState, step: int) -> TrainingState:
         inputs, target = self._batch(self.batches[step])
         weights = torch.ones(len(self.batches[step]), dtype=self._like.dtype, device=self.device)
-        return Point(*self._step(point.params, point.state, inputs, target, weights, self._numbers(step)))
+        return TrainingState(
+            *self._step(point.params, point.state, inputs, target, weights, self._numbers(step))
+        )
 
     def _weighted(
         self, params: Vectors, inputs: Any, target: torch.Tensor | None, weights: torch.Tensor
@@ -233,7 +316,7 @@ class TrainingRun:
 
     # -- states of the forward run, in reverse order ---------------------------------------------------------
 
-    def _backward(self, start: Point, first: int, last: int) -> Iterator[tuple[int, Point]]:
+    def _backward(self, start: TrainingState, first: int, last: int) -> Iterator[tuple[int, TrainingState]]:
         """(step, the point before it) of the steps last - 1, ..., first. start: the point before `first`."""
         width = self._width(start)
         if last - first <= width:
@@ -252,7 +335,7 @@ class TrainingRun:
         for part in reversed(parts):
             yield from self._backward(starts.pop(), part.start, part.stop)
 
-    def _width(self, point: Point) -> int:
+    def _width(self, point: TrainingState) -> int:
         """How many points are kept at one level."""
         if self.kept is not None:
             return max(self.kept, 2)

@@ -15,7 +15,7 @@ from torch import nn
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Recipe
 from psgrad.engine.influence.evaluation.retraining import EnsembleTrainer, fresh_model
-from psgrad.engine.influence.training_run import Point, TrainingRun, training_batches
+from psgrad.engine.influence.training_run import TrainingRun, TrainingState, training_batches
 from psgrad.engine.transforms import vmap
 from psgrad.errors import InfluenceError
 
@@ -99,7 +99,7 @@ def test_weight_derivatives_with_few_states_kept(kept: int) -> None:
 def test_steps_come_in_reverse_order_with_few_states() -> None:
     """Two levels of three states for nine steps."""
     run = run_of(RECIPES["sgd"], 3)
-    start = Point(run.initial, run.optimiser.start(run.initial))
+    start = TrainingState(run.initial, run.optimiser.start(run.initial))
     found = list(run._backward(start, 0, 9))
     assert [step for step, _ in found] == list(range(8, -1, -1))
     point = start
