@@ -30,7 +30,7 @@ from benchmarks.script import command_line, write_json
 from psgrad.config import load_config
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.measures.builtin.checkpoints import Asking
+from psgrad.engine.measures.builtin.over_checkpoints import CheckpointColumns
 from psgrad.engine.measures.checkpoint_history import checkpoint_summary
 from psgrad.engine.measures.checkpoint_passes import StackedModels, grouped
 from psgrad.inputs.rows import Block
@@ -123,11 +123,11 @@ def speed(make: Callable[[], nn.Module], chunk_size: int) -> dict[str, Any]:
 
     def alone() -> None:
         for number in range(CHECKPOINTS):
-            for _ in examples(number).stream.run(n, [Asking(number)]):
+            for _ in examples(number).stream.run(n, [CheckpointColumns(number)]):
                 pass
 
     def together() -> None:
-        for _ in examples(0).stream.run(n, [Asking(0)], ensemble):
+        for _ in examples(0).stream.run(n, [CheckpointColumns(0)], ensemble):
             pass
 
     taken: dict[str, list[float]] = {"alone": [], "together": []}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from script import command_line, write_json
 
-from psgrad.engine.execution.calibration import measure
+from psgrad.engine.execution.machine_calibration import measure
 from psgrad.engine.gradients import machine
 from psgrad.engine.gradients.terms import Product
 

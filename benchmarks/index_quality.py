@@ -33,7 +33,7 @@ from norms import machine
 
 from psgrad.engine.influence.evaluation.metrics import ceiling, lds
 from psgrad.engine.influence.index.build import build_index, from_index
-from psgrad.engine.influence.index.stored import IndexSpec, describe
+from psgrad.engine.influence.index.stored_index import IndexSpec, describe
 from psgrad.engine.influence.method import Checkpoint, Method
 from psgrad.engine.influence.methods.gradient_products import GradientDot
 from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence

@@ -35,9 +35,9 @@ from norms import machine
 from script import command_line, print_facts, write_json
 from torch import Tensor
 
-from psgrad.engine.influence.index.products import FloatRows, Queries
-from psgrad.engine.influence.index.rows import RowBlock
-from psgrad.engine.influence.index.stored import StoredRows, encoded
+from psgrad.engine.influence.index.index_rows import RowBlock
+from psgrad.engine.influence.index.row_products import FloatRows, Queries
+from psgrad.engine.influence.index.stored_index import StoredRows, encoded
 from psgrad.storage.gradient_index import GradientIndex
 
 BAR, BAR_ROWS, BAR_COLUMNS, BAR_QUERIES = 1.0, 1_000_000, 4096, 10

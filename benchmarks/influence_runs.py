@@ -26,12 +26,11 @@ from torch import nn
 import psgrad
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Criterion, Objective
-from psgrad.engine.influence.averages import Average
 from psgrad.engine.influence.evaluation.jobs import LoadedRows, Recipe
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Per, ScoreBlock, SelfBlock
 from psgrad.engine.influence.methods.gradient_products import GradientDot
 from psgrad.engine.influence.methods.replay import Replay
-from psgrad.engine.influence.ranking import joined_scores
+from psgrad.engine.influence.ranking import Average, joined_scores
 from psgrad.engine.influence.training_run import TrainingRun
 
 Array = np.ndarray[Any, Any]

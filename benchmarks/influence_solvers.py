@@ -1,13 +1,13 @@
 """What the influence solvers are predicted to cost, beside the processor time that they take: where the
-constants of costs.py come from.
+constants of solver_costs.py come from.
 
     python benchmarks/influence_solvers.py [--rounds 1] [--small] [--json FILE]
 
 Each case is a network 64-hidden-outputs, trained for a little while on scikit-learn's digits, with their
 label modulo `outputs`. A row is one solver's fit and scores. `predicted` is `Work.operations`, in billions;
 `rate` is that over the measured processor seconds. The prediction only has to order the solvers, so what
-counts is how far their rates are apart. Below stand the constants of psgrad/engine/influence/solvers/costs.py
-as these runs would have them, next to those in use:
+counts is how far their rates are apart. Below stand the constants of
+psgrad/engine/influence/solvers/solver_costs.py as these runs would have them, next to those in use:
 
     _INNER       the time of the dual form's kernel, in operations at the rate of the exact solver, for each
     pair of rows and parameter _PRODUCT     the time of a product of conjugate gradients, in such operations,
@@ -38,8 +38,8 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import gram_matrix
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.influence import LARGEST_MATRIX, Influence
-from psgrad.engine.influence.solvers import costs
-from psgrad.engine.influence.solvers.costs import Work
+from psgrad.engine.influence.solvers import solver_costs
+from psgrad.engine.influence.solvers.solver_costs import Work
 
 SOLVERS = ("exact", "dual", "conjugate_gradient")
 STEPS, HUNDREDS = 100, 5
@@ -123,7 +123,7 @@ def _row(
         row["kernel_seconds"] = processor_seconds(lambda: gram_matrix(fitted.problem.rows()), rounds)[0]
     if solver == "conjugate_gradient":
         behind = (
-            costs._PRECONDITIONER if case.queries < costs._MANY else 0
+            solver_costs._PRECONDITIONER if case.queries < solver_costs._MANY else 0
         )  # which the solver does not count as its own
         row |= {
             "products": fitted.facts["products"],
@@ -151,12 +151,13 @@ def constants(found: list[tuple[Case, list[dict[str, Any]]]]) -> dict[str, dict[
                     * exact
                     / ((row["products"] + row["preconditioner"]) * sizes.count * sizes.size)
                 )
-                name = "_FEWEST" if case.queries >= HUNDREDS * costs._MANY else "_ITERATIONS"
+                name = "_FEWEST" if case.queries >= HUNDREDS * solver_costs._MANY else "_ITERATIONS"
                 parts[name].append(
-                    row["products"] / (case.queries if name == "_FEWEST" else min(case.queries, costs._MANY))
+                    row["products"]
+                    / (case.queries if name == "_FEWEST" else min(case.queries, solver_costs._MANY))
                 )
     return {
-        name: {"measured": statistics.median(values), "in_use": getattr(costs, name)}
+        name: {"measured": statistics.median(values), "in_use": getattr(solver_costs, name)}
         for name, values in parts.items()
         if values
     }

@@ -36,7 +36,7 @@ from norms import machine, time_in_turn
 from torch import Tensor
 
 from benchmarks.script import command_line, print_facts, write_json
-from psgrad.engine.influence.curvature.products import curvature_products
+from psgrad.engine.influence.curvature.curvature_products import curvature_products
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.gradient_products import GradientDot

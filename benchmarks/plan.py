@@ -27,8 +27,8 @@ from script import command_line, write_json
 from torch import Tensor
 
 from psgrad.config import load_config
-from psgrad.engine.execution.calibration import measure
 from psgrad.engine.execution.chunk_plan import plan_chunk
+from psgrad.engine.execution.machine_calibration import measure
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.run_plan import plan_run
 from psgrad.engine.execution.streaming import Stream

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from psgrad.cli import main
-from psgrad.engine.execution import heartbeats, process_group
+from psgrad.engine.execution import process_group, rank_waits
 from psgrad.engine.execution.loading import Chunk, Loader
 from psgrad.engine.execution.process_group import RankGroup
 from psgrad.engine.gradients import per_sample_gradients
@@ -108,9 +108,9 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ranks take another one for dead after a few seconds, for tests that wait for it: not after so few
     that one which lives is silent as long on a busy machine.
     """
-    monkeypatch.setattr(heartbeats, "_BEAT", 0.05)
+    monkeypatch.setattr(rank_waits, "_BEAT", 0.05)
     monkeypatch.setenv("PSGRAD_RANK_SILENCE", "3")
-    for module in (heartbeats, process_group):
+    for module in (rank_waits, process_group):
         monkeypatch.setattr(module, "HURRIED", 2.0)
 
 

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 from psgrad.engine.execution.memory import CHUNK_SHARE
-from psgrad.engine.execution.residence_plan import WeightsPlan, weights_plan
+from psgrad.engine.execution.placement import WeightsPlan, weights_plan
 from tools.made_part import with_made_part
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "large-models.md"

@@ -13,7 +13,7 @@ class IndexConfig(Section):
     """An index of the training gradients, built once by `psgrad influence index` and asked many times.
 
     `path` is relative to the current directory, as `output` is. The rest is as in
-    psgrad.engine.influence.index.stored.IndexSpec.
+    psgrad.engine.influence.index.stored_index.IndexSpec.
     """
 
     bare: ClassVar[str] = "path"

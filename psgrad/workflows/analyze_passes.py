@@ -16,8 +16,9 @@ import numpy as np
 import pandas as pd
 import torch
 
+from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.execution.ranks import Processes, gaps, guided_ranges, overlap
-from psgrad.engine.execution.streaming import Columns, Stream
+from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
 from psgrad.engine.measures.passes import SecondPass
 from psgrad.errors import DataError, DistributedError, MeasureError
@@ -294,7 +295,7 @@ class Passes:
 
         def size() -> list[int]:
             factors = any(measure.needs_factors for measure in measures)
-            self.stream.settle_chunk_size(len(self.setting), factors)
+            self.stream.choose_chunk_size(len(self.setting), factors)
             return self.stream.chunk_facts()
 
         self.stream.take_chunk_facts(self.processes.agreed(f"{pass_name}.chunk", size))

@@ -19,7 +19,6 @@ from torch import nn
 from psgrad.config import Config, EvaluationConfig, MethodConfig
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Forward
-from psgrad.engine.influence.averages import Average, is_relative
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe
 from psgrad.engine.influence.evaluation.retraining import (
     EnsembleTrainer,
@@ -30,7 +29,7 @@ from psgrad.engine.influence.evaluation.retraining import (
 )
 from psgrad.engine.influence.evaluation.statistics import CheckpointExamples
 from psgrad.engine.influence.method import Fitted, Method
-from psgrad.engine.influence.ranking import Normalize
+from psgrad.engine.influence.ranking import Average, Normalize, is_relative
 from psgrad.engine.transforms.private_torch import tree_leaves
 from psgrad.inputs.models.training_function import resolve_training
 from psgrad.reports.words import duration

@@ -14,7 +14,7 @@ from psgrad.engine.influence.evaluation.jobs import Job
 from psgrad.engine.influence.evaluation.metrics import leave_one_out, removal
 from psgrad.engine.influence.evaluation.mislabel import LOSS, RANDOM
 from psgrad.engine.influence.evaluation.retraining import seed_of
-from psgrad.engine.influence.over_queries import OverQueries, over_queries
+from psgrad.engine.influence.ranking import OverQueries, over_queries
 from psgrad.errors import ConfigError
 from psgrad.workflows.evaluation_bench import Array, Bench
 from psgrad.workflows.evaluation_truths import (

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from psgrad.engine.influence.index.rows import BLOCK
-from psgrad.engine.influence.index.stored import StoredRows
+from psgrad.engine.influence.index.index_rows import BLOCK
+from psgrad.engine.influence.index.stored_index import StoredRows
 from psgrad.errors import OutputError
 from psgrad.inputs.reader import CheckedReader
 from psgrad.storage.gradient_index import GradientIndex

@@ -13,11 +13,10 @@ import torch
 from psgrad.config import Config
 from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, output_size
 from psgrad.engine.execution.ranks import OneProcess, Processes
-from psgrad.engine.influence.averages import joined_self
 from psgrad.engine.influence.index.build import from_index
 from psgrad.engine.influence.method import Fitted
-from psgrad.engine.influence.ranking import divisor
-from psgrad.engine.influence.solvers.costs import solved_products
+from psgrad.engine.influence.ranking import divisor, joined_self
+from psgrad.engine.influence.solvers.solver_costs import solved_products
 from psgrad.inputs.shown import input_of
 from psgrad.inputs.sources.files import require_unchanged
 from psgrad.reports.words import duration

@@ -12,7 +12,7 @@ from psgrad.config import Config, IndexConfig
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import OneProcess, Processes, RowPart
 from psgrad.engine.influence.index.build import build_index, write_sums
-from psgrad.engine.influence.index.stored import IndexSpec, StoredRows, describe
+from psgrad.engine.influence.index.stored_index import IndexSpec, StoredRows, describe
 from psgrad.engine.influence.method import Screened
 from psgrad.errors import ConfigError, DistributedError, OutputError
 from psgrad.results import IndexResult, Progress, Say

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from psgrad.config import Config
 from psgrad.engine.execution.ranks import OneProcess, RowPart
-from psgrad.engine.influence.over_queries import joined_over
+from psgrad.engine.influence.ranking import joined_over
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.sources.files import require_unchanged
 from psgrad.results import InfluenceResult, Progress, Say

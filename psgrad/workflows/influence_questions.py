@@ -12,8 +12,7 @@ import pandas as pd
 import torch
 
 from psgrad.engine.free_memory import free_host_memory
-from psgrad.engine.influence.over_queries import OverQueries, over_queries, summed_over_groups
-from psgrad.engine.influence.ranking import Strongest
+from psgrad.engine.influence.ranking import OverQueries, Strongest, over_queries, summed_over_groups
 from psgrad.errors import InfluenceError
 from psgrad.reports.words import amount
 from psgrad.results import has_classes

@@ -16,10 +16,16 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.influence.amounts import continued
-from psgrad.engine.influence.averages import Agreement
 from psgrad.engine.influence.method import Fitted, with_total
-from psgrad.engine.influence.over_queries import OverQueries, joined_over, over_queries
-from psgrad.engine.influence.ranking import JoinedBlock, Strongest, joined_scores
+from psgrad.engine.influence.ranking import (
+    CheckpointAgreement,
+    JoinedBlock,
+    OverQueries,
+    Strongest,
+    joined_over,
+    joined_scores,
+    over_queries,
+)
 from psgrad.errors import InfluenceError
 from psgrad.results import Progress
 from psgrad.results.influence import ALL_INDEX, ALL_QUERIES, CheckedRemoval, RemovalCheck, ranked_pairs
@@ -38,7 +44,7 @@ class Rankings:
     layer -> [2, n, 1 + checkpoints], of all checkpoints together and of each, see `over_queries`. shown:
     query row -> all scores, [rows of the training data], NaN where a row was excluded. matrix: where all
     scores were to be kept, scores [n, m], train_index [n] and query_index [m]. agreement, largest_share: [m],
-    of several checkpoints, see `Agreement`; empty of one.
+    of several checkpoints, see `CheckpointAgreement`; empty of one.
     """
 
     pairs: pd.DataFrame
@@ -91,7 +97,7 @@ def queries_at_once(setup: InfluenceSetup) -> int:
     training, wanted = setup.views[0].training, setup.run.config
     if wanted.influence.index_search.kind == "approximate":
         return len(setup.query_rows)  # which are projected already, so that no gradient is held
-    room = training.room() * _SHARE if wanted.engine.memory == "auto" else wanted.engine.memory
+    room = training.free_bytes() * _SHARE if wanted.engine.memory == "auto" else wanted.engine.memory
     numbers = training.flat.size
     if is_on_one_scale(setup):
         labels = 1 if wanted.influence.layers == "none" else len(training.params) + 1
@@ -116,7 +122,7 @@ class _Block:
         self.strongest: dict[str, list[Strongest]] = {}
         self.columns: list[torch.Tensor] = []
         self.sums: dict[str, list[torch.Tensor]] = {}
-        self.agreement = Agreement()
+        self.agreement = CheckpointAgreement()
 
     def add(self, block: JoinedBlock) -> None:
         if len(block.single) > 1:

@@ -17,7 +17,7 @@ from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.free_memory import free_host_memory
 from psgrad.engine.influence.index.estimators import FittedRows
 from psgrad.engine.influence.index.search import FoundRows, found_rows, recalls, strongest_rows, vectors_of
-from psgrad.engine.influence.index.stored import ChosenRows, StoredRows
+from psgrad.engine.influence.index.stored_index import ChosenRows, StoredRows
 from psgrad.engine.influence.method import Fitted
 from psgrad.errors import ConfigError, InfluenceError
 from psgrad.reports.words import amount

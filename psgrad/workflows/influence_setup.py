@@ -18,8 +18,8 @@ import torch
 from psgrad.config import CheckpointConfig, Config, MethodConfig, is_callable_spec
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Processes
-from psgrad.engine.influence.averages import is_relative
 from psgrad.engine.influence.method import RELATIVE, REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
+from psgrad.engine.influence.ranking import is_relative
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.errors import ConfigError, InfluenceError, PsgradError
 from psgrad.inputs.measurements import Measurement, resolve_measurement

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from psgrad.engine.influence.method import Fitted, Preconditioned
-from psgrad.engine.influence.tokens import TokenTerms, token_scores
+from psgrad.engine.influence.token_scores import TokenTerms, token_scores
 from psgrad.errors import ConfigError, InfluenceError
 from psgrad.inputs.rows import Samples
 from psgrad.results.influence_tokens import TokenPair, TokenText

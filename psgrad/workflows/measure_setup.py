@@ -21,9 +21,9 @@ import torch
 
 from psgrad.config import Config, MeasureConfig
 from psgrad.config.plugin_options import own_plugins, plugin_names
+from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import is_out_of_memory
-from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.measures.gradient_norms import GradientNorms
@@ -245,9 +245,9 @@ def measures_of(config: Config) -> list[Measure]:
     waiting = [name for measure in found.values() for name in measure.needs]
     needed: dict[str, Measure] = {}
     if config.analyze.outliers.detectors and PROJECTED not in found:
-        from psgrad.engine.measures.builtin.projected_gradients import ProjectedGradients
+        from psgrad.engine.measures.builtin.projected_gradients import GradientProjection
 
-        needed[PROJECTED] = ProjectedGradients(save=True)  # what later runs may be held against
+        needed[PROJECTED] = GradientProjection(save=True)  # what later runs may be held against
     while waiting:
         name = waiting.pop()
         if name not in found and name not in needed:

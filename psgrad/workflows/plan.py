@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from psgrad.config import Config
-from psgrad.engine.execution.calibration import measure
 from psgrad.engine.execution.cluster import Cluster, Workload, efficiencies
+from psgrad.engine.execution.machine_calibration import measure
 from psgrad.engine.execution.run_plan import RunPlan, plan_run
 from psgrad.engine.execution.stored import Supply
 from psgrad.engine.execution.streaming import Stream

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from psgrad.config import Config, ModelConfig
-from psgrad.engine.execution.ranks import OneProcess, Processes
-from psgrad.engine.execution.residence_plan import (
+from psgrad.engine.execution.placement import (
     SHARE,
     Where,
     fit,
-    room_for_others,
-    room_for_parts,
+    memory_for_others,
+    memory_for_parts,
     smallest_group,
 )
+from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.execution.sharded import WeightParts
 from psgrad.engine.execution.stored import Stored, Supply
 from psgrad.engine.free_memory import free_memory
@@ -65,7 +65,7 @@ class Residence:
         room = self.room
         if automatic and self.shard_ranks > 1:
             sizes = [each.numel() * each.element_size() for each in model.parameters()]
-            room = room_for_parts(room, sum(sizes), max(sizes, default=0), self.shard_ranks)
+            room = memory_for_parts(room, sum(sizes), max(sizes, default=0), self.shard_ranks)
         return replace(self, supply=Supply(device, room))
 
     def require_room(self, model: nn.Module) -> None:
@@ -152,7 +152,7 @@ def residence_of(config: Config, device: torch.device, ranks: Ranks) -> Residenc
 def _room(config: Config, free: int) -> int:
     """Bytes that weights may take on the device where they do not live there."""
     memory = config.engine.memory
-    return room_for_others(free // SHARE if memory == "auto" else memory)
+    return memory_for_others(free // SHARE if memory == "auto" else memory)
 
 
 def _group(wanted: int | str, ranks: Ranks, size: int, free: int) -> int | None:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from psgrad.config import IndexConfig, InfluenceConfig, MethodConfig, load_config
-from psgrad.engine.influence.index.stored import IndexSpec
+from psgrad.engine.influence.index.stored_index import IndexSpec
 from psgrad.errors import ConfigError, InfluenceError
 from psgrad.plugins import METHODS, own_classes
 from psgrad.workflows.influence_setup import errors_of_own_method, method_from

@@ -144,7 +144,7 @@ def test_a_run_leaves_a_whole_folder_and_prints_its_table(workplace: Workplace) 
 def test_many_chunks_are_replayed_unless_told_otherwise(
     quick: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("psgrad.engine.execution.replay.PAYS_FROM", {"cpu": 4})
+    monkeypatch.setattr("psgrad.engine.execution.chunk_replay.PAYS_FROM", {"cpu": 4})
     shown = quick.succeeded("--set", "engine.chunk_size=2").out
     engine = quick.manifest()["engine"]
     assert (engine["chunks_replayed"], engine["replayed_by"]) == (ROWS // 2 - 2, "kernel by kernel")

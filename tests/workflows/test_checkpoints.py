@@ -127,7 +127,7 @@ def test_a_run_that_was_stopped_goes_on_at_the_checkpoint_it_had_come_to(
     training: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training.config["engine"] = {"chunk_size": 5}
-    monkeypatch.setattr("psgrad.engine.measures.builtin.checkpoints.grouped", _one_by_one)
+    monkeypatch.setattr("psgrad.engine.measures.builtin.over_checkpoints.grouped", _one_by_one)
     training.succeeded("--output", "whole", "--no-report")
     plain, asked = moments._objective, []
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from psgrad.config import load_config
-from psgrad.engine.measures.builtin.projected_gradients import ProjectedGradients
+from psgrad.engine.measures.builtin.projected_gradients import GradientProjection
 from psgrad.errors import MeasureError
 from psgrad.plugins import MEASURES, own_classes
 from psgrad.storage.finished import load_run
@@ -28,10 +28,10 @@ def measures(workplace: Workplace, section: dict[str, Any]) -> list[Any]:
 
 def test_detectors_have_the_projected_gradients_measured(workplace: Workplace) -> None:
     detectors = {"detectors": ["isolation_forest"]}
-    assert measures(workplace, {"outliers": detectors}) == [ProjectedGradients(save=True)]
+    assert measures(workplace, {"outliers": detectors}) == [GradientProjection(save=True)]
     own = {"name": "projected_gradients", "dimension": 16}
     assert measures(workplace, {"measures": [own], "outliers": detectors}) == [
-        ProjectedGradients(dimension=16)
+        GradientProjection(dimension=16)
     ]
     assert [
         each.name for each in measures(workplace, {"measures": ["neighbour_distance"], "outliers": detectors})

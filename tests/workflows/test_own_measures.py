@@ -152,7 +152,7 @@ def test_what_is_wrong_is_told_by_its_name(workplace: Workplace, body: str, word
 def test_a_pass_of_its_own_is_checked_too(workplace: Workplace) -> None:
     body = """
 def passes(self):
-    from psgrad.engine.execution.streaming import Columns
+    from psgrad.engine.execution.chunk_measure import Columns
 
     def run(rows, size):
         yield Columns(rows.start, rows.stop, {"mine": torch.zeros(len(rows) - 1)})

@@ -28,7 +28,7 @@ SLOW = """
 from dataclasses import dataclass
 import os, time
 import torch
-from psgrad.engine.execution.streaming import Columns
+from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.measures.measure import Measure, OwnPass
 
 @dataclass

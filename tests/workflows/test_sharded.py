@@ -46,13 +46,13 @@ def succeeded(place: Any, size: int, *command: str) -> Path:
     """The folder of a command with sharded weights, of which ranks have sent parts."""
 
     def plant(rank: int) -> None:
-        ask = WeightParts.ask
+        request = WeightParts.request
 
         def noted(parts: WeightParts, questions: Any, into: Any) -> None:
-            ask(parts, questions, into)
+            request(parts, questions, into)
             (place.folder / f"received-{rank}").write_text(str(parts.received))
 
-        WeightParts.ask = noted  # type: ignore[method-assign]
+        WeightParts.request = noted  # type: ignore[method-assign]
 
     ended = ranks(place, size, *command, plant=plant)
     assert [rank.code for rank in ended] == [0] * size, [rank.err for rank in ended]

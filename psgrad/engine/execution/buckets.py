@@ -19,7 +19,7 @@ from torch import nn
 
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.gradients.costs import Machine
-from psgrad.engine.gradients.groups import in_order
+from psgrad.engine.gradients.deferred import in_order
 from psgrad.engine.gradients.per_sample import per_sample_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.transforms.private_torch import tree_map
@@ -201,7 +201,7 @@ class RaggedChunks:
     def __init__(self, tokens: int | None, once: float, cut: bool, say: Callable[[str], None]) -> None:
         self.tokens, self.once, self._cut, self._say = tokens, once, cut, say
         self.longest: int | None = None
-        self._told = self.by_factors = False
+        self._warned = self.by_factors = False
 
     def computed(
         self,
@@ -268,12 +268,12 @@ class RaggedChunks:
         self.longest = max(1, longest)
         return max(_BUCKETS_OF_A_CHUNK * self.tokens // self.longest, _LEAST_ROWS)
 
-    def tell_of_padding(self, block: Block) -> None:
+    def warn_of_padding(self, block: Block) -> None:
         """Say once that rows of unequal length are computed apart."""
-        if self._told or block.ragged is None or block.lengths is None or block.ragged.masked:
+        if self._warned or block.ragged is None or block.lengths is None or block.ragged.masked:
             return
         if bool((block.lengths != block.lengths[:1]).any()):
-            self._told = True
+            self._warned = True
             self._say(
                 "rows are computed together with rows of their own length only: the model does not ignore"
                 " padding"

@@ -132,7 +132,7 @@ def correction(small: tuple[float, float], large: tuple[float, float]) -> Correc
 
 def chunk_for(trace_at: Callable[[int], ChunkPlan], budget: int, most: int = 1024) -> int:
     """The largest chunk, 1 to `most` samples, whose pass and inputs fit a budget of bytes, as far as a few
-    traces tell.
+    traces show.
 
     trace_at: from a number of samples to what a chunk of them will take. Memory grows along a line from some
     size on (small intermediates fill a block first), so each trace corrects the line through the last two.

@@ -14,10 +14,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from psgrad.engine.execution.chunk_measure import ChunkMeasure
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.ranks import Arrays, OneProcess, Processes, RowPart
-from psgrad.engine.execution.streaming import Measure, Stream
+from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.flat import Flat, Vectors
@@ -108,7 +109,7 @@ class Examples:
 
         compute: what is computed of a chunk in place of its gradients, as in Stream.run.
         """
-        return self.run(_Asking(query), compute, start, stop)
+        return self.run(_QueryColumns(query), compute, start, stop)
 
     def norms(self) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """For each chunk its rows, `loss` [k], `square_norm` [k], both float64, and what the objective's
@@ -121,7 +122,7 @@ class Examples:
             norms = {"loss": gradients.losses.double(), "square_norm": gradients.square_norms()}
             return norms | {name: accumulating(column) for name, column in gradients.aux.items()}
 
-        return self.run(_Asking(said, needs_factors=False))
+        return self.run(_QueryColumns(said, needs_factors=False))
 
     def fold(self, query: Callable[[Any], Tree], compute: Callable[..., Any] | None = None) -> Tree:
         """The sum over the chunks of what `query` says of each one's gradients: a pytree of tensors, which
@@ -129,7 +130,7 @@ class Examples:
 
         compute: what is computed of a chunk and shown to `query`, as in Stream.run; None for the gradients.
         """
-        summing: _Summing[Tree] = _Summing(query)
+        summing: _ChunkSum[Tree] = _ChunkSum(query)
 
         def own_sum() -> Tree:
             for _ in self._of_own_rows(summing, compute):
@@ -147,7 +148,7 @@ class Examples:
         total = self.processes.together("a sum over rows", own_sum)
         return total if self.processes.size == 1 else self._over_processes(total)
 
-    def gather(self, measure: Measure, compute: Callable[..., Any] | None = None) -> None:
+    def gather(self, measure: ChunkMeasure, compute: Callable[..., Any] | None = None) -> None:
         """Let a measure keep what it gathers of this process's share of the rows."""
 
         def own_rows() -> None:
@@ -166,7 +167,7 @@ class Examples:
                 params, inputs
             )
 
-        return self.run(_Asking(lambda output: {"output": output}), forward)
+        return self.run(_QueryColumns(lambda output: {"output": output}), forward)
 
     def losses(self) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """For each chunk its rows, `loss` [k], float64, and what the objective's summary says: a forward
@@ -181,7 +182,7 @@ class Examples:
             losses, summary = found
             return {"loss": losses.double()} | {name: accumulating(each) for name, each in summary.items()}
 
-        return self.run(_Asking(said), forward)
+        return self.run(_QueryColumns(said), forward)
 
     def materialise(self) -> torch.Tensor:
         """[n, p]: every gradient materialised, on the CPU."""
@@ -194,7 +195,7 @@ class Examples:
 
     def run(
         self,
-        measure: Measure,
+        measure: ChunkMeasure,
         compute: Callable[..., Any] | None = None,
         start: int = 0,
         stop: int | None = None,
@@ -222,7 +223,7 @@ class Examples:
 
     # -- the share of a process ------------------------------------------------------------------------------
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Bytes that are free on the device: on all processes as many as on the first one."""
         name = self.processes.step("free memory")
         return self.processes.agreed(name, lambda: [free_memory(self.device)])[0]
@@ -249,7 +250,7 @@ class Examples:
 
     def of_own_rows(self, query: Query) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """As `each`, of these rows; to be called in `processes.together`."""
-        return self._of_own_rows(_Asking(query), None)
+        return self._of_own_rows(_QueryColumns(query), None)
 
     def _pass(self, compute: Callable[..., Any] | None) -> tuple[Stream, Callable[..., Any] | None, int]:
         """The stream of a pass, what it computes of a chunk, and how many rows a sample has in it."""
@@ -260,7 +261,7 @@ class Examples:
         return self.count * self._pass(compute)[2]
 
     def _computed(
-        self, measure: Measure, compute: Callable[..., Any] | None, start: int, stop: int
+        self, measure: ChunkMeasure, compute: Callable[..., Any] | None, start: int, stop: int
     ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """The columns of these rows, computed by this process."""
         stream, how, each = self._pass(compute)
@@ -270,12 +271,12 @@ class Examples:
             yield slice(columns.start * each, columns.stop * each), columns.values
 
     def _of_own_rows(
-        self, measure: Measure, compute: Callable[..., Any] | None
+        self, measure: ChunkMeasure, compute: Callable[..., Any] | None
     ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         own = self.own_rows(compute)
         return self._computed(measure, compute, own.start, own.stop)
 
-    def _joined(self, measure: Measure, compute: Callable[..., Any] | None, rows: slice) -> Arrays:
+    def _joined(self, measure: ChunkMeasure, compute: Callable[..., Any] | None, rows: slice) -> Arrays:
         """The columns of some rows in one piece; none of no rows."""
         parts = [columns for _, columns in self._computed(measure, compute, rows.start, rows.stop)]
         return {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
@@ -293,7 +294,7 @@ class Examples:
         stream, _, each = self._pass(compute)
         if stream not in self._sized:
             self._sized.append(stream)
-            self.processes.together("a first chunk", lambda: stream.settle_chunk_size(self.count))
+            self.processes.together("a first chunk", lambda: stream.choose_chunk_size(self.count))
             name = self.processes.step("chunk size")
             stream.take_chunk_facts(self.processes.agreed(name, stream.chunk_facts))
         return stream.chunk_size * each
@@ -316,7 +317,7 @@ class Examples:
         return tree_unflatten(whole, tree)  # type: ignore[no-any-return]
 
 
-class _Asking:
+class _QueryColumns:
     """A measure whose columns are the answers of one query."""
 
     def __init__(self, query: Callable[[Any], dict[str, torch.Tensor]], needs_factors: bool = True) -> None:
@@ -326,7 +327,7 @@ class _Asking:
         """Nothing is gathered."""
 
 
-class _Summing(Generic[Tree]):
+class _ChunkSum(Generic[Tree]):
     """A measure that adds up what a query says of each chunk, once the chunk is done."""
 
     needs_factors = True

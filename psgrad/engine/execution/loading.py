@@ -66,7 +66,7 @@ class Loader:
             they are.
         say: called once with the reason why rows are not read ahead, if they are not.
 
-    It goes to a `with` statement, whose end sees the thread off.
+    It goes to a `with` statement, whose end waits for the thread.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Loader:
         self.ahead = True  # whether rows may be read beside the computation
         self._copies_ahead = device.type == "cuda"
         self._side = torch.cuda.Stream(device) if self._copies_ahead else None
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_ReadAhead | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._expected: _Job | None = None
+        self._expected: _ReadAhead | None = None
         self._first = True
 
     def __enter__(self) -> Loader:
@@ -126,7 +126,7 @@ class Loader:
             return
         if self._thread is None and not self._start():
             return
-        self._expected = _Job(start, stop)
+        self._expected = _ReadAhead(start, stop)
         self._jobs.put(self._expected)
 
     def place(self, chunk: Chunk) -> DeviceRows:
@@ -222,7 +222,7 @@ class Loader:
         return on_device, copied
 
 
-class _Job:
+class _ReadAhead:
     """Rows to read ahead, and what came of it."""
 
     def __init__(self, start: int, stop: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psgrad.engine.transforms.rules.loss_scaling import with_scaled_cotangent
+from psgrad.engine.transforms.rules.casts import with_scaled_cotangent
 
 START = 12
 """Exponent of two. The cotangents of a loss of about one are far from both ends of float16 then."""

@@ -2,7 +2,7 @@
 them.
 
 The function runs on tensors without values. Each kernel that it would run is entered with what it computes
-and moves; memory is counted from the moment a kernel makes it to the moment the last tensor that sees it is
+and moves; memory is counted from the moment a kernel makes it to the moment the last tensor on it is
 gone, which is when the pass itself would give it back.
 """
 
@@ -77,12 +77,12 @@ class PassCosts:
 
 
 class _Account:
-    """What kernels there were, and the memory of what they made while anything sees it."""
+    """What kernels there were, and the memory of what they made while a tensor uses it."""
 
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []
         self.operators = self.bytes = self.peak = 0
-        self._seen: dict[int, list[int]] = {}  # storage -> its bytes, and how many tensors see it
+        self._seen: dict[int, list[int]] = {}  # storage -> its bytes, and how many tensors use it
         self._given: dict[
             int, torch.Tensor
         ] = {}  # storage -> a tensor of outside, which keeps it and is not counted
@@ -133,7 +133,7 @@ class _Account:
         )
 
 
-class _Ledger(Watch):
+class _KernelCounter(Watch):
     """Enters every kernel of a function that runs on tensors without values."""
 
     def __init__(self, random_states: RandomStates, inside: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -193,7 +193,7 @@ def trace_pass(function: Callable[..., Any], *args: Any, replayed: bool = False)
     """
     mode = FakeTensorMode()
     with modules_unchanged(), python_random_states(), RandomStates() as random_states:
-        ledger = _Ledger(random_states, mode.from_tensor)
+        ledger = _KernelCounter(random_states, mode.from_tensor)
         reads = NoReads()
         without_values = tree_map(lambda x: _without_value(x, mode, ledger.account), args)
         try:

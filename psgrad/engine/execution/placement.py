@@ -1,20 +1,91 @@
-"""Where a model's parameters live, and in which type: those that are differentiated in the engine's, the
-others in the type that they are stored in.
+"""Where a model's weights are kept, and in which type.
 
-A frozen weight in half precision stays so. Operators see it in the engine's type: each widens it for as long
+The place follows from their bytes, the memory and the ranks: each device, a group of ranks, or elsewhere.
+The type: parameters that are differentiated have the engine's, the others the one that they are stored in.
+A frozen weight in half precision stays so. Operators get it in the engine's type: each widens it for as long
 as it runs, and only the narrow one is kept for the backward pass. Widening is exact, so the numbers are those
 of a model that was widened as a whole. Offloaded weights stay where they are, too (see stored.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from psgrad.engine.execution.stored import InMemory, Stored, Supply, as_stored
 from psgrad.engine.transforms.private_torch import buffer_store, parameter_store
+
+Where = Literal["resident", "sharded", "offloaded"]
+# Of the memory, what weights may take that live on the device, and what those that do not take with a chunk.
+SHARE = 2
+
+
+@dataclass(frozen=True)
+class WeightsPlan:
+    """Where the weights of a model live.
+
+    Attributes:
+        where: resident, sharded or offloaded.
+        held: bytes of weights on a device, at the most.
+        moved: bytes of weights that come to a device for a chunk.
+        group: ranks of which each keeps a part; 1 where none does.
+    """
+
+    where: Where
+    held: int
+    moved: int
+    group: int = 1
+
+
+def weights_plan(
+    weights: int, memory: int, ranks: int = 1, per_host: int = 1, largest: int = 0
+) -> WeightsPlan:
+    """Resident where the weights take at most half of the memory; else sharded over the smallest group that
+    has memory for the parts; else offloaded.
+
+    Args:
+        weights: bytes of all. largest: bytes of the largest one.
+        memory: bytes that are free for a rank.
+        ranks: of the run. per_host: of them on a host.
+
+    A pass with blocks that run again uses each weight forward and backward. What is in the memory at the turn
+    does not come again: offloaded weights that fill it stay, of both passes one after another.
+    """
+    if fit(weights, memory):
+        return WeightsPlan("resident", weights, 0)
+    group = smallest_group(weights, memory, ranks, per_host)
+    available = memory_for_others(memory // SHARE)
+    held = available if group is None else memory_for_parts(available, weights, largest, group)
+    return WeightsPlan(
+        "offloaded" if group is None else "sharded", held, 2 * max(0, weights - held), group or 1
+    )
+
+
+def fit(weights: int, memory: int) -> bool:
+    """Whether weights live on the device."""
+    return weights <= memory // SHARE
+
+
+def smallest_group(weights: int, memory: int, ranks: int, per_host: int) -> int | None:
+    """How many ranks keep the parts of a weight: those of one host, or all, the fewest that have memory for
+    them; None where these have none, either.
+    """
+    sizes = [per_host, ranks] if ranks % per_host == 0 else [ranks]
+    return next((each for each in sizes if each > 1 and fit(weights // each, memory)), None)
+
+
+def memory_for_others(memory: int) -> int:
+    """Bytes that weights may take on the device that do not live there. memory: for them and a chunk."""
+    return memory // SHARE
+
+
+def memory_for_parts(available: int, weights: int, largest: int, group: int) -> int:
+    """The same of sharded weights: no more than a rank's part, or the two largest weights."""
+    return min(available, max(weights // group, 2 * largest))
+
 
 _NARROW = (torch.float16, torch.bfloat16)
 _PLAIN = (*_NARROW, torch.float32, torch.float64)
@@ -132,14 +203,3 @@ def _offloaded(
     if torch.empty_like(host, device="meta").stride() != host.stride():  # copies would have other strides
         return None
     return Stored(InMemory(host.pin_memory() if supply.device.type == "cuda" else host), dtype, supply)
-
-
-def stored_in(model: nn.Module) -> Mapping[str, int]:
-    """The types that the model's numbers are stored in -> how many numbers."""
-    found: dict[str, int] = {}
-    for parameter in model.parameters():
-        data = parameter.data
-        kind = data.stored_dtype if isinstance(data, Stored) else data.dtype
-        name = str(kind).removeprefix("torch.")
-        found[name] = found.get(name, 0) + parameter.numel()
-    return found

@@ -25,10 +25,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from psgrad.engine.execution import rank_tensors
-from psgrad.engine.execution.heartbeats import HURRIED, SHORTEST_POLL, Heartbeats
 from psgrad.engine.execution.rank_requests import RankRequests
 from psgrad.engine.execution.rank_waits import (
+    HURRIED,
     POLL,
+    SHORTEST_POLL,
+    Heartbeats,
     Limits,
     Patience,
     ReachableStore,

@@ -65,7 +65,7 @@ class RankRequests:
         for thread in self._answering:
             thread.start()
 
-    def ask(self, questions: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
+    def request(self, questions: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
         limit = self._group.limits.exchange  # that of the messages is too long
         self._group.exchange(lambda: self._asked(questions, into), self._in_turn, limit)
 

@@ -24,7 +24,7 @@ _PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
-class _Facts:
+class _TensorFacts:
     """The name, shape and type of a tensor."""
 
     name: str
@@ -93,8 +93,8 @@ def gathered(own: Arrays, rank: int, size: int) -> list[Arrays]:
     return [found[each] for each in range(size)]
 
 
-def watched(exchange: Callable[[], Result], look: Callable[[], None], seconds: float) -> Result:
-    """The result of the exchange, which runs in another thread; `look` is called at such intervals until it
+def watched(exchange: Callable[[], Result], check: Callable[[], None], seconds: float) -> Result:
+    """The result of the exchange, which runs in another thread; `check` is called at such intervals until it
     has ended. What either of them raises is raised; an exchange that has not ended by then is left behind.
     """
     failures, found = list[BaseException](), list[Result]()
@@ -109,7 +109,7 @@ def watched(exchange: Callable[[], Result], look: Callable[[], None], seconds: f
     thread.start()
     thread.join(seconds)
     while thread.is_alive():
-        look()
+        check()
         thread.join(seconds)
     if failures:
         raise failures[0]
@@ -125,11 +125,11 @@ class OneThread:
         self._waiting: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="psgrad-exchanges").start()
 
-    def __call__(self, exchange: Callable[[], Result], look: Callable[[], None], seconds: float) -> Result:
+    def __call__(self, exchange: Callable[[], Result], check: Callable[[], None], seconds: float) -> Result:
         done: Future[Result] = Future()
         self._waiting.put((exchange, done))
         while not wait([done], seconds).done:
-            look()
+            check()
         return done.result()
 
     def _run(self) -> None:
@@ -142,9 +142,9 @@ class OneThread:
             del exchange, done  # with what they hold
 
 
-def _pieces(facts: Sequence[_Facts]) -> Iterator[list[_Facts]]:
+def _pieces(facts: Sequence[_TensorFacts]) -> Iterator[list[_TensorFacts]]:
     """The tensors in their order, in runs of no more than `_PIECE` bytes, or of a single larger one."""
-    piece: list[_Facts] = []
+    piece: list[_TensorFacts] = []
     for each in facts:
         if piece and sum(other.bytes for other in piece) + each.bytes > _PIECE:
             yield piece
@@ -154,7 +154,7 @@ def _pieces(facts: Sequence[_Facts]) -> Iterator[list[_Facts]]:
         yield piece
 
 
-def _cut(content: torch.Tensor, facts: Sequence[_Facts]) -> Iterator[tuple[str, torch.Tensor]]:
+def _cut(content: torch.Tensor, facts: Sequence[_TensorFacts]) -> Iterator[tuple[str, torch.Tensor]]:
     """Each name and tensor of these bytes."""
     start = 0
     for each in facts:
@@ -164,17 +164,17 @@ def _cut(content: torch.Tensor, facts: Sequence[_Facts]) -> Iterator[tuple[str, 
         yield each.name, aligned.view(each.dtype).reshape(each.shape)
 
 
-def _facts_of(arrays: Arrays) -> list[_Facts]:
-    return [_Facts(name, tuple(value.shape), value.dtype) for name, value in arrays.items()]
+def _facts_of(arrays: Arrays) -> list[_TensorFacts]:
+    return [_TensorFacts(name, tuple(value.shape), value.dtype) for name, value in arrays.items()]
 
 
-def _facts_in(words: torch.Tensor) -> list[_Facts]:
+def _facts_in(words: torch.Tensor) -> list[_TensorFacts]:
     """What `_words` says."""
     found = json.loads(words.numpy().tobytes())
-    return [_Facts(name, tuple(shape), getattr(torch, kind)) for name, shape, kind in found]
+    return [_TensorFacts(name, tuple(shape), getattr(torch, kind)) for name, shape, kind in found]
 
 
-def _words(facts: Sequence[_Facts]) -> torch.Tensor:
+def _words(facts: Sequence[_TensorFacts]) -> torch.Tensor:
     known = [[each.name, list(each.shape), str(each.dtype).removeprefix("torch.")] for each in facts]
     return torch.tensor(list(json.dumps(known).encode()), dtype=torch.uint8)
 

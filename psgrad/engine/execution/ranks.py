@@ -32,7 +32,7 @@ _RANGES_LEFT = 2
 class Requests(Protocol):
     """Questions to other processes, which answer at any time."""
 
-    def ask(self, questions: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
+    def request(self, questions: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
         """Fill the tensors `into` (uint8, on the CPU) with the answers of these processes."""
 
 
@@ -189,7 +189,7 @@ class OneProcess:
 class _NobodyElse:
     """The requests of a process alone."""
 
-    def ask(self, questions: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
+    def request(self, questions: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
         assert not questions, "there are no other processes"
 
 

@@ -75,7 +75,7 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
     norms, apart, rounded = [], [], []
     for place, row in enumerate(rows):
         inputs, target = stream.load(row, row + 1)
-        found = _Comparison(gradients, place)
+        found = _SampleComparison(gradients, place)
         own = nullcontext() if objective.autocast == torch.float16 else objective.precision()
         _witness(objective, inputs, target, own, found.add)
         norms.append(found.norm)
@@ -103,7 +103,7 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
     return SelfCheck(rows, errors, rounding)
 
 
-class _Comparison:
+class _SampleComparison:
     """One sample's gradients beside autograd's, of which one parameter at a time is in memory."""
 
     def __init__(self, gradients: PerSampleGradients, place: int) -> None:

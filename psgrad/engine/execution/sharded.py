@@ -63,7 +63,7 @@ class InParts:
             else:
                 questions[place] = torch.tensor([_SPAN, self.number, low - begins, high - low])
                 into[place] = piece
-        self.parts.ask(questions, into)
+        self.parts.request(questions, into)
         return found.as_strided(view.shape, view.stride())
 
     def rows(self, view: Tensor, rows: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class InParts:
             else:
                 questions[place] = torch.cat([torch.tensor([_ROWS, self.number]), there])
                 into[place] = piece
-        self.parts.ask(questions, into)
+        self.parts.request(questions, into)
         return found.reshape(len(chosen), *view.shape[1:])[places]
 
     def answer(self, question: Tensor) -> Tensor:
@@ -153,14 +153,14 @@ class WeightParts:
                 )
         self._requests = self.processes.requests(self.ranks, self._answer)
 
-    def ask(self, questions: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
+    def request(self, questions: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
         """Fill these tensors with what the ranks at these places of the group answer."""
         if not questions:
             return
         assert self._requests is not None, "an operator reads a weight before all ranks have their parts"
         asked = {self.ranks[place]: question for place, question in questions.items()}
         found = {self.ranks[place]: _bytes(tensor) for place, tensor in into.items()}
-        self._requests.ask(asked, found)
+        self._requests.request(asked, found)
         self.received += sum(each.nbytes for each in found.values())
 
     def _answer(self, question: Tensor) -> Tensor:

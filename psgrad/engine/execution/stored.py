@@ -24,7 +24,7 @@ from torch import Tensor
 
 from psgrad.engine.execution.memory import give_freed_memory_back
 from psgrad.engine.transforms.private_torch import make_wrapper, no_torch_function, schema_of, tree_map
-from psgrad.engine.transforms.rules.loss_scaling import with_scaled_cotangent
+from psgrad.engine.transforms.rules.casts import with_scaled_cotangent
 from psgrad.errors import CheckpointError, ModelError
 
 _aten = torch.ops.aten

@@ -8,23 +8,21 @@ next chunk is read while one is computed.
 
 from __future__ import annotations
 
-import gc
-import threading
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from psgrad.engine.execution.buckets import ModelSize, RaggedChunks, positions_of
+from psgrad.engine.execution.chunk_measure import ChunkMeasure, Columns, NoColumns, on_the_cpu
 from psgrad.engine.execution.chunk_plan import chunk_for, chunk_for_factors, plan_chunk
-from psgrad.engine.execution.failing_rows import failure_alone, failure_together, too_large
-from psgrad.engine.execution.loading import Chunk, DeviceRows, Loader, Read, to_device
-from psgrad.engine.execution.loss_scaling import each_at_its_scale, scaled
+from psgrad.engine.execution.chunk_replay import ChunkReplay
+from psgrad.engine.execution.loading import Chunk, Loader, Read
 from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
 from psgrad.engine.execution.recompute import Recompute
-from psgrad.engine.execution.replay import Replay
+from psgrad.engine.execution.row_computation import RowComputation, keeps_factors, too_large
 from psgrad.engine.execution.stored import Supply
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.per_sample import (
@@ -32,11 +30,10 @@ from psgrad.engine.gradients.per_sample import (
     per_sample_gradients,
     per_sample_square_norms,
 )
-from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
-from psgrad.engine.transforms.private_torch import tree_map
+from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.transforms.program import Compiler
 from psgrad.errors import MeasureError, PsgradError
-from psgrad.ragged import Block, joined
+from psgrad.ragged import Block
 
 _PROBE = 8
 LARGEST_AUTO_CHUNK = 1024
@@ -48,60 +45,7 @@ PREDICTED_FROM = 2048
 Positions = tuple[int, int, int]
 
 
-class Measure(Protocol):
-    """Something that is computed from deferred gradients, sample by sample.
-
-    A chunk may be tried more than once, so what a measure gathers over the whole dataset counts from `keep`
-    on.
-
-    needs_factors: whether it needs more than norms, losses and aux. Where no measure does, the factors of
-    one parameter's gradient are dropped before the next one's are complete.
-    """
-
-    needs_factors: bool
-
-    def columns(self, gradients: Any) -> dict[str, torch.Tensor]:
-        """name -> [n], for the samples of one chunk, which come in dataset order."""
-
-    def keep(self) -> None:
-        """The chunk that `columns` was last asked about is done."""
-
-
-@dataclass
-class _Unasked:
-    """A measure without columns."""
-
-    needs_factors: bool
-
-    def columns(self, gradients: Any) -> dict[str, torch.Tensor]:
-        return {}
-
-    def keep(self) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class Columns:
-    """What the measures said of the rows start, ..., stop - 1."""
-
-    start: int
-    stop: int
-    values: dict[str, torch.Tensor]
-
-
-# From so many runs of the loss on one chunk, for fewer rows than that each, a loop over rows may be as fast.
-_MANY_PASSES = 8
-
-
-def _split_words(passes: int, rows: int) -> str:
-    return (
-        f"the loss ran {passes} times for a chunk of {rows} rows, as they disagree on a length or a branch; a"
-        " loop over rows may be as fast. torch.where in place of the branch, a mask in place of an unpacked"
-        " sequence, or rows of equal length let it run once"
-    )
-
-
-class Stream:
+class Stream(RowComputation):
     """The gradients of rows of a dataset, in chunks that fit in memory.
 
     Args:
@@ -131,9 +75,6 @@ class Stream:
     Attributes:
         chunk_size: samples at a time, now. Of rows that differ in length a chunk is computed in
             buckets of like length, one after another; tokens bounds each.
-        retries: how often memory ran out.
-        at_need: called when it does, to give back what others keep.
-        draws: the reader's random draws by record (see privacy/record_draws.py); None without.
     """
 
     def __init__(
@@ -154,136 +95,35 @@ class Stream:
         scales_losses: bool = False,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.loss, self.params, self.randomness, self.say = loss, params, randomness, say
-        self.memory, self.recompute, self.scales_losses = memory, recompute, scales_losses
-        reference = next(iter(params.values()))
-        self.device, self.dtype = reference.device, reference.dtype
         self.automatic = chunk_size == "auto"
         self.chunk_size = _PROBE if chunk_size == "auto" else int(chunk_size)
+        reference = next(iter(params.values()))
         once = (model_size or ModelSize.of_tensors(params)).positions_of_a_pass(
-            machine(self.device), self.dtype
+            machine(reference.device), reference.dtype
         )
-        self.ragged = RaggedChunks(tokens, once, self.automatic, say)
-        self.retries = 0
-        self.at_need: list[Callable[[], None]] = [] if supply is None else [supply.give_back]
+        super().__init__(
+            loss,
+            params,
+            read,
+            ragged=RaggedChunks(tokens, once, self.automatic, say),
+            randomness=randomness,
+            scales_losses=scales_losses,
+            say=say,
+        )
+        self.memory, self.recompute = memory, recompute
         self._passed = 0  # rows of all runs, this one's included
         self._measured = False  # whether the chunk size comes from one small chunk's factors
         self._too_large: int | None = None  # the smallest size that failed since one as large went through
         self._alone: Sequence[int] | None = None  # the row that failed by itself, once
-        self._said_split = False
-        self._read, self._reading = read, threading.Lock()
-        self.draws: Any = getattr(read, "draws", None)
         replays = {
-            how: Replay(self.pass_of(how), params, compile, self.say)
+            how: ChunkReplay(self.pass_of(how), params, compile, self.say)
             for how in (per_sample_gradients, per_sample_square_norms)
         }
-        self.replays: dict[Callable[..., Any], Replay] = (
+        self.replays: dict[Callable[..., Any], ChunkReplay] = (
             replays if capture == "auto" and not scales_losses else {}
         )
-
-    def gradients(self, start: int, stop: int) -> PerSampleGradients:
-        """The deferred gradients of the rows start, ..., stop - 1, all at once."""
-        return self._gradients_of(self.load_block(start, stop))
-
-    def gradients_at(self, rows: Sequence[int]) -> PerSampleGradients:
-        """The deferred gradients of a few rows from anywhere, all at once.
-
-        Raises ModelError, with the row, where the model or the loss fails or memory runs out.
-        """
-        chunk = Chunk(rows, joined([self.read(row, row + 1) for row in rows]))
-        try:
-            return self._gradients_of(self._to_device(chunk.block))
-        except PsgradError:
-            raise
-        except Exception as error:
-            raise self._failure(error, chunk) from error
-
-    def read(self, start: int, stop: int) -> Block:
-        """The rows start, ..., stop - 1 as the reader gives them, one call at a time."""
-        with self._reading:
-            return self._read(start, stop)
-
-    def load(self, start: int, stop: int) -> DeviceRows:
-        """The inputs and the target of the rows start, ..., stop - 1, on the device and in the dtype of the
-        parameters. Rows that differ in length are padded.
-        """
-        block = self.load_block(start, stop)
-        return block.inputs, block.target
-
-    def load_block(self, start: int, stop: int) -> Block:
-        """The same with the rows' lengths, for `computed`."""
-        return self._to_device(self.read(start, stop))
-
-    def _to_device(self, block: Block) -> Block:
-        inputs, target = to_device(block.inputs, block.target, self.device, self.dtype)
-        return replace(block, inputs=inputs, target=target)
-
-    def _gradients_of(self, block: Block) -> PerSampleGradients:
-        found: PerSampleGradients = self.computed(per_sample_gradients, block)
-        return found
-
-    def computed(self, how: Callable[..., Any], block: Block) -> Any:
-        """What `how` (see `run`) finds of rows on the device: of all at once, or bucket by bucket where they
-        differ in length.
-        """
-        if block.ragged is None:
-            return self.pass_of(how)(self.params, block.inputs, block.target)
-        of_block = getattr(how, "of_block", lambda _: how)  # a way that takes single rows needs their lengths
-
-        def run(some: Block) -> Any:
-            return self.pass_of(of_block(some))(self.params, some.inputs, some.target)
-
-        def out_of_memory() -> None:
-            self.retries += 1
-            self._give_back()
-
-        return self.ragged.computed(block, run, keeps_factors(how), out_of_memory)
-
-    def pass_of(self, how: Callable[..., Any]) -> Callable[..., Any]:
-        """per_sample_gradients or per_sample_square_norms, as a function of the parameters and a chunk."""
-
-        def found(
-            params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
-        ) -> Any:
-            if not self.scales_losses:
-                return once(how, self.loss, params, inputs, target)
-
-            def compute(exponent: int, rows: torch.Tensor | None, how: Callable[..., Any] = how) -> Any:
-                loss = scaled(self.loss, exponent) if exponent else self.loss
-                some = tree_map(lambda x: x if rows is None or x is None else x[rows], (inputs, target))
-                return once(how, loss, params, *some)
-
-            def norms_at(exponent: int, rows: torch.Tensor) -> torch.Tensor:
-                found: SquareNorms = compute(exponent, rows, per_sample_square_norms)
-                return found.square_norms().sqrt()
-
-            return each_at_its_scale(compute, norms_at)
-
-        def once(
-            how: Callable[..., Any],
-            of_sample: Callable[..., Any],
-            params: dict[str, torch.Tensor],
-            inputs: tuple[torch.Tensor, ...],
-            target: torch.Tensor | None,
-        ) -> Any:
-            in_dims = (0, None if target is None else 0)
-            passes = 0
-
-            def loss(*args: Any) -> Any:
-                nonlocal passes
-                passes += 1
-                return of_sample(*args)
-
-            result = how(
-                loss, params, inputs, target, in_dims=in_dims, has_aux=True, randomness=self.randomness
-            )
-            many = passes > max(_MANY_PASSES, len(inputs[0]) / _MANY_PASSES)
-            if many and _runs_the_loss_once(how) and not self._said_split:
-                self._said_split = True
-                self.say(_split_words(passes, len(inputs[0])))
-            return result
-
-        return found
+        self.at_need += [] if supply is None else [supply.give_back]
+        self.at_need += [replay.drop_program for replay in self.replays.values()]
 
     def fix_chunk_size(self, size: int, positions: Positions | None = None) -> None:
         """Take so many rows at a time from now on, as an earlier run did, with its `positions`: then the
@@ -294,7 +134,7 @@ class Stream:
             self.ragged.tokens, self.ragged.longest = positions[:2]
             self.ragged.by_factors = bool(positions[2])
 
-    def settle_chunk_size(self, count: int, needs_factors: bool = True, readable: int | None = None) -> None:
+    def choose_chunk_size(self, count: int, needs_factors: bool = True, readable: int | None = None) -> None:
         """Find an automatic chunk size for so many rows by the first few, whose gradients are not used.
 
         needs_factors: as of the measures of the pass to come. readable: rows that there are now; None for
@@ -303,7 +143,7 @@ class Stream:
         self._passed += count
         if self.automatic:
             few = min(count if readable is None else readable, _PROBE)
-            for _ in self.run(few, [_Unasked(needs_factors)], most=count):
+            for _ in self.run(few, [NoColumns(needs_factors)], most=count):
                 pass
 
     def chunk_facts(self) -> list[int]:
@@ -349,7 +189,7 @@ class Stream:
     def run(
         self,
         count: int,
-        measures: Sequence[Measure],
+        measures: Sequence[ChunkMeasure],
         compute: Callable[..., Any] | None = None,
         start: int = 0,
         materialise: bool = False,
@@ -416,7 +256,7 @@ class Stream:
         self,
         loader: Loader,
         chunk: Chunk,
-        measures: Sequence[Measure],
+        measures: Sequence[ChunkMeasure],
         compute: Callable[..., Any] | None,
         to_come: int,
         materialise: bool,
@@ -431,7 +271,7 @@ class Stream:
             inputs, target = loader.place(chunk)
             block = replace(chunk.block, inputs=inputs, target=target)
             if compute is None:
-                self.ragged.tell_of_padding(block)
+                self.ragged.warn_of_padding(block)
             gradients: Any = None
             if self.automatic:
                 gradients = self.computed(partial(per_sample_gradients, settle=False), block)
@@ -473,7 +313,7 @@ class Stream:
         self._out_of_memory(chunk.rows, loader)
         return None
 
-    def _by_default(self, measures: Sequence[Measure]) -> Callable[..., Any]:
+    def _by_default(self, measures: Sequence[ChunkMeasure]) -> Callable[..., Any]:
         """What is computed of a chunk: norms alone where no measure needs more."""
         return (
             per_sample_gradients
@@ -506,17 +346,7 @@ class Stream:
             self._too_large = len(rows)
             self.say(f"out of memory on {where}; trying them in halves")
         loader.give_back()
-        self._give_back()
-
-    def _give_back(self) -> None:
-        """Free the memory that is not needed."""
-        for give_back in self.at_need:
-            give_back()
-        for replay in self.replays.values():
-            replay.forget()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.give_back()
 
     def _predict(self, loader: Loader, chunk: Chunk, how: Callable[..., Any], most: int) -> None:
         """Predict the chunk size, `most` at most, where a prediction is worth its time or memory was given.
@@ -563,46 +393,6 @@ class Stream:
         tokens = chunk_for_factors(gradients, int(positions.sum()), budget, budget)
         rows = self.ragged.take(tokens, int(positions.max()), by_factors=True)
         self.chunk_size = min(rows, LARGEST_AUTO_CHUNK)
-
-    # -- rows that fail --------------------------------------------------------------------------------------
-
-    def _failure(self, error: Exception, chunk: Chunk) -> PsgradError:
-        """The model, the loss or the memory failed on these rows together: find the first row that does by
-        itself, and say so.
-        """
-        if len(chunk) == 1:
-            return self._failure_alone(error, chunk)
-        for place in range(len(chunk)):
-            alone = chunk.part(place, place + 1)
-            try:
-                self._gradients_of(self._to_device(alone.block))
-            except Exception as single:
-                return self._failure_alone(single, alone)
-        return failure_together(error, chunk.rows)
-
-    def _failure_alone(self, error: Exception, chunk: Chunk) -> PsgradError:
-        inputs = self._to_device(chunk.block).inputs[: getattr(self._read, "inputs_of_model", None)]
-        return failure_alone(error, chunk.rows[0], inputs)
-
-
-def _runs_the_loss_once(how: Callable[..., Any]) -> bool:
-    """Whether `how` runs the loss once for rows that agree; other ways may run it for several models."""
-    return getattr(how, "func", how) in (per_sample_gradients, per_sample_square_norms)
-
-
-def keeps_factors(how: Callable[..., Any]) -> bool:
-    """Whether what is found of a chunk takes memory for each of its rows; where it does not say so, it
-    does, but for norms.
-    """
-    return bool(getattr(how, "keeps_factors", how is not per_sample_square_norms))
-
-
-def on_the_cpu(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Columns on the CPU. From a GPU all of them are under way before any is waited for."""
-    copies = {name: column.detach().to("cpu", non_blocking=True) for name, column in values.items()}
-    for device in {column.device for column in values.values() if column.device.type == "cuda"}:
-        torch.cuda.current_stream(device).synchronize()
-    return copies
 
 
 def part_of(rows: Chunk | range, first: int, last: int) -> Chunk | range:

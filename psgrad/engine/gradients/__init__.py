@@ -1,6 +1,8 @@
 """Deferred per-sample gradients: `per_sample_gradients` and its queries."""
 
+from psgrad.engine.gradients.per_sample import ProjectedGradients as ProjectedGradients
 from psgrad.engine.gradients.per_sample import per_sample_gradients as per_sample_gradients
+from psgrad.engine.gradients.per_sample import per_sample_projections as per_sample_projections
 from psgrad.engine.gradients.per_sample import per_sample_square_norms as per_sample_square_norms
 from psgrad.engine.gradients.projections import Gaussian as Gaussian
 from psgrad.engine.gradients.projections import Projection as Projection
@@ -8,8 +10,6 @@ from psgrad.engine.gradients.projections import Rademacher as Rademacher
 from psgrad.engine.gradients.projections import Sparse as Sparse
 from psgrad.engine.gradients.projections import TwoSided as TwoSided
 from psgrad.engine.gradients.projections import projection_from as projection_from
-from psgrad.engine.gradients.projections.one_pass import ProjectedGradients as ProjectedGradients
-from psgrad.engine.gradients.projections.one_pass import per_sample_projections as per_sample_projections
 from psgrad.engine.gradients.queries import PerSampleGradients as PerSampleGradients
 from psgrad.engine.gradients.queries import SquareNorms as SquareNorms
 from psgrad.engine.gradients.weighted_sums import WeightedSum as WeightedSum

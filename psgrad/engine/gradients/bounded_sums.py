@@ -30,7 +30,7 @@ from collections.abc import Iterator
 import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient
-from psgrad.engine.gradients.norms import square_norms
+from psgrad.engine.gradients.square_norms import square_norms
 from psgrad.engine.gradients.terms import Term, accumulating_dtype, blocks, square_norm
 
 # Positions of the samples that one float64 product adds up.

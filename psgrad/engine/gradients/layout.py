@@ -1,12 +1,12 @@
-"""Layouts: the map from the axes of a term to those of a parameter, by transposes, reshapes and slices that
-compute no value.
+"""Where numbers lie in a parameter: layouts, which map the axes of a term to those of the parameter, by
+transposes, reshapes and slices that compute no value; and slices of a gradient, with their indices.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -56,7 +56,7 @@ class AxisSlice:
 
 
 @dataclass(frozen=True)
-class Layout:
+class AxisLayout:
     """A relabelling of axes: canonical axes are cut into atoms, which are permuted and grouped into axes
     again.
 
@@ -71,11 +71,11 @@ class Layout:
     window: tuple[AxisSlice, ...] | None = None
 
     @classmethod
-    def identity(cls, shape: Sequence[int]) -> Layout:
+    def identity(cls, shape: Sequence[int]) -> AxisLayout:
         return cls(tuple(shape), tuple(range(len(shape))), tuple(shape))
 
     @classmethod
-    def of_plain(cls, values: Mapping[str, Any]) -> Layout:
+    def of_plain(cls, values: Mapping[str, Any]) -> AxisLayout:
         """The layout of what `dataclasses.asdict` gives, lists in place of tuples."""
         window = values["window"] and tuple(AxisSlice(**run) for run in values["window"])
         atoms, order, inner = (tuple(values[name]) for name in ("atoms", "order", "inner"))
@@ -100,12 +100,12 @@ class Layout:
         return self.order == tuple(sorted(self.order))
 
     @property
-    def bare(self) -> Layout:
+    def bare(self) -> AxisLayout:
         """The layout without the window."""
         return self if self.window is None else replace(self, window=None)
 
     @property
-    def without_ones(self) -> Layout:
+    def without_ones(self) -> AxisLayout:
         """The layout without atoms of size one."""
         atoms = [atom for atom, size in enumerate(self.atoms) if size != 1]
         if len(atoms) == len(self.atoms):
@@ -156,22 +156,22 @@ class Layout:
             value = value.permute(*range(lead), *(lead + place for place in back))
         return value.reshape((*front, *canonical))
 
-    def reshape(self, shape: Sequence[int]) -> Layout | None:
+    def reshape(self, shape: Sequence[int]) -> AxisLayout | None:
         """The layout of the same elements under another shape; None if an axis would cut an atom unevenly, or
         the window would not be a product of runs.
         """
         return _reshape(self, tuple(shape))
 
-    def permute(self, dims: Sequence[int]) -> Layout | None:
+    def permute(self, dims: Sequence[int]) -> AxisLayout | None:
         groups = self.groups()
         if groups is None:
             return None
         window = None if self.window is None else tuple(self.window[d] for d in dims)
-        return Layout(
+        return AxisLayout(
             self.atoms, tuple(i for d in dims for i in groups[d]), tuple(self.inner[d] for d in dims), window
         )
 
-    def embed(self, dim: int, start: int, step: int, size: int) -> Layout:
+    def embed(self, dim: int, start: int, step: int, size: int) -> AxisLayout:
         """The layout in a larger value, whose axis `dim` has length `size`."""
         window = [run for run, _ in self.runs]
         window[dim] = AxisSlice(start + window[dim].start * step, window[dim].step * step, size)
@@ -198,7 +198,7 @@ class Layout:
 
 
 @lru_cache(maxsize=4096)
-def _reshape(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
+def _reshape(layout: AxisLayout, shape: tuple[int, ...]) -> AxisLayout | None:
     if layout.window is not None:
         window = _reshape_window(layout.window, layout.inner, shape)
         if window is None:
@@ -224,7 +224,7 @@ def _reshape(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
         first[atom] = len(atoms)
         atoms += pieces[atom]
     order = [first[atom] + k for atom in layout.order for k in range(len(pieces[atom]))]
-    return Layout(tuple(atoms), tuple(order), shape)
+    return AxisLayout(tuple(atoms), tuple(order), shape)
 
 
 def _suffix_products(sizes: Sequence[int]) -> list[int]:
@@ -298,3 +298,31 @@ def split_run(start: int, step: int, length: int, sizes: Sequence[int]) -> list[
         else:
             return None
     return out
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Some entries of some samples' gradients of one parameter. The slices of a gradient add up to it.
+
+    Attributes:
+        values: [m, q].
+        places: the q places in the parameter, row-major: a range if they are neighbours, else int64 [q].
+        samples: the samples of the rows: a slice, or int64 [m] without repetition.
+    """
+
+    values: torch.Tensor
+    places: range | torch.Tensor
+    samples: slice | torch.Tensor
+
+    def cut(self, width: int) -> Iterator[Slice]:
+        """The same in slices of at most `width` places."""
+        for start in range(0, len(self.places), width):
+            yield Slice(
+                self.values[:, start : start + width], self.places[start : start + width], self.samples
+            )
+
+    def place_tensor(self) -> torch.Tensor:
+        """The places as int64 [q]."""
+        if isinstance(self.places, torch.Tensor):
+            return self.places
+        return torch.arange(self.places.start, self.places.stop, device=self.values.device)

@@ -1,7 +1,7 @@
 """The machine constants that are used: an override, else constants that were measured on this machine and
 stored in a file, else built-in ones.
 
-Only `psgrad plan` measures constants (calibration.py). Queries and imports do not.
+Only `psgrad plan` measures constants (machine_calibration.py). Queries and imports do not.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""Per-sample gradients and norms of a batch, by one forward and one backward pass. Each parameter's gradient
-is stored in the smaller form: as factors or as a value.
+"""Per-sample gradients, norms and projections of a batch, by one forward and one backward pass.
+
+Each parameter's gradient is stored in the smaller form: as factors or as a value. For norms and projections
+no more than one parameter's gradient is kept.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,9 +17,10 @@ import torch
 from psgrad import random_state
 from psgrad.engine.gradients.bounded_sums import absolute_sum
 from psgrad.engine.gradients.deferral import WeightDeferral, deferred_in
-from psgrad.engine.gradients.deferred import DeferredGradient, Placed, merged, term_of
-from psgrad.engine.gradients.norms import square_norms
+from psgrad.engine.gradients.deferred import DeferredGradient, Placed, in_order, merged, term_of
+from psgrad.engine.gradients.projections.projection import ProjectedRows, Projection
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
+from psgrad.engine.gradients.square_norms import square_norms
 from psgrad.engine.gradients.terms import Dense, Term, accumulating_dtype
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.grad import cotangents_and_value
@@ -258,3 +262,58 @@ def _collected(
     if value is None:
         value = DeferredGradient.of(term_of(level.batch, cotangent), shape)
     return value.with_terms(merged(value.terms)) if len(value.terms) > 1 else value
+
+
+@dataclass(frozen=True)
+class ProjectedGradients:
+    """Projected per-sample gradients and their norms.
+
+    Attributes:
+        rows: [n, k], as `PerSampleGradients.project` returns them.
+        norms: the squared norms of the whole gradients, losses and aux.
+    """
+
+    rows: torch.Tensor
+    norms: SquareNorms
+
+    @classmethod
+    def of_groups(cls, parts: list[ProjectedGradients], groups: list[torch.Tensor]) -> ProjectedGradients:
+        """As SquareNorms.of_groups."""
+        norms = SquareNorms.of_groups([part.norms for part in parts], groups)
+        return cls(in_order([part.rows for part in parts], groups), norms)
+
+    def __len__(self) -> int:
+        return len(self.norms)
+
+
+def per_sample_projections(
+    loss: Callable[..., Any],
+    params: Mapping[str, torch.Tensor],
+    *batch: Any,
+    projection: Projection,
+    in_dims: Any = 0,
+    has_aux: bool = False,
+    randomness: str = "error",
+) -> ProjectedGradients:
+    """`per_sample_gradients(...).project(projection)` [n, k] and the squared norms [n], in the memory of
+    `per_sample_square_norms`: each parameter's gradient is contracted and deleted as soon as the backward
+    pass completes it. The rows are those of `project`, bit for bit. With per='total' up to n * k numbers for
+    each parameter are kept, as the backward pass has the last parameters first.
+
+    The other arguments are those of `per_sample_gradients`.
+    """
+    job = Pass(loss, params, batch, in_dims, has_aux, randomness)
+    norms, types = NormsByName(), {name: parameter.dtype for name, parameter in params.items()}
+    rows = ProjectedRows(projection, types, job.level.batch.size, next(iter(params.values())).device)
+
+    def complete(name: str, gradient: DeferredGradient) -> None:
+        gradient = materialised_if_smaller(gradient)
+        norms.add(name, gradient)
+        rows.add(name, gradient)
+
+    try:
+        losses, aux = job.run(complete)
+    except Divergence as divergence:
+        again = partial(per_sample_projections, loss, params, projection=projection, **job.settings)
+        return job.split(divergence, again, ProjectedGradients.of_groups)
+    return ProjectedGradients(rows.joined(), norms.of(params, losses, aux))

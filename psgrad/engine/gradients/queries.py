@@ -12,12 +12,10 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from psgrad.engine.gradients.deferred import DeferredGradient
-from psgrad.engine.gradients.groups import GroupedGradient, in_order, in_short
-from psgrad.engine.gradients.inner import inner_products
-from psgrad.engine.gradients.norms import square_norms
+from psgrad.engine.gradients.deferred import DeferredGradient, GroupedGradient, in_order, in_short
+from psgrad.engine.gradients.inner.inner_products import inner_products
 from psgrad.engine.gradients.projections import Projection
-from psgrad.engine.gradients.second_moments import sum_of_squares
+from psgrad.engine.gradients.square_norms import square_norms, sum_of_squares
 from psgrad.engine.gradients.terms import accumulating, blocks
 from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import TransformError

@@ -100,7 +100,7 @@ def per_sample_weighted_sum(
             random_state.restore(before)
         norms = per_sample_square_norms(loss, params, *batch, absolute=bounded, **job.settings)
     given = weights(norms)
-    summing = _Summing(_by_name(given, list(params), norms), norms, bounded, counted)
+    summing = _ParameterSum(_by_name(given, list(params), norms), norms, bounded, counted)
     if not stored.full:
         return WeightedSum(_sums(stored.gradients, list(params), summing), norms, given, recomputed=False)
     after = random_state.states() if before is not None else None
@@ -179,7 +179,7 @@ def _checked(weights: torch.Tensor, norms: SquareNorms) -> torch.Tensor:
     return weights
 
 
-class _Summing:
+class _ParameterSum:
     """Sums the gradient of a parameter with its weights, over the samples that take part.
 
     Zero times infinity is NaN. So a sample whose weights are all zero is left out if its norm is not finite;
@@ -224,7 +224,7 @@ class _Summing:
 
 
 def _sums(
-    stored: dict[str, DeferredGradient], names: list[str], summing: _Summing
+    stored: dict[str, DeferredGradient], names: list[str], summing: _ParameterSum
 ) -> dict[str, torch.Tensor]:
     """name -> [*shape]; each parameter's gradient is deleted as soon as its sum is computed.
 
@@ -235,7 +235,7 @@ def _sums(
     return {name: sums[name] for name in names}
 
 
-def _summed_again(first: Pass, batch: tuple[Any, ...], summing: _Summing) -> dict[str, torch.Tensor]:
+def _summed_again(first: Pass, batch: tuple[Any, ...], summing: _ParameterSum) -> dict[str, torch.Tensor]:
     """name -> [*shape], by a second pass that repeats the first. The gradients of two parameters never exist
     at the same time.
     """

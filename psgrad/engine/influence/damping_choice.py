@@ -25,7 +25,7 @@ AGREES = 0.95
 _TRIED = tuple(10 ** (half / 2) for half in range(5))
 """The dampings, as multiples of the default."""
 # Parts of the training set that are removed; the rows of a part, as a share and at most; and the rows whose
-# losses are looked at.
+# losses are compared.
 _PARTS, _PART_SHARE, _PART_ROWS, _OTHER_SHARE, _OTHERS = 8, 16, 128, 8, 64
 # Vectors of all parameters that are alive at once, for each of the 1 + _PARTS steps.
 _ALIVE = 4
@@ -68,8 +68,8 @@ def with_chosen_damping(fitted: Fit, default: float, weight_decay: float) -> Fit
         agreement = trial.agreement(tried)
         found[f"{relative:.3g}"] = agreement
         if agreement >= AGREES:
-            return _told(tried, relative, found, _AGREES)
-    return _told(fitted, default, found, _NONE_AGREES)
+            return _reported(tried, relative, found, _AGREES)
+    return _reported(fitted, default, found, _NONE_AGREES)
 
 
 def agreements(fits: Iterable[Damped], weight_decay: float) -> list[float]:
@@ -79,7 +79,7 @@ def agreements(fits: Iterable[Damped], weight_decay: float) -> list[float]:
     return [trial.agreement(fitted) for fitted in fits]
 
 
-def _told(fitted: Fit, relative: float, found: dict[str, float], because: str) -> Fit:
+def _reported(fitted: Fit, relative: float, found: dict[str, float], because: str) -> Fit:
     own = {"relative_damping": relative, "damping_agreement": found, "damping_because": because}
     fitted.facts = {**fitted.facts, **own}
     return fitted
@@ -94,7 +94,7 @@ def _why_untried(training: Examples) -> str | None:
     """Why the default is kept as it is; None where it is tried."""
     if len(training) < _PART_SHARE:
         return f"the training set has fewer than {_PART_SHARE} rows"
-    if _ALIVE * (1 + _PARTS) * 8 * training.flat.size > training.room():
+    if _ALIVE * (1 + _PARTS) * 8 * training.flat.size > training.free_bytes():
         return f"the weights of {1 + _PARTS} models do not fit in memory"
     return None
 
@@ -111,7 +111,7 @@ class _Trial:
             return torch.randperm(count, generator=generator)[:rows].sort().values.tolist()
 
         self.training = training
-        whole = objective_slope(training, weight_decay)  # first: it settles how many rows a chunk has
+        whole = objective_slope(training, weight_decay)  # first: it finds how many rows a chunk has
         parts = [drawn(min(count // _PART_SHARE, _PART_ROWS)) for _ in range(_PARTS)]
         sums = [objective_slope(_rows_of(training, part), 0.0) for part in parts]
         self.slopes = {

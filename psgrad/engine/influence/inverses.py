@@ -15,8 +15,8 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import OutputRows, gram_matrix, jacobian_rows, output_factors
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Vectors, as_gradients
+from psgrad.engine.influence.curvature.curvature_products import CurvatureProducts, curvature_products
 from psgrad.engine.influence.curvature.matrices import loss_hessian, sum_of_outer_products
-from psgrad.engine.influence.curvature.products import CurvatureProducts, curvature_products
 from psgrad.engine.influence.leverage import (
     Corrected,
     Damping,

@@ -13,7 +13,7 @@ from typing import IO, Protocol
 
 import torch
 
-from psgrad.engine.influence.training_steps import Point
+from psgrad.engine.influence.training_steps import TrainingState
 from psgrad.engine.transforms.private_torch import tree_flatten, tree_unflatten
 from psgrad.errors import InfluenceError
 
@@ -24,10 +24,10 @@ _SHARE = 0.5
 class Kept(Protocol):
     """Points of a run, of which the last is taken first."""
 
-    def append(self, point: Point, /) -> None:
+    def append(self, point: TrainingState, /) -> None:
         """Keep one more."""
 
-    def pop(self) -> Point:
+    def pop(self) -> TrainingState:
         """The last of them, which is kept no longer."""
 
 
@@ -37,7 +37,7 @@ class OnDisk:
     Raises InfluenceError where the disk has no room for them.
     """
 
-    def __init__(self, folder: Path, like: Point) -> None:
+    def __init__(self, folder: Path, like: TrainingState) -> None:
         leaves, self._tree = tree_flatten((like.params, like.state))
         self._like = [(leaf.dtype, leaf.shape, leaf.nbytes, leaf.device) for leaf in leaves]
         self._folder, self._bytes, self._count = folder, like.bytes, 0
@@ -47,7 +47,7 @@ class OnDisk:
             raise self._unwritable(error) from error
         weakref.finalize(self, self._file.close)
 
-    def append(self, point: Point) -> None:
+    def append(self, point: TrainingState) -> None:
         leaves, _ = tree_flatten((point.params, point.state))
         try:
             self._file.seek(self._count * self._bytes)
@@ -60,7 +60,7 @@ class OnDisk:
             raise self._unwritable(error) from error
         self._count += 1
 
-    def pop(self) -> Point:
+    def pop(self) -> TrainingState:
         self._count -= 1
         self._file.seek(self._count * self._bytes)
         leaves = []
@@ -69,7 +69,7 @@ class OnDisk:
             leaf = torch.empty(shape, dtype=dtype) if content is None else content.view(dtype).reshape(shape)
             leaves.append(leaf.to(device))
         params, state = tree_unflatten(leaves, self._tree)
-        return Point(params, state)
+        return TrainingState(params, state)
 
     def _unwritable(self, error: OSError) -> InfluenceError:
         return InfluenceError(
@@ -82,6 +82,6 @@ class OnDisk:
         )
 
 
-def room_on_disk(folder: Path, point: Point) -> int:
+def room_on_disk(folder: Path, point: TrainingState) -> int:
     """How many states like this one a folder's disk takes."""
     return int(shutil.disk_usage(folder).free * _SHARE) // max(point.bytes, 1)

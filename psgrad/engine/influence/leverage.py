@@ -32,7 +32,7 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import JacobianRows, gauss_newton_rows, jacobian_rows, output_factors
-from psgrad.engine.influence.curvature.products import Curvature
+from psgrad.engine.influence.curvature.curvature_products import Curvature
 from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
 from psgrad.engine.influence.solvers.direct import combinations
 from psgrad.errors import ConfigError, InfluenceError
@@ -329,7 +329,7 @@ _ALIVE, _SHARE = 4, 4
 
 def vectors_that_fit(training: Examples) -> int:
     """How many random vectors are taken: as many as fit into memory, and none where these are too few."""
-    room = training.room() // (_SHARE * _ALIVE * 8 * training.flat.size)
+    room = training.free_bytes() // (_SHARE * _ALIVE * 8 * training.flat.size)
     return min(_VECTORS, room) if room >= _FEWEST else 0
 
 

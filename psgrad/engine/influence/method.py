@@ -109,7 +109,7 @@ class Method(ABC):
         return [self.fit(training, checkpoint) for training, checkpoint in run]
 
     def queries_of_run(self, queries: Sequence[Examples]) -> Sequence[Examples]:
-        """What the fit at each checkpoint is asked about: the queries as that checkpoint sees them, unless a
+        """What the fit at each checkpoint is asked about: the queries as that checkpoint gets them, unless a
         method overrides this.
         """
         return queries

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.flat import Vectors
-from psgrad.engine.influence.training_steps import Inputs, Point, Steps, Target
+from psgrad.engine.influence.training_steps import Inputs, Steps, Target, TrainingState
 from psgrad.engine.transforms import vjp, vmap
 from psgrad.engine.transforms.private_torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from psgrad.errors import ModelError, TransformError
@@ -107,7 +107,7 @@ class OwnSteps(Steps):
             cotangents[place] = leaf
         return before, tree_unflatten(cotangents, tree), derivatives
 
-    def require_same_again(self, point: Point, inputs: Inputs, target: Target, known: Any) -> None:
+    def require_same_again(self, point: TrainingState, inputs: Inputs, target: Target, known: Any) -> None:
         like = next(iter(point.params.values()))
         weights = torch.ones(len(inputs[0]), dtype=like.dtype, device=like.device)
         begun = [leaf.clone() for leaf in tree_leaves((point.params, point.state))]
@@ -133,7 +133,7 @@ class OwnSteps(Steps):
                 next_step=_DRAWS,
             )
 
-    def depends_on_weights(self, point: Point, inputs: Inputs, target: Target, known: Any) -> bool:
+    def depends_on_weights(self, point: TrainingState, inputs: Inputs, target: Target, known: Any) -> bool:
         # A random direction: the derivative along it is zero for all examples only where there is none.
         random = torch.Generator().manual_seed(0)
 

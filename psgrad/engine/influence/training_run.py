@@ -30,7 +30,7 @@ from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.influence.evaluation.jobs import LoadedRows, Recipe
 from psgrad.engine.influence.kept_states import Kept, OnDisk, room_on_disk
-from psgrad.engine.influence.training_steps import Point, RecipeSteps, Steps
+from psgrad.engine.influence.training_steps import RecipeSteps, Steps, TrainingState
 from psgrad.engine.transforms import capture, vmap
 from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import InfluenceError
@@ -210,20 +210,20 @@ class TrainingRun:
         return RecipeSteps(self.objective, self.recipe) if self.own is None else self.own
 
     @cached_property
-    def start(self) -> Point:
+    def start(self) -> TrainingState:
         """The point before the first step."""
-        return Point(self.initial, self.steps.start(self.initial))
+        return TrainingState(self.initial, self.steps.start(self.initial))
 
     @property
     def _like(self) -> torch.Tensor:
         return next(iter(self.initial.values()))
 
-    def _copies(self, count: int) -> Point:
+    def _copies(self, count: int) -> TrainingState:
         """The point before the first step, [K, ...] of all."""
         params, state = tree_map(
             lambda leaf: leaf.expand(count, *leaf.shape).clone(), (self.start.params, self.start.state)
         )
-        return Point(params, state)
+        return TrainingState(params, state)
 
     def _zero_cotangents(self, count: int) -> Any:
         """[m, ...] of the state."""
@@ -238,17 +238,17 @@ class TrainingRun:
         inputs = tuple(x[batch] for x in self.rows.inputs)
         return inputs, None if target is None else target[batch], self._known(step)
 
-    def _after(self, point: Point, step: int) -> Point:
+    def _after(self, point: TrainingState, step: int) -> TrainingState:
         inputs, target, known = self._arguments(step)
         weights = torch.ones(len(self.batches[step]), dtype=self._like.dtype, device=self.device)
-        return Point(*self._step(point.params, point.state, inputs, target, weights, known))
+        return TrainingState(*self._step(point.params, point.state, inputs, target, weights, known))
 
-    def _after_stacked(self, point: Point, weights: torch.Tensor, step: int) -> Point:
+    def _after_stacked(self, point: TrainingState, weights: torch.Tensor, step: int) -> TrainingState:
         inputs, target, known = self._arguments(step)
         own = weights[:, self.batches[step]]
-        return Point(*self._stacked(point.params, point.state, inputs, target, own, known))
+        return TrainingState(*self._stacked(point.params, point.state, inputs, target, own, known))
 
-    def _pulled_at(self, step: int, point: Point, of_params: Vectors, of_state: Any) -> Any:
+    def _pulled_at(self, step: int, point: TrainingState, of_params: Vectors, of_state: Any) -> Any:
         return self._pulled(point.params, point.state, *self._arguments(step), of_params, of_state)
 
     @cached_property
@@ -267,7 +267,7 @@ class TrainingRun:
 
     # -- states of the forward run, in reverse order ---------------------------------------------------------
 
-    def _backward(self, start: Point, first: int, last: int) -> Iterator[tuple[int, Point]]:
+    def _backward(self, start: TrainingState, first: int, last: int) -> Iterator[tuple[int, TrainingState]]:
         """(step, the point before it) of the steps last - 1, ..., first. start: the point before `first`."""
         width = self._width(start)
         kept: Kept = [] if self.disk is None else OnDisk(self.disk, start)
@@ -287,7 +287,7 @@ class TrainingRun:
         for part in reversed(parts):
             yield from self._backward(kept.pop(), part.start, part.stop)
 
-    def _width(self, point: Point) -> int:
+    def _width(self, point: TrainingState) -> int:
         """How many points are kept at one level."""
         if self.kept is not None:
             return max(self.kept, 2)

@@ -25,7 +25,7 @@ Target = torch.Tensor | None
 
 
 @dataclass(frozen=True)
-class Point:
+class TrainingState:
     """Where a run is before a step: parameters, and the state that goes from step to step, a tree of
     tensors.
     """
@@ -81,11 +81,11 @@ class Steps(ABC):
         return None
 
     def require_same_again(  # noqa: B027 (steps of psgrad's own need no check)
-        self, point: Point, inputs: Inputs, target: Target, known: Any
+        self, point: TrainingState, inputs: Inputs, target: Target, known: Any
     ) -> None:
         """Raises ModelError where a step can't be computed again: its code is not a function of tensors."""
 
-    def depends_on_weights(self, point: Point, inputs: Inputs, target: Target, known: Any) -> bool:
+    def depends_on_weights(self, point: TrainingState, inputs: Inputs, target: Target, known: Any) -> bool:
         """Whether the weights of its examples change what a step does."""
         return True
 

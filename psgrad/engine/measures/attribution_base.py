@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.execution.loading import to_device
-from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.measures.attribution_points import InputPlace, Inputs, Of, Point, Scalar, Values, places_of
 from psgrad.engine.measures.measure import (
     Arrays,
@@ -45,7 +45,7 @@ class Attribution(Measure):
 
     Class attributes:
         additive: whether the numbers are shares of a whole, which add up, or slopes, whose size is the root
-        of the sum of squares. draws: whether a model that draws at random (dropout in training) may be asked:
+        of the sum of squares. draws: whether a model that draws at random (dropout in training) may be used:
         what is compared along a path must be one function.
     """
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.gradients import PerSampleGradients, SquareNorms
 from psgrad.errors import MeasureError
 

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.execution.chunk_measure import Columns, on_the_cpu
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.execution.streaming import Columns, Stream, on_the_cpu
+from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.gradients.projections.base import key_of, normals, signs, streams, words_at
+from psgrad.engine.gradients.projections.projection import key_of, normals, signs, streams, words_at
 from psgrad.engine.measures.measure import Arrays, Measure
 from psgrad.engine.transforms.private_torch import storage_key
 from psgrad.errors import MeasureError, TransformError
@@ -188,7 +189,7 @@ def row_pass(examples: Examples, ask: Ask, chunk_size: int, rows: range) -> Iter
     """The columns of `ask` for these rows, `chunk_size` at a time, fewer if memory runs out. Raises what
     Stream.run does.
 
-    Rows that differ in length are asked about without padding: what is asked may be about positions.
+    Rows that differ in length are passed without padding, as the result may be about positions.
     """
     objective = plain_objective(examples)
     options = {
@@ -209,7 +210,7 @@ def row_pass(examples: Examples, ask: Ask, chunk_size: int, rows: range) -> Iter
     def compute(loss: Any, params: Any, inputs: Inputs, target: torch.Tensor | None, **_: Any) -> Arrays:
         return ask(inputs[:-1], target, inputs[-1])
 
-    return stream.run(rows.stop, [_Columns()], compute, rows.start)
+    return stream.run(rows.stop, [_PassColumns()], compute, rows.start)
 
 
 def refusing(measure: Measure, columns: Iterator[Columns], needs: str) -> Iterator[Columns]:
@@ -272,7 +273,7 @@ def _numbered(examples: Examples, start: int, stop: int) -> Block:
     return examples.read(start, stop).with_inputs(after=[torch.arange(start, stop)]).without_padding()
 
 
-class _Columns:
+class _PassColumns:
     """Returns the columns that the pass itself computed."""
 
     needs_factors = True

@@ -198,7 +198,7 @@ class GradientSums:
             self._sums = sums if self._sums is None else self._sums.add_(sums)
             self.counts = self.counts + counts
             self.squares = self.squares + squares.cpu()
-        self._forget()
+        self._drop()
 
     def state(self, measure: Measure) -> Arrays:
         """`sums` [groups, p], `counts` [groups], `squares` [parameters], for the measure that made this
@@ -223,8 +223,7 @@ class GradientSums:
             self.counts, self.squares = self.counts + state["counts"], self.squares + state["squares"]
             self._means = None
 
-    # -- means over all samples
-    # ----------------------------------------------------------------------------------
+    # -- means over all samples ------------------------------------------------------------------------------
 
     @property
     def count(self) -> int:
@@ -339,11 +338,11 @@ class GradientSums:
         """Whether this is another chunk than the last one, whose cached values are dropped then."""
         if self._chunk is not None and self._chunk() is gradients:
             return False
-        self._forget()
+        self._drop()
         self._chunk = weakref.ref(gradients)
         return True
 
-    def _forget(self) -> None:
+    def _drop(self) -> None:
         self._chunk, self._pending, self._dots = None, None, {}
 
     def _sorted(

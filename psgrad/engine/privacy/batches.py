@@ -105,7 +105,7 @@ _FOUND: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
 def _found(loss: Callable[..., Any], find: Callable[[], int], job: Pass) -> int:
     try:
         known = _FOUND.setdefault(getattr(loss, "__self__", loss), {})
-    except TypeError:  # an object that can't be a key is asked about each time
+    except TypeError:  # an object that can't be a key is checked each time
         return find()
     key = (
         getattr(loss, "__name__", None),

@@ -213,7 +213,7 @@ class Clipper:
         keep_freed_memory()
         options = {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
         with in_full_precision(loss, params) as loss:
-            chunk = _Chunk(loss, params, batch, options)
+            chunk = _RecordChunk(loss, params, batch, options)
             if self.clipping.grid is not None:
                 inside, total = _inside_the_grid(self.clipping, params), Total(self.clipping, params)
                 for place in range(chunk.records):
@@ -229,7 +229,7 @@ class Clipper:
                     if chunk.records > self.samples:
                         raise
 
-    def _sum(self, chunk: _Chunk) -> ClippedSum:
+    def _sum(self, chunk: _RecordChunk) -> ClippedSum:
         if chunk.records <= self.samples:
             return self._together(chunk, torch.arange(chunk.records, device=chunk.device))
         total = Total(self.clipping, chunk.params)
@@ -237,18 +237,18 @@ class Clipper:
             total.add(self._sum(chunk.part(start, start + self.samples, self.block)))
         return total.result()
 
-    def _together(self, chunk: _Chunk, records: torch.Tensor) -> ClippedSum:
+    def _together(self, chunk: _RecordChunk, records: torch.Tensor) -> ClippedSum:
         """The clipped sum of these records [k] of a chunk in one pass, but for those that are computed alone;
         in a pass for the records of each outcome where they disagree on a branch.
         """
         places = torch.arange(self.samples, device=chunk.device)
         counted = torch.isin(places, records)
-        chosen: list[_Chosen] = []
+        chosen: list[_ClippedNorms] = []
         cancelling = counted
 
         def weights(norms: SquareNorms) -> dict[str, torch.Tensor]:
             nonlocal cancelling
-            chosen.append(_Chosen.of(self.clipping, norms.by_parameter))
+            chosen.append(_ClippedNorms.of(self.clipping, norms.by_parameter))
             cancelling = chosen[0].cancelling(norms.absolute)
             return self.clipping.by_parameter(chosen[0].factors.masked_fill(cancelling, 0.0))
 
@@ -276,7 +276,7 @@ class Clipper:
         return ClippedSum(sums, columns)
 
 
-class _Chunk:
+class _RecordChunk:
     """Records that are computed in one chunk, with the arguments of `per_sample_gradients`."""
 
     def __init__(
@@ -293,7 +293,7 @@ class _Chunk:
             return self.batch
         return self._pass.batch_of(records)
 
-    def part(self, start: int, stop: int, block: Block | None = None) -> _Chunk:
+    def part(self, start: int, stop: int, block: Block | None = None) -> _RecordChunk:
         """The records from start to before stop as a chunk of their own. block: the records, where they
         differ in length.
         """
@@ -303,7 +303,7 @@ class _Chunk:
         else:
             own = block.at(places.tolist())
             batch = (own.inputs, own.target)
-        return _Chunk(self.loss, self.params, batch, self.options)
+        return _RecordChunk(self.loss, self.params, batch, self.options)
 
     def gradients(self) -> PerSampleGradients:
         return per_sample_gradients(self.loss, self.params, *self.batch, **self.options)
@@ -317,7 +317,7 @@ def _alone(clipping: Clipping, gradients: PerSampleGradients) -> ClippedSum:
     computed alone: kernels round the gradients of a batch by its size.
     """
     values = {name: _in_float64(gradient) for name, gradient in gradients.gradients.items()}
-    chosen = _Chosen.of(clipping, {name: square_norm(value) for name, value in values.items()})
+    chosen = _ClippedNorms.of(clipping, {name: square_norm(value) for name, value in values.items()})
     factors = clipping.by_parameter(chosen.factors)
     sums = {
         name: torch.where(factors[name] == 0, 0.0, value * factors[name])[0] for name, value in values.items()
@@ -328,7 +328,7 @@ def _alone(clipping: Clipping, gradients: PerSampleGradients) -> ClippedSum:
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _ClippedNorms:
     """The norms [groups, n] of some records, and their factors [groups, n]."""
 
     clipping: Clipping
@@ -336,7 +336,7 @@ class _Chosen:
     factors: torch.Tensor
 
     @classmethod
-    def of(cls, clipping: Clipping, square_norms: Mapping[str, torch.Tensor]) -> _Chosen:
+    def of(cls, clipping: Clipping, square_norms: Mapping[str, torch.Tensor]) -> _ClippedNorms:
         """The factors of these norms. On a grid sums are exact, so only a record's own rounding needs a
         margin.
         """

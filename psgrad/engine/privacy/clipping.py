@@ -92,8 +92,7 @@ class Clipping:
                     )
                 seen[name] = group.name
 
-    # -- constructors
-    # --------------------------------------------------------------------------------------------
+    # -- constructors ----------------------------------------------------------------------------------------
 
     @classmethod
     def flat(cls, parameters: Iterable[str], bound: float, **options: Any) -> Clipping:
@@ -164,8 +163,7 @@ class Clipping:
             )
         return replace(self, groups=(replace(self.groups[0], bound=bound),))
 
-    # -- sensitivity
-    # ---------------------------------------------------------------------------------------------
+    # -- sensitivity -----------------------------------------------------------------------------------------
 
     def sensitivity(self, relation: Relation) -> float:
         """How far the sum over a batch may move, in Euclidean distance, between neighbouring datasets.
@@ -176,8 +174,7 @@ class Clipping:
         each = math.sqrt(math.fsum(group.bound**2 for group in self.groups))
         return 2 * each if relation == "replace_one" else each
 
-    # -- factors
-    # -------------------------------------------------------------------------------------------------
+    # -- factors ---------------------------------------------------------------------------------------------
 
     def weights(self, norms: SquareNorms, precision: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """name -> [n] float64: the factor of each record's gradient in that parameter.

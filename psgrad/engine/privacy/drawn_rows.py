@@ -18,7 +18,7 @@ from psgrad.engine.privacy.record_draws import ROW, RecordDraws, StepDraws, labe
 from psgrad.engine.transforms.private_torch import tree_leaves, tree_map
 from psgrad.errors import DataError
 
-_LOOKED_AT = 4  # rows that are read twice
+_CHECKED = 4  # rows that are read twice
 
 
 class DrawnRow(NamedTuple):
@@ -66,7 +66,7 @@ class RowsApart(Dataset[Any]):
         return self._read([row])[0]
 
     def _require_memoryless(self) -> None:
-        rows = np.unique(np.linspace(0, len(self) - 1, _LOOKED_AT, dtype=np.int64)).tolist()
+        rows = np.unique(np.linspace(0, len(self) - 1, _CHECKED, dtype=np.int64)).tolist()
         step = self._draws.at(0)
         with step.kept():
             first = {row: self._alone(step, row) for row in rows}

@@ -44,7 +44,7 @@ def settle_samples(stream: Stream, count: int, expected: float | None = None) ->
     if block.ragged is not None:
         return 1
     automatic, dims = stream.automatic, (0, None if block.target is None else 0)
-    stream.settle_chunk_size(PREDICTED_FROM, readable=count)  # a run has many batches
+    stream.choose_chunk_size(PREDICTED_FROM, readable=count)  # a run has many batches
     most = stream.chunk_size
     sizes = _sizes(most, expected) if automatic else [most, *_below(most)]
     check = partial(records_stay, stream.loss, stream.params, block.inputs, block.target, in_dims=dims)

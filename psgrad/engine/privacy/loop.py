@@ -44,7 +44,7 @@ from psgrad.engine.privacy.step import PrivateTraining, private_sum
 from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import ConfigError, LossError, ModelError
 
-_LOOKED_AT = 4  # rows of the first batch that are looked at for a model that mixes records
+_CHECKED = 4  # rows of the first batch that are checked for a model that mixes records
 
 
 class PrivateParts(NamedTuple):
@@ -178,9 +178,9 @@ class _Loop:
                 cause="rows were added, left out or taken from elsewhere",
             )
         if not self._checked and rows > 1:
-            few = tuple(x[:_LOOKED_AT] for x in inputs)
+            few = tuple(x[:_CHECKED] for x in inputs)
             with self.unchanged():
-                require_separate_records(self.objective, few, None if target is None else target[:_LOOKED_AT])
+                require_separate_records(self.objective, few, None if target is None else target[:_CHECKED])
             self._checked = True
         self._batch = inputs, target
 

@@ -37,8 +37,8 @@ class ModelState:
             same memory, are not put back: only the optimiser changes them, and a write into one while a
             record is computed is refused.
 
-    What is not seen: globals of installed packages, and what objects keep outside of Python (files, memory of
-    ctypes). Writes by `.data` or numpy into tensors on a GPU or above 64 MiB are seen at the end of a batch
+    Not found are globals of installed packages, and what objects keep outside of Python (files, memory of
+    ctypes). Writes by `.data` or numpy into tensors on a GPU or above 64 MiB are found at the end of a batch
     (`unwritten`). Random generators are `record_draws.py`'s.
 
     Raises ModelError for an iterator of Python's own among them, whose place can't be put back.

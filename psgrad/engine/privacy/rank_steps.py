@@ -41,7 +41,7 @@ _ENDED = -1  # in place of the number of a step
 
 
 @dataclass
-class RankWork:
+class SummedRecords:
     """How many records a rank has summed so far, and the seconds that it took."""
 
     records: int = 0
@@ -135,7 +135,7 @@ class LeadingRank:
         self._processes, self._records, self._params, self._own = processes, records, params, own
         self._first: Callable[[], Mapping[str, Tensor]] | None = first
         self._sending = self._ended = False
-        self.work = [RankWork() for _ in range(processes.size)]
+        self.work = [SummedRecords() for _ in range(processes.size)]
 
     def source(self, drawn: RowNumbers, step: int) -> Callable[[Clipping], ClippedSum]:
         """The clipped sum of these records by all ranks."""
@@ -189,7 +189,7 @@ class FollowingRank:
         own: computes the sum of this rank's share.
         begin: takes all tensors of the model as rank 0 has them; called once, before the first share.
         take: takes the parameters that the last step has changed.
-        told: called with the number of each step, before its share is computed.
+        on_step: called with the number of each step, before its share is computed.
     """
 
     processes: Processes
@@ -197,7 +197,7 @@ class FollowingRank:
     own: Source
     begin: Callable[[Arrays], None]
     take: Callable[[Arrays], None]
-    told: Callable[[int], None] = lambda _: None
+    on_step: Callable[[int], None] = lambda _: None
 
     def serve(self, check: Callable[[], None] = lambda: None) -> None:
         """Compute shares until rank 0 ends. check: called then, while rank 0 waits."""
@@ -209,7 +209,7 @@ class FollowingRank:
                 check()
                 self.processes.meet(_STEP)
                 return
-            self.told(step)
+            self.on_step(step)
             take(
                 {
                     name.removeprefix(_WEIGHT): value

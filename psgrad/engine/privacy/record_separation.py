@@ -127,7 +127,7 @@ class _FewRows:
 
     # -- the checks ------------------------------------------------------------------------------------------
 
-    def require_no_update(self, state: _State) -> None:
+    def require_no_update(self, state: _FormerState) -> None:
         """No parameter and no buffer changes in a forward pass; what is new (a cache) is the same after any
         row.
         """
@@ -150,7 +150,7 @@ class _FewRows:
                     layer,
                 )
 
-    def require_no_memory(self, state: _State) -> None:
+    def require_no_memory(self, state: _FormerState) -> None:
         """A row's loss is the same again, after the others and in another order."""
         first = [self.alone(row)[0] for row in range(len(self))]
         again = [self.alone(row)[0] for row in reversed(range(len(self)))][::-1]
@@ -286,7 +286,7 @@ class _FewRows:
 # -- The model's state ---------------------------------------------------------------------------------------
 
 
-class _State:
+class _FormerState:
     """A model's parameters and buffers, with their former values."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -333,8 +333,8 @@ class _State:
 
 
 @contextmanager
-def _put_back(model: nn.Module) -> Iterator[_State]:
-    state = _State(model)
+def _put_back(model: nn.Module) -> Iterator[_FormerState]:
+    state = _FormerState(model)
     try:
         yield state
     finally:

@@ -8,6 +8,8 @@ from psgrad.engine.transforms.checkpoint import checkpoint as checkpoint
 from psgrad.engine.transforms.custom_rules import custom_jvp as custom_jvp
 from psgrad.engine.transforms.custom_rules import custom_vjp as custom_vjp
 from psgrad.engine.transforms.custom_rules import custom_vmap as custom_vmap
+from psgrad.engine.transforms.forward import jvp as jvp
+from psgrad.engine.transforms.forward import linearize as linearize
 from psgrad.engine.transforms.functional import functional_call as functional_call
 from psgrad.engine.transforms.functional import stack_module_state as stack_module_state
 from psgrad.engine.transforms.grad import grad as grad
@@ -16,8 +18,6 @@ from psgrad.engine.transforms.grad import vjp as vjp
 from psgrad.engine.transforms.jacobians import hessian as hessian
 from psgrad.engine.transforms.jacobians import jacfwd as jacfwd
 from psgrad.engine.transforms.jacobians import jacrev as jacrev
-from psgrad.engine.transforms.jvp import jvp as jvp
-from psgrad.engine.transforms.jvp import linearize as linearize
 from psgrad.engine.transforms.named_axis import all_gather as all_gather
 from psgrad.engine.transforms.named_axis import axis_index as axis_index
 from psgrad.engine.transforms.named_axis import axis_size as axis_size

@@ -32,7 +32,7 @@ from psgrad.engine.transforms.private_torch import (
     Replacement,
     SingleLevelFunction,
 )
-from psgrad.engine.transforms.read_only import read_only
+from psgrad.engine.transforms.refused_writes import read_only
 from psgrad.engine.transforms.rules.families import sum_to
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.user_rules import UserRuleCall

@@ -1,5 +1,5 @@
-"""Tracers with a sample axis that the user's function does not see, and the interface of a batch for batching
-rules.
+"""Tracers with a sample axis that is hidden from the user's function, and the interface of a batch for
+batching rules.
 
 The physical value of a `BatchTracer` always has the sample axis in front; its logical shape is that of one
 sample. A value without the axis stays a plain value (or a tracer of a lower level) and is never copied for

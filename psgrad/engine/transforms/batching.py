@@ -21,7 +21,6 @@ from psgrad.engine.transforms.aliasing import (
 from psgrad.engine.transforms.batch_values import Batch, BatchTracer, SampleAxis, traced
 from psgrad.engine.transforms.fresh_tensors import FreshTracer, content, process_fresh
 from psgrad.engine.transforms.interpreter import interpret
-from psgrad.engine.transforms.memory_overlap import refuse_overlapping_memory
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -35,6 +34,7 @@ from psgrad.engine.transforms.operators import (
 )
 from psgrad.engine.transforms.private_torch import count_write, make_wrapper, write_count
 from psgrad.engine.transforms.random_draws import Drawer
+from psgrad.engine.transforms.refused_writes import refuse_overlapping_memory
 from psgrad.engine.transforms.rules.registry import batching_rule, decompose, rules_of, shared_draw
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import Tracer, map_tracers, strides_of

@@ -63,7 +63,7 @@ def draws(op: Any) -> bool:
 
 
 class Watch(_Refuser, DispatchMode):
-    """A mode that sees the kernels of a function that is captured, and raises an error for anything that a
+    """A mode that gets the kernels of a function that is captured, and raises an error for anything that a
     program would not repeat.
 
     inside: from a tensor from outside to the tensor that stands for it in the program.

@@ -31,10 +31,10 @@ from psgrad.engine.transforms.private_torch import (
     tree_unflatten,
     without_modes,
 )
-from psgrad.engine.transforms.read_only import read_only
+from psgrad.engine.transforms.refused_writes import read_only
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.engine.transforms.state import state
-from psgrad.engine.transforms.tape import Node, pull_back
+from psgrad.engine.transforms.tape import Node, TapePosition, pull_back
 from psgrad.engine.transforms.tracer import map_tracers, on_active_levels
 from psgrad.errors import TransformError
 
@@ -144,7 +144,7 @@ class RecomputedCall(Call):
                     if [getattr(x, "shape", None) for x in again] != shapes:
                         raise changed(self.name)
                     ends = [
-                        (_Place(x), g)
+                        (_position(x), g)
                         for x, g in zip(again, cotangents, strict=True)
                         if level.owns(x) and g is not None
                     ]
@@ -158,12 +158,9 @@ class RecomputedCall(Call):
         return TapedCall(outs, pull, captured)
 
 
-class _Place:
-    """The node and output of a result on the tape."""
-
-    def __init__(self, tracer: GradTracer) -> None:
-        tracer.level.refresh(tracer)
-        self.node, self.output = tracer.node, tracer.output
+def _position(tracer: GradTracer) -> TapePosition:
+    tracer.level.refresh(tracer)
+    return TapePosition.of(tracer)
 
 
 def changed(name: str) -> TransformError:
@@ -268,7 +265,7 @@ class CallSettings:
         finally:
             state.draws = before
         # Some kernels draw without being marked as random (dropout between the layers of an LSTM). The
-        # comparison is not an operator of the function, so no mode may see it.
+        # comparison is not an operator of the function, so no mode may get it.
         with without_modes(), DisableTorchFunction():
             self.drew = any(
                 not torch.equal(random_state.state_of(generator), then) for generator, then in self.generators

@@ -28,7 +28,7 @@ from psgrad.engine.transforms.calls import (
 )
 from psgrad.engine.transforms.checkpoint import RecomputedCall
 from psgrad.engine.transforms.private_torch import tree_flatten, tree_unflatten
-from psgrad.engine.transforms.read_only import read_only
+from psgrad.engine.transforms.refused_writes import read_only
 from psgrad.engine.transforms.tracer import is_differentiable
 from psgrad.engine.transforms.user_rules import UserRuleCall, wrong_cotangent
 from psgrad.errors import TransformError

@@ -17,7 +17,6 @@ import torch
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.adoption import AdoptingLevel
 from psgrad.engine.transforms.interpreter import InterpretedTracer
-from psgrad.engine.transforms.memory_overlap import refuse_overlapping_memory
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -29,6 +28,7 @@ from psgrad.engine.transforms.operators import (
     reshapes_in_place,
 )
 from psgrad.engine.transforms.private_torch import make_wrapper
+from psgrad.engine.transforms.refused_writes import refuse_overlapping_memory
 from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, decomposition_of, rules_of
 from psgrad.engine.transforms.rules.strides import write_through
 from psgrad.engine.transforms.state import state
@@ -206,7 +206,7 @@ class DerivativeLevel(AdoptingLevel):
             result = rule.instead(*args, **kwargs) if rule.instead is not None else None
             if result is None:
                 result = self.apply(rule, below, values, self.unwrap(kwargs) if kwargs else kwargs, inputs)
-        return self.remember_views(op, args, kwargs, result) if operator.facts.is_view else result
+        return self.note_views(op, args, kwargs, result) if operator.facts.is_view else result
 
     def inputs(self, args: tuple[Any, ...]) -> list[tuple[Position, Any]]:
         """The tracers of this level with a derivative among an operator's arguments, each with its
@@ -258,7 +258,7 @@ class DerivativeLevel(AdoptingLevel):
 
     # -- in-place operators and views ------------------------------------------------------------------------
 
-    def remember_views(self, op: Op, args: Any, kwargs: Any, result: Any) -> Any:
+    def note_views(self, op: Op, args: Any, kwargs: Any, result: Any) -> Any:
         base = args[0] if args else None
         if isinstance(base, DerivativeTracer) and base.level is self:
             for output, tracer in (

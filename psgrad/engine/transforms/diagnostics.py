@@ -84,10 +84,10 @@ def boundary(function: Callable[..., Any]) -> None:
 def running_autograd_function(*, inside: bool) -> str | None:
     """The name of the autograd.Function whose forward is running, if any.
 
-    A transform can't see its backward. It would differentiate the forward instead, or treat its results as
-    constants if PyTorch has switched recording off. PyTorch has no hook for the call, but the forward's frame
-    is on the stack. This runs at every recorded operator, so frames are compared by the id of their code:
-    hashing code takes ten times as long.
+    A transform does not get the operators of its backward. It would differentiate the forward instead, or
+    treat its results as constants if PyTorch has switched recording off. PyTorch has no hook for the call,
+    but the forward's frame is on the stack. This runs at every recorded operator, so frames are compared by
+    the id of their code: hashing code takes ten times as long.
 
     inside: whether only Functions that were called inside the innermost transform count.
     """

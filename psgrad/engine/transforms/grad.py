@@ -14,7 +14,7 @@ from psgrad.engine.transforms.interpreter import rules_only
 from psgrad.engine.transforms.private_torch import tree_flatten, tree_unflatten
 from psgrad.engine.transforms.reverse import GradLevel, GradTracer
 from psgrad.engine.transforms.state import state
-from psgrad.engine.transforms.tape import Node, SavedValues, pull_back
+from psgrad.engine.transforms.tape import SavedValues, TapePosition, pull_back
 from psgrad.engine.transforms.tracer import Tracer, is_differentiable
 from psgrad.engine.transforms.trees import Structure, flatten, map_leaves, unflatten
 from psgrad.errors import TransformArgumentError, TransformError
@@ -94,13 +94,13 @@ def cotangents_and_value(
     with level.body(grad_mode=True):
         constants: list[tuple[torch.Tensor, GradTracer]] = []
         traced, leaves, structures = _trace_arguments(level, args, positions, constants)
-        starts = [_Place.of(leaf) for leaf in leaves]
+        starts = [TapePosition.of(leaf) for leaf in leaves]
         primals = [leaf.value for leaf in leaves]
         by_name = map_leaves(functools.partial(_constant, level, constants), kwargs)
         out, aux = split_aux(func(*traced, **by_name), has_aux)
         _check_value(out)
         value = lower(level, out)
-        end = _Place.of(out) if level.owns(out) else None
+        end = TapePosition.of(out) if level.owns(out) else None
         aux = map_leaves(lambda x: lower(level, x), aux) if has_aux else None
         # written after the backward pass only, because the tape may need the old value
         written = [
@@ -129,7 +129,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     level = GradLevel(saved)
     with level.body(grad_mode=True):
         traced, leaves, structures = _trace_arguments(level, primals, tuple(range(len(primals))), [])
-        starts = [_Place.of(leaf) for leaf in leaves]
+        starts = [TapePosition.of(leaf) for leaf in leaves]
         primals_flat = [leaf.value for leaf in leaves]
         out, aux = split_aux(func(*traced), has_aux)
         flat, out_spec = tree_flatten(out)
@@ -141,9 +141,9 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
                     next_step="return tensors only",
                 )
         values = [lower(level, item) for item in flat]
-        ends = [_Place.of(item) if level.owns(item) else _Place(None, 0) for item in flat]
+        ends = [TapePosition.of(item) if level.owns(item) else TapePosition(None, 0) for item in flat]
         aux = map_leaves(lambda x: lower(level, x), aux)
-        saved.see(x for x in (*values, *tree_flatten(aux)[0]) if isinstance(x, torch.Tensor))
+        saved.follow(x for x in (*values, *tree_flatten(aux)[0]) if isinstance(x, torch.Tensor))
 
     def vjp_fn(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
         given, spec = tree_flatten(cotangents)
@@ -174,17 +174,6 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 
 diagnostics.boundary(cotangents_and_value)
 diagnostics.boundary(vjp)
-
-
-class _Place(NamedTuple):
-    """The place of a value on the tape: the node that made it and the number of the result."""
-
-    node: Node | None
-    output: int
-
-    @classmethod
-    def of(cls, tracer: GradTracer) -> _Place:
-        return cls(tracer.node, tracer.output)
 
 
 def _unflatten(leaves: list[Any], structures: list[Structure]) -> list[Any]:

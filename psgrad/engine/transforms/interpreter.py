@@ -5,7 +5,7 @@ PyTorch passes every operator with a tracer among its arguments to `interpret`, 
 level among the arguments. That level's rule calls operators on the values below, which are plain tensors or
 tracers of lower levels. This repeats down to the kernels.
 
-While a level runs the user's function, a mode also sees the operators without any tracer among their
+While a level runs the user's function, a mode also gets the operators without any tracer among their
 arguments: random draws must obey `randomness`, and a fresh tensor (`zeros`) must be able to receive traced
 values.
 """
@@ -239,7 +239,7 @@ def dispatch(
     below: ActiveLevel | None = None,
 ) -> Any:
     """`interpret` for arguments whose highest level is known."""
-    # PyTorch's autograd must see a view when it is made: a value that autograd follows may be written into
+    # PyTorch's autograd must record a view when it is made: a value that autograd follows may be written into
     # the view later.
     if state.attached or (state.outside is not None and facts(op).is_view):
         with nullcontext() if isinstance(current_mode(), Attached) else Attached():

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from psgrad.engine.transforms.forward import jvp
 from psgrad.engine.transforms.grad import Argnums, positions_of, split_aux, vjp
-from psgrad.engine.transforms.jvp import jvp
 from psgrad.engine.transforms.private_torch import tree_flatten, tree_unflatten
 from psgrad.engine.transforms.vmap import vmap
 from psgrad.errors import TransformArgumentError

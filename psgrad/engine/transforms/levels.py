@@ -308,7 +308,7 @@ def switched() -> Iterator[None]:
 
 @contextmanager
 def users_program() -> Iterator[None]:
-    """The context in which the backward pass runs a function of the user: the interpreter sees its operators
+    """The context in which the backward pass runs a function of the user: the interpreter gets its operators
     as in a level's body, also those without tracers.
     """
     with ExitStack() as exits:

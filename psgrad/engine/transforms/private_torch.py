@@ -66,14 +66,14 @@ try:
         _dispatch_tls_is_dispatch_key_included as layer_is_included,  # whether a transform of torch.func runs
         _dispatch_tls_local_exclude_set as excluded_layers,  # to set the dispatcher again as it was outside
         _dispatch_tls_local_include_set as included_layers,  # to set the dispatcher again as it was outside
-        _dispatch_tls_set_dispatch_key_excluded as exclude_layer,  # kernels see computed conjugates
+        _dispatch_tls_set_dispatch_key_excluded as exclude_layer,  # kernels get computed conjugates
         _ForceDispatchKeyGuard as ForceDispatchKeys,  # guard: the dispatcher as it was outside
         _FunctionBase as FunctionBase,  # the classes of autograd.Function are found from here
         _get_dispatch_mode as mode_of_kind,  # whether make_fx records the program
         _increment_version as count_write,  # PyTorch counts no writes below autograd
         _is_any_autocast_enabled as autocast_is_on,  # a rule's operator must then go through PyTorch
-        _len_torch_dispatch_stack as dispatch_modes,  # the same if a mode sees operators
-        _len_torch_function_stack as function_modes,  # a function that a mode sees is not replayed
+        _len_torch_dispatch_stack as dispatch_modes,  # the same if a mode gets operators
+        _len_torch_function_stack as function_modes,  # a function that a mode gets is not replayed
         _set_grad_enabled as set_grad_enabled,  # without the cost of a context manager
         _TorchDispatchModeKey as ModeKind,  # PROXY is the mode of make_fx
     )
@@ -90,10 +90,10 @@ try:
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase  # layers that mix the samples
     from torch.nn.modules.batchnorm import _NormBase as NormBase  # layers with running statistics
     from torch.utils._python_dispatch import (
-        TorchDispatchMode,  # sees all operators
-        _disable_current_modes as without_modes,  # operators inside are seen by no mode
+        TorchDispatchMode,  # gets all operators
+        _disable_current_modes as without_modes,  # operators inside go to no mode
         _get_current_dispatch_mode as current_mode,  # whether the interpreter is the innermost mode
-        _pop_mode_temporarily as without_innermost_mode,  # operators inside are not seen by that mode
+        _pop_mode_temporarily as without_innermost_mode,  # operators inside do not go to that mode
     )
     from torch.utils._pytree import (
         _broadcast_to_and_flatten as broadcast_to_and_flatten,  # in_dims for a tree that its user registered

@@ -79,7 +79,7 @@ class Drawer:
         number: the number of draws in this run. A caller that runs a part of the function again sets it back.
 
     Standard draws are computed on the CPU, whatever the device, and are the same on each: tensors of the
-    level, of a shape that its samples see.
+    level, of the shape of one sample.
     """
 
     def __init__(self, bits: Bits, labels: torch.Tensor, levels: Sequence[DrawingLevel]) -> None:

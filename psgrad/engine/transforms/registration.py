@@ -73,10 +73,10 @@ def register_rule(
         registry.derivative_rule(overload) is not None or registry.is_constant(overload)
     ):
         _remove_rules(name, "a derivative", replace)
-        registry.forget_derivative(overload)
+        registry.remove_derivative(overload)
     if batch is not None and registry.batching_rule(overload) is not None:
         _remove_rules(name, "a batching rule", replace)
-        registry.forget_batching(overload)
+        registry.remove_batching(overload)
     if constant:
         registry.constant(overload)
     registry.define(overload, vjp=makers, jvp=pushes, batch=batch)

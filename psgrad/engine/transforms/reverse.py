@@ -74,7 +74,7 @@ class GradLevel(DerivativeLevel):
 
     def lower_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.saved is not None and facts(op).is_view:
-            self.saved.see(args[:1])
+            self.saved.follow(args[:1])
         return super().lower_untraced(op, args, kwargs)
 
     def apply(
@@ -159,7 +159,7 @@ class GradLevel(DerivativeLevel):
             saved.need(tensors_in(values, kwargs))
         else:
             saved.need(tensors_in([value for i, value in enumerate(values) if i not in varying], kwargs))
-            saved.see(tensors_in([value for i, value in enumerate(values) if i in varying], {}))
+            saved.follow(tensors_in([value for i, value in enumerate(values) if i in varying], {}))
 
     def add_call(
         self, outs: list[Any], pull: Closure, inputs: Sequence[tuple[Position, Any]], constant: frozenset[int]

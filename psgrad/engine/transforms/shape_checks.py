@@ -2,7 +2,7 @@
 signature, on tensors without values.
 
 A batched kernel may accept shapes that the operator refuses for one sample: with a sample axis in front, a
-vector is a matrix. So each operator of the user's function first runs on the shapes that the function sees,
+vector is a matrix. So each operator of the user's function first runs on the shapes that the function reads,
 on PyTorch's meta device. For a signature that was checked before, this takes microseconds. If the meta device
 refuses, the operator runs on zeros, because some meta kernels refuse correct shapes.
 """

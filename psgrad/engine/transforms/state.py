@@ -19,7 +19,7 @@ from psgrad.engine.transforms.operators import Op
 
 
 class ActiveLevel(Protocol):
-    """A transform that is active, as the interpreter sees it."""
+    """The interface of an active transform to the interpreter."""
 
     index: int  # its position in the stack, from 1
     is_active: bool  # whether it is in the stack
@@ -47,7 +47,7 @@ class OperatorWatch(Protocol):
         """Called with each operator, before it runs."""
 
 
-class _State(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.stack: list[ActiveLevel] = []  # the innermost last
         self.interpreting = False  # whether an Interpreter is among the modes
@@ -57,7 +57,7 @@ class _State(threading.local):
         # Whether the cotangent that is being computed belongs to a value without a sample axis: only there
         # may a contraction over the sample axis be deferred (see Deferral in batching.py).
         self.cotangent_is_shared = False
-        # Whether the backward pass runs, in which the user's function sees no operators.
+        # Whether the backward pass runs, whose operators are not the user's function's.
         self.in_backward_pass = False
         # The include and exclude sets of PyTorch's dispatcher outside of the outermost transform, if autograd
         # records there; and whether the function has used a tensor that requires a gradient.
@@ -65,7 +65,7 @@ class _State(threading.local):
         self.attached = False
         # Whether values may be conjugates or negatives that PyTorch has only marked, not computed.
         self.marked = False
-        # Called with each operator of the user's function before it runs (read_only.py, calls.py).
+        # Called with each operator of the user's function before it runs (refused_writes.py, calls.py).
         self.watchers: tuple[Callable[[Op, Any, Any], None], ...] = ()
         # Called with each generator that draws (checkpoint.py).
         self.draws: tuple[Callable[[Any], None], ...] = ()
@@ -77,4 +77,4 @@ class _State(threading.local):
     forwards: int = 0
 
 
-state = _State()
+state = _ThreadState()

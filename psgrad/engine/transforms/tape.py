@@ -9,7 +9,7 @@ The values that a stored tape (`vjp`) needs must not be written to before its ba
 the writes to a tensor and shares the count with its views. But it does not share it with views that are taken
 below its autograd, which all views inside a transform are; and a write to a traced value may write no memory.
 So a tape stores the places of each value that it needs, and is called at each write while transforms run.
-Writes outside of transforms are found by PyTorch's counts of all tensors that the tape has seen.
+Writes outside of transforms are found by PyTorch's counts of writes to all tensors of the tape.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ from psgrad.engine.transforms.derivatives import DerivativeTracer
 from psgrad.engine.transforms.interpreter import below_autograd, cast, recorded_outside, rules_only, run
 from psgrad.engine.transforms.operators import Op, aten, written_by
 from psgrad.engine.transforms.private_torch import write_count
-from psgrad.engine.transforms.read_only import memory_of
+from psgrad.engine.transforms.refused_writes import memory_of
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import Tracer, innermost
 from psgrad.errors import TransformError
@@ -65,6 +65,19 @@ class Edge:
         self.shared = shared  # no sample axis below: this input is the same for all samples
 
 
+class TapePosition(NamedTuple):
+    """Where a value is on the tape: the node that made it, None for a constant, and its number among the
+    results.
+    """
+
+    node: Node | None
+    output: int
+
+    @classmethod
+    def of(cls, tracer: Any) -> TapePosition:
+        return cls(tracer.node, tracer.output)
+
+
 def pull_back(
     seeds: Sequence[tuple[Any, torch.Tensor | None]],
     leaves: Sequence[Node | None],
@@ -75,7 +88,7 @@ def pull_back(
 ) -> list[torch.Tensor | None]:
     """The cotangents of `leaves`, given those of some results. None stands for zero.
 
-    seeds: places on the tape (objects with `node` and `output`), each with its cotangent.
+    seeds: tape positions, or tracers, which have `node` and `output` too; each with its cotangent.
     keep: whether the tape is needed again; otherwise its closures are deleted during the pass, to free
         memory.
     attached: whether PyTorch's autograd records the pass, if it records outside.
@@ -112,7 +125,7 @@ def pull_back(
     finished: dict[Node, torch.Tensor | None] = {}
     leaf_nodes = {node for node in leaves if node is not None}
     numbers = {node: number for number, node in enumerate(leaves) if node is not None}
-    uses = _count_uses([place.node for place, _ in seeds], leaf_nodes) if consume is not None else {}
+    uses = _count_uses([position.node for position, _ in seeds], leaf_nodes) if consume is not None else {}
     with (
         (
             recorded_outside()
@@ -122,9 +135,9 @@ def pull_back(
         rules_only(),
         _in_backward_pass(),
     ):
-        for place, cotangent in seeds:
-            if place.node is not None:
-                add(place.node, place.output, cotangent)
+        for position, cotangent in seeds:
+            if position.node is not None:
+                add(position.node, position.output, cotangent)
         while heap:
             node = heapq.heappop(heap)[1]
             slots = pending.pop(node, None)
@@ -209,9 +222,9 @@ class SavedValues:
             reference = weakref.ref(value)
             for place in _places(value):
                 self._needed.setdefault(place, []).append(reference)
-        self.see(values)
+        self.follow(values)
 
-    def see(self, values: Iterable[Any]) -> None:
+    def follow(self, values: Iterable[Any]) -> None:
         """Watch tensors that share memory with a needed value, such as the base of a view or a returned
         value.
         """

@@ -30,7 +30,7 @@ from psgrad.engine.transforms.private_torch import (
     Replacement,
     decomposition_table,
 )
-from psgrad.engine.transforms.rules.grouped import grouped_mm, grouped_outer
+from psgrad.engine.transforms.rules.grouped_matmul import grouped_mm, grouped_outer
 from psgrad.engine.transforms.rules.registry import decompose
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import Tracer

@@ -19,7 +19,7 @@ from psgrad.errors import TransformError
 
 
 class Tracer(torch.Tensor):
-    """A value at one level, with the shape, strides, dtype and device that the user's function sees."""
+    """A value at one level, with the shape, strides, dtype and device that the user's function reads."""
 
     __slots__ = ("level", "value")  # attributes of every tracer, for speed and memory
 

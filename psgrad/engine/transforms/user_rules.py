@@ -24,7 +24,7 @@ from psgrad.engine.transforms.derivatives import DerivativeLevel
 from psgrad.engine.transforms.forward import ForwardLevel, transpose
 from psgrad.engine.transforms.levels import users_program
 from psgrad.engine.transforms.private_torch import DelayedError
-from psgrad.engine.transforms.read_only import read_only
+from psgrad.engine.transforms.refused_writes import read_only
 from psgrad.engine.transforms.reverse import GradLevel
 from psgrad.engine.transforms.rules.families import cast
 from psgrad.engine.transforms.tape import pull_back

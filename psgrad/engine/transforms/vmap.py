@@ -61,7 +61,7 @@ def vmap(
         flat, structure = flatten(args)
         dims = flat_in_dims(in_dims, args, flat, name)
         size = mapped_size(flat, dims, name)
-        job = _Job(func, structure, dims, out_dims, randomness, kwargs, name, axis_name)
+        job = _MappedCall(func, structure, dims, out_dims, randomness, kwargs, name, axis_name)
         if chunk_size is None or size <= chunk_size:
             return job.run(flat, size)
         job.require_no_axis_name("in chunks")
@@ -77,7 +77,7 @@ def vmap(
 
 
 @dataclass(frozen=True)
-class _Job:
+class _MappedCall:
     """One call of a mapped function, on all samples or on some."""
 
     func: Callable[..., Any]

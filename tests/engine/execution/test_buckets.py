@@ -19,7 +19,7 @@ from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, Stream
 from psgrad.engine.gradients import Gaussian, PerSampleGradients, Rademacher, Sparse, SquareNorms, TwoSided
 from psgrad.engine.gradients.flat import as_gradients
 from psgrad.engine.gradients.per_sample import materialised_for_many
-from psgrad.engine.gradients.second_moments import sum_of_squares
+from psgrad.engine.gradients.square_norms import sum_of_squares
 from psgrad.errors import ModelError
 from psgrad.ragged import Block, RaggedAxes
 from tests.engine.execution.ragged_models import Case, case, flat

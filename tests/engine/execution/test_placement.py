@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution import stored as stored_weights
-from psgrad.engine.execution.placement import place, stored_in
+from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.stored import Stored
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.transforms import functional_call
@@ -20,6 +20,17 @@ from psgrad.errors import ModelError
 from tests.hugging_face import tiny_model
 
 CPU = torch.device("cpu")
+
+
+def stored_in(model: nn.Module) -> Mapping[str, int]:
+    """The types that the model's numbers are stored in -> how many numbers."""
+    found: dict[str, int] = {}
+    for parameter in model.parameters():
+        data = parameter.data
+        kind = data.stored_dtype if isinstance(data, Stored) else data.dtype
+        name = str(kind).removeprefix("torch.")
+        found[name] = found.get(name, 0) + parameter.numel()
+    return found
 
 
 def frozen_but(model: nn.Module, *trained: str) -> nn.Module:

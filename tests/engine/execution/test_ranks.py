@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import DistNetworkError, HashStore
 
-from psgrad.engine.execution import heartbeats, process_group
+from psgrad.engine.execution import process_group, rank_waits
 from psgrad.engine.execution.process_group import RankGroup
 from psgrad.engine.execution.rank_waits import Limits, Patience, ReachableStore
 from psgrad.engine.execution.ranks import MergingParts, RowPart, gaps, guided_ranges
@@ -65,7 +65,7 @@ def test_merging_process_names_missing_rows() -> None:
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Three ranks in one process, which share a store; without collectives."""
-    monkeypatch.setattr(heartbeats, "_BEAT", 0.02)
+    monkeypatch.setattr(rank_waits, "_BEAT", 0.02)
     store = HashStore()
     found = [RankGroup(store, rank, 3) for rank in range(3)]
     yield found
@@ -160,7 +160,7 @@ def test_rank_that_waits_names_one_without_heartbeat(groups: list[RankGroup]) ->
 def test_rank_that_was_asked_to_end_waits_a_shorter_time(
     groups: list[RankGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeats, "HURRIED", 0.2)
+    monkeypatch.setattr(rank_waits, "HURRIED", 0.2)
     groups[1].heartbeats.stopped.set()
     groups[0].hurry()
     began = time.monotonic()
@@ -335,7 +335,7 @@ def test_rank_that_was_stopped_itself_takes_no_other_for_dead(groups: list[RankG
     groups[0].heartbeats.require_others()
     pause = 60.0
     beats = groups[0].heartbeats
-    beats.looked -= pause
+    beats.checked -= pause
     beats.heard = {rank: (beat, since - pause) for rank, (beat, since) in beats.heard.items()}
     beats.require_others()
     with pytest.raises(DistributedError, match=r"rank 1 has sent no heartbeat for [23] seconds"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psgrad.engine.execution.residence_plan import WeightsPlan, weights_plan
+from psgrad.engine.execution.placement import WeightsPlan, weights_plan
 
 
 @pytest.mark.parametrize(

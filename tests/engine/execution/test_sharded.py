@@ -301,7 +301,7 @@ def test_a_rank_that_can_not_answer_ends_the_one_that_asks(tmp_path: Path) -> No
         requests = group.requests(range(2), answer)
         if group.rank == 0:
             with pytest.raises(DistributedError, match="rank 1 failed: IndexError: no weight 9"):
-                requests.ask({1: torch.tensor([0, 9])}, {1: torch.zeros(4, dtype=torch.uint8)})
+                requests.request({1: torch.tensor([0, 9])}, {1: torch.zeros(4, dtype=torch.uint8)})
             os._exit(7)
         time.sleep(3)
 

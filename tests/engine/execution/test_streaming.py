@@ -288,7 +288,7 @@ def test_wherever_memory_runs_out_every_row_is_done_once_and_in_order(
     stream = Counted(lambda *_: None, {"w": torch.zeros(1)}, read, chunk_size=chunk_size, capture="off")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
-            "psgrad.engine.execution.streaming.gc.collect", lambda: 0
+            "psgrad.engine.execution.row_computation.gc.collect", lambda: 0
         )  # slow, and nothing to be found
         found = columns_of(stream, count, [Rows()])
     assert found["row"].tolist() == list(range(count))
@@ -585,6 +585,6 @@ def test_settled_chunk_size_is_not_that_of_the_rows_it_was_found_by(
     table, objective = Table(), Objective(model, F.cross_entropy)
     table.inputs = table.inputs.double()
     stream = Stream(objective.loss, objective.params, table.read)
-    stream.settle_chunk_size(5000)
+    stream.choose_chunk_size(5000)
     assert stream.chunk_size == 1024
     assert max(stop for _, stop in table.asked) <= 8

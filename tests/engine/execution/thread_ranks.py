@@ -27,7 +27,7 @@ class ThreadRequests:
     def __init__(self, answers: dict[int, Answer]) -> None:
         self._answers = answers
 
-    def ask(self, questions: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
+    def request(self, questions: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
         for rank, question in questions.items():
             into[rank].copy_(self._answers[rank](question))
 

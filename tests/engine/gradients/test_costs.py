@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psgrad.engine.execution.calibration import measure
+from psgrad.engine.execution.machine_calibration import measure
 from psgrad.engine.gradients import machine
 from psgrad.engine.gradients.costs import Cost, Machine, cheapest, machine_of, norm_order_costs
 from psgrad.engine.gradients.terms import BLOCK_BYTES, Convolution, Dense, Product, Rows

@@ -420,13 +420,20 @@ PROGRAMS: dict[str, Program] = {
     "masked table": looking_up(lambda i, w: F.embedding(i, w * MASK), 3, w=(5, 4), kinds={"w": "Rows"}),
     "part of a table": looking_up(lambda i, w: F.embedding(i, w[2:]), 3, w=(7, 4), kinds={"w": "Rows"}),
     "table of positions": looking_up(
-        lambda i, w, p: F.embedding(i, w) + p[:3], 3, w=(5, 4), p=(9, 4), kinds={"w": "Rows", "p": "Dense"}
+        lambda i, w, p: F.embedding(i, w) + p[:3],
+        3,
+        w=(5, 4),
+        p=(9, 4),
+        kinds={"w": "Rows", "p": "Dense"},
     ),
     "tied": looking_up(
         lambda i, w: F.linear(F.embedding(i, w).tanh(), w), 3, w=(5, 4), kinds={"w": "Product + Rows"}
     ),
     "partly tied": looking_up(
-        lambda i, w: F.linear(F.embedding(i, w).tanh(), w[1:4]), 3, w=(5, 4), kinds={"w": "Product + Rows"}
+        lambda i, w: F.linear(F.embedding(i, w).tanh(), w[1:4]),
+        3,
+        w=(5, 4),
+        kinds={"w": "Product + Rows"},
     ),
     "tied by every other row": looking_up(
         lambda i, w: F.linear(F.embedding(i, w).tanh(), w[1:][::2]),
@@ -451,7 +458,11 @@ PROGRAMS: dict[str, Program] = {
     ),
     "bags": looking_up(lambda i, w: F.embedding_bag(i, w, mode="sum"), 2, 3, w=(5, 4), kinds={"w": "Rows"}),
     "bags, mean": looking_up(
-        lambda i, w: F.embedding_bag(i, w, mode="mean", padding_idx=2), 2, 3, w=(5, 4), kinds={"w": "Rows"}
+        lambda i, w: F.embedding_bag(i, w, mode="mean", padding_idx=2),
+        2,
+        3,
+        w=(5, 4),
+        kinds={"w": "Rows"},
     ),
     "bags, max": looking_up(
         lambda i, w: F.embedding_bag(i, w, mode="max"), 2, 3, w=(5, 4), kinds={"w": "Rows"}

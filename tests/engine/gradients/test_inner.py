@@ -20,13 +20,13 @@ from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients import terms as term_kinds
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
-from psgrad.engine.gradients.inner import products
-from psgrad.engine.gradients.inner import products as prices
+from psgrad.engine.gradients.inner import inner_products
+from psgrad.engine.gradients.inner import inner_products as prices
 from psgrad.engine.gradients.inner import regions as tiles
+from psgrad.engine.gradients.inner.inner_products import GRAM, MATCHES, VALUES
 from psgrad.engine.gradients.inner.materialised import LONGEST_SUM
-from psgrad.engine.gradients.inner.products import GRAM, MATCHES, VALUES
 from psgrad.engine.gradients.inner.regions import regions
-from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.machine import built_in
 from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Product, Rows, Term
 from psgrad.engine.transforms.rules.convolution_weights import Geometry
@@ -42,7 +42,7 @@ def gradient_of(gradient: Gradient, shape: tuple[int, ...], order: Sequence[int]
     """
     placed = []
     for term in gradient:
-        layout = Layout.identity(term.shape).reshape(shape)
+        layout = AxisLayout.identity(term.shape).reshape(shape)
         assert layout is not None
         turned = layout.permute(order) if order else layout
         assert turned is not None
@@ -81,7 +81,7 @@ def error(found: Tensor, one: Gradient, other: Gradient) -> float:
 def in_way(way: str, block_bytes: int = 4 << 20, side_bytes: int = 64 << 20) -> Iterator[None]:
     """This order is used, whatever it costs; and blocks may be small."""
     with (
-        mock.patch.object(products, "cheapest_order", return_value=way),
+        mock.patch.object(inner_products, "cheapest_order", return_value=way),
         mock.patch.dict(term_kinds.BLOCK_BYTES, {"cpu": block_bytes, "cuda": block_bytes}),
         mock.patch.dict(tiles.SIDE_BYTES, {"cpu": side_bytes, "cuda": side_bytes}),
     ):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psgrad.engine.gradients.layout import AxisSlice, Layout, split_run
+from psgrad.engine.gradients.layout import AxisLayout, AxisSlice, split_run
 
 shapes = st.lists(st.integers(1, 4), min_size=0, max_size=4)
 
@@ -32,7 +32,7 @@ def numbered(shape: list[int] | tuple[int, ...], lead: tuple[int, ...] = ()) -> 
 
 @given(shape=shapes, data=st.data())
 def test_layout_reshape_and_permute_as_torch(shape: list[int], data: st.DataObject) -> None:
-    layout, value = Layout.identity(shape), numbered(shape)
+    layout, value = AxisLayout.identity(shape), numbered(shape)
     plain = value
     for _ in range(data.draw(st.integers(0, 4))):
         if data.draw(st.booleans()):
@@ -55,7 +55,7 @@ def test_layout_reshape_and_permute_as_torch(shape: list[int], data: st.DataObje
 def test_layout_reshape_refused_where_axes_overlap(shape: list[int], data: st.DataObject) -> None:
     value = numbered(shape)
     wanted = data.draw(other_shapes(value.numel()))
-    result = Layout.identity(shape).reshape(wanted)
+    result = AxisLayout.identity(shape).reshape(wanted)
     # Both shapes cut the elements into runs; a common refinement exists where each run is a multiple of the
     # next.
     cuts = sorted({math.prod(s[k:]) for s in (shape, wanted) for k in range(len(s) + 1)}, reverse=True)
@@ -71,7 +71,7 @@ def test_layout_reshape_refused_where_axes_overlap(shape: list[int], data: st.Da
 )
 def test_layout_leading_axes(shape: list[int], lead: list[int], data: st.DataObject) -> None:
     dims = data.draw(st.permutations(range(len(shape))))
-    layout = Layout.identity(shape).permute(dims)
+    layout = AxisLayout.identity(shape).permute(dims)
     assert layout is not None
     value = numbered(shape, tuple(lead))
     expected = value.permute(*range(len(lead)), *(len(lead) + d for d in dims))
@@ -80,14 +80,14 @@ def test_layout_leading_axes(shape: list[int], lead: list[int], data: st.DataObj
 
 
 def test_layout_reshape_wrong_number_of_elements() -> None:
-    assert Layout.identity((2, 3)).reshape((2, 2)) is None
-    assert Layout.identity((4, 3)).reshape((3, 4)) is None
-    assert Layout.identity((4, 3)).reshape((2, 6)) is not None
-    assert Layout.identity((0, 3)).reshape((3, 0)) is None
+    assert AxisLayout.identity((2, 3)).reshape((2, 2)) is None
+    assert AxisLayout.identity((4, 3)).reshape((3, 4)) is None
+    assert AxisLayout.identity((4, 3)).reshape((2, 6)) is not None
+    assert AxisLayout.identity((0, 3)).reshape((3, 0)) is None
 
 
 def test_layout_is_identity() -> None:
-    swapped = Layout.identity((2, 3)).permute((1, 0))
+    swapped = AxisLayout.identity((2, 3)).permute((1, 0))
     assert swapped is not None
     assert not swapped.is_identity
     back = swapped.permute((1, 0))
@@ -99,16 +99,16 @@ def test_layout_is_identity() -> None:
 
 
 def test_layout_window_is_not_identity() -> None:
-    part = Layout.identity((2, 3)).embed(0, 1, 1, 4)
+    part = AxisLayout.identity((2, 3)).embed(0, 1, 1, 4)
     assert not part.is_identity
     assert part.bare.is_identity
     assert part.shape == (4, 3)
-    assert Layout.identity((2, 3)).embed(1, 0, 1, 3) == Layout.identity((2, 3))
+    assert AxisLayout.identity((2, 3)).embed(1, 0, 1, 3) == AxisLayout.identity((2, 3))
 
 
 @given(shape=st.lists(st.integers(1, 3), min_size=1, max_size=3), data=st.data())
 def test_layout_windows_as_torch(shape: list[int], data: st.DataObject) -> None:
-    layout, value = Layout.identity(shape), numbered(shape) + 1
+    layout, value = AxisLayout.identity(shape), numbered(shape) + 1
     plain = value
     for _ in range(data.draw(st.integers(1, 5))):
         kind = data.draw(st.sampled_from(["permute", "reshape", "embed"]))
@@ -146,7 +146,7 @@ def test_layout_reshape_of_window(data: st.DataObject) -> None:
     their axis made one.
     """
     rows, columns, start, more = (data.draw(st.integers(low, 3)) for low in (1, 1, 0, 0))
-    part = Layout.identity((rows, columns)).embed(0, start, 1, start + rows + more)
+    part = AxisLayout.identity((rows, columns)).embed(0, start, 1, start + rows + more)
     whole = (start + rows + more) * columns
     for wanted in ([whole], [start + rows + more, 1, columns], [1, whole]):
         assert part.reshape(wanted) is not None

@@ -35,9 +35,9 @@ from psgrad.engine.gradients import (
     projection_from,
 )
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
-from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.projections.base import MatrixEntries, _quantiles
+from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.projections.entrywise import Orders
+from psgrad.engine.gradients.projections.projection import MatrixEntries, _quantiles
 from psgrad.engine.gradients.terms import (
     BLOCK_BYTES,
     Convolution,
@@ -147,11 +147,11 @@ def test_projection_equals_materialised_matrix(projection: Projection, device: t
 
 def test_projection_two_sided_acts_on_factors() -> None:
     product = Product(torch.randn(4, 2, 3, 6), torch.randn(4, 2, 3, 7))
-    turned = Layout.identity((1, 6, 7)).permute([0, 2, 1])
+    turned = AxisLayout.identity((1, 6, 7)).permute([0, 2, 1])
     assert turned is not None
     turned = turned.reshape((7, 6))
     assert turned is not None
-    groups = Layout.identity((2, 6, 7)).reshape((12, 7))
+    groups = AxisLayout.identity((2, 6, 7)).reshape((12, 7))
     assert groups is not None
     one = Product(product.left[:, :1], product.right[:, :1])
     table = Rows(torch.randint(5, (4, 2)), torch.randn(4, 2, 3), 5)
@@ -205,7 +205,7 @@ def test_projection_every_term_and_layout(
 ) -> None:
     term, value = pair
     order = data.draw(st.permutations(range(len(term.shape))))
-    layout = Layout.identity(term.shape).permute(order)
+    layout = AxisLayout.identity(term.shape).permute(order)
     assert layout is not None
     if data.draw(st.booleans()):  # the last axis is that of a longer parameter
         layout = (
@@ -217,14 +217,14 @@ def test_projection_every_term_and_layout(
     assert_close(gradients_of([Placed(term, layout)], len(value)).project(projection), expected)
 
 
-def window(layout: Layout, start: int, step: int) -> Layout:
+def window(layout: AxisLayout, start: int, step: int) -> AxisLayout:
     return layout.embed(len(layout.inner) - 1, start, step, start + step * layout.inner[-1] + 1)
 
 
 def test_projection_terms_of_one_parameter_add_up() -> None:
     left, right = torch.randn(3, 1, 2, 5, dtype=torch.float64), torch.randn(3, 1, 2, 7, dtype=torch.float64)
-    oriented_if_free = Layout.identity((1, 5, 7)).reshape((5, 7))
-    turned = Layout.identity((1, 7, 5)).permute([0, 2, 1])
+    oriented_if_free = AxisLayout.identity((1, 5, 7)).reshape((5, 7))
+    turned = AxisLayout.identity((1, 7, 5)).permute([0, 2, 1])
     assert oriented_if_free is not None
     assert turned is not None
     turned = turned.reshape((5, 7))

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from psgrad.engine.execution.replay import Replay as Replay  # which makes terms pytrees
+from psgrad.engine.execution.chunk_replay import ChunkReplay as ChunkReplay  # which makes terms pytrees
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
-from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.terms import (
     Convolution,
@@ -193,7 +193,7 @@ def gradients_of(*terms: Term, shape: tuple[int, ...] | None = None) -> PerSampl
     wanted = shape or terms[0].shape
     placed = []
     for term in terms:
-        layout = Layout.identity(term.shape).reshape(wanted)
+        layout = AxisLayout.identity(term.shape).reshape(wanted)
         assert layout is not None
         placed.append(Placed(term, layout))
     first = terms[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from psgrad.engine.influence.solvers.arnoldi import arnoldi
+from psgrad.engine.influence.solvers.spectrum import arnoldi
 from psgrad.errors import InfluenceError
 from tests.engine.influence.test_conjugate_gradient import solved, symmetric
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from psgrad.engine.influence.averages import Agreement, is_relative, joined_self, on_one_scale
 from psgrad.engine.influence.method import ScoreBlock
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, TracIn
 from psgrad.engine.influence.methods.influence import Influence
 from psgrad.engine.influence.methods.projected import TRAK
+from psgrad.engine.influence.ranking import CheckpointAgreement, is_relative, joined_self, on_one_scale
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -84,7 +84,7 @@ def test_joined_self_weighs_checkpoints_alike() -> None:
 
 def test_agreement_is_the_mean_correlation_of_pairs_of_checkpoints() -> None:
     scores = made()
-    found = Agreement()
+    found = CheckpointAgreement()
     for blocks in in_blocks(scores, 4, 9):
         found.add([block.scores[""] for block in blocks])
     expected = []
@@ -100,7 +100,7 @@ def test_agreement_of_a_checkpoint_without_scores_is_nan() -> None:
     scores = made(2)
     scores[1, :, 0] = 0.0
     scores[0, 2, 1] = torch.nan
-    found = Agreement()
+    found = CheckpointAgreement()
     found.add(list(scores))
     correlation = found.correlation()
     assert bool(correlation[0].isnan())

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psgrad.engine.influence.curvature.products import curvature_products
+from psgrad.engine.influence.curvature.curvature_products import curvature_products
 from psgrad.engine.influence.solvers.conjugate_gradient import conjugate_gradient, nystroem
 from psgrad.errors import InfluenceError
 from tests.engine.influence.problems import cross_entropy, digits, examples

@@ -249,7 +249,7 @@ def test_exact_choice_of_solver(monkeypatch: pytest.MonkeyPatch) -> None:
         == choice(Influence("hessian", damping=0.0, weight_decay=0.1))
         != choice(by_products)
     )
-    monkeypatch.setattr("psgrad.engine.influence.solvers.costs.LARGEST", 52)
+    monkeypatch.setattr("psgrad.engine.influence.solvers.solver_costs.LARGEST", 52)
     assert choice(Influence())[0] == "conjugate_gradient"
     assert choice(Influence("fisher"))[0] == "dual"
     monkeypatch.setattr(f"{module}.LARGEST_OUTPUT", 2)

@@ -19,13 +19,12 @@ from torch import nn
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.projections.projector import Projector
-from psgrad.engine.influence.index import rows, stored
+from psgrad.engine.influence.index import index_rows, stored_index
 from psgrad.engine.influence.index.build import build_index, from_index
 from psgrad.engine.influence.index.estimators import FittedRows
-from psgrad.engine.influence.index.factors import RowForm
-from psgrad.engine.influence.index.products import FloatRows
-from psgrad.engine.influence.index.rows import RowBlock
-from psgrad.engine.influence.index.stored import IndexSpec, StoredRows, decoded, describe, encoded
+from psgrad.engine.influence.index.index_rows import RowBlock
+from psgrad.engine.influence.index.row_products import FloatRows, RowForm
+from psgrad.engine.influence.index.stored_index import IndexSpec, StoredRows, decoded, describe, encoded
 from psgrad.engine.influence.method import Checkpoint, Method
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, TracIn
 from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
@@ -175,7 +174,7 @@ def test_index_independent_of_chunks_shards_and_blocks(
 ) -> None:
     spec = IndexSpec(dimension=9, dtype="float64", rows_per_shard=shard)
     training, queries = both(network(), chunk_size=chunk_size)
-    with patch.object(stored, "BLOCK", block):
+    with patch.object(stored_index, "BLOCK", block):
         store = built(tmp_path_factory.mktemp("index"), spec, training)
         result = by_index(ProjectedInfluence(), store, queries)
     whole, _ = both(network(), chunk_size=N)
@@ -351,7 +350,7 @@ def test_index_of_another_model_refused(tmp_path: Path) -> None:
 
 def test_index_second_moment_limit(tmp_path: Path) -> None:
     training, queries = both(network())
-    with patch.object(stored, "WIDEST", 72):
+    with patch.object(stored_index, "WIDEST", 72):
         store = built(tmp_path, EXACT, training)
     assert by_index(GradientDot(), store, queries).isfinite().all()
     with pytest.raises(InfluenceError, match="keeps no second moment of so many"):
@@ -403,8 +402,8 @@ def test_index_memory_independent_of_rows(tmp_path: Path) -> None:
             most.extend([len(arrays["rows"])] if names is None else [])
             yield start, arrays
 
-    with patch.object(stored, "BLOCK", 16), patch.object(store, "blocks", counted):
+    with patch.object(stored_index, "BLOCK", 16), patch.object(store, "blocks", counted):
         by_index(ProjectedInfluence(), store, queries)
     assert max(most) == 2
     assert sum(most) == N
-    assert rows.BLOCK // 2048 >= 1024  # and usually some thousand rows
+    assert index_rows.BLOCK // 2048 >= 1024  # and usually some thousand rows

@@ -15,19 +15,19 @@ import torch
 
 from psgrad.engine.influence import kept_states
 from psgrad.engine.influence.kept_states import OnDisk, room_on_disk
-from psgrad.engine.influence.training_steps import Point
+from psgrad.engine.influence.training_steps import TrainingState
 from psgrad.engine.transforms.private_torch import tree_leaves
 from psgrad.errors import InfluenceError
 from tests.engine.influence.test_own_steps import adam, adam_state, of_step
 from tests.engine.influence.test_training_run import RECIPES, derivatives, run_of
 
 
-def point_of(seed: int) -> Point:
+def point_of(seed: int) -> TrainingState:
     """Tensors of several types and shapes, one without elements and one that is not contiguous."""
     random = torch.Generator().manual_seed(seed)
     weight = torch.randn(3, 4, generator=random).t()
     state = [torch.tensor(seed), weight.double(), torch.zeros(0, 2), {"half": weight.bfloat16()}, weight > 0]
-    return Point({"weight": weight, "bias": torch.tensor(float("nan"))}, state)
+    return TrainingState({"weight": weight, "bias": torch.tensor(float("nan"))}, state)
 
 
 def test_states_on_disk_come_back_bit_by_bit(tmp_path: Path) -> None:

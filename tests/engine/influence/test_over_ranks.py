@@ -15,11 +15,11 @@ from torch import nn
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import gauss_newton_rows
-from psgrad.engine.gradients.layout import AxisSlice, Layout
+from psgrad.engine.gradients.layout import AxisLayout, AxisSlice
+from psgrad.engine.influence.curvature.curvature_products import PassProducts, curvature_products
 from psgrad.engine.influence.curvature.kronecker_factors import FactorSums, Form, Tie
-from psgrad.engine.influence.curvature.products import PassProducts, curvature_products
 from psgrad.engine.influence.index.build import build_index, from_index
-from psgrad.engine.influence.index.stored import IndexSpec, describe
+from psgrad.engine.influence.index.stored_index import IndexSpec, describe
 from psgrad.engine.influence.method import Checkpoint, Method, screened
 from psgrad.engine.influence.methods.datainf import DataInf
 from psgrad.engine.influence.methods.ekfac import EKFAC
@@ -173,7 +173,7 @@ def test_ranks_take_as_many_rows_at_once_as_the_first() -> None:
 
 def test_sums_of_factors_are_sent_as_tensors() -> None:
     """A tie holds where it holds on both; a use that one rank alone has seen is kept."""
-    layout = Layout((2, 3), (1, 0), (3, 2), (AxisSlice(0, 1, 3), AxisSlice(1, 2, 6)))
+    layout = AxisLayout((2, 3), (1, 0), (3, 2), (AxisSlice(0, 1, 3), AxisSlice(1, 2, 6)))
     use, other = ("w", Form(layout, (1, 3, 2))), ("v", Form(None, (1, 1, 4)))
     ties = [Tie("b", use, "left"), Tie("c", use, "right")]
     one = FactorSums({use: {"left": torch.ones(1, 3, 3)}}, {"s": torch.eye(2)}, dict.fromkeys(ties, True))
@@ -224,7 +224,7 @@ def test_ranks_that_take_different_steps_end_with_an_error() -> None:
     def found(rank: ThreadRank) -> None:
         training = problem(rank)[0]
         if rank.rank == 1:
-            training.room()
+            training.free_bytes()
         screened(training)
 
     with pytest.raises(DistributedError, match="different steps"):

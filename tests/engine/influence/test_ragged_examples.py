@@ -11,9 +11,9 @@ import torch
 from psgrad.engine.execution.buckets import ModelSize
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import gauss_newton_rows
+from psgrad.engine.influence.curvature.curvature_products import PassProducts, RowProducts
 from psgrad.engine.influence.curvature.kronecker_fitting import fit_blocks, gather
 from psgrad.engine.influence.curvature.matrices import loss_hessian, sum_of_outer_products
-from psgrad.engine.influence.curvature.products import PassProducts, RowProducts
 from psgrad.engine.influence.evaluation.jobs import LoadedRows
 from psgrad.errors import ModelError, PsgradError
 from tests.engine.execution.ragged_models import Case, case, flat

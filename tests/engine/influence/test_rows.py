@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from psgrad.engine.execution.output_derivatives import OutputDerivatives
 from psgrad.engine.execution.output_rows import (
-    OutputDerivatives,
     gauss_newton_rows,
     jacobian_rows,
     output_factors,

@@ -10,7 +10,7 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.ekfac import EKFAC
-from psgrad.engine.influence.tokens import TokenTerms, token_scores
+from psgrad.engine.influence.token_scores import TokenTerms, token_scores
 from psgrad.errors import InfluenceError
 from psgrad.ragged import Block
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.projections.projector import Projector, seed_of
-from psgrad.engine.influence.index.rows import RowPass, margin, with_margin
+from psgrad.engine.influence.index.index_rows import RowPass, margin, with_margin
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
 from psgrad.errors import ConfigError, InfluenceError

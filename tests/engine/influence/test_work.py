@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from psgrad.engine.influence.solvers.costs import Work
+from psgrad.engine.influence.solvers.solver_costs import Work
 
 GB = 1 << 30
 # A convolutional network on digits: 1,437 rows of 10 numbers.

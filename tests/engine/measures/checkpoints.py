@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.measures.builtin.checkpoints import CheckpointOutputs
+from psgrad.engine.measures.builtin.over_checkpoints import CheckpointOutputs
 from psgrad.engine.measures.checkpoint_passes import Grouping
 from psgrad.engine.measures.measure import CheckpointModel, Gathered, Measure, Setting
 from tests.engine.measures.own_passes import columns_of, setting_of

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.measures.gradient_norms import GradientNorms
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
 from psgrad.engine.measures.output_values import Predictions, summary_for

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from psgrad.engine.gradients import SquareNorms
 from psgrad.engine.gradients.precision_guard import is_flagging, samples_to_recompute
 from psgrad.engine.measures import checkpoint_passes
-from psgrad.engine.measures.builtin import checkpoints
-from psgrad.engine.measures.builtin.checkpoints import CheckpointOutputs, EL2NOverCheckpoints, GraNd
+from psgrad.engine.measures.builtin import over_checkpoints
+from psgrad.engine.measures.builtin.over_checkpoints import CheckpointOutputs, EL2NOverCheckpoints, GraNd
 from psgrad.engine.measures.checkpoint_history import History, disagreement, rank_correlation
 from psgrad.engine.measures.checkpoint_passes import grouped, plan_together
 from psgrad.errors import MeasureError
@@ -48,7 +48,7 @@ def vectors(n: int = 7) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (3,), (2, 1)])
 def test_checkpoints_columns_equal_the_loop(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "grouped", in_groups(*sizes))
+    monkeypatch.setattr(over_checkpoints, "grouped", in_groups(*sizes))
     models = [WithBuffers(seed) for seed in range(3)]
     x, y = images(7)
     rows = rows_of(of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y))
@@ -75,7 +75,7 @@ def test_checkpoints_independent_of_chunks_and_resume(
     setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3, targets=y)
     start = min(start, n - 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoints, "grouped", in_groups(*((3,) if together else (1, 1, 1))))
+        patch.setattr(over_checkpoints, "grouped", in_groups(*((3,) if together else (1, 1, 1))))
         whole, part = rows_of(setting, n), rows_of(setting, chunk_size, start)
     for name, column in whole.items():
         torch.testing.assert_close(part[name], column[start:], rtol=1e-12, atol=1e-14)
@@ -86,7 +86,7 @@ def test_checkpoints_grouped_equals_single_float32(monkeypatch: pytest.MonkeyPat
     x, y = images(8)
     result = []
     for sizes in ((3,), (1, 1, 1)):
-        monkeypatch.setattr(checkpoints, "grouped", in_groups(*sizes))
+        monkeypatch.setattr(over_checkpoints, "grouped", in_groups(*sizes))
         result.append(
             History.of(
                 NAMES,
@@ -101,7 +101,7 @@ def test_checkpoints_imprecise_norm_recomputed(monkeypatch: pytest.MonkeyPatch) 
     """Here every norm that doubts are only noted of is wrong, and in doubt is the first model's first sample
     alone.
     """
-    monkeypatch.setattr(checkpoints, "grouped", in_groups(3))
+    monkeypatch.setattr(over_checkpoints, "grouped", in_groups(3))
     models = [WithBuffers(seed) for seed in range(3)]
     x, y = images(6)
     losses, norms = plain_norms(models, F.cross_entropy, x, y)
@@ -134,7 +134,7 @@ def test_checkpoints_imprecise_norm_recomputed(monkeypatch: pytest.MonkeyPatch) 
 def test_checkpoints_nonfinite_at_one_checkpoint(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "grouped", in_groups(*sizes))
+    monkeypatch.setattr(over_checkpoints, "grouped", in_groups(*sizes))
     models = [perceptron(seed) for seed in range(3)]
     with torch.no_grad():
         models[1][2].weight.mul_(torch.inf)  # type: ignore[operator,union-attr]
@@ -196,7 +196,7 @@ def test_checkpoints_el2n_mean_and_deviation() -> None:
 def test_checkpoints_ignored_positions() -> None:
     output, target = torch.randn(6, 4, 5, dtype=torch.float64), torch.randint(5, (6, 4))
     target[0, :2], target[1] = -100, -100
-    summary = checkpoints.checkpoint_summary("token")
+    summary = over_checkpoints.checkpoint_summary("token")
     for z, y in zip(output, target, strict=True):
         said, counted = summary(z, y), y != -100
         p = z.softmax(-1)[counted]
@@ -209,13 +209,16 @@ def test_checkpoints_ignored_positions() -> None:
 
 
 def test_checkpoints_columns_by_kind_of_target() -> None:
-    binary, value = checkpoints.checkpoint_summary("binary"), checkpoints.checkpoint_summary("value")
+    binary, value = (
+        over_checkpoints.checkpoint_summary("binary"),
+        over_checkpoints.checkpoint_summary("value"),
+    )
     said = binary(torch.tensor([0.7], dtype=torch.float64), torch.tensor([0.0]))
     assert said["confidence"] == pytest.approx(1 - 1 / (1 + np.exp(-0.7)), rel=1e-6)
     assert (said["right"], set(said)) == (0, {"confidence", "right", "prediction"})
     assert set(value(torch.tensor([0.7]), torch.tensor([0.0]))) == {"prediction"}
-    assert checkpoints.checkpoint_summary("class")(torch.randn(3), torch.tensor([0.2, 0.3, 0.5])) == {}
-    assert checkpoints.checkpoint_summary("custom")(torch.randn(3), torch.tensor(1)) == {}
+    assert over_checkpoints.checkpoint_summary("class")(torch.randn(3), torch.tensor([0.2, 0.3, 0.5])) == {}
+    assert over_checkpoints.checkpoint_summary("custom")(torch.randn(3), torch.tensor(1)) == {}
 
 
 def test_checkpoints_grouping_of_models() -> None:
@@ -272,7 +275,7 @@ def test_checkpoints_grouping_of_random_and_branching_models() -> None:
 
 
 def test_checkpoints_grouping_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "grouped", in_groups(2, 1))
+    monkeypatch.setattr(over_checkpoints, "grouped", in_groups(2, 1))
     x, y = vectors()
     setting = of_checkpoints(
         [perceptron(seed) for seed in range(3)], F.cross_entropy, (x,), y, kind="class", classes=3
@@ -288,7 +291,7 @@ def test_checkpoints_grouping_is_reported(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_checkpoints_model_is_loaded_when_its_pass_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "grouped", in_groups(1, 1, 1))
+    monkeypatch.setattr(over_checkpoints, "grouped", in_groups(1, 1, 1))
     x, y = vectors()
     setting = of_checkpoints(
         [perceptron(seed) for seed in range(3)], F.cross_entropy, (x,), y, kind="class", classes=3

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from psgrad.engine.measures.builtin.neighbours import NeighbourDistance
-from psgrad.engine.measures.builtin.projected_gradients import ProjectedGradients
+from psgrad.engine.measures.builtin.projected_gradients import GradientProjection, NeighbourDistance
 from psgrad.engine.measures.measure import Gathered
 from tests.engine.measures.one_run import measured
 from tests.engine.measures.own_passes import setting_of
@@ -37,7 +36,7 @@ def found_of(
     """What is found among samples whose gradients are these [n, p]."""
     model = nn.Linear(rows.shape[1], 1, bias=False).to(rows.dtype)
     setting = setting_of(model, lambda output, target: output.sum(), (rows,), None, **facts)
-    measures = [ProjectedGradients(dimension=dimension), NeighbourDistance(**(options or {}))]
+    measures = [GradientProjection(dimension=dimension), NeighbourDistance(**(options or {}))]
     return measured(measures, setting, chunk_size)[1]["neighbour_distance"]
 
 
@@ -164,7 +163,7 @@ def test_neighbour_distance_projection_error() -> None:
 
 MEMORY = """
 import resource, torch
-from psgrad.engine.measures.builtin.neighbours import NeighbourDistance
+from psgrad.engine.measures.builtin.projected_gradients import NeighbourDistance
 from tests.engine.measures.own_passes import setting_of
 def run(n):
     measure = NeighbourDistance(reference=2000)

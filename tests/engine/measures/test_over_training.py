@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from psgrad.engine.measures.builtin.checkpoints import Forgetting, Trajectory
+from psgrad.engine.measures.builtin.over_checkpoints import Forgetting, Trajectory
 from psgrad.engine.measures.checkpoint_history import column
 from psgrad.engine.measures.measure import Gathered
 from psgrad.errors import MeasureError

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from psgrad.engine.measures.builtin import projected_gradients
 from psgrad.engine.measures.builtin.dataset import CovarianceSpectrum, _effective_rank
-from psgrad.engine.measures.builtin.projected_gradients import ProjectedGradients
+from psgrad.engine.measures.builtin.projected_gradients import GradientProjection
 from psgrad.engine.measures.measure import Gathered, Setting
 from psgrad.errors import MeasureError
 from tests.engine.measures.one_run import measured
@@ -32,7 +32,7 @@ def gradients_are(rows: Tensor, **facts: Any) -> Setting:
 
 def spectrum_of(setting: Setting, dimension: int = 256, exact_up_to: int = 0, **how: Any) -> Gathered:
     projected, spectrum = (
-        ProjectedGradients(dimension=dimension),
+        GradientProjection(dimension=dimension),
         CovarianceSpectrum(exact_up_to=exact_up_to, top=1000),
     )
     return measured([projected, spectrum], setting, **how)[1]["covariance_spectrum"]
@@ -65,7 +65,7 @@ def flat_gradients(architecture: Architecture, n: int) -> tuple[Setting, np.ndar
 
 def test_projected_gradients_few_parameters_not_projected() -> None:
     rows = torch.randn(9, 5)
-    result, gathered = measured([ProjectedGradients(dimension=5)], gradients_are(rows))
+    result, gathered = measured([GradientProjection(dimension=5)], gradients_are(rows))
     assert torch.equal(result["projected_gradients"], rows)
     assert gathered["projected_gradients"].numbers["kind"] == "none"
     assert gathered["projected_gradients"].numbers["square_norm_error"] == pytest.approx(0, abs=1e-6)
@@ -75,7 +75,7 @@ def test_projected_gradients_few_parameters_not_projected() -> None:
 def test_projected_gradients_inner_products_error(kind: Any) -> None:
     rows = torch.randn(300, 2000)
     result, gathered = measured(
-        [ProjectedGradients(dimension=64, kind=kind)], gradients_are(rows, seed=3), chunk_size=100
+        [GradientProjection(dimension=64, kind=kind)], gradients_are(rows, seed=3), chunk_size=100
     )
     projected, numbers = result["projected_gradients"].double(), gathered["projected_gradients"].numbers
     squares = projected.square().sum(1) / rows.double().square().sum(1)
@@ -94,22 +94,22 @@ def test_projected_gradients_inner_products_error(kind: Any) -> None:
 @settings(max_examples=15)
 def test_projected_gradients_independent_of_chunks(n: int, p: int, chunk_size: int, dimension: int) -> None:
     setting = gradients_are(decaying(n, p), seed=n)
-    one = measured([ProjectedGradients(dimension=dimension)], setting, chunk_size)[0]["projected_gradients"]
-    other = measured([ProjectedGradients(dimension=dimension)], setting, n)[0]["projected_gradients"]
+    one = measured([GradientProjection(dimension=dimension)], setting, chunk_size)[0]["projected_gradients"]
+    other = measured([GradientProjection(dimension=dimension)], setting, n)[0]["projected_gradients"]
     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_projected_gradients_seed_and_save() -> None:
     rows = torch.randn(4, 50)
     one, other = (
-        measured([ProjectedGradients(dimension=8, save=True)], gradients_are(rows, seed=seed))[1][
+        measured([GradientProjection(dimension=8, save=True)], gradients_are(rows, seed=seed))[1][
             "projected_gradients"
         ]
         for seed in (0, 1)
     )
     assert not torch.equal(one.arrays["projected_gradients"], other.arrays["projected_gradients"])
     assert (
-        measured([ProjectedGradients(dimension=8)], gradients_are(rows))[1]["projected_gradients"].arrays
+        measured([GradientProjection(dimension=8)], gradients_are(rows))[1]["projected_gradients"].arrays
         == {}
     )
 
@@ -120,12 +120,12 @@ def test_projected_gradients_beyond_memory_refused(
     monkeypatch.setattr(projected_gradients, "free_host_memory", lambda: 16 * 10 * 32)
     setting = gradients_are(torch.randn(10, 300))
     with pytest.raises(MeasureError, match="up to 32 columns") as caught:
-        measured([ProjectedGradients(dimension=64)], setting)
+        measured([GradientProjection(dimension=64)], setting)
     assert "set dimension: 32 or less" in str(caught.value)
-    measured([ProjectedGradients(dimension=32)], setting)
+    measured([GradientProjection(dimension=32)], setting)
     monkeypatch.setattr(projected_gradients, "free_host_memory", lambda: 10)
     with pytest.raises(MeasureError, match="fewer samples"):
-        measured([ProjectedGradients(dimension=64)], setting)
+        measured([GradientProjection(dimension=64)], setting)
 
 
 # -- the spectrum --------------------------------------------------------------------------------------------
@@ -302,4 +302,4 @@ def test_projected_gradients_options_invalid_are_refused(options: dict[str, int]
     with pytest.raises(ValueError, match="expected"):
         CovarianceSpectrum(**options)
     with pytest.raises(ValueError, match="got 0 as dimension"):
-        ProjectedGradients(dimension=0)
+        GradientProjection(dimension=0)

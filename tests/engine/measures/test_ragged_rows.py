@@ -9,8 +9,8 @@ import torch
 
 from psgrad.engine.execution.buckets import ModelSize
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.measures.builtin.attribution import InputGradient, IntegratedGradients, SmoothGrad
 from psgrad.engine.measures.builtin.directions import CosineToMean
+from psgrad.engine.measures.builtin.input_attribution import InputGradient, IntegratedGradients, SmoothGrad
 from psgrad.engine.measures.measure import Measure, Setting
 from psgrad.engine.measures.passes import row_pass
 from tests.engine.execution.ragged_models import Case, case

@@ -11,12 +11,12 @@ import pytest
 from psgrad.engine.privacy.accounting import (
     Events,
     StepEvent,
-    calibration,
     coarse_epsilon_pld,
     curve_accountant,
     epsilon_curve,
     epsilon_pld,
     epsilon_rdp,
+    noise_calibration,
     noise_multiplier_for,
 )
 from psgrad.engine.privacy.sampling import Schedule
@@ -83,7 +83,7 @@ def test_calibration_calls_pld_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
         looks.append(events[0][0].noise_multiplier)
         return coarse_epsilon_pld(events, delta)
 
-    monkeypatch.setattr(calibration, "epsilon_pld", counted)
+    monkeypatch.setattr(noise_calibration, "epsilon_pld", counted)
     for target in (0.1, 1.0, 10.0):
         looks.clear()
         noise_multiplier_for(target, 1e-5, steps_of(lambda z: poisson(z, 0.05), 200))

@@ -105,7 +105,7 @@ def computed_again(second_pass: bool, alone: int | None) -> Iterator[None]:
             patch.setattr(batches, "Clipper", partial(clipped_sums.Clipper, memory=0))
         if alone is not None:
             patch.setattr(
-                clipped_sums._Chosen,
+                clipped_sums._ClippedNorms,
                 "cancelling",
                 lambda self, absolute: torch.arange(self.norms.shape[1]) % alone == 0,
             )

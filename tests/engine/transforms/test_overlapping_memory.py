@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from psgrad.engine.transforms import grad, jvp, vmap
-from psgrad.engine.transforms.memory_overlap import overlaps_itself
+from psgrad.engine.transforms.refused_writes import overlaps_itself
 from psgrad.errors import TransformError
 
 Write = Callable[[Tensor], object]

@@ -2,8 +2,8 @@
 
 A level calls this policy in the backward pass, for the cotangent of a value that all samples share (a weight,
 or a value computed from weights only). A contraction over positions makes a deferred value (`entry.py`).
-Linear operators on a deferred value are applied to its factors (`propagation.py`, `products.py`). Any other
-operator materialises the value first.
+Linear operators on a deferred value are applied to its factors (`propagation.py`, `shared_products.py`). Any
+other operator materialises the value first.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from psgrad.engine.gradients.deferral.entry import ENTRY_RULES
-from psgrad.engine.gradients.deferral.products import PARTS, PRODUCTS
 from psgrad.engine.gradients.deferral.propagation import SHAPES, SUMS
+from psgrad.engine.gradients.deferral.shared_products import PARTS, PRODUCTS
 from psgrad.engine.gradients.deferred import DeferredGradient as DeferredGradient
 from psgrad.engine.gradients.deferred import Placed as Placed
 from psgrad.engine.gradients.deferred import deferred_in as deferred_in

@@ -11,13 +11,21 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
-from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Multiples, Product, Rows, narrow
+from psgrad.engine.gradients.layout import AxisLayout
+from psgrad.engine.gradients.terms import (
+    Convolution,
+    Dense,
+    GroupedProduct,
+    Multiples,
+    Product,
+    Rows,
+    narrow,
+)
 from psgrad.engine.transforms.batch_values import Batch
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from psgrad.engine.transforms.rules.families import wrap_dim
-from psgrad.engine.transforms.rules.grouped import group_of_rows, grouped_outer
+from psgrad.engine.transforms.rules.grouped_matmul import group_of_rows, grouped_outer
 
 aten = torch.ops.aten
 
@@ -86,7 +94,7 @@ def _in_part(batch: Batch, g: torch.Tensor, dim: int, start: int, step: int, siz
     if sum(length > 1 for length in shape) < 2:
         return NotImplemented
     term = Dense(batch.physical(g))
-    layout = Layout.identity(term.shape).embed(dim, start, step, size)
+    layout = AxisLayout.identity(term.shape).embed(dim, start, step, size)
     return DeferredGradient((Placed(term, layout),), torch.Size(shape), g.dtype, g.device)
 
 
@@ -116,7 +124,7 @@ def _index_select_backward(
     rows = batch.physical(g).permute(0, *(d + 1 for d in order))
     places = batch.physical(index).reshape(n, -1)
     term = Rows(places, rows.reshape(n, places.shape[1], math.prod(rows.shape[2:])), shape[dim])
-    layout = Layout.identity(term.shape).reshape([shape[d] for d in order])
+    layout = AxisLayout.identity(term.shape).reshape([shape[d] for d in order])
     layout = layout.permute([order.index(d) for d in range(len(shape))]) if layout is not None else None
     return (
         NotImplemented
@@ -163,7 +171,7 @@ def _outer(batch: Batch, a: torch.Tensor, b: torch.Tensor) -> Any:
     order = [*both, *lefts, *rights, *ones]
     left, right = (x.permute(0, *(d + 1 for d in order)) for x in (left, right))
     term = Product(left.reshape(n, groups, 1, rows), right.reshape(n, groups, 1, columns))
-    layout = Layout.identity(term.shape).reshape([sizes[d] for d in order])
+    layout = AxisLayout.identity(term.shape).reshape([sizes[d] for d in order])
     layout = layout.permute([order.index(d) for d in range(rank)]) if layout is not None else None
     if layout is None:
         return NotImplemented

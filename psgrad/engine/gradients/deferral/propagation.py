@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed, merged, term_of
-from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.terms import Dense, Multiples
 from psgrad.engine.gradients.terms import placed as placed_maps
 from psgrad.engine.transforms.batch_values import Batch
@@ -43,7 +43,7 @@ def of_each(
     return value.with_terms(terms, torch.Size(shape))
 
 
-def relabelled(value: DeferredGradient, layouts: list[Layout | None]) -> Any:
+def relabelled(value: DeferredGradient, layouts: list[AxisLayout | None]) -> Any:
     if any(layout is None for layout in layouts):
         return NotImplemented
     terms = [

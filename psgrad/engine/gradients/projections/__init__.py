@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from psgrad.engine.gradients.projections.base import VERSION
-from psgrad.engine.gradients.projections.base import Projection as Projection
 from psgrad.engine.gradients.projections.entrywise import Gaussian as Gaussian
 from psgrad.engine.gradients.projections.entrywise import Rademacher as Rademacher
 from psgrad.engine.gradients.projections.entrywise import Sparse as Sparse
+from psgrad.engine.gradients.projections.projection import VERSION
+from psgrad.engine.gradients.projections.projection import Projection as Projection
 from psgrad.engine.gradients.projections.two_sided import TwoSided as TwoSided
 from psgrad.errors import TransformArgumentError
 

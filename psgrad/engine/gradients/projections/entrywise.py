@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 
 from psgrad.engine.gradients.deferred import DeferredGradient
-from psgrad.engine.gradients.projections.base import (
+from psgrad.engine.gradients.projections.projection import (
     Kind,
     MatrixEntries,
     Per,
     Projection,
     Sums,
     below,
+    cached,
     element_limit,
     key_of,
-    remembered,
     sign_at,
     signs,
     streams,
@@ -107,9 +107,9 @@ def add_dense(sums: Sums, kind: Kind, key: int, gradient: DeferredGradient, k: i
 _SAMPLES = {"cpu": 64, "cuda": 1024}
 # Segments a slice.
 _SEGMENTS = 8
-# Places and signs of a slice with at most so many are kept for the next samples: hashing them takes twice as
+# Indices and signs of a slice with at most so many are kept for the next samples: hashing them takes twice as
 # long as adding them up.
-_REMEMBERED = 1 << 16
+_CACHED = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Orders:
         return factors, below(words_at(stream, self.count + block), self.size)
 
 
-@remembered(16)
+@cached(16)
 def _units(size: int, inverse: bool, device: torch.device) -> torch.Tensor:
     """The numbers below `size` that have no divisor in common with it, in ascending order, or the inverse of
     each modulo `size`.
@@ -255,7 +255,7 @@ def _add(sums: Sums, orders: Orders, part: Slice, factor: float, memory: Workspa
         values[:offset].zero_()
         values[offset : offset + len(part.places)] = part.values.t()
         values[offset + len(part.places) :].zero_()
-    gathered = _gathered_once if length * orders.count <= _REMEMBERED else _gathered
+    gathered = _gathered_once if length * orders.count <= _CACHED else _gathered
     places, drawn = gathered(orders, segments, sums.device, sums.dtype)
     sums_of_places = F.embedding_bag(places, values, mode="sum", per_sample_weights=drawn)
     sums.add(part.samples, sums_of_places.t() if factor == 1 else sums_of_places.t() * factor)
@@ -268,8 +268,8 @@ def _gathered(
     return places, drawn.to(dtype)
 
 
-# The next samples use the same. At most 64 of _REMEMBERED entries of 16 bytes: 64 MiB.
-_gathered_once = remembered(64)(_gathered)
+# The next samples use the same. At most 64 of _CACHED entries of 16 bytes: 64 MiB.
+_gathered_once = cached(64)(_gathered)
 
 
 def _add_listed(

@@ -11,14 +11,14 @@ from functools import cached_property
 import torch
 
 from psgrad.engine.gradients.deferred import Placed
-from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.terms import Slice as Slice
 
 
-class Places:
+class ParameterIndices:
     """Converts places in a term's row-major order to places in the parameter's, by arithmetic."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: AxisLayout) -> None:
         self.layout = layout
 
     @cached_property
@@ -77,7 +77,7 @@ def slices(
         width: the largest number of places of a slice of a table's looked-up rows; such a slice leaves out
             samples that looked up none of them.
     """
-    term, places = placed.term.at(samples, dtype), Places(placed.layout)
+    term, places = placed.term.at(samples, dtype), ParameterIndices(placed.layout)
     first = samples.start or 0
     for part in term.slices(limit, width):
         whose = (

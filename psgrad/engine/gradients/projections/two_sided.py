@@ -12,7 +12,8 @@ from typing import ClassVar
 import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
-from psgrad.engine.gradients.projections.base import (
+from psgrad.engine.gradients.projections.entrywise import WIDEST, Orders, add_sparse
+from psgrad.engine.gradients.projections.projection import (
     Kind,
     MatrixEntries,
     Per,
@@ -21,8 +22,7 @@ from psgrad.engine.gradients.projections.base import (
     element_limit,
     key_of,
 )
-from psgrad.engine.gradients.projections.entrywise import WIDEST, Orders, add_sparse
-from psgrad.engine.gradients.projections.slices import Places, Slice, slices
+from psgrad.engine.gradients.projections.slices import ParameterIndices, Slice, slices
 from psgrad.errors import TransformArgumentError
 
 
@@ -83,12 +83,16 @@ class TwoSided(Projection):
         if len(gradient.shape) < 2:
             add_sparse(sums, self._orders(name), gradient, 1 / self.scale)
             return
-        sides = _Sides(self, name, math.prod(gradient.shape[1:]), sums.device)
+        sides = _SideMatrices(self, name, math.prod(gradient.shape[1:]), sums.device)
         for placed in gradient.terms:
             if not placed.term.factors[0].numel():
                 continue
             places = placed.term.matrix_places()
-            matrices = sides.apart(Places(placed.layout), *places, sums.dtype) if places is not None else None
+            matrices = (
+                sides.apart(ParameterIndices(placed.layout), *places, sums.dtype)
+                if places is not None
+                else None
+            )
             if matrices is None:
                 _add_slices(sums, sides, placed)
                 continue
@@ -98,7 +102,7 @@ class TwoSided(Projection):
                 sums.add(samples, torch.bmm(a.transpose(1, 2), b).flatten(1))
 
 
-class _Sides:
+class _SideMatrices:
     """The two matrices of one parameter, computed by rows and columns of the parameter when they are
     needed.
     """
@@ -118,7 +122,7 @@ class _Sides:
         return self._entries[side].at(places).to(dtype)
 
     def apart(
-        self, places: Places, first: torch.Tensor, count: int, dtype: torch.dtype
+        self, places: ParameterIndices, first: torch.Tensor, count: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
         """The matrices for a term whose places are pairs (i, j), i * count + j in its own order.
 
@@ -153,7 +157,7 @@ def _tensor(places: range | torch.Tensor, device: torch.device) -> torch.Tensor:
     )
 
 
-def _add_slices(sums: Sums, sides: _Sides, placed: Placed) -> None:
+def _add_slices(sums: Sums, sides: _SideMatrices, placed: Placed) -> None:
     """Add a value that is not a sum over positions of rows times columns, in slices: whole rows, parts of a
     row, or single places.
     """
@@ -189,7 +193,7 @@ def _by_rows(part: Slice, columns: int, width: int) -> Iterator[Slice]:
         at += size
 
 
-def _of_rows(piece: Slice, sides: _Sides, dtype: torch.dtype) -> torch.Tensor:
+def _of_rows(piece: Slice, sides: _SideMatrices, dtype: torch.dtype) -> torch.Tensor:
     """[m, left * right] of whole rows, or of neighbours in one row."""
     places, device = piece.places, piece.values.device
     rows = -(-len(places) // sides.columns)

@@ -5,12 +5,10 @@ Methods for a pair of kinds are in the file that imports the other one. A new ki
 here.
 """
 
-from psgrad.engine.gradients.terms.base import Placed as Placed
-from psgrad.engine.gradients.terms.base import Slice as Slice
-from psgrad.engine.gradients.terms.base import Term as Term
-from psgrad.engine.gradients.terms.convolution import Convolution as Convolution
+from psgrad.engine.gradients.layout import Slice as Slice
+from psgrad.engine.gradients.terms.convolution_gradient import Convolution as Convolution
 from psgrad.engine.gradients.terms.dense import Dense as Dense
-from psgrad.engine.gradients.terms.grouped import GroupedProduct as GroupedProduct
+from psgrad.engine.gradients.terms.grouped_product import GroupedProduct as GroupedProduct
 from psgrad.engine.gradients.terms.hadamard import Hadamard as Hadamard
 from psgrad.engine.gradients.terms.multiples import Multiples as Multiples
 from psgrad.engine.gradients.terms.numerics import BLOCK_BYTES as BLOCK_BYTES
@@ -25,4 +23,6 @@ from psgrad.engine.gradients.terms.numerics import sum_of_products as sum_of_pro
 from psgrad.engine.gradients.terms.numerics import times_shared as times_shared
 from psgrad.engine.gradients.terms.placed import narrow as narrow
 from psgrad.engine.gradients.terms.product import Product as Product
-from psgrad.engine.gradients.terms.rows import Rows as Rows
+from psgrad.engine.gradients.terms.table_rows import Rows as Rows
+from psgrad.engine.gradients.terms.term import Placed as Placed
+from psgrad.engine.gradients.terms.term import Term as Term

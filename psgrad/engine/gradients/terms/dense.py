@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from psgrad.engine.gradients.costs import Cost
-from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.layout import AxisLayout, Slice
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.terms.axes import arranged
-from psgrad.engine.gradients.terms.base import Multiply, Names, Placed, Slice, Term
 from psgrad.engine.gradients.terms.numerics import (
     accumulating,
     norms_at_least,
     of_one_dtype,
     square_norm,
 )
+from psgrad.engine.gradients.terms.term import Multiply, Names, Placed, Term
 
 aten = torch.ops.aten
 
@@ -97,29 +97,29 @@ class Dense(Term):
             places // row * row if 0 < row <= places else places
         )
 
-    def narrow(self, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:
+    def narrow(self, layout: AxisLayout, dim: int, start: int, step: int, length: int) -> Placed | None:
         value = layout.apply(self.value, lead=1)
         at = (slice(None),) * (dim + 1) + (slice(start, start + (length - 1) * step + 1, step),)
         return Placed.plain(replace(self, value=value[at]))
 
-    def sum(self, layout: Layout, dims: set[int]) -> Placed | None:
+    def sum(self, layout: AxisLayout, dims: set[int]) -> Placed | None:
         return Placed.plain(
             replace(self, value=layout.apply(self.value, lead=1).sum([dim + 1 for dim in dims], keepdim=True))
         )
 
-    def times(self, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
+    def times(self, layout: AxisLayout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
         return Placed.plain(
             replace(self, value=product(layout.apply(self.value, lead=1), by if each else by.unsqueeze(0)))
         )
 
-    def scatter(self, layout: Layout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
+    def scatter(self, layout: AxisLayout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
         value = layout.apply(self.value, lead=1)
         shape = [size if d == dim + 1 else length for d, length in enumerate(value.shape)]
         return Placed.plain(
             replace(self, value=aten.index_select_backward.default(value, shape, dim + 1, index))
         )
 
-    def contract(self, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
+    def contract(self, layout: AxisLayout, dim: int, matrix: torch.Tensor) -> Placed | None:
         if matrix.dim() != 2:
             return None
         value, matrix = of_one_dtype(layout.apply(self.value, lead=1), matrix)

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.layout import Layout
-from psgrad.engine.gradients.terms.base import Multiply, Placed, Slice, Term, joined
+from psgrad.engine.gradients.layout import AxisLayout, Slice
 from psgrad.engine.gradients.terms.dense import Dense
 from psgrad.engine.gradients.terms.numerics import (
     accumulating,
@@ -18,6 +17,7 @@ from psgrad.engine.gradients.terms.numerics import (
     times_shared,
     zero_where_lost,
 )
+from psgrad.engine.gradients.terms.term import Multiply, Placed, Term, joined
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Hadamard(Term):
     shared: torch.Tensor  # [*shape]
 
     @classmethod
-    def of(cls, term: Term, layout: Layout, by: torch.Tensor, product: Multiply) -> Placed:
+    def of(cls, term: Term, layout: AxisLayout, by: torch.Tensor, product: Multiply) -> Placed:
         """A placed term times (or over) a tensor that broadcasts to the layout's shape."""
         full = product(torch.ones((), dtype=by.dtype, device=by.device), by).expand(layout.inner)
         return Placed(cls(term, layout.invert(full, term.shape)), layout)
@@ -106,19 +106,19 @@ class Hadamard(Term):
             )
             yield Slice(part.values * factor, places, part.samples)
 
-    def narrow(self, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:
+    def narrow(self, layout: AxisLayout, dim: int, start: int, step: int, length: int) -> Placed | None:
         inner = self.term.narrow(layout, dim, start, step, length)
         shared = layout.apply(self.shared)[
             (slice(None),) * dim + (slice(start, start + (length - 1) * step + 1, step),)
         ]
         return None if inner is None else inner.term.times(inner.layout, shared, torch.mul, each=False)
 
-    def times(self, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
+    def times(self, layout: AxisLayout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
         shared = layout.apply(self.shared)
         if not each:
             return Placed(Hadamard(self.term, layout.invert(product(shared, by), self.shape)), layout)
         inner = self.term.times(layout, by, product, each=True)
         return None if inner is None else inner.term.times(inner.layout, shared, torch.mul, each=False)
 
-    def sum(self, layout: Layout, dims: set[int]) -> Placed | None:
+    def sum(self, layout: AxisLayout, dims: set[int]) -> Placed | None:
         return self.term.sum_times(layout, dims, self.shared)

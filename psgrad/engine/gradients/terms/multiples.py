@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.layout import AxisLayout, Slice
 from psgrad.engine.gradients.terms import placed as placed_maps
-from psgrad.engine.gradients.terms.base import Multiply, Placed, Slice, Term
 from psgrad.engine.gradients.terms.dense import Dense
 from psgrad.engine.gradients.terms.numerics import (
     accumulating,
@@ -22,6 +21,7 @@ from psgrad.engine.gradients.terms.numerics import (
     sum_of_products,
     zero_where_lost,
 )
+from psgrad.engine.gradients.terms.term import Multiply, Placed, Term
 
 aten = torch.ops.aten
 
@@ -108,7 +108,7 @@ class Multiples(Term):
     def describe(self) -> str:
         return "closed form"
 
-    def placed_products(self, layout: Layout, other: Placed) -> torch.Tensor | None:
+    def placed_products(self, layout: AxisLayout, other: Placed) -> torch.Tensor | None:
         """<c * u, value> = <u, c * value>: the coefficients go into a factor of the other term."""
         own = self._placed(layout)
         if own is None or other.term.stored_value is not None:
@@ -131,7 +131,7 @@ class Multiples(Term):
             own = coefficients if coefficients.shape[1] == 1 else coefficients[:, start : start + step]
             yield Slice((own * some).flatten(1), range(start * row, (start + len(some)) * row), slice(None))
 
-    def _placed(self, layout: Layout) -> Multiples | None:
+    def _placed(self, layout: AxisLayout) -> Multiples | None:
         """The term with the axes of the layout; None if coefficients vary along a part of one of these axes
         only.
         """
@@ -160,7 +160,7 @@ class Multiples(Term):
         )
         return Multiples(coefficients, layout.apply(self.shared))
 
-    def narrow(self, layout: Layout, dim: int, start: int, step: int, length: int) -> Placed | None:
+    def narrow(self, layout: AxisLayout, dim: int, start: int, step: int, length: int) -> Placed | None:
         placed = self._placed(layout)
         if placed is None:
             return None
@@ -172,7 +172,7 @@ class Multiples(Term):
         )
         return Placed.plain(Multiples(own, placed.shared[at]))
 
-    def sum(self, layout: Layout, dims: set[int]) -> Placed | None:
+    def sum(self, layout: AxisLayout, dims: set[int]) -> Placed | None:
         placed = self._placed(layout)
         if placed is None:
             return None
@@ -192,7 +192,7 @@ class Multiples(Term):
             return Placed.plain(Dense(placed.materialise()))
         return Placed.plain(placed)
 
-    def times(self, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
+    def times(self, layout: AxisLayout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
         placed = self._placed(layout)
         if placed is None:
             return None
@@ -200,7 +200,7 @@ class Multiples(Term):
             return Placed.plain(Multiples(product(placed.coefficients, by), placed.shared))
         return Placed.plain(Multiples(placed.coefficients, product(placed.shared, by)))
 
-    def scatter(self, layout: Layout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
+    def scatter(self, layout: AxisLayout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
         placed = self._placed(layout)
         if placed is None or placed.coefficients.shape[dim + 1] != 1:
             return None
@@ -211,14 +211,14 @@ class Multiples(Term):
             )
         )
 
-    def contract(self, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
+    def contract(self, layout: AxisLayout, dim: int, matrix: torch.Tensor) -> Placed | None:
         placed = self._placed(layout)
         if placed is None or placed.coefficients.shape[dim + 1] != 1 or matrix.dim() != 2:
             return None
         shared, matrix = of_one_dtype(placed.shared.movedim(dim, -1), matrix)
         return Placed.plain(Multiples(placed.coefficients, torch.matmul(shared, matrix).movedim(-1, dim)))
 
-    def expand(self, layout: Layout, shape: Sequence[int]) -> Placed | None:
+    def expand(self, layout: AxisLayout, shape: Sequence[int]) -> Placed | None:
         placed = self._placed(layout)
         if placed is None:
             return None

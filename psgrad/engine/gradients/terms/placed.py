@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 import torch
 
-from psgrad.engine.gradients.layout import AxisSlice, Layout
+from psgrad.engine.gradients.layout import AxisLayout, AxisSlice
 from psgrad.engine.gradients.precision_guard import samples_to_recompute
-from psgrad.engine.gradients.terms.base import Multiply, Placed
+from psgrad.engine.gradients.terms.term import Multiply, Placed
 
 
 def narrowed(placed: Placed, dim: int, start: int, step: int, length: int) -> list[Placed] | None:
@@ -146,7 +146,9 @@ def scattered(placed: Placed, dim: int, index: torch.Tensor, size: int) -> list[
     return None if inner is None else [_in_window(inner, placed.layout, {dim: AxisSlice(0, 1, size)})]
 
 
-def _in_window(placed: Placed, before: Layout, new: Mapping[int, AxisSlice] = MappingProxyType({})) -> Placed:
+def _in_window(
+    placed: Placed, before: AxisLayout, new: Mapping[int, AxisSlice] = MappingProxyType({})
+) -> Placed:
     """A term after a map, in the window, if any, of its layout before; new: the runs of the axes that the map
     has changed.
     """

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from psgrad.engine.gradients.costs import Cost, Machine, norm_order_costs
-from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.layout import AxisLayout, Slice
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.terms.axes import CutMaps, arranged, by_atoms, varies
-from psgrad.engine.gradients.terms.base import Multiply, Placed, Slice, Term, sums_of_grams
+from psgrad.engine.gradients.terms.axes import CutMaps, CutProduct, arranged, by_atoms, varies
 from psgrad.engine.gradients.terms.dense import dense
 from psgrad.engine.gradients.terms.hadamard import Hadamard
 from psgrad.engine.gradients.terms.numerics import (
@@ -30,7 +29,7 @@ from psgrad.engine.gradients.terms.numerics import (
     times_shared,
     zero_where_lost,
 )
-from psgrad.engine.gradients.terms.product_cut import CutProduct
+from psgrad.engine.gradients.terms.term import Multiply, Placed, Term, sums_of_grams
 
 
 @dataclass(frozen=True)
@@ -261,7 +260,7 @@ class Product(CutMaps, Term):
             left = some.left @ first if groups == 1 else some.left @ first.view(groups, rows, -1)
             yield samples, left.flatten(1, 2), (some.right @ second).flatten(1, 2)
 
-    def cut(self, layout: Layout) -> CutProduct | None:
+    def cut(self, layout: AxisLayout) -> CutProduct | None:
         return CutProduct.of(self.left, self.right, layout)
 
     @staticmethod
@@ -275,7 +274,7 @@ class Product(CutMaps, Term):
             return dense(value.reshape(len(left), *cut.sizes()), cut.names, cut.axes, cut.shape)
         return arranged(Product(left, right), cut.names, cut.sizes(), cut.axes, cut.shape)
 
-    def times(self, layout: Layout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
+    def times(self, layout: AxisLayout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
         cut = self.cut(layout)
         if cut is None:
             return None
@@ -294,7 +293,7 @@ class Product(CutMaps, Term):
             return Hadamard.of(self, layout, by, product)
         return self.placed(cut)
 
-    def sum_times(self, layout: Layout, dims: set[int], shared: torch.Tensor) -> Placed | None:
+    def sum_times(self, layout: AxisLayout, dims: set[int], shared: torch.Tensor) -> Placed | None:
         cut = self.cut(layout)
         if cut is None:
             return None
@@ -314,14 +313,14 @@ class Product(CutMaps, Term):
         shape = [1 if dim in dims else size for dim, size in enumerate(cut.shape)]
         return dense(value, [name for name in names if name not in gone], cut.axes, shape)
 
-    def scatter(self, layout: Layout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
+    def scatter(self, layout: AxisLayout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
         cut = self.cut(layout)
         if cut is None or len(cut.axes[dim]) != 1 or not cut.scatter(cut.axes[dim][0], index, size):
             return None
         cut.shape[dim] = size
         return self.placed(cut)
 
-    def contract(self, layout: Layout, dim: int, matrix: torch.Tensor) -> Placed | None:
+    def contract(self, layout: AxisLayout, dim: int, matrix: torch.Tensor) -> Placed | None:
         cut = self.cut(layout)
         if cut is None:
             return None

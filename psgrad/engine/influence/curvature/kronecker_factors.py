@@ -20,7 +20,7 @@ import torch
 
 from psgrad.engine.execution.ranks import Arrays, Processes
 from psgrad.engine.gradients.deferred import DeferredGradient, oriented_if_free
-from psgrad.engine.gradients.layout import Layout
+from psgrad.engine.gradients.layout import AxisLayout
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.terms import Term, blocks
 
@@ -34,7 +34,7 @@ class Form:
         shape: (groups, rows, columns).
     """
 
-    layout: Layout | None
+    layout: AxisLayout | None
     shape: tuple[int, int, int]
 
     def matrices(self, value: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,7 @@ class FactorSums:
                 result.vectors[name] = value
                 continue
             layout, shape, *which = rest
-            use = name, Form(None if layout is None else Layout.of_plain(layout), tuple(shape))
+            use = name, Form(None if layout is None else AxisLayout.of_plain(layout), tuple(shape))
             if kind == "moment":
                 result.moments.setdefault(use, {})[which[0]] = value
             else:

@@ -54,8 +54,8 @@ class _RowSums:
     def __init__(self, flat: Flat, per_sample: int, device: torch.device) -> None:
         self.flat, self.per_sample = flat, per_sample
         self.whole = torch.zeros(flat.size, flat.size, dtype=torch.float64, device=device)
-        self._chunk: list[list[_Part]] = []
-        self._kept: list[list[_Part]] = []
+        self._chunk: list[list[_OuterRows]] = []
+        self._kept: list[list[_OuterRows]] = []
 
     def columns(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
         self._chunk = [_parts(part, self.flat, self.per_sample) for _, part in gradients.parts]
@@ -69,14 +69,14 @@ class _RowSums:
 
     def add_kept(self) -> None:
         """Add what is kept to `whole`."""
-        alike: dict[tuple[Any, ...], list[list[_Part]]] = {}
+        alike: dict[tuple[Any, ...], list[list[_OuterRows]]] = {}
         for parts in self._kept:
             alike.setdefault(tuple(part.form for part in parts), []).append(parts)
         self._kept = []
         for chunks in alike.values():
-            self._add([_Part.joined(same) for same in zip(*chunks, strict=True)])
+            self._add([_OuterRows.joined(same) for same in zip(*chunks, strict=True)])
 
-    def _add(self, parts: list[_Part]) -> None:
+    def _add(self, parts: list[_OuterRows]) -> None:
         for number, left in enumerate(parts):
             for right in parts[number:]:
                 block = left.with_itself() if left is right else left.times(right)
@@ -85,7 +85,7 @@ class _RowSums:
                     self.whole[_places(right, left)] += block.t()
 
 
-def _places(left: _Part, right: _Part) -> tuple[slice | torch.Tensor, slice | torch.Tensor]:
+def _places(left: _OuterRows, right: _OuterRows) -> tuple[slice | torch.Tensor, slice | torch.Tensor]:
     """Where in a matrix of all parameters the products of two parts are."""
     rows, columns = left.columns, right.columns
     if isinstance(rows, torch.Tensor) and isinstance(columns, torch.Tensor):
@@ -94,7 +94,7 @@ def _places(left: _Part, right: _Part) -> tuple[slice | torch.Tensor, slice | to
 
 
 @dataclass(frozen=True)
-class _Part:
+class _OuterRows:
     """Rows own_r ⊗ shared, float64. own: [n, R, a], shared: [n, b], columns: [a * b], where in a row of all
     parameters they are. form: parts of one form have the same columns.
     """
@@ -109,7 +109,7 @@ class _Part:
         return self.own.nbytes + self.shared.nbytes
 
     @classmethod
-    def joined(cls, parts: Sequence[_Part]) -> _Part:
+    def joined(cls, parts: Sequence[_OuterRows]) -> _OuterRows:
         """Parts of one form as one, of all their samples."""
         if len(parts) == 1:
             return parts[0]
@@ -137,7 +137,7 @@ class _Part:
         whole = total[own_places.flatten()][:, shared_places.flatten()]
         return whole.reshape(a, a, b, b).transpose(1, 2).reshape(a * b, a * b)
 
-    def times(self, other: _Part) -> torch.Tensor:
+    def times(self, other: _OuterRows) -> torch.Tensor:
         """[a * b, a' * b']: the sum over rows of the outer products of this part with another's."""
         a, b, c, d = self.own.shape[2], self.shared.shape[1], other.own.shape[2], other.shared.shape[1]
         step = _NUMBERS // (a * c + b * d)
@@ -168,10 +168,10 @@ def _half(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return places, which
 
 
-def _parts(gradients: PerSampleGradients, flat: Flat, per_sample: int) -> list[_Part]:
+def _parts(gradients: PerSampleGradients, flat: Flat, per_sample: int) -> list[_OuterRows]:
     """One for each parameter whose rows share a factor, and one for all others together."""
     device = gradients.losses.device
-    parts: list[_Part] = []
+    parts: list[_OuterRows] = []
     values, rest = [], []
     for name, gradient in gradients.gradients.items():
         if gradient.is_zero:
@@ -180,7 +180,7 @@ def _parts(gradients: PerSampleGradients, flat: Flat, per_sample: int) -> list[_
         part = part_of(gradient, per_sample)
         if isinstance(part, SharedFactorRows) and part.own.shape[2] == 1:
             own, shared = part.own.squeeze(2).double(), part.shared.squeeze(1).double()
-            parts.append(_Part((name, part.form), own, shared, columns))
+            parts.append(_OuterRows((name, part.form), own, shared, columns))
             if part.transposed:
                 order = torch.arange(columns.start, columns.stop, device=device).reshape(shared.shape[1], -1)
                 parts[-1] = replace(parts[-1], columns=order.t().reshape(-1))
@@ -190,7 +190,7 @@ def _parts(gradients: PerSampleGradients, flat: Flat, per_sample: int) -> list[_
             rest.append((name, torch.arange(columns.start, columns.stop, device=device)))
     if values:
         own, form = torch.cat(values, dim=2), tuple(name for name, _ in rest)
-        parts.append(_Part(form, own, own.new_ones(len(own), 1), torch.cat([each for _, each in rest])))
+        parts.append(_OuterRows(form, own, own.new_ones(len(own), 1), torch.cat([each for _, each in rest])))
     return parts
 
 

@@ -20,7 +20,7 @@ from psgrad.engine.gradients.terms import Term
 _WORTH = 2
 
 
-class Part(ABC):
+class ParameterRows(ABC):
     """The rows of n samples, R each, in one parameter. Blocks of k vectors come with the vectors along the
     last axis.
 
@@ -56,7 +56,7 @@ class Part(ABC):
         """[R]: which rows are not zero for all samples."""
 
     @abstractmethod
-    def only(self, rows: torch.Tensor) -> Part:
+    def only(self, rows: torch.Tensor) -> ParameterRows:
         """The same with some of the rows, [R] booleans."""
 
     @abstractmethod
@@ -65,7 +65,7 @@ class Part(ABC):
 
 
 @dataclass(frozen=True)
-class MaterialisedRows(Part):
+class MaterialisedRows(ParameterRows):
     """rows: [n, R, numel]"""
 
     rows: torch.Tensor
@@ -109,7 +109,7 @@ class MaterialisedRows(Part):
 
 
 @dataclass(frozen=True)
-class SharedFactorRows(Part):
+class SharedFactorRows(ParameterRows):
     """Rows that are sums over positions of outer products, one factor of which is the same for all rows of a
     sample.
 
@@ -179,7 +179,7 @@ class SharedFactorRows(Part):
         return 2 * self.own.shape[2] * self.own.shape[3] * vectors
 
 
-def part_of(gradient: DeferredGradient, rows: int) -> Part:
+def part_of(gradient: DeferredGradient, rows: int) -> ParameterRows:
     """Gradients of n * R losses, the R of one sample next to one another, in the form that products with
     vectors are cheapest in.
     """

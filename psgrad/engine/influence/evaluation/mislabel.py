@@ -102,7 +102,7 @@ def folds(rows: int, random: np.random.Generator, count: int = FOLDS) -> list[Ar
 
 
 def suspicion(outputs: Array, labels: Array) -> dict[str, Array]:
-    """Scores from logits [n, classes] and labels [n], each larger where a label looks wrong.
+    """Scores from logits [n, classes] and labels [n], each larger where a label is more likely wrong.
 
     self_confidence: 1 - p of the label (cleanlab's, turned round). el2n: |p - onehot(label)| (Paul, Ganguli
     and Dziugaite 2021). margin: the largest other logit minus the label's.

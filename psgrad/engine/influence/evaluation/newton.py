@@ -142,8 +142,8 @@ class _NewtonSearch:
                 f"newton can't train {self.jobs[number].name}: its Hessian is not positive definite",
                 expected="a strictly convex objective, such as softmax regression with weight decay",
                 cause=(
-                    "the model has hidden layers, or directions that its loss does not see and no weight"
-                    " decay"
+                    "the model has hidden layers, or directions that its loss does not depend on and no"
+                    " weight decay"
                 ),
                 next_step="set a train.weight_decay, or influence.evaluate.train.optimizer: adam",
             )

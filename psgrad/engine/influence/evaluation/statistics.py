@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.influence.averages import Average, joined_self
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method
-from psgrad.engine.influence.ranking import Normalize, divisor, joined_scores
+from psgrad.engine.influence.ranking import Average, Normalize, divisor, joined_scores, joined_self
 from psgrad.errors import InfluenceError
 
 Array = np.ndarray[Any, Any]
@@ -137,7 +136,7 @@ CheckpointExamples = tuple[Examples, Checkpoint]
 
 
 def fitted_to(method: Method, places: Sequence[CheckpointExamples]) -> list[Fitted]:
-    """The method at each checkpoint, to the training examples as its model sees them."""
+    """The method at each checkpoint, to the training examples as its model gets them."""
     return method.fit_run(places)
 
 

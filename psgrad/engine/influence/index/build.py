@@ -12,9 +12,9 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.influence.index.estimators import ProjectedCosines, ProjectedProducts, require_parameters
-from psgrad.engine.influence.index.factors import RowForm
-from psgrad.engine.influence.index.rows import RowPass, RowSource
-from psgrad.engine.influence.index.stored import IndexStore, StoredRows, encoded, projector_of, spec_of
+from psgrad.engine.influence.index.index_rows import RowPass, RowSource
+from psgrad.engine.influence.index.row_products import RowForm
+from psgrad.engine.influence.index.stored_index import IndexStore, StoredRows, encoded, projector_of, spec_of
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, ScoreBlock, Scores
 from psgrad.engine.influence.methods.gradient_products import (
     GradientCosine,
@@ -38,7 +38,7 @@ def build_index(
     """Compute and write what the store does not hold yet.
 
     Args:
-        load: checkpoint number to the training examples as that checkpoint sees them, for this process alone:
+        load: checkpoint number to the training examples as that checkpoint gets them, for this process alone:
             the store's new rows. Called once for each checkpoint with shards to write, in order, so that one
             model is in memory at a time.
         say: called with the rows whose gradients are not finite.
@@ -101,7 +101,7 @@ def _agree_on_chunk_size(examples: Examples, processes: Processes, number: int) 
         return
 
     def found() -> list[int]:
-        examples.stream.settle_chunk_size(len(examples))
+        examples.stream.choose_chunk_size(len(examples))
         return examples.stream.chunk_facts()
 
     examples.stream.take_chunk_facts(processes.agreed(f"index.{number}.chunk", found))

@@ -14,9 +14,9 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Arrays, OneProcess, Processes, in_turn
 from psgrad.engine.gradients.flat import Flat
 from psgrad.engine.gradients.projections.projector import Columns
-from psgrad.engine.influence.index.products import Queries
-from psgrad.engine.influence.index.rows import Differentiated, RowBlock, RowSource
-from psgrad.engine.influence.index.stored import StoredRows
+from psgrad.engine.influence.index.index_rows import Differentiated, RowBlock, RowSource
+from psgrad.engine.influence.index.row_products import Queries
+from psgrad.engine.influence.index.stored_index import StoredRows
 from psgrad.engine.influence.leverage import Damping
 from psgrad.engine.influence.method import Fitted, Per, ScoreBlock, SelfBlock
 from psgrad.errors import InfluenceError

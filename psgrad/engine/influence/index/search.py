@@ -12,8 +12,8 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.index.estimators import FittedRows
-from psgrad.engine.influence.index.rows import RowSource
-from psgrad.engine.influence.index.stored import ChosenRows, StoredRows
+from psgrad.engine.influence.index.index_rows import RowSource
+from psgrad.engine.influence.index.stored_index import ChosenRows, StoredRows
 from psgrad.engine.influence.method import Fitted, Per, ScoreBlock, SelfBlock
 from psgrad.engine.influence.ranking import Strongest
 

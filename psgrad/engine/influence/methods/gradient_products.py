@@ -69,7 +69,7 @@ class GradientCosine(Method):
     """score = <g_q, g_i> / (|g_q| |g_i|), of a layer the cosine within it, beside that of all of them; NaN
     where either gradient is zero.
 
-    Hanawa, Yokoi, Hara and Inui, "Evaluation of Similarity-based Explanations" (2021). It forgets how
+    Hanawa, Yokoi, Hara and Inui, "Evaluation of Similarity-based Explanations" (2021). It leaves out how
     strongly an example pulls, so that outliers do not lead every list; it predicts nothing, and the cosine of
     an example with itself is 1.
     """

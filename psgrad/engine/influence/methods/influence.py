@@ -14,23 +14,22 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, output_size, outputs_alike
 from psgrad.engine.influence.amounts import calibrated, is_affine
+from psgrad.engine.influence.curvature.curvature_products import CurvatureProducts
 from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerRoots
 from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows, fit_blocks
-from psgrad.engine.influence.curvature.products import CurvatureProducts
 from psgrad.engine.influence.damping_choice import with_chosen_damping
 from psgrad.engine.influence.inverses import AtOutput, ByKernel, ByMatrix, ByProducts, Solve
 from psgrad.engine.influence.leverage import TITLES, Corrected, Damping, InverseProblem, default_damping
 from psgrad.engine.influence.method import RELATIVE, UNCALIBRATED, Checkpoint, Fitted, Method
-from psgrad.engine.influence.solvers.arnoldi import arnoldi
 from psgrad.engine.influence.solvers.conjugate_gradient import (
     Diagonal,
     Preconditioner,
     conjugate_gradient,
     nystroem,
 )
-from psgrad.engine.influence.solvers.costs import Work, solved_products
 from psgrad.engine.influence.solvers.lissa import lissa
-from psgrad.engine.influence.solvers.spectrum import TOLD_SECONDS, duration_words
+from psgrad.engine.influence.solvers.solver_costs import Work, solved_products
+from psgrad.engine.influence.solvers.spectrum import TOLD_SECONDS, arnoldi, duration_words
 from psgrad.errors import ConfigError, InfluenceError
 
 # Parameters up to which the curvature is materialised in any case: 288 MB, and seconds for its
@@ -62,7 +61,7 @@ _OTHER_ESTIMAND = "arnoldi inverts the curvature along its leading eigenvectors 
 # estimates it by.
 _WITH_LEVERAGE, ROUGH = ("exact", "dual", "conjugate_gradient"), 1e-3
 _ITERATIONS = {"conjugate_gradient": 200, "lissa": 5000, "arnoldi": 200}
-# Products with single vectors by which conjugate gradients look for the ends of the spectrum first, and how
+# Products with single vectors by which conjugate gradients estimate the ends of the spectrum first, and how
 # many vectors of a block are tried to predict the rest.
 _BEFORE_SOLVING, _TRIED = 40, 8
 
@@ -81,7 +80,7 @@ class Influence(Method):
         solver: 'exact' materialises C, 'dual' the inner products of its rows; 'conjugate_gradient', 'lissa'
             and 'arnoldi' take products with C alone, and 'arnoldi' inverts C along its leading eigenvectors
             only, which is another estimand. 'auto' takes exact up to 6,000 parameters, and beyond what is
-            predicted to be the least work that fits into memory (solvers/costs.py).
+            predicted to be the least work that fits into memory (solvers/solver_costs.py).
         damping: lam; None for `relative_damping` times the mean eigenvalue of C. Where neither is given, lam
             is zero for a convex problem (a model that is affine in its parameters, with a weight decay or a
             curvature that has an inverse), whose scores are then amounts; for all others one mean eigenvalue,
@@ -279,7 +278,7 @@ class Influence(Method):
         if size <= LARGEST_MATRIX:
             return "exact", f"{size:,} parameters are at most {LARGEST_MATRIX:,}"
         ratio = damping.relative if damping.absolute is None and damping.relative > 0 else _UNKNOWN_RATIO
-        work = Work(size, count, rows, _QUERIES if queries is None else queries, ratio, training.room())
+        work = Work(size, count, rows, _QUERIES if queries is None else queries, ratio, training.free_bytes())
         return work.least(correct)
 
     # -- solvers that take products --------------------------------------------------------------------------
@@ -321,7 +320,7 @@ class Influence(Method):
                 tolerance=self.tolerance,
                 iterations=iterations,
                 preconditioner=self._preconditioner(products, damping, rhs, training),
-                room=training.room,
+                room=training.free_bytes,
                 spectrum=spectrum,
                 say=checkpoint.say,
             )

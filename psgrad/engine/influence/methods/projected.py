@@ -10,7 +10,7 @@ from typing import ClassVar
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.projections.projector import Kind, Projector
 from psgrad.engine.influence.index.estimators import ProjectedInverse
-from psgrad.engine.influence.index.rows import Differentiated, RowsInMemory, RowSource
+from psgrad.engine.influence.index.index_rows import Differentiated, RowsInMemory, RowSource
 from psgrad.engine.influence.method import RELATIVE, Checkpoint, Fitted, Method
 from psgrad.errors import InfluenceError
 

@@ -25,7 +25,7 @@ from psgrad.errors import ConfigError, InfluenceError
 
 # Queries that are pulled back through the run at once, at most; of the free memory the share for them.
 _AT_ONCE, _SHARE = 64, 8
-# The shares of the training set that are left out to see whether derivatives predict it.
+# The shares of the training set that are left out, to compare with what derivatives predict.
 LEFT_OUT = (0.01, 0.05, 0.2)
 # From these agreements at 1 % and 5 % on, and with slopes this near to one, scores are called amounts.
 _AGREES, _SLOPE = 0.9, 0.1
@@ -82,10 +82,10 @@ class Replay(Method):
                 " that is not finite at the end of the run, of which they are a part",
                 next_step="leave them out of the data: psgrad analyze names them",
             )
-        return Replayed(checkpoint.run, self, checkpoint)
+        return FittedReplay(checkpoint.run, self, checkpoint)
 
 
-class Replayed(Fitted):
+class FittedReplay(Fitted):
     """A training run with the derivatives of its end."""
 
     has_self_influence = False
@@ -212,7 +212,7 @@ def _scores(run: TrainingRun, parts: Sequence[Vectors]) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class SubsetAgreement:
     """Predicted and actual changes of queries where a share of the examples is left out of the run.
 
     rank: the mean over queries of the rank correlation over subsets (LDS, same seed). slope: of the actual
@@ -226,7 +226,7 @@ class Agreement:
 
 def agreement(
     run: TrainingRun, scores: np.ndarray, queries: Examples, subsets: int, seed: int = 0
-) -> list[Agreement]:
+) -> list[SubsetAgreement]:
     """Sums of scores [n, m] beside training without subsets, for each share of LEFT_OUT."""
     rows, found = LoadedRows.of(queries), []
     whole = measured(queries, rows, {name: value.unsqueeze(0) for name, value in run.final.items()})
@@ -238,7 +238,7 @@ def agreement(
         predicted = subset_sums(scores, left_out)
         rank = float(np.nan_to_num(spearman(predicted, actual)).mean())
         slope = float((predicted * actual).sum() / max((predicted * predicted).sum(), np.finfo(float).tiny))
-        found.append(Agreement(share, rank, slope))
+        found.append(SubsetAgreement(share, rank, slope))
     return found
 
 

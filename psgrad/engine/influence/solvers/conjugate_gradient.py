@@ -128,7 +128,7 @@ def conjugate_gradient(
         preconditioner: P, near A; None for none.
         block: so many right-hand sides at a time; None for as many as fit in memory. room: the bytes that are
             free, the same on all processes that solve together; None for those of this one.
-        spectrum: whether A's extreme eigenvalues are looked for first, for some tens of products with one
+        spectrum: whether A's extreme eigenvalues are estimated first, for some tens of products with one
             vector.
         say: called with a message if the tolerance is not reached.
 

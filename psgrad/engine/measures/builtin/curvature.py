@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import torch
 
+from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.streaming import Columns
 from psgrad.engine.measures.measure import Arrays, Measure, OwnPass, Setting
 from psgrad.engine.measures.passes import (
     Inputs,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.gradients.second_moments import sum_of_squares
+from psgrad.engine.gradients.square_norms import sum_of_squares
 from psgrad.engine.gradients.terms import CANCELLATION
 from psgrad.engine.measures.builtin.dataset import estimates
 from psgrad.engine.measures.measure import Arrays, Gathered, Setting, finite_rows, nan_elsewhere

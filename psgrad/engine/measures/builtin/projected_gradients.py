@@ -1,18 +1,19 @@
-"""The random projection of each sample's gradient to few numbers."""
+"""The random projection of each sample's gradient to few numbers, and its distance to the nearest others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 
 from psgrad.engine.free_memory import free_host_memory
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.projections.projector import Projector
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting
-from psgrad.engine.measures.projected import COLUMN, FiniteProjections
+from psgrad.engine.measures.projected_rows import COLUMN, FiniteProjections, spread
 from psgrad.errors import MeasureError
 
 # The share of the memory that is free before a run for rows that are kept to its end.
@@ -22,7 +23,7 @@ _COPIES = 2
 
 
 @dataclass
-class ProjectedGradients(Measure):
+class GradientProjection(Measure):
     """A row of few numbers for each sample, for other measures and for the detectors of outliers.
 
     Options:
@@ -93,3 +94,192 @@ class ProjectedGradients(Measure):
             "expected_square_norm_error": 2**0.5 * projected.noise,
         }
         return Gathered(numbers=numbers, arrays={COLUMN: rows[COLUMN]} if self.save else {})
+
+
+# Rows whose neighbours are searched together.
+_ROWS = 4096
+
+
+@dataclass
+class NeighbourDistance(Measure):
+    """The mean distance to the nearest samples in the space of projected gradients, Euclidean and by angle,
+    and the nearest sample.
+
+    If there are more than `reference` samples, the neighbours are searched in a random subset of that size,
+    drawn with the run's seed. Time and memory then grow with the samples, not with their square, and
+    distances are longer than among all, for all samples alike. A sample is never its own neighbour. A zero
+    gradient has no angle with others. `distance_error` is the relative error of a distance between
+    projections, at one standard deviation.
+
+    Options:
+        neighbours: how many; all, if there are fewer.
+        reference: the largest number of samples among which neighbours are searched.
+        save: whether all neighbours are written to measures/neighbour_distance.safetensors, as rows of the
+            dataset, nearest first: `neighbours` by Euclidean distance and `neighbours_by_angle`, [samples,
+            neighbours], -1 if there are none.
+    """
+
+    neighbours: int = 10
+    reference: int = 5_000
+    save: bool = False
+
+    name: ClassVar[str] = "neighbour_distance"
+    title: ClassVar[str] = "Distance to the nearest gradients"
+    formula: ClassVar[str] = "mean over the k nearest j of |P g_i - P g_j|_2, or of 1 - cos(P g_i, P g_j)"
+    unit: ClassVar[str] = "{loss} per unit of parameter; by angle 0 to 2"
+    source: ClassVar[str] = (
+        "Angiulli, Pizzuti: Fast Outlier Detection in High Dimensional Spaces (2002), definition 1, divided"
+        " by k"
+    )
+    cost: ClassVar[str] = (
+        "2 x samples x min(samples, reference) x dimension products, after the pass; and memory for"
+        " `reference` rows"
+    )
+    meanings: ClassVar[Mapping[str, str]] = {
+        "neighbour_distance": (
+            "mean Euclidean distance to the nearest projected gradients ({loss} per unit of parameter)"
+        ),
+        "neighbour_angle_distance": (
+            "mean of 1 - cosine to the projected gradients with the smallest angle (0 to 2)"
+        ),
+        "neighbour_label_share": (
+            "share of the neighbours by angle that have another label (0 to 1); if labels are classes"
+        ),
+        "nearest_neighbour": (
+            "row of the sample whose projected gradient is nearest by Euclidean distance (-1: none)"
+        ),
+        "nearest_by_angle": "row of the sample whose projected gradient has the smallest angle (-1: none)",
+    }
+    needs: ClassVar[tuple[str, ...]] = (COLUMN,)
+
+    def __post_init__(self) -> None:
+        if self.neighbours < 1:
+            raise ValueError(f"got {self.neighbours} neighbours, expected at least 1")
+        if self.reference < 2:
+            raise ValueError(f"got {self.reference} as reference, expected at least 2 samples to look among")
+
+    def prepare(self, setting: Setting) -> None:
+        self._setting = setting
+        try:
+            import sklearn  # noqa: F401
+        except ImportError as error:
+            raise MeasureError(
+                f"{self.name} needs scikit-learn, which is not installed",
+                next_step="pip install scikit-learn, or leave the measure out",
+            ) from error
+
+    def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
+        setting = self._setting
+        projected = FiniteProjections.of(rows, setting.examples.flat.size)
+        directed = projected.rows.any(1)
+        places = projected.places[directed]
+        if len(projected.places) > self.reference:
+            setting.say(
+                f"{self.name}: neighbours are looked for among {self.reference:,} of"
+                f" {len(projected.places):,} samples, drawn at random"
+            )
+        options = self.neighbours, self.reference, setting.seed
+        distant = _NearestRows(projected.rows, False, *options)
+        turned = _NearestRows(
+            projected.rows if len(places) == len(projected.places) else projected.rows[directed],
+            True,
+            *options,
+        )
+        near, alike = distant.near, turned.near
+        by_distance = spread(
+            torch.where(near >= 0, projected.places[near], -1), projected.places, len(setting)
+        )
+        by_angle = spread(torch.where(alike >= 0, places[alike], -1), places, len(setting))
+        columns = {
+            "neighbour_distance": spread(distant.means, projected.places, len(setting)),
+            "neighbour_angle_distance": spread(turned.means, places, len(setting)),
+            "nearest_neighbour": by_distance[:, 0],
+            "nearest_by_angle": by_angle[:, 0],
+        }
+        labels = setting.targets
+        if labels is not None and labels.dim() == 1:
+            labelled = by_angle >= 0
+            other = labelled & (labels[by_angle] != labels.unsqueeze(1))
+            # nothing by nothing is NaN
+            columns["neighbour_label_share"] = other.sum(1) / labelled.sum(1).double()
+        numbers: dict[str, Any] = {
+            "neighbours": int((near[:1] >= 0).sum()),
+            "samples": len(projected.places),
+            "among": min(len(projected.places), self.reference),
+            "median_distance": _median(distant.means),
+            "median_angle_distance": _median(turned.means),
+            "distance_error": projected.noise / 2**0.5,
+        }
+        arrays = {"neighbours": by_distance, "neighbours_by_angle": by_angle} if self.save else {}
+        return Gathered(columns, numbers, arrays=arrays)
+
+
+class _NearestRows:
+    """The nearest of some rows [m, k], by Euclidean distance or by angle, for all of them.
+
+    With more than `most` rows, the neighbours are searched among `most` of them, drawn by the seed. No tensor
+    of m x m numbers is made.
+
+    Attributes:
+        means: [m] float64, mean distance to the nearest.
+        near: [m, count] int64, which rows they are, nearest first, -1 for none.
+    """
+
+    def __init__(self, rows: torch.Tensor, by_angle: bool, count: int, most: int, seed: int) -> None:
+        from sklearn.neighbors import NearestNeighbors
+
+        self.rows, self.by_angle = rows, by_angle
+        m = len(rows)
+        self.means = torch.full((m,), torch.nan, dtype=torch.float64)
+        self.near = torch.full((m, count), -1, dtype=torch.int64)
+        if m < 2:
+            return
+        chosen = (
+            np.arange(m) if m <= most else np.sort(np.random.default_rng(seed).choice(m, most, replace=False))
+        )
+        search = NearestNeighbors(algorithm="brute").fit(self._at(torch.from_numpy(chosen)).numpy())
+        own = search.kneighbors(
+            n_neighbors=min(count, len(chosen) - 1), return_distance=False
+        )  # no row is its own neighbour
+        for start in range(0, len(chosen), _ROWS):
+            self._note(
+                torch.from_numpy(chosen[start : start + _ROWS]),
+                torch.from_numpy(chosen[own[start : start + _ROWS]]),
+            )
+        others = np.setdiff1d(np.arange(m), chosen)
+        for start in range(0, len(others), _ROWS):
+            some = torch.from_numpy(others[start : start + _ROWS])
+            neighbours = search.kneighbors(
+                self._at(some).numpy(), n_neighbors=min(count, len(chosen)), return_distance=False
+            )
+            self._note(some, torch.from_numpy(chosen[neighbours]))
+
+    def _at(self, places: torch.Tensor) -> torch.Tensor:
+        """Some rows; by angle of length one, as of unit vectors the nearest are those of the smallest
+        angle.
+        """
+        rows = self.rows[places]
+        if not self.by_angle:
+            return rows
+        rows = rows / rows.abs().amax(1, keepdim=True)  # first by the largest entry: squares may vanish
+        return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+
+    def _note(self, places: torch.Tensor, nearest: torch.Tensor) -> None:
+        """Store the neighbours [s, count] of some rows [s].
+
+        Distances are computed again, from differences: those by inner products lose the digits of rows that
+        nearly agree.
+        """
+        rows = self._at(places).double()
+        each = [
+            torch.linalg.vector_norm(self._at(nearest[:, k]).double() - rows, dim=1)
+            for k in range(nearest.shape[1])
+        ]
+        distances, order = torch.stack(each, 1).sort(dim=1, stable=True)
+        self.near[places, : nearest.shape[1]] = nearest.gather(1, order)
+        self.means[places] = (distances.square() / 2 if self.by_angle else distances).mean(1)
+
+
+def _median(values: torch.Tensor) -> float | None:
+    finite = values[torch.isfinite(values)]
+    return float(finite.median()) if len(finite) else None

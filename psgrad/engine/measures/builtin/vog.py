@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from psgrad.engine.execution.streaming import Columns
+from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.measures.attribution_points import Inputs, Point, Scalar, places_of
 from psgrad.engine.measures.checkpoint_history import require_checkpoints
 from psgrad.engine.measures.checkpoint_passes import Resident

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from psgrad.engine.privacy.accounting.calibration import adaptive_multiplier, noise_multiplier_for
 from psgrad.engine.privacy.accounting.composition import (
     coarse_epsilon_pld,
     curve_accountant,
@@ -12,6 +11,7 @@ from psgrad.engine.privacy.accounting.composition import (
 )
 from psgrad.engine.privacy.accounting.epsilon import Epsilon, epsilon_rdp
 from psgrad.engine.privacy.accounting.events import Events, Mechanism, StepEvent, event_of, merged
+from psgrad.engine.privacy.accounting.noise_calibration import adaptive_multiplier, noise_multiplier_for
 
 __all__ = [
     "Epsilon",

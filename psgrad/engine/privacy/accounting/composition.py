@@ -115,7 +115,7 @@ def why_not_pld(event: StepEvent) -> str | None:
 
 
 def gathered(counts: Mapping[StepEvent, int]) -> dict[StepEvent, int]:
-    """The same steps, with all those that see every record as one: Gaussians over the whole dataset compose
+    """The same steps, with all those that use every record as one: Gaussians over the whole dataset compose
     to one with less noise, of multiplier (sum of z^-2)^(-1/2).
     """
     plain = {

@@ -49,7 +49,7 @@ _WHY_NONE = {
 
 @dataclass(frozen=True)
 class StepEvent:
-    """One step, as an accountant sees it.
+    """One step, as an accountant's event.
 
     Attributes:
         noise_multiplier: z; the noise has standard deviation z * sensitivity on the sum, where the

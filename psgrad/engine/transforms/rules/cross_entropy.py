@@ -91,7 +91,7 @@ def _cross_entropy_loss(
     ]
 
 
-class _Labels:
+class _LabelLoss:
     """The arguments of a likelihood of labels: classes on `axis` of the log-probabilities, the other axes are
     positions.
     """
@@ -144,7 +144,7 @@ def _nll_loss_backward(
     total: torch.Tensor,
 ) -> torch.Tensor:
     axis = 0 if x.dim() == 1 else 1
-    labels = _Labels(target, weight, ignore_index, axis, x.dtype)
+    labels = _LabelLoss(target, weight, ignore_index, axis, x.dtype)
     each = labels.counted_only(-g * labels.weights / total if reduction == 1 else -g * labels.weights)
     return torch.zeros_like(x).scatter(axis, labels.labels, each.unsqueeze(axis))
 
@@ -227,9 +227,9 @@ def _nll_backward_by_kernel(
 
 def _physical_labels(
     batch: Any, x: torch.Tensor, target: torch.Tensor, weight: Any, ignore_index: int
-) -> tuple[torch.Tensor, _Labels]:
+) -> tuple[torch.Tensor, _LabelLoss]:
     values = batch.physical(x)
-    return values, _Labels(
+    return values, _LabelLoss(
         batch.physical(target), batch.raw(weight), ignore_index, 1 if x.dim() == 1 else 2, values.dtype
     )
 
@@ -282,9 +282,9 @@ def _linear_cross_entropy(
     if at_once:
         return losses(x, layer, bias, target)
     # a value of the gradient for each sample takes less memory than the logits that it is a product of
-    settled = layer.shape[1] < len(x)
+    smaller = layer.shape[1] < len(x)
     parts = [
-        checkpoint(losses, x[start : start + each], layer, bias, target[start : start + each], settle=settled)
+        checkpoint(losses, x[start : start + each], layer, bias, target[start : start + each], settle=smaller)
         for start in range(0, len(x), each)
     ]
     if reduction == "none":

@@ -26,7 +26,7 @@ from psgrad.engine.transforms.operators import Op as Op
 from psgrad.engine.transforms.operators import OpFacts, facts, on_contiguous_memory
 from psgrad.engine.transforms.operators import is_composite as is_composite
 from psgrad.engine.transforms.private_torch import decomposition_table, operator_names, schema_of
-from psgrad.engine.transforms.read_only import memory_of
+from psgrad.engine.transforms.refused_writes import memory_of
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import map_tracers, tensors_in
 from psgrad.errors import UnsupportedOperatorError
@@ -75,7 +75,7 @@ class DerivativeRule:
         return closure if isinstance(position, int) else closure(position[1])
 
 
-class _Table(dict[Op, Any]):
+class _RuleTable(dict[Op, Any]):
     """Rules, by operator. Any change clears the cache of `OperatorRules`."""
 
     def __setitem__(self, op: Op, rule: Any) -> None:
@@ -91,8 +91,8 @@ class _Table(dict[Op, Any]):
         return super().pop(op, *default)
 
 
-_derivatives: dict[Op, DerivativeRule] = _Table()
-_batchings: dict[Op, Callable[..., Any]] = _Table()
+_derivatives: dict[Op, DerivativeRule] = _RuleTable()
+_batchings: dict[Op, Callable[..., Any]] = _RuleTable()
 _shared_draws: dict[Op, Callable[..., Any]] = {}
 _constants: set[Op] = set()
 _decompositions: dict[Op, Callable[..., Any]] = {}
@@ -212,13 +212,13 @@ def derivative_rule(op: Op) -> DerivativeRule | None:
     return _derivatives.get(op)
 
 
-def forget_derivative(op: Op) -> None:
+def remove_derivative(op: Op) -> None:
     _rules_cache.clear()
     _derivatives.pop(op, None)
     _constants.discard(op)
 
 
-def forget_batching(op: Op) -> None:
+def remove_batching(op: Op) -> None:
     _batchings.pop(op, None)
 
 

@@ -45,7 +45,7 @@ def _instead(
 
 
 @dataclass(frozen=True)
-class _Places:
+class _Destinations:
     """Where values of a source go. include_self: whether the target's own values count there."""
 
     dim: int
@@ -73,7 +73,10 @@ def _back(
     kind: str,
     include_self: bool = True,
 ) -> Any:
-    places, shares = _Places(dim, index, include_self), _product_shares if kind == "prod" else _extreme_shares
+    places, shares = (
+        _Destinations(dim, index, include_self),
+        _product_shares if kind == "prod" else _extreme_shares,
+    )
 
     def back(g: torch.Tensor, positions: Sequence[int]) -> dict[int, Any]:
         own, arriving = shares(out, x, _reached(source, index), places)
@@ -83,7 +86,7 @@ def _back(
 
 
 def _extreme_shares(
-    out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, places: _Places
+    out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, places: _Destinations
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The shares of the cotangent for extremes: equal largest (smallest) values share it equally."""
     own, arriving = cast(x == out, out.dtype), cast(source == places.at(out), out.dtype)
@@ -92,7 +95,7 @@ def _extreme_shares(
 
 
 def _product_shares(
-    out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, places: _Places
+    out: torch.Tensor, x: torch.Tensor, source: torch.Tensor, places: _Destinations
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For each factor the product of the other factors of its element: the whole product divided by the
     factor, unless the factor is zero.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.interpreter import run
-from psgrad.engine.transforms.read_only import memory_of
+from psgrad.engine.transforms.refused_writes import memory_of
 from psgrad.engine.transforms.rules.families import (
     aten,
     broadcasting,

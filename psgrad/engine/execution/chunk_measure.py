@@ -1,0 +1,59 @@
+"""What is computed of a chunk: the interface of what the stream calls for each chunk, and the columns that it
+returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+class ChunkMeasure(Protocol):
+    """Something that is computed from deferred gradients, sample by sample.
+
+    A chunk may be tried more than once, so what a measure gathers over the whole dataset counts from `keep`
+    on.
+
+    needs_factors: whether it needs more than norms, losses and aux. Where no measure does, the factors of
+    one parameter's gradient are dropped before the next one's are complete.
+    """
+
+    needs_factors: bool
+
+    def columns(self, gradients: Any) -> dict[str, torch.Tensor]:
+        """name -> [n], for the samples of one chunk, which come in dataset order."""
+
+    def keep(self) -> None:
+        """The chunk that `columns` was last asked about is done."""
+
+
+@dataclass
+class NoColumns:
+    """A measure without columns."""
+
+    needs_factors: bool
+
+    def columns(self, gradients: Any) -> dict[str, torch.Tensor]:
+        return {}
+
+    def keep(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the measures said of the rows start, ..., stop - 1."""
+
+    start: int
+    stop: int
+    values: dict[str, torch.Tensor]
+
+
+def on_the_cpu(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Columns on the CPU. From a GPU all of them are under way before any is waited for."""
+    copies = {name: column.detach().to("cpu", non_blocking=True) for name, column in values.items()}
+    for device in {column.device for column in values.values() if column.device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
+    return copies

@@ -1,0 +1,271 @@
+"""Reads rows of a dataset and computes their gradients, all at once; a row that fails is named in the error.
+
+Which rows, and how many fit in memory, is decided by the stream (streaming.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from psgrad.engine.execution.buckets import RaggedChunks
+from psgrad.engine.execution.loading import Chunk, DeviceRows, Read, to_device
+from psgrad.engine.execution.loss_scaling import each_at_its_scale, scaled
+from psgrad.engine.execution.memory import is_out_of_memory
+from psgrad.engine.gradients.per_sample import per_sample_gradients, per_sample_square_norms
+from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
+from psgrad.engine.transforms.private_torch import tree_map
+from psgrad.errors import ModelError, PsgradError
+from psgrad.ragged import Block, joined
+
+# From so many runs of the loss on one chunk, for fewer rows than that each, a loop over rows may be as fast.
+_MANY_PASSES = 8
+
+
+def _split_words(passes: int, rows: int) -> str:
+    return (
+        f"the loss ran {passes} times for a chunk of {rows} rows, as they disagree on a length or a branch; a"
+        " loop over rows may be as fast. torch.where in place of the branch, a mask in place of an unpacked"
+        " sequence, or rows of equal length let it run once"
+    )
+
+
+class RowComputation:
+    """Computes gradients of rows that fit in memory together.
+
+    Args:
+        loss: (params, inputs, target) of one sample to (loss, aux); see Objective.
+        params: name -> parameter, on the device to compute on.
+        read: (start, stop) to the rows in between, see Stream.
+        ragged: the buckets of rows that differ in length.
+        randomness: as for vmap.
+        scales_losses: whether cotangents are float16, see Stream.
+        say: called with a sentence that the user should read.
+
+    Attributes:
+        retries: how often memory ran out.
+        at_need: called when it does, to give back what others keep.
+        draws: the reader's random draws by record (see privacy/record_draws.py); None without.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        params: dict[str, torch.Tensor],
+        read: Read,
+        *,
+        ragged: RaggedChunks,
+        randomness: str,
+        scales_losses: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self.loss, self.params, self.randomness, self.say = loss, params, randomness, say
+        self.ragged, self.scales_losses = ragged, scales_losses
+        reference = next(iter(params.values()))
+        self.device, self.dtype = reference.device, reference.dtype
+        self.retries = 0
+        self.at_need: list[Callable[[], None]] = []
+        self._said_split = False
+        self._read, self._reading = read, threading.Lock()
+        self.draws: Any = getattr(read, "draws", None)
+
+    def gradients(self, start: int, stop: int) -> PerSampleGradients:
+        """The deferred gradients of the rows start, ..., stop - 1, all at once."""
+        return self._gradients_of(self.load_block(start, stop))
+
+    def gradients_at(self, rows: Sequence[int]) -> PerSampleGradients:
+        """The deferred gradients of a few rows from anywhere, all at once.
+
+        Raises ModelError, with the row, where the model or the loss fails or memory runs out.
+        """
+        chunk = Chunk(rows, joined([self.read(row, row + 1) for row in rows]))
+        try:
+            return self._gradients_of(self._to_device(chunk.block))
+        except PsgradError:
+            raise
+        except Exception as error:
+            raise self._failure(error, chunk) from error
+
+    def read(self, start: int, stop: int) -> Block:
+        """The rows start, ..., stop - 1 as the reader gives them, one call at a time."""
+        with self._reading:
+            return self._read(start, stop)
+
+    def load(self, start: int, stop: int) -> DeviceRows:
+        """The inputs and the target of the rows start, ..., stop - 1, on the device and in the dtype of the
+        parameters. Rows that differ in length are padded.
+        """
+        block = self.load_block(start, stop)
+        return block.inputs, block.target
+
+    def load_block(self, start: int, stop: int) -> Block:
+        """The same with the rows' lengths, for `computed`."""
+        return self._to_device(self.read(start, stop))
+
+    def _to_device(self, block: Block) -> Block:
+        inputs, target = to_device(block.inputs, block.target, self.device, self.dtype)
+        return replace(block, inputs=inputs, target=target)
+
+    def _gradients_of(self, block: Block) -> PerSampleGradients:
+        found: PerSampleGradients = self.computed(per_sample_gradients, block)
+        return found
+
+    def computed(self, how: Callable[..., Any], block: Block) -> Any:
+        """What `how` (see `run`) finds of rows on the device: of all at once, or bucket by bucket where they
+        differ in length.
+        """
+        if block.ragged is None:
+            return self.pass_of(how)(self.params, block.inputs, block.target)
+        of_block = getattr(how, "of_block", lambda _: how)  # a way that takes single rows needs their lengths
+
+        def run(some: Block) -> Any:
+            return self.pass_of(of_block(some))(self.params, some.inputs, some.target)
+
+        def out_of_memory() -> None:
+            self.retries += 1
+            self.give_back()
+
+        return self.ragged.computed(block, run, keeps_factors(how), out_of_memory)
+
+    def pass_of(self, how: Callable[..., Any]) -> Callable[..., Any]:
+        """per_sample_gradients or per_sample_square_norms, as a function of the parameters and a chunk."""
+
+        def found(
+            params: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
+        ) -> Any:
+            if not self.scales_losses:
+                return once(how, self.loss, params, inputs, target)
+
+            def compute(exponent: int, rows: torch.Tensor | None, how: Callable[..., Any] = how) -> Any:
+                loss = scaled(self.loss, exponent) if exponent else self.loss
+                some = tree_map(lambda x: x if rows is None or x is None else x[rows], (inputs, target))
+                return once(how, loss, params, *some)
+
+            def norms_at(exponent: int, rows: torch.Tensor) -> torch.Tensor:
+                found: SquareNorms = compute(exponent, rows, per_sample_square_norms)
+                return found.square_norms().sqrt()
+
+            return each_at_its_scale(compute, norms_at)
+
+        def once(
+            how: Callable[..., Any],
+            of_sample: Callable[..., Any],
+            params: dict[str, torch.Tensor],
+            inputs: tuple[torch.Tensor, ...],
+            target: torch.Tensor | None,
+        ) -> Any:
+            in_dims = (0, None if target is None else 0)
+            passes = 0
+
+            def loss(*args: Any) -> Any:
+                nonlocal passes
+                passes += 1
+                return of_sample(*args)
+
+            result = how(
+                loss, params, inputs, target, in_dims=in_dims, has_aux=True, randomness=self.randomness
+            )
+            many = passes > max(_MANY_PASSES, len(inputs[0]) / _MANY_PASSES)
+            if many and _runs_the_loss_once(how) and not self._said_split:
+                self._said_split = True
+                self.say(_split_words(passes, len(inputs[0])))
+            return result
+
+        return found
+
+    def give_back(self) -> None:
+        """Free the memory that is not needed."""
+        for give_back in self.at_need:
+            give_back()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # -- rows that fail --
+
+    def _failure(self, error: Exception, chunk: Chunk) -> PsgradError:
+        """The model, the loss or the memory failed on these rows together: find the first row that does by
+        itself, and say so.
+        """
+        if len(chunk) == 1:
+            return self._failure_alone(error, chunk)
+        for place in range(len(chunk)):
+            alone = chunk.part(place, place + 1)
+            try:
+                self._gradients_of(self._to_device(alone.block))
+            except Exception as single:
+                return self._failure_alone(single, alone)
+        return failure_together(error, chunk.rows)
+
+    def _failure_alone(self, error: Exception, chunk: Chunk) -> PsgradError:
+        inputs = self._to_device(chunk.block).inputs[: getattr(self._read, "inputs_of_model", None)]
+        return failure_alone(error, chunk.rows[0], inputs)
+
+
+def _runs_the_loss_once(how: Callable[..., Any]) -> bool:
+    """Whether `how` runs the loss once for rows that agree; other ways may run it for several models."""
+    return getattr(how, "func", how) in (per_sample_gradients, per_sample_square_norms)
+
+
+def keeps_factors(how: Callable[..., Any]) -> bool:
+    """Whether what is found of a chunk takes memory for each of its rows; where it does not say so, it
+    does, but for norms.
+    """
+    return bool(getattr(how, "keeps_factors", how is not per_sample_square_norms))
+
+
+def failure_together(error: Exception, rows: Sequence[int]) -> PsgradError:
+    """Of rows that fail together, and none of them alone."""
+    return ModelError(
+        f"the model or the loss raised {type(error).__name__} on rows {rows[0]} to {rows[-1]} together,"
+        f" though on none of them alone: {_first_line(error)}",
+        cause=(
+            "memory that is just enough for one sample"
+            if is_out_of_memory(error)
+            else "a program that depends on the batch's size"
+        ),
+        next_step="set engine.chunk_size: 1 and engine.verify: 1",
+    )
+
+
+def failure_alone(error: Exception, row: int, inputs: Sequence[torch.Tensor]) -> PsgradError:
+    """Of one row, whose inputs on the device are these, [1, ...] each."""
+    if isinstance(error, PsgradError):
+        return error
+    if is_out_of_memory(error):
+        return too_large(row, error)
+    given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in inputs)
+    cause = (
+        "an input of another shape, type or range than the model takes (a token beyond the vocabulary,"
+        " another image size)"
+    )
+    if any(x.dtype == torch.int64 for x in inputs):
+        cause = (
+            "a token beyond the vocabulary; or whole numbers, such as pixels or the columns of a CSV file,"
+            " where the model takes floats as it was trained on (save them as 1.0, or call .float() in the"
+            " model's forward)"
+        )
+    return ModelError(
+        f"the model or the loss raised {type(error).__name__} on row {row}: {_first_line(error)}",
+        expected=f"a forward pass that works for one row of the columns that the config names: {given}",
+        cause=cause,
+        next_step="check data.inputs and data.target; --debug shows the line of the model",
+    )
+
+
+def too_large(row: int, error: Exception) -> PsgradError:
+    """Of one row that memory runs out on."""
+    return ModelError(
+        f"memory ran out on row {row} alone: {_first_line(error)}",
+        expected="room for one sample's forward and backward pass",
+        next_step="use a device with more memory, or engine.dtype: bfloat16",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")

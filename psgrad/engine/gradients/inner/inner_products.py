@@ -1,0 +1,220 @@
+"""The inner products of two sets of deferred gradients: the cheapest order of contraction for each region,
+and a second computation in float64 of the samples with large rounding errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+import torch
+
+from psgrad.engine.gradients.costs import Machine
+from psgrad.engine.gradients.deferral import DeferredGradient, Placed
+from psgrad.engine.gradients.inner.factored import Sides, add_factored, have_factors
+from psgrad.engine.gradients.inner.materialised import LONGEST_SUM, add_by_values, bundled
+from psgrad.engine.gradients.inner.regions import SIDE_BYTES, Region, budget, regions, rows_of
+from psgrad.engine.gradients.machine import machine
+from psgrad.engine.gradients.square_norms import largest_numbers, square_norms
+from psgrad.engine.gradients.terms import CANCELLATION, Term, accumulating_dtype
+
+# Orders of contraction of a region.
+VALUES, GRAM, MATCHES = "values", "gram", "matches"
+
+
+def cheapest_order(region: Region, dtype: torch.dtype, machine: Machine) -> str:
+    """The cheapest of the orders of contraction that a region's terms allow."""
+    left, right = [p.term for p in region.left], [p.term for p in region.right]
+    if not region.is_aligned or not have_factors(left, right):
+        return VALUES
+    pairs = [(x, y) for x in left for y in right]
+    prices: dict[str, Callable[[], float]] = {
+        GRAM: lambda: sum(gram_seconds(x, y, dtype, machine) for x, y in pairs),
+        VALUES: lambda: values_seconds(region, dtype, machine),
+    }
+    if any(x.matches_with(y) for x, y in pairs):
+        prices[MATCHES] = lambda: sum(
+            (matches_seconds if x.matches_with(y) else gram_seconds)(x, y, dtype, machine) for x, y in pairs
+        )
+    return min(prices, key=lambda order: prices[order]())
+
+
+def gram_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> float:
+    """The time of two Gram matrices between all positions of all samples (or one and an index), and of the
+    sum of their products.
+    """
+    (groups, t, a, b), (_, s, other, _) = x.sizes, y.sizes
+    rows, columns = x.samples * t, y.samples * s
+    left = machine.matmul_seconds(groups, rows, columns, a, dtype) if a and other else 0.0
+    # tiles are small enough for a cache: their traffic has the rate of small results
+    rate = machine.bandwidth(1 << 20)
+    passes = 2 if t == s == groups == 1 else 4
+    return (
+        left
+        + machine.matmul_seconds(groups, rows, columns, b, dtype)
+        + passes * groups * rows * columns * dtype.itemsize / rate
+    )
+
+
+def matches_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> float:
+    """The time to gather both rows of each match, to multiply and to add them. The indices are read to count
+    the matches.
+    """
+    width = x.sizes[3] * dtype.itemsize
+    moved = x.count_matches(y) * (4 * width + 32)
+    entries = x.samples * x.sizes[1] + y.samples * y.sizes[1]
+    return machine.scattered_seconds(moved) + machine.scattered_seconds(entries * (4 * width + 200))
+
+
+def values_seconds(region: Region, dtype: torch.dtype, machine: Machine) -> float:
+    """The time to materialise all gradients, some of them again for each block of samples of the other side,
+    and of one product.
+    """
+    n, m = region.left[0].term.samples, region.right[0].term.samples
+    device = region.left[0].term.device
+    columns = region.elements // rows_of(region.terms) if region.is_aligned else region.elements
+    width = min(region.elements, max(columns, LONGEST_SUM))
+    again = math.ceil(n * width * dtype.itemsize / budget(SIDE_BYTES, device))
+    left, right = (
+        [p.term.materialise_seconds(dtype, machine) for p in side] for side in (region.left, region.right)
+    )
+    return machine.matmul_seconds(1, n, m, region.elements, dtype) + sum(left) + again * sum(right)
+
+
+Pair = tuple[DeferredGradient, DeferredGradient]
+
+
+def inner_products(
+    pairs: Sequence[Pair], samples: tuple[int, int], device: torch.device, *, symmetric: bool = False
+) -> torch.Tensor:
+    """[n, m] float64: the sum over parameters of the inner products of n samples' gradients with those of m
+    others.
+
+    Args:
+        pairs: for each parameter the gradients of both sets.
+        samples: n and m.
+        symmetric: both sets are one: half is computed.
+
+    Each region of a parameter (regions.py) is contracted by its factors or materialised piece by piece, by
+    price. Numbers are multiplied in at least float32 and added up over pieces and parameters in float64.
+    Samples whose positions or terms nearly cancel, or whose numbers are near the limits of float32, are
+    computed again in float64. A sample whose gradient is not finite has numbers that are not finite in its
+    row or column, and does not change those of others.
+    """
+    total = torch.zeros(samples, dtype=torch.float64, device=device)
+    if not total.numel():
+        return total
+    by_values: dict[torch.dtype, list[Region]] = {}
+    by_factors: list[tuple[Region, str, torch.dtype]] = []
+    for region in (region for x, y in pairs for region in regions(x, y)):
+        dtype = reduce(torch.promote_types, (accumulating_dtype(term.dtype) for term in region.terms))
+        order = cheapest_order(region, dtype, machine(device))
+        if order == VALUES:
+            by_values.setdefault(dtype, []).append(region)
+        else:
+            by_factors.append((region, order, dtype))
+    is_zero = True
+    for dtype, regions_of_dtype in by_values.items():
+        for bundle in bundled(regions_of_dtype):
+            part = _by_values(total if is_zero else torch.zeros_like(total), bundle, dtype, symmetric)
+            total, is_zero = part if is_zero else total.add_(part), False
+    for region, order, dtype in by_factors:
+        _add_by_factors(total, region, order, dtype, symmetric)
+    return _mirrored(total) if symmetric else total
+
+
+def _add_by_factors(
+    total: torch.Tensor, region: Region, order: str, dtype: torch.dtype, symmetric: bool
+) -> None:
+    """Add a region's inner products by factors. The lower half of a symmetric result is undefined."""
+    sides = region.left, region.right
+    again = [
+        _cancelled(side) if dtype != torch.float64 else None for side in (sides[:1] if symmetric else sides)
+    ]
+    if all(places is None or not len(places) for places in again):
+        add_factored(total, _factors(region, order), dtype, symmetric=symmetric)
+        return
+    part = torch.zeros_like(total)
+    add_factored(part, _factors(region, order), dtype, symmetric=symmetric)
+    for side, places in enumerate(again):
+        if places is not None and len(places):
+            exact = torch.zeros(_count(total, side, places), dtype=torch.float64, device=total.device)
+            add_factored(exact, _factors(_of(region, side, places), order), torch.float64, symmetric=False)
+            _replace(part, side, places, exact, symmetric)
+    total += part
+
+
+def _factors(region: Region, order: str) -> Sides:
+    return Sides(
+        [placed.term for placed in region.left], [placed.term for placed in region.right], order == MATCHES
+    )
+
+
+def _by_values(out: torch.Tensor, bundle: list[Region], dtype: torch.dtype, symmetric: bool) -> torch.Tensor:
+    """The inner products over a bundle of regions, in `out`, which is zero."""
+    seen = add_by_values(out, bundle, dtype, symmetric=symmetric)
+    for side, lengths in enumerate(seen[:1] if symmetric else seen) if dtype != torch.float64 else ():
+        places = lengths.inaccurate().nonzero().squeeze(1)
+        places = places[_are_products(bundle, side, places)]
+        if len(places):
+            exact = torch.zeros(_count(out, side, places), dtype=torch.float64, device=out.device)
+            add_by_values(
+                exact, [_of(region, side, places) for region in bundle], torch.float64, symmetric=False
+            )
+            _replace(out, side, places, exact, symmetric)
+    return out
+
+
+def _mirrored(out: torch.Tensor) -> torch.Tensor:
+    return out.triu() + out.triu(1).t()
+
+
+def _of(region: Region, side: int, places: torch.Tensor) -> Region:
+    return region.at(slice(None), places) if side else region.at(places, slice(None))
+
+
+def _count(out: torch.Tensor, side: int, places: torch.Tensor) -> tuple[int, int]:
+    return (out.shape[0], len(places)) if side else (len(places), out.shape[1])
+
+
+def _replace(
+    out: torch.Tensor, side: int, places: torch.Tensor, again: torch.Tensor, symmetric: bool
+) -> None:
+    if side:
+        out[:, places] = again
+    else:
+        out[places] = again
+    if symmetric:
+        out[:, places] = again.t()
+
+
+def _cancelled(side: Sequence[Placed]) -> torch.Tensor:
+    """The samples [k] in which positions or terms nearly cancel, so that rounding of their products
+    matters.
+    """
+    terms = [placed.term for placed in side]
+    if len(terms) == 1 and terms[0].sizes[0] * terms[0].sizes[1] <= 1:
+        return torch.empty(0, dtype=torch.int64, device=terms[0].device)
+    alone = torch.stack([term.position_square_norms() for term in terms]).sum(0)
+    together = square_norms(
+        [DeferredGradient(tuple(side), torch.Size(side[0].layout.shape), terms[0].dtype, terms[0].device)]
+    )[0]
+    return (together < CANCELLATION * alone).nonzero().squeeze(1)
+
+
+def _are_products(bundle: Sequence[Region], side: int, places: torch.Tensor) -> torch.Tensor:
+    """[k]: whether all factors of these samples are finite, and some term has no factor that is entirely
+    zero.
+
+    Otherwise a gradient of zero is a true zero, and one that is not finite is not finite in float64 either.
+    """
+    are_products = torch.zeros(len(places), dtype=torch.bool, device=places.device)
+    broken = torch.zeros_like(are_products)
+    for region in bundle if len(places) else ():
+        for placed in (region.left, region.right)[side]:
+            largest = largest_numbers(placed.term.at(places))
+            if len(largest):
+                are_products |= (largest > 0).all(0)
+                broken |= ~largest.isfinite().all(0)
+    return are_products & ~broken

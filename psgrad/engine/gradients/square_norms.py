@@ -1,0 +1,239 @@
+"""Squares of deferred gradients: the squared norm of each sample, and the sum over samples of each element's
+square.
+
+A squared norm is that of each term, with a check of its precision, and of the pairs of terms that overlap in
+one parameter. For a sum of squares of one outer product a sample, it is a product of squared factors,
+sum_n (l_n r_n^T)^2 = (L^2)^T (R^2). For a table, rows of one sample and index are added first, and then
+squared. All other values are materialised, a block of samples at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from psgrad.engine.gradients.deferral import DeferredGradient, Placed, oriented
+from psgrad.engine.gradients.inner.regions import apart
+from psgrad.engine.gradients.layout import AxisSlice
+from psgrad.engine.gradients.precision_guard import is_flagging, is_unchecked, samples_to_recompute
+from psgrad.engine.gradients.terms import (
+    CANCELLATION,
+    Term,
+    accumulating_dtype,
+    blocks,
+    square_norm,
+    sum_of_products,
+)
+from psgrad.engine.gradients.terms.placed import narrowed
+
+# The smallest squared norm that is safe in float32: squares leave its range long before gradients do.
+_TINY = 1e-30
+# If a difference of float64 inner products is less than this share of them, its error exceeds 1e-10.
+_LOST = 1e-3
+# The number of norms up to which a comparison in Python is faster than a kernel.
+_FEW = 128
+
+
+def square_norms(gradients: Sequence[DeferredGradient]) -> list[Any]:
+    """[n] float64 for each gradient: the squared norms of its samples; None for a gradient without terms."""
+    terms = [placed.term for gradient in gradients for placed in gradient.terms]
+    norms = iter(reliable_square_norms(terms))
+    return [
+        _of_sum(gradient.terms, [next(norms) for _ in gradient.terms]) if gradient.terms else None
+        for gradient in gradients
+    ]
+
+
+def _of_sum(terms: Sequence[Placed], norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[n] float64: the squared norms of a sum, given those of its terms.
+
+    Computed again in float64 for the samples in which terms cancel, or products leave the range of float32;
+    and from the materialised value if they cancel so far that the inner products lose their digits in float64
+    too.
+    """
+    if len(terms) == 1:
+        return norms[0]
+    alone = torch.stack(list(norms)).sum(0)
+    total = alone + 2 * _pairs(terms)
+    inaccurate = ~torch.isfinite(total) | (total < CANCELLATION * alone) | ((alone > 0) & (alone < _TINY))
+    if len(samples := samples_to_recompute(inaccurate)):
+        exact = [placed.at(samples, torch.float64) for placed in terms]
+        alone = torch.stack([placed.term.square_norms() for placed in exact]).sum(0)
+        total[samples] = alone + 2 * _pairs(exact)
+        lost = torch.nonzero(total[samples] < _LOST * alone).squeeze(1)
+        if len(lost):
+            total[samples[lost]] = _materialised([placed.at(lost) for placed in exact])
+    return total.clamp_(min=0)  # rounding may leave a tiny negative number
+
+
+def _materialised(terms: Sequence[Placed]) -> torch.Tensor:
+    """[n] float64: the squared norms of a sum of terms in float64, from its value, without cancellation
+    between norms.
+    """
+    size = 3 * math.prod(terms[0].layout.shape) * torch.float64.itemsize
+    parts = []
+    for block in blocks(terms[0].term.samples, size, terms[0].term.device):
+        values = [placed.at(block).materialise() for placed in terms]
+        parts.append(
+            square_norm(torch.stack([value.reshape(len(value), -1) for value in values]).sum(0))
+        )  # axes of length 1 may differ
+    return torch.cat(parts)
+
+
+def _pairs(terms: Sequence[Placed]) -> torch.Tensor:
+    """[n] float64: the inner products of every two terms."""
+    return torch.stack(
+        [cross_products(placed, other) for place, placed in enumerate(terms) for other in terms[:place]]
+    ).sum(0)
+
+
+def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
+    """[n] float64 for each term; computed again in float64 for the samples whose squares left the range of
+    float32.
+    """
+    if not terms:
+        return []
+    of_terms = [term.square_norms().double() for term in terms]
+    norms = torch.stack(of_terms) if len(of_terms) > 1 else of_terms[0].unsqueeze(0)
+    if is_unchecked():
+        return list(norms)
+    if not is_flagging() and norms.numel() and _all_in_range(norms):
+        return list(norms)
+    inaccurate = ~torch.isfinite(norms) | (norms < _TINY)
+    rounded = [place for place, term in enumerate(terms) if term.dtype != torch.float64]
+    if is_flagging():  # a flag costs a whole chunk: true zeros and infinities are excluded first
+        for place in rounded:
+            samples_to_recompute(inaccurate[place] & _are_products(terms[place]))
+    elif rounded and len(samples_to_recompute(inaccurate.any(0))):
+        for place in rounded:
+            if len(samples := samples_to_recompute(inaccurate[place])):
+                _recompute(terms[place], norms[place], samples)
+    return list(norms)
+
+
+def _all_in_range(norms: torch.Tensor) -> bool:
+    """Whether all norms are in float32's safe range."""
+    if norms.device.type == "cpu" and norms.numel() <= _FEW:
+        return all(_TINY <= norm < math.inf for norm in norms.flatten().tolist())
+    smallest, largest = torch.stack(torch.aminmax(norms)).tolist()  # NaN counts as both
+    return bool(smallest >= _TINY and largest < math.inf)
+
+
+def _recompute(term: Term, norms: torch.Tensor, samples: torch.Tensor) -> None:
+    """Write float64 norms of some samples into `norms` [n]. Exact zeros and true infinities stay."""
+    retry = samples[_are_products(term.at(samples))]
+    if len(retry):
+        norms[retry] = term.at(retry, torch.float64).square_norms()
+
+
+def _are_products(term: Term) -> torch.Tensor:
+    """[n]: whether all factors are finite and none is entirely zero. A norm of zero or infinity then comes
+    from the range of the products.
+    """
+    largest = largest_numbers(term)
+    return (torch.isfinite(largest) & (largest > 0)).all(0) & bool(len(largest))
+
+
+def largest_numbers(term: Term) -> torch.Tensor:
+    """[factors, n]: the largest size of a number in each sample's factors, without indices and empty ones."""
+    factors = [f.reshape(len(f), -1) for f in term.factors if f.is_floating_point() and f[:1].numel()]
+    sizes = [torch.linalg.vector_norm(f, math.inf, 1) for f in factors]
+    return torch.stack(sizes) if sizes else torch.empty(0, term.samples, device=term.device)
+
+
+# -- terms of one parameter that overlap -----------------------------------------------------------------
+
+
+def common_parts(a: Placed, b: Placed) -> list[tuple[Placed, Placed]] | None:
+    """Both terms, restricted to the window that they share; an empty list if they share none; None if a term
+    would have to be materialised.
+    """
+    if a.layout.window is None and b.layout.window is None:
+        return [(a, b)]
+    runs = a.layout.runs, b.layout.runs
+    if any(one.is_apart(length, *other) for (one, length), other in zip(*runs, strict=True)):
+        return []
+    parts = [_within(a, runs[1]), _within(b, runs[0])]
+    if None in parts:
+        return None
+    return [(one, other) for one in parts[0] or [] for other in parts[1] or []]
+
+
+def _within(placed: Placed, runs: Sequence[tuple[AxisSlice, int]]) -> list[Placed] | None:
+    """The part of a term within a window, with no window of its own."""
+    for dim, (run, length) in enumerate(runs):
+        own, count = placed.layout.runs[dim]
+        if own == run and count == length:
+            continue
+        if own.step == run.step != 1:  # of compatible steps the common places
+            first, last = max(own.start, run.start), min(own.end(count), run.end(length))
+            places = (first, own.step, len(range(first, last, own.step)))
+        else:
+            places = (run.start, run.step, length)
+        part = narrowed(placed, dim, *places)
+        if not part:
+            return part
+        (placed,) = part
+    return [Placed(placed.term, placed.layout.bare)]
+
+
+def cross_products(a: Placed, b: Placed) -> torch.Tensor:
+    """[n] float64: each sample's inner product of two terms of one parameter."""
+    common = common_parts(a, b) if a.term.samples else []
+    if common is None:
+        return _of_values(a, b)
+    if not common:
+        return torch.zeros(a.term.samples, dtype=torch.float64, device=a.term.device)
+    ((a, b),) = common
+    if a.term.dtype != b.term.dtype:  # a weight that is used in two precisions
+        kind = torch.promote_types(accumulating_dtype(a.term.dtype), accumulating_dtype(b.term.dtype))
+        a, b = (placed.at(slice(None), kind) for placed in (a, b))
+    for one, other in ((a, b), (b, a)):
+        if (products := one.term.placed_products(one.layout, other)) is not None:
+            return products
+    straight = oriented(a), oriented(b)
+    if straight[0] is not None and straight[1] is not None:
+        x, y = straight[0].simplified(), straight[1].simplified()
+        for first, second in ((x, y), (y, x)):
+            if (products := first.cross_products(second)) is not None:
+                return products
+    return _of_values(a, b)
+
+
+def _of_values(a: Placed, b: Placed) -> torch.Tensor:
+    """[n] float64: the inner products of the materialised values, a block of samples at a time."""
+    kind = accumulating_dtype(a.term.dtype)
+    size = 2 * kind.itemsize * math.prod(a.layout.shape)
+    out = torch.empty(a.term.samples, dtype=torch.float64, device=a.term.device)
+    for block in blocks(a.term.samples, size, a.term.device):
+        values = [placed.at(block, kind).materialise() for placed in (a, b)]
+        x, y = (value.reshape(len(value), a.layout.size) for value in values)
+        out[block] = sum_of_products(x, y).double()
+    return out
+
+
+def sum_of_squares(gradient: DeferredGradient) -> torch.Tensor:
+    """[*shape] float64: the sum over samples of the squares of the gradient's elements."""
+    if gradient.groups:
+        return torch.stack([sum_of_squares(each) for _, each in gradient.groups]).sum(0)
+    total = torch.zeros(gradient.shape, dtype=torch.float64, device=gradient.device)
+    for places in apart(gradient.terms):
+        side = [gradient.terms[place] for place in places]
+        term, layout = side[0].term, side[0].layout
+        squares = term.square_sums() if len(side) == 1 else None
+        if squares is None:
+            _add_values(total, side)
+        else:
+            total += layout.apply(squares)
+    return total
+
+
+def _add_values(total: torch.Tensor, side: Sequence[Placed]) -> None:
+    kind = accumulating_dtype(side[0].term.dtype)
+    for block in blocks(side[0].term.samples, 16 * math.prod(total.shape), total.device):
+        parts = [placed.at(block, kind).materialise() for placed in side]
+        value = parts[0].double() if len(parts) == 1 else torch.stack(parts).sum(0).double()
+        total += value.square().sum(0)

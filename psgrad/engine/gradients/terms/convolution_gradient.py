@@ -1,0 +1,394 @@
+"""The term of a convolution's weight gradient, which does not store patches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from psgrad.engine.gradients.costs import Cost, Machine
+from psgrad.engine.gradients.layout import AxisLayout, Slice
+from psgrad.engine.gradients.machine import machine
+from psgrad.engine.gradients.terms.axes import arranged, by_atoms, named_axes, varies
+from psgrad.engine.gradients.terms.convolution_costs import (
+    Sizes,
+    cheapest_convolution_order,
+    convolution_order_costs,
+    sizes_of,
+)
+from psgrad.engine.gradients.terms.dense import dense
+from psgrad.engine.gradients.terms.hadamard import Hadamard
+from psgrad.engine.gradients.terms.numerics import (
+    accumulating,
+    accumulating_dtype,
+    block_bytes,
+    blocks,
+    norms_at_least,
+    of_one_dtype,
+    square_norm,
+    sum_of_products,
+)
+from psgrad.engine.gradients.terms.product import Product
+from psgrad.engine.gradients.terms.term import Multiply, Placed, Term, joined, sums_of_grams
+from psgrad.engine.transforms.rules.convolution_weights import (
+    Geometry,
+    as_matrices,
+    grams,
+    grouped_kernel_is_fast,
+    materialises_patches,
+    shifted,
+    weight_gradients,
+)
+
+aten = torch.ops.aten
+
+# With fewer channels a slice would materialise a convolution's patches too often.
+_CHANNELS = 32
+
+
+@dataclass(frozen=True)
+class Convolution(Term):
+    """A convolution's weight gradient: a product over output positions of cotangents with patches that are
+    not materialised.
+    """
+
+    cotangents: torch.Tensor  # [n, b, o, *out]
+    inputs: torch.Tensor  # [n, b, i, *in]
+    weight_shape: torch.Size
+    geometry: Geometry
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(self.weight_shape)
+
+    @property
+    def factors(self) -> tuple[torch.Tensor, ...]:
+        return (self.cotangents, self.inputs)
+
+    def as_product(self) -> Product:
+        """The same gradient with its patches materialised, [n, g, t, columns]."""
+        patches, cotangents = as_matrices(self.cotangents, self.inputs, self.weight_shape, self.geometry)
+        return Product(cotangents, patches)
+
+    def _numbers(self) -> Sizes:
+        return sizes_of(
+            self.cotangents.shape[1:],
+            self.inputs.shape[1:],
+            self.weight_shape,
+            Geometry.of(self.geometry, self.inputs.dim() - 3),
+        )
+
+    def order_costs(self) -> dict[str, Cost]:
+        """The costs of two orders. 'gram': Gram matrices of p pixels and t positions cost p*p*columns +
+        t*t*rows for each group, and one addition of p*p for each step along an axis of the kernel.
+        'materialise': the value costs t*rows*columns for each place of the kernel.
+        """
+        grouped = grouped_kernel_is_fast(self.cotangents, self.weight_shape, self.geometry)
+        return convolution_order_costs(
+            machine(self.device),
+            self._numbers(),
+            accumulating_dtype(self.dtype),
+            grouped,
+            block_bytes(self.device),
+        )
+
+    def order(self) -> str:
+        on, kind = machine(self.device), accumulating_dtype(self.dtype)
+        grouped = grouped_kernel_is_fast(self.cotangents, self.weight_shape, self.geometry)
+        return cheapest_convolution_order(on, self._numbers(), kind, grouped, block_bytes(self.device))
+
+    def _blocks(self) -> Iterator[slice]:
+        """Blocks of samples whose weight gradients, and patches if they are materialised, fit in memory."""
+        elements = math.prod(self.weight_shape)
+        if materialises_patches(self.cotangents, self.weight_shape, self.geometry):
+            sizes = self._numbers()
+            elements = max(elements, sizes.positions * sizes.places * sizes.columns * sizes.groups)
+        return blocks(self.samples, elements * max(self.dtype.itemsize, 4), self.device)
+
+    def square_norms(self) -> torch.Tensor:
+        if self.order() == "materialise":
+            return self.materialised_square_norms()
+        kind = accumulating_dtype(self.dtype)
+        parts = []
+        for block in blocks(self.samples, self.order_costs()["gram"].bytes, self.device):
+            some = self.at(block, kind)
+            cotangents, patches = grams(some.cotangents, some.inputs, self.weight_shape, self.geometry)
+            parts.append(sums_of_grams(some, cotangents, patches, self.geometry.groups))
+        return joined(parts, self)
+
+    def materialised_square_norms(self) -> torch.Tensor:
+        kind = accumulating_dtype(self.dtype)
+        some = self if kind == self.dtype else self.at(slice(None), kind)
+        if some._is_one_kernel:
+            return joined([square_norm(part) for part in some._values()], some)
+        total = torch.zeros(self.samples, dtype=kind, device=self.device)
+        for _, part in shifted(some.cotangents, some.inputs, self.weight_shape, self.geometry):
+            total += square_norm(part)
+        return total
+
+    @property
+    def _is_one_kernel(self) -> bool:
+        """Whether all places of the kernel are computed by one kernel or product, not one after the other."""
+        arguments = self.cotangents, self.weight_shape, self.geometry
+        return grouped_kernel_is_fast(*arguments) or materialises_patches(*arguments)
+
+    def _values(self) -> Iterator[torch.Tensor]:
+        """[k, *shape] for one block of samples after the other."""
+        for block in self._blocks():
+            whole = block == slice(0, self.samples)
+            cotangents, inputs = (
+                (self.cotangents, self.inputs) if whole else (self.cotangents[block], self.inputs[block])
+            )
+            yield weight_gradients(cotangents, inputs, self.weight_shape, self.geometry)
+
+    @property
+    def summands(self) -> int:
+        return self._numbers().positions
+
+    def absolute_sums(self) -> torch.Tensor:
+        """As Term.absolute_sums, by the Cauchy-Schwarz inequality over positions. The number of patches with
+        one pixel is at most the number of places of the kernel.
+        """
+        norms = [norms_at_least(factor.flatten(1), 1) for factor in (self.cotangents, self.inputs)]
+        return norms[0] * norms[1] * math.sqrt(self._numbers().places)
+
+    def materialise(self) -> torch.Tensor:
+        return joined(list(self._values()), self, self.weight_shape)
+
+    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
+        g, x = accumulating(self.cotangents), accumulating(self.inputs)
+        g = g * weights.reshape(-1, *(1,) * (g.dim() - 1)).to(g.dtype)
+        shape_only = torch.empty((), dtype=g.dtype, device=g.device).expand(self.weight_shape)
+        return aten.convolution_backward.default(
+            g.flatten(0, 1), x.flatten(0, 1), shape_only, [0], *self.geometry, [False, True, False]
+        )[1]
+
+    def dot(self, vector: torch.Tensor) -> torch.Tensor:
+        g, x = accumulating(self.cotangents), accumulating(self.inputs)
+        moved = aten.convolution.default(x.flatten(0, 1), vector.to(x.dtype), None, *self.geometry)
+        return sum_of_products(moved.reshape(g.shape), g)
+
+    def scaled(self, factor: float) -> Convolution:
+        return Convolution(self.cotangents * factor, self.inputs, self.weight_shape, self.geometry)
+
+    def merge_key(self) -> tuple[Any, ...]:
+        return Convolution, self.shape, self.geometry, self.inputs.shape[2:], self.cotangents.shape[2:]
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int] | None:
+        groups = self.geometry.groups
+        return groups, self.shape[0] // groups, self.weight_shape[1:].numel()
+
+    def simplified(self) -> Term:
+        """A convolution with windows of one element has its patches in the input."""
+        return self.as_product() if math.prod(self.shape[2:]) == 1 and self.geometry.groups == 1 else self
+
+    @property
+    def _sides(self) -> tuple[str, str]:
+        """The factors of the kernel's first and second axis."""
+        return ("inputs", "cotangents") if self.geometry.transposed else ("cotangents", "inputs")
+
+    @property
+    def row_count(self) -> int | None:
+        return self.weight_shape[0] if self.geometry.groups == 1 else 1
+
+    def some_rows(self, rows: slice, count: int) -> torch.Tensor:
+        if count == 1:
+            return self.materialise()
+        return self._channels(range(rows.start, rows.stop), range(1)).materialise()
+
+    def materialise_seconds(self, dtype: torch.dtype, on: Machine) -> float:
+        narrow = self.inputs if self.geometry.transposed else self.cotangents
+        elements = self.samples * math.prod(self.shape)
+        operations = 2.0 * elements * narrow.shape[1] * math.prod(narrow.shape[3:])
+        return on.convolution_seconds(operations, elements * dtype.itemsize, dtype, grouped=True)
+
+    def slices(self, limit: int, width: int) -> Iterator[Slice]:
+        """Whole groups, or some channels of one group: the gradient of a narrower convolution."""
+        shape, groups = self.weight_shape, self.geometry.groups
+        row = math.prod(shape[1:])
+        channels = shape[0] // groups  # of the weight's first axis, in a group
+        wanted = max(1, min(_CHANNELS, shape[0]), limit // max(self.samples * row, 1))
+        several = max(1, wanted // channels)
+        step = wanted if wanted < channels else several * channels
+        for group in range(0, groups, several):
+            last = min(groups, group + several)
+            for start in range(group * channels, last * channels, step):
+                stop = min(start + step, last * channels)
+                part = self._channels(range(start, stop), range(group, last))
+                yield Slice(part.materialise().flatten(1), range(start * row, stop * row), slice(None))
+
+    def _channels(self, channels: range, groups: range) -> Convolution:
+        """The convolution whose weight is some channels of some groups, counted along the weight's first
+        axis.
+        """
+        first, second = self._sides
+        each = getattr(self, second).shape[2] // self.geometry.groups
+        return replace(
+            self,
+            weight_shape=torch.Size([len(channels), *self.weight_shape[1:]]),
+            geometry=self.geometry._replace(groups=len(groups)),
+            **{
+                first: getattr(self, first)[:, :, channels.start : channels.stop],
+                second: getattr(self, second)[:, :, groups.start * each : groups.stop * each],
+            },
+        )
+
+    def matrix_places(self) -> tuple[torch.Tensor, int] | None:
+        return torch.arange(self.weight_shape[0], device=self.device), math.prod(self.weight_shape[1:])
+
+    def times_matrices(
+        self, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """The second matrix is a convolution with kernels."""
+        groups, axes = self.geometry.groups, len(self.weight_shape) - 2
+        # [g * k, i, *kernel]
+        kernels = second.t().reshape(-1, *self.weight_shape[1:]).repeat(groups, *(1,) * (axes + 1))
+        geometry = self.geometry._replace(transposed=False, output_padding=(0,) * axes)
+        each = (self.cotangents[:1].numel() + self.inputs[:1].numel()) * dtype.itemsize
+        for samples in blocks(self.samples, 2 * each, self.device):
+            # a transposed convolution is the adjoint of an ordinary one: input and cotangent change places
+            some = self.at(samples, dtype)
+            narrow, wide = (getattr(some, side) for side in self._sides)
+            patches = aten.convolution.default(wide.flatten(0, 1), kernels, None, *geometry)
+            for axis, size in enumerate(
+                narrow.shape[3:]
+            ):  # output padding, and windows that end before the input does
+                patches = patches.narrow(2 + axis, 0, size)
+            right = _by_position(patches.unflatten(0, narrow.shape[:2]), groups)  # [m, g, t, k]
+            left = _by_position(narrow, groups) @ first.view(groups, self.weight_shape[0] // groups, -1)
+            yield samples, left.flatten(1, 2), right.flatten(1, 2)
+
+    def _is_whole(self, layout: AxisLayout) -> bool:
+        return layout.atoms == self.shape
+
+    def _put(self, layout: AxisLayout, axis: int, factor: torch.Tensor) -> Placed:
+        """The term with another factor for one side, [n, b, channels, *]."""
+        side = self._sides[axis]
+        other = next(name for name in ("cotangents", "inputs") if name != side)
+        factor, same = of_one_dtype(factor, getattr(self, other))
+        shape = list(self.weight_shape)
+        before, shape[axis] = shape[axis], factor.shape[2]
+        inner = list(layout.inner)
+        for dim, names in enumerate(named_axes(layout) or []):
+            if axis in names:
+                inner[dim] = inner[dim] // before * factor.shape[2]
+        factors = {side: factor, other: same}
+        new = replace(
+            self, weight_shape=torch.Size(shape), cotangents=factors["cotangents"], inputs=factors["inputs"]
+        )
+        return arranged(new, list(range(len(shape))), shape, named_axes(layout) or [], inner)
+
+    def _along_kernel(self, kernel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inputs convolved with a kernel, and the cotangents: [n, b, k, *out] and [n, b, o, *out]. Only
+        for a convolution that is not transposed.
+        """
+        inputs, kernel = of_one_dtype(self.inputs, kernel)
+        moved = aten.convolution.default(inputs.flatten(0, 1), kernel, None, *self.geometry)
+        return moved.unflatten(0, inputs.shape[:2]), self.cotangents
+
+    def narrow(self, layout: AxisLayout, dim: int, start: int, step: int, length: int) -> Placed | None:
+        axes = named_axes(layout)
+        if (
+            axes is None
+            or not self._is_whole(layout)
+            or self.geometry.groups != 1
+            or axes[dim] not in ([0], [1])
+        ):
+            return None
+        axis = axes[dim][0]
+        factor: torch.Tensor = getattr(self, self._sides[axis])
+        return self._put(layout, axis, factor[:, :, start : start + (length - 1) * step + 1 : step])
+
+    def times(self, layout: AxisLayout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
+        axes = named_axes(layout)
+        if axes is None or not self._is_whole(layout):
+            return None
+        names = [atom for atom, size in enumerate(layout.atoms) if size != 1]
+        spread = by_atoms(by, layout, axes, names, each=each)
+        channels = [0] if self.geometry.groups != 1 else [0, 1]
+        for axis in channels:
+            if not varies(spread, names, [name for name in names if name != axis], each=each):
+                factor: torch.Tensor = getattr(self, self._sides[axis])
+                lead = spread.shape[: int(each)]
+                spread = spread.reshape(
+                    *(lead or (1,)), 1, -1 if axis in names else 1, *(1,) * (factor.dim() - 3)
+                )
+                return self._put(layout, axis, product(factor, spread))
+        if each:
+            return None
+        return Hadamard.of(self, layout, by, product)
+
+    def sum(self, layout: AxisLayout, dims: set[int]) -> Placed | None:
+        if not self._is_whole(layout) or self.geometry.groups != 1:
+            return None
+        ones = torch.ones(1, *self.shape[1:], dtype=self.dtype, device=self.device)
+        return self.sum_times(layout, dims, ones)
+
+    def contract(self, layout: AxisLayout, dim: int, matrix: torch.Tensor) -> Placed | None:
+        axes = named_axes(layout)
+        if axes is None or not self._is_whole(layout) or self.geometry.groups != 1 or matrix.dim() != 2:
+            return None
+        names = axes[dim]
+        if names in ([0], [1]):
+            factor, matrix = of_one_dtype(getattr(self, self._sides[names[0]]), matrix)
+            return self._put(layout, names[0], torch.matmul(factor.movedim(2, -1), matrix).movedim(-1, 2))
+        every = [axis for axis, size in enumerate(self.shape) if size != 1 and axis]
+        if names != every or self.geometry.transposed:
+            return None
+        moved, cotangents = self._along_kernel(
+            matrix.t().reshape(matrix.shape[1], *self.shape[1:])
+        )  # a low-rank kernel
+        n, b = moved.shape[:2]
+        left, right = of_one_dtype(
+            *(
+                x.reshape(n, b, x.shape[2], -1).transpose(2, 3).reshape(n, 1, -1, x.shape[2])
+                for x in (cotangents, moved)
+            )
+        )
+        axes[dim], new = [len(layout.atoms)], list(layout.inner)
+        new[dim] = matrix.shape[1]
+        return arranged(
+            Product(left, right), [0, len(layout.atoms)], [self.shape[0], matrix.shape[1]], axes, new
+        )
+
+    def sum_times(self, layout: AxisLayout, dims: set[int], shared: torch.Tensor) -> Placed | None:
+        """As Term.sum_times. None unless `dims` contain all axes except that of the output channels.
+
+        shared: [*shape], or with one output channel if it is the same for all.
+        """
+        if not self._is_whole(layout):
+            return None
+        axes = named_axes(layout)
+        if axes is None or self.geometry.transposed:
+            return None
+        gone = {name for dim in dims for name in axes[dim]}
+        if not {axis for axis, size in enumerate(self.shape) if axis and size != 1} <= gone:
+            return None
+        moved, cotangents = self._along_kernel(shared)
+        moved, cotangents = of_one_dtype(moved.expand_as(cotangents), cotangents)
+        n, channels = cotangents.shape[0], cotangents.shape[2]
+        products = sum_of_products(
+            *(x.transpose(1, 2).reshape(n * channels, -1) for x in (moved, cotangents))
+        ).reshape(n, channels)
+        if 0 in gone:
+            products = products.sum(1, keepdim=True)
+        for dim in dims:
+            axes[dim] = []
+        return dense(
+            products, [0], axes, [1 if dim in dims else size for dim, size in enumerate(layout.inner)]
+        )
+
+
+def _by_position(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """[m, b, groups * c, *positions] to [m, groups, b * positions, c]."""
+    x = x.flatten(3) if x.dim() > 3 else x.unsqueeze(3)
+    m, inner, channels, positions = x.shape
+    return (
+        x.reshape(m, inner, groups, channels // groups, positions)
+        .permute(0, 2, 1, 4, 3)
+        .reshape(m, groups, inner * positions, -1)
+    )

@@ -1,0 +1,367 @@
+"""Rows that are added to a table by an index: the gradient of an embedding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from psgrad.engine.gradients.costs import Cost
+from psgrad.engine.gradients.layout import AxisLayout, Slice
+from psgrad.engine.gradients.machine import machine
+from psgrad.engine.gradients.terms.axes import CutMaps, CutRows, arranged, by_atoms, varies
+from psgrad.engine.gradients.terms.dense import dense
+from psgrad.engine.gradients.terms.numerics import (
+    accumulating,
+    accumulating_dtype,
+    block_bytes,
+    blocks,
+    exponent,
+    norms_at_least,
+    of_one_dtype,
+    power_of_two,
+    square_norm,
+    sum_of_products,
+)
+from psgrad.engine.gradients.terms.product import Product
+from psgrad.engine.gradients.terms.term import Multiply, Placed, Term
+
+
+@dataclass(frozen=True)
+class Rows(CutMaps, Term):
+    """Rows that are added to a table by an index: the gradient of an embedding. The one-hot factor is never
+    made.
+    """
+
+    index: torch.Tensor  # [n, t]
+    rows: torch.Tensor  # [n, t, b]
+    count: int  # rows of the table
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (self.count, self.rows.shape[2])
+
+    @property
+    def factors(self) -> tuple[torch.Tensor, ...]:
+        return (self.rows, self.index)
+
+    def _keys(self) -> torch.Tensor:
+        """[n * t]: one number for each pair of sample and table row."""
+        return (
+            self.index + torch.arange(self.samples, device=self.device).unsqueeze(1) * self.count
+        ).reshape(-1)
+
+    def square_norms(self) -> torch.Tensor:
+        rows = accumulating(self.rows)
+        n, positions, columns = rows.shape
+        if positions == 1:
+            return square_norm(rows)
+        if self._table_is_smaller:
+            return self.materialised_square_norms()
+        # rows of one sample with the same index are added first: linear in the positions, and without
+        # cancellation afterwards
+        index, order = self.index.sort(1)
+        ranks = torch.cat(
+            [torch.zeros_like(index[:, :1]), (index[:, 1:] != index[:, :-1]).cumsum(1)], 1
+        )  # among the sample's indices
+        places = (
+            torch.empty_like(ranks).scatter_(1, order, ranks)
+            + torch.arange(n, device=self.device).unsqueeze(1) * positions
+        )
+        merged = torch.zeros(n * positions, columns, dtype=rows.dtype, device=self.device)
+        return square_norm(
+            merged.index_add_(0, places.reshape(-1), rows.reshape(-1, columns)).reshape(rows.shape)
+        )
+
+    @property
+    def summands(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def multiplications(self) -> int:
+        return self.rows.shape[1] * self.rows.shape[2]
+
+    def absolute_sums(self) -> torch.Tensor:
+        return norms_at_least(self.rows, 2).sum(1)
+
+    def materialise(self) -> torch.Tensor:
+        n, _, columns = self.rows.shape
+        value = torch.zeros(n * self.count, columns, dtype=self.dtype, device=self.device)
+        return value.index_add_(0, self._keys(), self.rows.reshape(-1, columns)).reshape(
+            n, self.count, columns
+        )
+
+    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
+        rows = accumulating(self.rows)
+        scaled = rows * weights.reshape(-1, 1, 1).to(rows.dtype)
+        out = torch.zeros(self.count, rows.shape[2], dtype=rows.dtype, device=self.device)
+        return out.index_add_(0, self.index.reshape(-1), scaled.reshape(-1, rows.shape[2]))
+
+    def dot(self, vector: torch.Tensor) -> torch.Tensor:
+        rows = accumulating(self.rows)
+        return sum_of_products(rows, vector.to(rows.dtype)[self.index])
+
+    def scaled(self, factor: float) -> Rows:
+        return Rows(self.index, self.rows * factor, self.count)
+
+    def order_costs(self) -> dict[str, Cost]:
+        size = self.rows.shape[1] * self.rows.shape[2] * accumulating_dtype(self.dtype).itemsize
+        return {"index": Cost(machine(self.device).scattered_seconds(4 * size), size)}
+
+    @property
+    def _table_is_smaller(self) -> bool:
+        """Whether a table in which the rows are added costs less time than sorting their indices, and no more
+        memory.
+        """
+        return self.count <= self.index.shape[1]
+
+    def describe(self) -> str:
+        return "materialise" if self._table_is_smaller else "index"
+
+    @property
+    def is_lookup(self) -> bool:
+        return True
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int] | None:
+        return (1, *self.shape)  # type: ignore[return-value]
+
+    def square_sums(self) -> torch.Tensor:
+        total = torch.zeros(self.count, self.rows.shape[2], dtype=torch.float64, device=self.device)
+        for block in blocks(self.samples, 24 * self.rows[:1].numel(), self.device):
+            entries = self.at(block, torch.float64).entries()
+            total.index_add_(0, entries.index, entries.rows.square())
+        return total
+
+    def cross_products(self, other: Term) -> torch.Tensor | None:
+        """With a product, as for a tied table: the sum over positions t, s of left[t, index[s]] * <right[t],
+        rows[s]>. No value of the table's size is made.
+        """
+        if not isinstance(other, Product) or other.shape != (1, *self.shape):
+            return None
+        out = torch.empty(self.samples, dtype=torch.float64, device=self.device)
+        left, right = (accumulating(factor).squeeze(1) for factor in other.factors)
+        rows, positions = accumulating(self.rows), left.shape[1]
+        for block in blocks(self.samples, 2 * positions * rows.shape[1] * left.element_size(), self.device):
+            index = self.index[block].unsqueeze(1).expand(-1, positions, -1)
+            picked = torch.gather(left[block], 2, index)  # [n, t, s]
+            inner = torch.bmm(right[block], rows[block].transpose(1, 2))  # [n, t, s]
+            out[block] = sum_of_products(picked, inner).double()
+        return out
+
+    def has_tile_products_with(self, other: Term) -> bool:
+        if isinstance(other, Rows):
+            return self.shape == other.shape
+        return isinstance(other, Product) and other.shape == (1, *self.shape)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return 1, self.rows.shape[1], 0, self.rows.shape[2]
+
+    def at_positions(self, some: slice) -> Rows:
+        return Rows(self.index[:, some], self.rows[:, some], self.count)
+
+    @property
+    def positions(self) -> int | None:
+        return self.index.shape[1]
+
+    def position_products(self, value: torch.Tensor) -> torch.Tensor:
+        columns = self.rows.shape[2]
+        return (self.rows * value.gather(1, self.index.unsqueeze(2).expand(-1, -1, columns))).sum(2)
+
+    def position_square_norms(self) -> torch.Tensor:
+        return torch.linalg.vector_norm(self.rows, dim=(1, 2), dtype=torch.float64).square_()
+
+    def exponents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows, finite = exponent(self.rows)
+        return rows, torch.zeros_like(rows), finite.all(1)
+
+    def spread(self, first: torch.Tensor, second: torch.Tensor, target: torch.Tensor) -> Rows:
+        if not bool(target.any()):
+            return self
+        return replace(self, rows=self.rows * power_of_two(-target, self.dtype)[:, None, None])
+
+    def tile_products(self, other: Term) -> torch.Tensor | None:
+        if isinstance(other, Rows):
+            factor, right = self.index.reshape(-1, 1) == other.index.reshape(1, -1), other.rows.flatten(0, 1)
+        elif isinstance(other, Product):
+            factor = other.left.flatten(0, 2).index_select(1, self.index.reshape(-1)).t()  # [n * t, m * s]
+            right = other.right.flatten(0, 2)
+        else:
+            return None
+        (n, t, _), (m, s) = self.rows.shape, (other.samples, other.sizes[1])
+        pairs = self.rows.flatten(0, 1) @ right.t()
+        pairs = pairs.masked_fill_(~factor, 0) if factor.dtype == torch.bool else pairs.mul_(factor)
+        return pairs.reshape(n, t, m, s).sum((1, 3))
+
+    def matches_with(self, other: Term) -> bool:
+        return isinstance(other, Rows)
+
+    def count_matches(self, other: Term) -> int:
+        """As Term.count_matches, from the counts of each row of the table in both terms."""
+        assert isinstance(other, Rows)
+        counts = [torch.bincount(term.index.reshape(-1), minlength=term.count) for term in (self, other)]
+        return int((counts[0].double() * counts[1]).sum()) if self.count else 0
+
+    def match_products(self, other: Term) -> torch.Tensor:
+        """As Term.match_products: one term is sorted, and the other one's indices are searched in it."""
+        assert isinstance(other, Rows)
+        out = torch.zeros(self.samples * other.samples, dtype=torch.float64, device=self.device)
+        left, right = self.entries(), other.entries()
+        order = right.index.argsort()
+        looked_up = right.index[order]
+        first = torch.searchsorted(looked_up, left.index)
+        counts = torch.searchsorted(looked_up, left.index, right=True) - first
+        limit = max(1, block_bytes(self.device) // max(1, 2 * left.rows.shape[1] * left.rows.element_size()))
+        for some in _bounded(counts, limit):
+            repeated = torch.arange(some.start, some.stop, device=self.device).repeat_interleave(counts[some])
+            within = torch.arange(len(repeated), device=self.device) - (
+                counts[some].cumsum(0) - counts[some]
+            ).repeat_interleave(counts[some])
+            partner = order[first[repeated] + within]
+            dots = (left.rows[repeated] * right.rows[partner]).sum(1)
+            out.index_add_(0, left.sample[repeated] * other.samples + right.sample[partner], dots.double())
+        return out.reshape(self.samples, other.samples)
+
+    def entries(self) -> Entries:
+        """The sums of the rows with the same sample and index; rows of zeros (padding) are left out."""
+        columns = self.rows.shape[2]
+        rows = self.rows.reshape(-1, columns)
+        nonzero = (rows != 0).any(1)
+        keys, places = self._keys()[nonzero].unique(return_inverse=True)
+        merged = rows.new_zeros(len(keys), columns).index_add_(0, places, rows[nonzero])
+        return Entries(torch.div(keys, self.count, rounding_mode="floor"), keys % self.count, merged)
+
+    @property
+    def row_count(self) -> int | None:
+        return self.count
+
+    def some_rows(self, rows: slice, count: int) -> torch.Tensor:
+        """[n, rows, b]; other positions are not read."""
+        n, _, columns = self.rows.shape
+        size = rows.stop - rows.start
+        inside = ((self.index >= rows.start) & (self.index < rows.stop)).reshape(-1).nonzero().squeeze(1)
+        samples = torch.arange(n, device=self.device).unsqueeze(1).expand_as(self.index).reshape(-1)[inside]
+        places = samples * size + self.index.reshape(-1)[inside] - rows.start
+        value = self.rows.new_zeros(n * size, columns)
+        return value.index_add_(0, places, self.rows.reshape(-1, columns)[inside]).reshape(n, size, columns)
+
+    def slices(self, limit: int, width: int) -> Iterator[Slice]:
+        """Slices of some rows of the table, for the samples that looked up any of them."""
+        n, positions, columns = self.rows.shape
+        if not self.rows.numel():
+            return
+        indices, ranks = torch.unique(self.index.reshape(-1), return_inverse=True)
+        sorted_ranks, order = ranks.sort(stable=True)
+        step = max(1, width // columns)
+        starts = list(range(0, len(indices), step))
+        bounds = torch.searchsorted(
+            sorted_ranks, torch.tensor([*starts, len(indices)], device=ranks.device)
+        ).tolist()
+        rows = self.rows.reshape(n * positions, columns)
+        for number, start in enumerate(starts):
+            table_rows = indices[start : start + step]
+            uses = order[bounds[number] : bounds[number + 1]]
+            samples, whose = torch.unique(uses // positions, return_inverse=True)
+            values = torch.zeros(
+                len(samples) * len(table_rows), columns, dtype=rows.dtype, device=rows.device
+            )
+            values.index_add_(0, whose * len(table_rows) + ranks[uses] - start, rows[uses])
+            places = table_rows.unsqueeze(1) * columns + torch.arange(columns, device=rows.device)
+            yield Slice(values.reshape(len(samples), -1), places.flatten(), samples)
+
+    def listed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        columns = self.rows.shape[2]
+        within = torch.arange(columns, device=self.device)
+        places = self.index.unsqueeze(-1) * columns + within  # [n, t, columns]
+        return places.flatten(1), self.rows.flatten(1)
+
+    def matrix_places(self) -> tuple[torch.Tensor, int] | None:
+        return torch.unique(self.index), self.rows.shape[2]
+
+    def times_matrices(
+        self, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        ranks = torch.unique(self.index, return_inverse=True)[1]
+        each = self.rows.shape[1] * (self.rows.shape[2] + first.shape[1] + second.shape[1]) * dtype.itemsize
+        for samples in blocks(self.samples, each, self.device):
+            yield samples, first[ranks[samples]], self.rows[samples].to(dtype) @ second
+
+    def cut(self, layout: AxisLayout) -> CutRows | None:
+        return CutRows.of(self.index, self.rows, self.count, layout)
+
+    @staticmethod
+    def placed(cut: CutRows) -> Placed:
+        """The rows after the change."""
+        n, t, *sizes = cut.rows.shape
+        if cut.count == 1:
+            return dense(cut.rows.sum(1), cut.columns, cut.axes, cut.shape)
+        term = Rows(cut.index, cut.rows.reshape(n, t, math.prod(sizes)), cut.count)
+        return arranged(term, [cut.table, *cut.columns], [cut.count, *sizes], cut.axes, cut.shape)
+
+    def times(self, layout: AxisLayout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
+        cut = self.cut(layout)
+        if cut is None:
+            return None
+        names = [cut.table, *cut.columns]
+        spread = by_atoms(
+            by, layout, cut.axes, names, each=each
+        )  # [n or nothing, count or 1, *columns or ones]
+        if not varies(spread, names, [cut.table], each=each):
+            cut.rows = product(cut.rows, spread if each else spread.unsqueeze(0))
+        elif each:
+            samples = torch.arange(spread.shape[0], device=cut.index.device).unsqueeze(1)
+            cut.rows = product(cut.rows, spread[samples, cut.index])
+        else:
+            cut.rows = product(cut.rows, spread[cut.index])
+        return self.placed(cut)
+
+    def scatter(self, layout: AxisLayout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
+        cut = self.cut(layout)
+        if cut is None or cut.axes[dim] != [cut.table]:
+            return None
+        cut.index, cut.count, cut.shape[dim] = index[cut.index], size, size
+        return self.placed(cut)
+
+    def contract(self, layout: AxisLayout, dim: int, matrix: torch.Tensor) -> Placed | None:
+        cut = self.cut(layout)
+        if cut is None or matrix.dim() != 2:
+            return None
+        new, names = len(layout.atoms), cut.axes[dim]
+        n, t, *sizes = cut.rows.shape
+        cut.axes[dim], cut.shape[dim] = [new], matrix.shape[1]
+        if names == [cut.table]:  # sum over t of matrix[index] ⊗ rows
+            left, right = of_one_dtype(matrix[cut.index], cut.rows)
+            term_ = Product(left.unsqueeze(1), right.reshape(n, 1, t, math.prod(sizes)))
+            return arranged(term_, [new, *cut.columns], [matrix.shape[1], *sizes], cut.axes, cut.shape)
+        if names != cut.columns:
+            return None
+        rows, matrix = of_one_dtype(cut.rows.reshape(n, t, math.prod(sizes)), matrix)
+        cut.rows, cut.columns = torch.matmul(rows, matrix), [new]
+        return self.placed(cut)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The nonzero rows of tables, at most one for each sample and index.
+
+    Attributes:
+        sample, index: [q], in the order of (sample, index).
+        rows: [q, b].
+    """
+
+    sample: torch.Tensor
+    index: torch.Tensor
+    rows: torch.Tensor
+
+
+def _bounded(counts: torch.Tensor, limit: int) -> Iterator[slice]:
+    """Runs of entries with at most `limit` matches together, or of one entry."""
+    start, done = 0, 0
+    totals = counts.cumsum(0)
+    while start < len(counts):
+        stop = max(start + 1, int(torch.searchsorted(totals, done + limit, right=True)))
+        yield slice(start, stop)
+        start, done = stop, int(totals[stop - 1])

@@ -1,0 +1,444 @@
+"""The interface of the kinds of terms, and the place of a term in its parameter.
+
+A term is a per-sample value that is stored as its factors until a query contracts them, such as a sum over
+positions of outer products. Each kind of term is one file of this folder, with its norms, inner products,
+sums, projections, linear maps and prices. The methods of the base class return None where a kind has no
+computation by factors; the query then materialises the value.
+
+Axes: sample n, position t (s), row a, column b, group g. A term's canonical value has the shape `shape` for
+each sample. Every query of a term is exact. The order of contraction is chosen from the sizes. Large
+intermediates are made for a few samples at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
+
+import torch
+
+from psgrad.engine.gradients.costs import Cost, Machine, cheapest
+from psgrad.engine.gradients.layout import AxisLayout, Slice
+from psgrad.engine.gradients.machine import machine
+from psgrad.engine.gradients.precision_guard import samples_to_recompute
+from psgrad.engine.gradients.terms.numerics import (
+    CANCELLATION,
+    accumulating_dtype,
+    block_bytes,
+    blocks,
+    rows_of,
+    square_norm,
+    zero_where_lost,
+)
+
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # torch.mul or torch.div
+Names = list[int]  # of atoms (axes.py)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A term, and how its axes lie in the parameter's."""
+
+    term: Term
+    layout: AxisLayout
+
+    @classmethod
+    def plain(cls, term: Term) -> Placed:
+        return cls(term, AxisLayout.identity(term.shape))
+
+    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Placed:
+        """As Term.at."""
+        return Placed(self.term.at(samples, dtype), self.layout)
+
+    def scaled(self, factor: float) -> Placed:
+        """As Term.scaled."""
+        return Placed(self.term.scaled(factor), self.layout)
+
+    def materialise(self) -> torch.Tensor:
+        """[n, *shape of the parameter]"""
+        return self.layout.apply(self.term.materialise(), lead=1)
+
+
+class Term(ABC):
+    """One summand of a per-sample gradient. Its kinds are frozen dataclasses of their factors."""
+
+    shape: tuple[int, ...]  # canonical, per sample
+    lost_at: str = ""  # the operator at which its factors were lost; empty if that did not happen
+    position_axis: ClassVar[int] = 1  # of all factors, if the value is a sum over positions
+
+    @property
+    @abstractmethod
+    def factors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the term stores, sample axis first."""
+
+    @property
+    def samples(self) -> int:
+        return self.factors[0].shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.factors[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.factors[0].dtype
+
+    def _with_factors(self, change: Callable[[torch.Tensor, str], torch.Tensor]) -> Self:
+        """The term with each factor, and its name, replaced by `change`."""
+        factors = {
+            field.name: change(factor, field.name)
+            for field in fields(self)  # type: ignore[arg-type]
+            if isinstance(factor := getattr(self, field.name), torch.Tensor)
+        }
+        return replace(self, **factors)  # type: ignore[type-var]
+
+    def at(self, samples: slice | torch.Tensor, dtype: torch.dtype | None = None) -> Self:
+        """The term of some of the samples, a slice of n or their numbers [k], in another precision if `dtype`
+        is given.
+        """
+
+        kind = dtype or self.dtype
+
+        def some(factor: torch.Tensor, name: str) -> torch.Tensor:
+            is_index = not (factor.is_floating_point() or factor.is_complex())
+            return rows_of(factor, samples).to(factor.dtype if is_index else kind)
+
+        return self._with_factors(some)
+
+    def among(self, places: torch.Tensor, count: int) -> Term:
+        """The term of `count` samples: this term's samples are at `places` [n], the others are zero."""
+        rows = torch.full((count,), self.samples, device=self.device).index_copy(
+            0, places, torch.arange(self.samples, device=self.device)
+        )
+        padded = self._with_factors(lambda x, _: torch.cat([x, x.new_zeros(1, *x.shape[1:])]))
+        return padded.at(rows)
+
+    @abstractmethod
+    def square_norms(self) -> torch.Tensor:
+        """[n]"""
+
+    @property
+    @abstractmethod
+    def summands(self) -> int:
+        """The largest number of products that are added up for one element of a sample's value."""
+
+    @abstractmethod
+    def absolute_sums(self) -> torch.Tensor:
+        """[n]: an upper bound of the sum of the norms of all summands, to which the rounding error of the
+        value is proportional. The value's own norm is smaller, by any factor if summands cancel. Not finite
+        if a product overflows.
+        """
+
+    @abstractmethod
+    def materialise(self) -> torch.Tensor:
+        """[n, *shape]"""
+
+    @abstractmethod
+    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
+        """[*shape]: the sum over samples, each times its weight [n]."""
+
+    @abstractmethod
+    def dot(self, vector: torch.Tensor) -> torch.Tensor:
+        """[n]: the inner product of each sample's value with one vector [*shape]."""
+
+    @abstractmethod
+    def scaled(self, factor: float) -> Term:
+        """The term times a number."""
+
+    def merge_key(self) -> tuple[Any, ...]:
+        """A key that is equal for terms that can be merged to one term."""
+        return type(self), self.shape
+
+    def plus(self, others: Sequence[Any]) -> Self:
+        """The sum of this term and others with the same merge key, as one term: by default one with the
+        positions of all.
+        """
+        return self._with_factors(
+            lambda factor, name: torch.cat(
+                [factor, *(getattr(term, name) for term in others)], self.position_axis
+            )
+        )
+
+    @property
+    def multiplications(self) -> int:
+        """The multiplications of the sum over samples, for each sample."""
+        return self.summands * math.prod(self.shape)
+
+    @property
+    def stored_value(self) -> torch.Tensor | None:
+        """[n, *shape], if the value is stored; None if it is computed from factors."""
+        return None
+
+    # -- norms -----------------------------------------------------------------------------------------------
+
+    def materialised_square_norms(self) -> torch.Tensor:
+        """[n]: the norms of the materialised value, a block of samples at a time. Free of cancellation
+        between positions.
+        """
+        kind = accumulating_dtype(self.dtype)
+        size = math.prod(self.shape) * kind.itemsize
+        parts = [
+            square_norm(self.at(block, kind).materialise())
+            for block in blocks(self.samples, size, self.device)
+        ]
+        return joined(parts, self)
+
+    def order_costs(self) -> dict[str, Cost]:
+        """The orders of contraction to the squared norms, each with its estimated cost per sample. By default
+        the value is materialised and read once.
+        """
+        size = math.prod(self.shape) * accumulating_dtype(self.dtype).itemsize
+        return {"materialise": Cost(machine(self.device).stream_seconds(3 * size, size), size)}
+
+    def order(self) -> str:
+        """The cheapest order of contraction whose intermediates fit a block."""
+        return cheapest(self.order_costs(), block_bytes(self.device))
+
+    def describe(self) -> str:
+        """The order of contraction of the norm, in one or two words."""
+        return self.order()
+
+    @property
+    def is_outer_product(self) -> bool:
+        """Whether each group of a sample's value is one outer product of its factors [n, g, 1, a] and [n, g,
+        1, b].
+        """
+        return False
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int] | None:
+        """Groups, rows and columns of a sum of outer products as matrices; None for any other kind."""
+        return None
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether the first factor of the outer products is one-hot: `factors` are then the rows [n, t, b]
+        and the index [n, t].
+        """
+        return False
+
+    @property
+    def stored_product(self) -> Term | None:
+        """The term itself, if it is stored as a sum of outer products of `factors` [n, g, t, a] and [n, g, t,
+        b]; None if its factors are anything else.
+        """
+        return None
+
+    def as_product(self) -> Term:
+        """A sum of outer products that is no look-up, with `factors` [n, g, t, a] and [n, g, t, b]."""
+        raise NotImplementedError
+
+    def square_sums(self) -> torch.Tensor | None:
+        """[*shape] float64: the sum over samples of the squares of the value's elements; None if not by
+        factors.
+        """
+        return None
+
+    # -- inner products of two terms -------------------------------------------------------------------------
+
+    def simplified(self) -> Term:
+        """The term as a kind with inner products for more pairs of kinds, if this needs no computation."""
+        return self
+
+    def transposed(self) -> Term | None:
+        """The term with rows and columns swapped, if it is one matrix per sample and this needs no
+        computation; else None.
+        """
+        return None
+
+    def cross_products(self, other: Term) -> torch.Tensor | None:
+        """[n] float64: each sample's inner product with the other term's, elements in the same order; None if
+        materialising both is as cheap.
+        """
+        return None
+
+    def placed_products(self, layout: AxisLayout, other: Placed) -> torch.Tensor | None:
+        """[n, m]: as `cross_products`, for this term placed by `layout` and another term placed in the same
+        window.
+        """
+        return None
+
+    # Sums of outer products: the inner products of all samples of two terms by Gram matrices between their
+    # positions. A kind for which `has_tile_products_with` can be true has the other methods, too.
+
+    def has_tile_products_with(self, other: Term) -> bool:
+        """Whether `tile_products` with a term of this kind and shape exists, in this order or the other."""
+        return False
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Groups, positions, rows and columns of the factors; no rows where the first factor is an index."""
+        raise NotImplementedError
+
+    def at_positions(self, some: slice) -> Term:
+        """The sum over some positions only."""
+        raise NotImplementedError
+
+    @property
+    def positions(self) -> int | None:
+        """The number of positions over which a sample's value is a sum; None if it is not a sum over
+        positions.
+        """
+        return None
+
+    def position_products(self, value: torch.Tensor) -> torch.Tensor:
+        """[n, t]: the inner product of each position's contribution with a value [n, *shape]."""
+        raise NotImplementedError
+
+    def position_square_norms(self) -> torch.Tensor:
+        """[n] float64: the sum over positions of the squared norms of their contributions."""
+        raise NotImplementedError
+
+    def exponents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The power of two just above the largest number of both factors at each position ([n, g, t], or [n,
+        t] where there are no groups), and whether all of a sample's numbers are finite, [n].
+        """
+        raise NotImplementedError
+
+    def spread(self, first: torch.Tensor, second: torch.Tensor, target: torch.Tensor) -> Term:
+        """The term times 2^-target [n], with the remaining exponent of each position divided evenly between
+        its two factors.
+
+        first, second: what `exponents` returned.
+        """
+        raise NotImplementedError
+
+    def tile_products(self, other: Term) -> torch.Tensor | None:
+        """[n, m]: the inner products of all n samples with all m of the other term, or None if `other` has
+        the method for this pair.
+        """
+        return None
+
+    def matches_with(self, other: Term) -> bool:
+        """Whether both terms have an index of rows, so that only rows with equal indices are multiplied."""
+        return False
+
+    def count_matches(self, other: Term) -> int:
+        """The number of pairs of positions of both terms with the same index."""
+        raise NotImplementedError
+
+    def match_products(self, other: Term) -> torch.Tensor:
+        """[n, m] float64: the inner products of all samples of both terms, by matching their indices."""
+        raise NotImplementedError
+
+    # -- parts of the value, materialised --------------------------------------------------------------------
+
+    @property
+    def row_count(self) -> int | None:
+        """The number of rows into which `some_rows` can cut the value; None if any number is possible."""
+        return 1
+
+    def some_rows(self, rows: slice, count: int) -> torch.Tensor:
+        """[n, ...]: the values of these rows of `count`."""
+        assert count == 1
+        return self.materialise()
+
+    def materialise_seconds(self, dtype: torch.dtype, on: Machine) -> float:
+        """The estimated time to materialise all samples in this type."""
+        size = math.prod(self.shape) * self.samples * dtype.itemsize
+        return on.stream_seconds(size) + on.scattered_seconds(
+            sum(f.numel() for f in self.factors) * dtype.itemsize
+        )
+
+    def slices(self, limit: int, width: int) -> Iterator[Slice]:
+        """The values in slices, with places in the term's own row-major order. By default a few samples at a
+        time.
+
+        limit: the largest number of values of a slice, if possible.
+        width: the largest number of places of a slice of looked-up rows.
+        """
+        size = math.prod(self.shape)
+        for start in range(0, self.samples, step := max(1, limit // max(size, 1))):
+            samples = slice(start, min(start + step, self.samples))
+            values = self.at(samples).materialise()
+            yield Slice(values.reshape(values.shape[0], size), range(size), samples)
+
+    # -- projections -----------------------------------------------------------------------------------------
+
+    def listed(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The elements of each sample that are not zero: their places [n, q] in row-major order, which may
+        repeat, and their values [n, q]. None if most elements are not zero.
+        """
+        return None
+
+    def matrix_places(self) -> tuple[torch.Tensor, int] | None:
+        """For a sum of outer products: the first indices i [m] that occur, and the number of second indices
+        j, so that the elements' places are i * count + j. None for any other kind.
+        """
+        return None
+
+    def times_matrices(
+        self, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Samples, and both factors [m, t, k] and [m, t, l] of their values times matrices [i, k] and [j, l]
+        for the indices of `matrix_places`.
+        """
+        raise NotImplementedError
+
+    # -- linear maps -----------------------------------------------------------------------------------------
+    # Each
+    # returns None where the value would have to be materialised. Layouts have no window here. An axis of the
+    # layout is given by its number.
+
+    def narrow(self, layout: AxisLayout, dim: int, start: int, step: int, length: int) -> Placed | None:
+        """`length` places of an axis."""
+        return None
+
+    def sum(self, layout: AxisLayout, dims: set[int]) -> Placed | None:
+        """The sum over some axes, which stay with length one."""
+        return None
+
+    def times(self, layout: AxisLayout, by: torch.Tensor, product: Multiply, *, each: bool) -> Placed | None:
+        """Element by element times `by` [*shape], or [n, *shape] if `each`, with length one along the axes on
+        which it does not depend.
+        """
+        return None
+
+    def sum_times(self, layout: AxisLayout, dims: set[int], shared: torch.Tensor) -> Placed | None:
+        """The sum over some axes of the value times a tensor [*shape] that all samples share."""
+        return None
+
+    def scatter(self, layout: AxisLayout, dim: int, index: torch.Tensor, size: int) -> Placed | None:
+        """An axis of length `size`, in which the entries of an axis are added at an index [length]."""
+        return None
+
+    def contract(self, layout: AxisLayout, dim: int, matrix: torch.Tensor) -> Placed | None:
+        """An axis contracted with the first axis of a matrix [size, k]; or of matrices [*lead, size, k], one
+        for each entry of the axes in front.
+        """
+        return None
+
+    def expand(self, layout: AxisLayout, shape: Sequence[int]) -> Placed | None:
+        """Repeated along axes of length one, or along new axes in front."""
+        return None
+
+
+def joined(parts: list[torch.Tensor], term: Term, shape: tuple[int, ...] = ()) -> torch.Tensor:
+    """[n, *shape] from the blocks of a term's samples; a single block is not copied, and there may be
+    none.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else torch.zeros(0, *shape, dtype=term.dtype, device=term.device)
+
+
+def sums_of_grams(term: Term, left: torch.Tensor, right: torch.Tensor, groups: int) -> torch.Tensor:
+    """[n]: squared norms of a term from the Gram matrices [n * groups, t, t] of its factors (the first is
+    overwritten).
+
+    If the contributions of positions cancel, the rounding error is too large, and those samples are
+    materialised instead. The diagonals, with one position each, give the size of the summands.
+    """
+    largest = [
+        gram.diagonal(dim1=1, dim2=2).reshape(-1, groups * gram.shape[1]).amax(1) for gram in (left, right)
+    ]
+    products = left.mul_(right)
+    alone = products.diagonal(dim1=1, dim2=2).sum(1).reshape(-1, groups).sum(1)
+    total = products.flatten(1).sum(1).reshape(-1, groups).sum(1)
+    cancelled = samples_to_recompute(total < CANCELLATION * alone)
+    if len(cancelled):
+        total[cancelled] = term.at(cancelled, total.dtype).materialised_square_norms()
+    return zero_where_lost(total, *largest)

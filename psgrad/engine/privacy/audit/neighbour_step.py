@@ -1,0 +1,289 @@
+"""One step on a dataset and on a neighbour with the same random numbers (the method of "Re:cord-play", arXiv
+2602.17454, which found errors in a dozen libraries).
+
+Any difference then comes from the data. The distance of the two sums before noise must be at most the
+declared sensitivity, and nothing else that is published may differ.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from psgrad.engine.privacy.audit.canaries import StoringSource
+from psgrad.engine.privacy.batches import GradientSource
+from psgrad.engine.privacy.clipped_sums import ClippedSum
+from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
+from psgrad.engine.privacy.generators import Generator
+from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.records import Relation
+from psgrad.engine.privacy.step import NoisySum, private_sum
+from psgrad.errors import PsgradError
+
+# As a share of the longer of two sums, how far they may be apart because gradients of common records are
+# rounded differently beside other records: in units of the type in which they are computed.
+_LAST_PLACES = 4
+
+
+class DrawsDiffer(PsgradError):
+    """The replayed step requested other random numbers than the first one: the data decide how many are
+    drawn.
+    """
+
+
+class DrawLog:
+    """The random numbers of one step, in order."""
+
+    def __init__(self) -> None:
+        self._drawn: list[tuple[tuple[Any, ...], Any]] = []
+
+    def logging(self, generator: Generator) -> Generator:
+        """The generator, whose numbers are logged."""
+        return _LoggingGenerator(generator, self._drawn)
+
+    def replaying(self) -> _ReplayingGenerator:
+        """A generator that gives the same numbers again, and raises DrawsDiffer for other requests."""
+        return _ReplayingGenerator(self._drawn)
+
+
+class _LoggedGenerator(Generator):
+    """A generator each of whose draws is one call of `_give(request, draw)`."""
+
+    def __init__(self, name: str, secure: bool, reach: float) -> None:
+        super().__init__()
+        self.name, self.secure, self.reach = name, secure, reach
+
+    def uint64(self, n: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        drawn: np.ndarray[Any, np.dtype[np.uint64]] = self._give(("uint64", n)).copy()
+        return drawn
+
+    def uniform(self, n: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        drawn: np.ndarray[Any, np.dtype[np.float64]] = self._give(("uniform", n)).copy()
+        return drawn
+
+    def normal(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        drawn: Tensor = self._give(("normal", tuple(shape), dtype, str(torch.device(device)))).clone()
+        return drawn
+
+    @abstractmethod
+    def _give(self, request: tuple[Any, ...]) -> Any: ...
+
+    def _in_a_fork(self) -> None:
+        pass  # the logged numbers are not secret, and are repeated on purpose
+
+
+class _LoggingGenerator(_LoggedGenerator):
+    def __init__(self, generator: Generator, drawn: list[tuple[tuple[Any, ...], Any]]) -> None:
+        super().__init__(generator.name, generator.secure, generator.reach)
+        self._generator, self._drawn = generator, drawn
+
+    def _give(self, request: tuple[Any, ...]) -> Any:
+        numbers = getattr(self._generator, request[0])(*request[1:])
+        self._drawn.append((request, numbers))
+        return numbers
+
+
+class _ReplayingGenerator(_LoggedGenerator):
+    def __init__(self, drawn: list[tuple[tuple[Any, ...], Any]]) -> None:
+        super().__init__("replayed", secure=False, reach=math.inf)
+        self._drawn, self._next = drawn, 0
+
+    def _give(self, request: tuple[Any, ...]) -> Any:
+        logged = self._drawn[self._next] if self._next < len(self._drawn) else (None, None)
+        if logged[0] != request:
+            raise DrawsDiffer(
+                f"draw {self._next + 1} of the step on the neighbour is {request}, and was"
+                f" {logged[0] or 'none'} on the dataset",
+                expected="the same random numbers, whatever the data are",
+                cause="noise that is skipped, or drawn again, depending on records",
+            )
+        self._next += 1
+        return logged[1]
+
+    @property
+    def left(self) -> int:
+        """The number of logged draws that were not requested again."""
+        return len(self._drawn) - self._next
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The results of a dataset and its neighbour with the same random numbers. NOT PRIVATE if the data are
+    real.
+
+    Attributes:
+        pair: how the neighbour differs, in words.
+        distance: between the two clipped sums, before noise; in L2. Infinite or NaN if a sum is not
+            finite.
+        sensitivity: the largest allowed distance.
+        over: by how much the distance in a clipping group exceeds the allowed one, in the worst group; below
+            0 if none does.
+        tolerance: how much further the records of both batches may take it, whose gradients are rounded
+            differently beside other records; 0 if one batch is empty, as a record's own part has no
+            tolerance.
+        group_ratio: the distance in a clipping group over the allowed one, in the worst group.
+        count_distance, count_sensitivity: the same of the count of an adaptive bound; None without one.
+        differing: the published values besides the noisy sums that differ.
+        finite: whether all released numbers are.
+    """
+
+    pair: str
+    distance: float
+    sensitivity: float
+    over: float
+    tolerance: float
+    differing: tuple[str, ...]
+    finite: bool
+    group_ratio: float = 0.0
+    count_distance: float | None = None
+    count_sensitivity: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """The measured sensitivity over the declared one, of the sums, of a clipping group or of the count,
+        whichever is more.
+        """
+        ratios = [self.distance / self.sensitivity, self.group_ratio]
+        if self.count_distance is not None and self.count_sensitivity:
+            ratios.append(self.count_distance / self.count_sensitivity)
+        return math.nan if any(map(math.isnan, ratios)) else max(ratios)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the sensitivity is respected, all published values are equal, and all released numbers are
+        finite.
+        """
+        # false for NaN
+        near = self.distance <= self.sensitivity + self.tolerance and self.over <= self.tolerance
+        counted = (
+            self.count_distance is None
+            or self.count_sensitivity is None
+            or self.count_distance <= self.count_sensitivity
+        )
+        return near and counted and self.finite and not self.differing
+
+
+def compare_neighbours(
+    source: GradientSource,
+    neighbour: GradientSource,
+    clipping: Clipping,
+    noise: Noise,
+    relation: Relation,
+    generator: Generator,
+    *,
+    pair: str = "",
+    adaptive: AdaptiveBound | None = None,
+    expected_batch_size: float | None = None,
+    public: Callable[[NoisySum], Mapping[str, Any]] = lambda _: {},
+    computed_in: torch.dtype = torch.float64,
+) -> Replayed:
+    """Take a private step on a drawn batch, and again on the neighbour's, with the noise frozen.
+
+    Args:
+        source, neighbour: the two batches. Draws of common records are the same by the caller's choice of
+            them.
+        public: what would be published of a step besides its noisy sums, as name -> value. The names and
+            shapes of the sums, the sensitivity, the noise's standard deviation and the number of random draws
+            are compared in any case.
+        computed_in: the narrowest type in which gradients are computed.
+
+    The other arguments are those of `private_sum`. An adaptive bound follows from a noised count, so it is
+    the count that is measured.
+    """
+    log = DrawLog()
+    replaying = log.replaying()
+    sources = StoringSource(source), StoringSource(neighbour)
+    outcomes: list[NoisySum] = []
+    differing: list[str] = []
+    for stored, numbers in zip(sources, (log.logging(generator), replaying), strict=True):
+        try:
+            noisy = private_sum(
+                stored,
+                clipping,
+                noise,
+                relation,
+                numbers,
+                adaptive=adaptive,
+                expected_batch_size=expected_batch_size,
+            )
+        except DrawsDiffer:
+            differing.append("the random draws")
+            break
+        outcomes.append(noisy)
+    seen = [stored.last for stored in sources]
+    if len(outcomes) == 2:
+        if replaying.left:
+            differing.append("the random draws")
+        differing += _differing(*({**_shapes(outcome), **public(outcome)} for outcome in outcomes))
+    effective = clipping if adaptive is None else clipping.with_bound(adaptive.bound)
+    counts = None if adaptive is None else [adaptive.count(clipped.records.counted) for clipped in seen]
+    alone = any(len(clipped.records.norms) == 0 for clipped in seen)
+    tolerance = (
+        0.0
+        if alone or effective.grid is not None
+        else _LAST_PLACES * torch.finfo(computed_in).eps * _longest(seen)
+    )
+    sensitivity = effective.sensitivity(relation)
+    groups = [_in_group(group, seen, effective.grid, relation) for group in effective.groups]
+    return Replayed(
+        pair,
+        _distance(seen[0].sums, seen[1].sums, effective.grid),
+        sensitivity,
+        max(apart - allowed for apart, allowed in groups),
+        tolerance,
+        tuple(differing),
+        all(bool(torch.isfinite(value).all()) for outcome in outcomes for value in outcome.sums.values()),
+        max(apart / allowed for apart, allowed in groups),
+        None if counts is None else abs(counts[0] - counts[1]),
+        None if adaptive is None else adaptive.sensitivity(relation),
+    )
+
+
+def _shapes(outcome: NoisySum) -> dict[str, Any]:
+    tensors = {name: (tuple(value.shape), str(value.dtype)) for name, value in outcome.sums.items()}
+    return {
+        "the released tensors": tensors,
+        "the sensitivity": outcome.sensitivity,
+        "the noise's std": outcome.noise_std,
+    }
+
+
+def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    return [
+        name
+        for name in {**first, **second}
+        if name not in first or name not in second or first[name] != second[name]
+    ]
+
+
+def _distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor], grid: float | None) -> float:
+    """The L2 distance of two sums; integers are multiples of the grid, and exact."""
+    steps = 1.0 if grid is None else grid
+    apart = [(value - second[name]).double() * steps for name, value in first.items()]
+    return math.sqrt(math.fsum(float(torch.linalg.vector_norm(each)) ** 2 for each in apart))
+
+
+def _in_group(
+    group: Group, seen: Sequence[ClippedSum], grid: float | None, relation: Relation
+) -> tuple[float, float]:
+    """(the distance of two sums in a group, infinite if it is not a number; the allowed one)."""
+    first, second = ({name: clipped.sums[name] for name in group.parameters} for clipped in seen)
+    apart = _distance(first, second, grid)
+    return apart if math.isfinite(apart) else math.inf, group.bound * (2 if relation == "replace_one" else 1)
+
+
+def _longest(sums: Sequence[ClippedSum]) -> float:
+    """The L2 norm of the longer of two sums."""
+    return max(
+        math.sqrt(math.fsum(float(value.double().square().sum()) for value in each.sums.values()))
+        for each in sums
+    )

@@ -1,0 +1,289 @@
+"""Chunks replayed from a record: the same numbers as each chunk by itself gives, whatever happens on
+the way.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from psgrad.engine.execution import chunk_replay
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.gradients import per_sample_square_norms
+from psgrad.engine.measures.gradient_norms import GradientNorms
+from psgrad.inputs.rows import Block
+
+ROWS = 50
+
+
+@pytest.fixture(autouse=True)
+def _pays_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chunk_replay.PAYS_FROM, "cpu", 2)
+
+
+class Tied(nn.Module):
+    """A table that is looked up and multiplied with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 5)
+        self.mix = nn.Linear(5, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return (torch.tanh(self.mix(self.table(tokens))) @ self.table.weight.t()).sum(1)
+
+
+def perceptron(dropout: float = 0.0) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Dropout(dropout), nn.Linear(5, 3))
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 3)),
+        nn.Conv2d(1, 4, 2),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    ).eval()
+
+
+def vectors() -> Block:
+    torch.manual_seed(1)
+    return Block((torch.randn(ROWS, 6),), torch.randint(3, (ROWS,)))
+
+
+def tokens() -> Block:
+    torch.manual_seed(1)
+    return Block((torch.randint(7, (ROWS, 4)),), torch.randint(7, (ROWS,)))
+
+
+class Factors(GradientNorms):
+    """The norms, and a sum that only factors give."""
+
+    needs_factors = True
+
+    def columns(self, gradients: Any) -> dict[str, Tensor]:
+        direction = {name: torch.ones(g.shape, dtype=g.dtype) for name, g in gradients.gradients.items()}
+        return {**super().columns(gradients), "sum": gradients.dot(direction)}
+
+
+class Run:
+    """A dataset's columns, with the stream that made them and what it said."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: Block,
+        measure: Any = None,
+        *,
+        loss: Any = F.cross_entropy,
+        **options: Any,
+    ) -> None:
+        self.said: list[str] = []
+        objective = Objective(model, loss)
+        reader = lambda start, stop: Block(tuple(x[start:stop] for x in rows.inputs), rows.target[start:stop])  # type: ignore[index]
+        self.stream = Stream(objective.loss, objective.params, reader, say=self.said.append, **options)
+        torch.manual_seed(7)
+        chunks = list(self.stream.run(ROWS, [measure or GradientNorms()]))
+        self.columns = {
+            name: torch.cat([chunk.values[name] for chunk in chunks]) for name in chunks[0].values
+        }
+
+    @property
+    def replayed(self) -> int:
+        return self.stream.replayed["chunks_replayed"]  # type: ignore[no-any-return]
+
+
+def both(model: nn.Module, rows: Block, measure: Any = GradientNorms, **options: Any) -> tuple[Run, Run]:
+    """The run, which must have the numbers of one without replays."""
+    run, plain = Run(model, rows, measure(), **options), Run(model, rows, measure(), capture="off", **options)
+    torch.testing.assert_close(run.columns, plain.columns, rtol=1e-6, atol=0)
+    assert plain.replayed == 0
+    return run, plain
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("measure", [GradientNorms, Factors])
+@pytest.mark.parametrize("chunk_size", [1, 3, 8])
+@pytest.mark.parametrize(("build", "rows"), [(perceptron, vectors), (convolutional, vectors), (Tied, tokens)])
+def test_replayed_chunks_have_the_same_numbers(build: Any, rows: Any, chunk_size: int, measure: Any) -> None:
+    torch.manual_seed(0)
+    run, _ = both(build(), rows(), measure, chunk_size=chunk_size)
+    # the first chunk, the one that proves the record, and a last short one run by themselves
+    assert run.replayed == ROWS // chunk_size - 2
+    assert run.stream.replayed["replayed_by"] == "kernel by kernel"
+    assert not run.said
+
+
+@pytest.mark.parametrize("measure", [GradientNorms, Factors])
+def test_dropout_draws_what_it_would_have_drawn(measure: Any) -> None:
+    run, plain = both(
+        perceptron(dropout=0.5).train(), vectors(), measure, chunk_size=4, randomness="different"
+    )
+    assert run.replayed == ROWS // 4 - 2
+    assert torch.equal(run.columns["loss"], plain.columns["loss"])
+
+
+def test_few_chunks_are_not_worth_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chunk_replay.PAYS_FROM, "cpu", 13)
+    run, _ = both(perceptron(), vectors(), chunk_size=4)
+    assert run.replayed == 0
+
+
+def test_an_automatic_chunk_size_replays_what_it_settles_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psgrad.engine.execution.memory.free_memory", lambda device: 8_000)
+    run, _ = both(perceptron(), vectors(), chunk_size="auto")
+    assert run.replayed > 2
+
+
+@pytest.mark.parametrize("row", [5, 20, 49])
+def test_what_is_in_doubt_is_taken_again(row: int) -> None:
+    rows = vectors()
+    rows.inputs[0][row] *= 1e-25  # the square of its gradient is no float32
+    model = nn.Linear(6, 3, bias=False)
+    run, _ = both(model, rows, chunk_size=5)
+    assert run.columns["grad_norm"][row] > 0
+    assert run.replayed == ROWS // 5 - 2 - 1
+
+
+def test_doubts_in_every_chunk_end_the_replay() -> None:
+    rows = vectors()
+    rows.inputs[0][::5] *= 1e-25
+    run, _ = both(nn.Linear(6, 3, bias=False), rows, chunk_size=5)
+    assert run.replayed == 0
+
+
+def test_doubts_in_many_chunks_end_the_replay() -> None:
+    rows = vectors()
+    rows.inputs[0][20::5] *= 1e-25
+    run, _ = both(nn.Linear(6, 3, bias=False), rows, chunk_size=5)
+    used = run.stream.replays[per_sample_square_norms]
+    assert (run.replayed, used.flags) == (2, 3)  # the last three chunks run once
+
+
+def test_a_doubt_does_not_change_what_is_drawn_later() -> None:
+    rows = vectors()
+    rows.inputs[0][22] *= 1e-25
+    model = nn.Sequential(nn.Linear(6, 3, bias=False), nn.Dropout(0.3)).train()
+    run, _ = both(model, rows, chunk_size=4, randomness="different")
+    assert run.replayed == ROWS // 4 - 3
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.scale = torch.tensor(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale.item()
+
+
+def test_a_model_that_looks_at_data_is_not_replayed_and_that_is_said() -> None:
+    run, _ = both(Branching(), vectors(), chunk_size=4)
+    assert run.replayed == 0
+    assert len(run.said) == 1
+    assert run.said[0].startswith(
+        "chunks are not replayed: its operators depend on data, by aten.item.default (in the model"
+        " (Branching)"
+    )
+
+
+class Scheduled(nn.Module):
+    """A model that is another one after its third call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return self.layer(x) * self.calls
+
+
+def test_a_model_that_keeps_a_state_is_not_replayed() -> None:
+    run = Run(Scheduled(), vectors(), chunk_size=4)
+    assert run.replayed == 0
+    assert len(run.said) == 1
+    model = Scheduled()
+    Run(model, vectors(), chunk_size=4)
+    assert float(model.calls) == ROWS // 4 + 1  # type: ignore[arg-type]
+
+
+def test_a_record_that_gives_other_numbers_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        chunk_replay, "agree", lambda found, again, rounding: bool(torch.rand(()) < 0)
+    )  # one that draws as it likes, too
+    run, _ = both(perceptron(dropout=0.3).train(), vectors(), chunk_size=4, randomness="different")
+    assert run.replayed == 0
+    # where a chunk is read while the model draws, that is said, too
+    said = [words for words in run.said if "not beside" not in words]
+    assert len(said) == 1
+    assert "the program gave other numbers" in said[0]
+
+
+def test_a_record_that_fails_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("no such kernel\nstack")
+
+    monkeypatch.setattr("psgrad.engine.transforms.program.Program.__call__", fail)
+    run, _ = both(perceptron(), vectors(), chunk_size=4)
+    assert run.replayed == 0
+    assert run.said == ["chunks are not replayed: RuntimeError no such kernel"]
+
+
+def test_agreement_is_of_all_numbers() -> None:
+    one = {"a": torch.tensor([1.0, 2.0, float("nan")]), "b": (torch.tensor([3]), "gram")}
+    assert chunk_replay.agree(one, {"a": one["a"] * (1 + 1e-6), "b": (torch.tensor([3]), "gram")}, 1e-3)
+    assert not chunk_replay.agree(one, {"a": one["a"] * 1.01, "b": one["b"]}, 1e-3)
+    assert not chunk_replay.agree(one, {"a": one["a"], "b": (torch.tensor([4]), "gram")}, 1e-3)
+    assert not chunk_replay.agree(one, {"a": one["a"].nan_to_num(), "b": one["b"]}, 1e-3)
+
+
+def test_want_of_memory_in_a_replay_halves_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Short(chunk_replay.ChunkReplay):
+        calls = 0
+
+        def __call__(self, *args: Any) -> Any:
+            self.calls += 1
+            if self.calls == 5:
+                assert self.chunks == 2
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().__call__(*args)
+
+    monkeypatch.setattr("psgrad.engine.execution.streaming.ChunkReplay", Short)
+    run, _ = both(perceptron(), vectors(), chunk_size=6)
+    assert run.said == ["out of memory on rows 24 to 29; trying them in halves"]
+    assert run.replayed == 2 + (ROWS - 30) // 6 - 2  # a record holds memory: it is made anew
+
+
+def test_a_loss_that_looks_at_trainable_weights_is_replayed() -> None:
+    model = nn.Linear(6, 3)
+    weight = model.weight
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) * (1 + weight.detach().square().sum())
+
+    run, _ = both(model, vectors(), chunk_size=5, loss=loss)
+    assert run.replayed == ROWS // 5 - 2
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_a_compiled_record_has_the_same_numbers() -> None:
+    rows, model = vectors(), perceptron(dropout=0.5).train()
+    run, plain = (
+        Run(model, rows, chunk_size=5, randomness="different", **options)
+        for options in ({"compile": "inductor"}, {"capture": "off"})
+    )
+    torch.testing.assert_close(run.columns, plain.columns, rtol=1e-4, atol=1e-6)
+    assert run.replayed == ROWS // 5 - 2
+    assert run.stream.replayed["replayed_by"] == "inductor"

@@ -1,0 +1,272 @@
+"""Products with the training set's curvature are those of the matrix that PyTorch makes, whichever way, chunk
+and type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.objective import Forward, Objective
+from psgrad.engine.execution.output_rows import gauss_newton_rows, gauss_newton_trace
+from psgrad.engine.influence.curvature.curvature_products import (
+    Curvature,
+    CurvatureProducts,
+    PassProducts,
+    RowProducts,
+    curvature_products,
+)
+from psgrad.ragged import Block
+from tests.engine.influence.problems import cross_entropy, examples, squared_error
+
+N, CLASSES, DECAY = 19, 4, 0.3
+
+
+class Transposed(nn.Module):
+    """A linear layer whose weight is stored inputs first."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def image_model() -> nn.Module:
+    """All that rows may look like: of a convolution, of products of two positions and of one, either way
+    round, of a bias.
+    """
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Unflatten(1, (2, 6)),
+        nn.Linear(6, 6),
+        nn.LayerNorm(6),
+        nn.Tanh(),
+        nn.Flatten(),
+        Transposed(12, 5),
+        nn.Tanh(),
+        nn.Linear(5, CLASSES),
+    ).double()
+
+
+class Sequences(nn.Module):
+    """Four positions a sample; one weight is stored transposed, and is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 3)
+        self.mix = nn.Parameter(torch.randn(3, 3) / 2)
+        self.out = nn.Linear(3, CLASSES)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.embedding(tokens) @ self.mix)
+        return self.out(torch.tanh(hidden @ self.mix).mean(1))
+
+
+def problem(kind: str, **options: Any) -> tuple[nn.Module, Examples, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    if kind == "images":
+        model, inputs = image_model(), torch.randn(N, 1, 4, 4, dtype=torch.float64)
+    else:
+        model, inputs = Sequences().double(), torch.randint(7, (N, 4))
+    target = torch.randint(CLASSES, (N,))
+    return model, examples(model, cross_entropy, inputs, target, **options), inputs, target
+
+
+def dense(model: nn.Module, inputs: torch.Tensor, target: torch.Tensor, curvature: Curvature) -> torch.Tensor:
+    """[p, p] by torch.func and torch.autograd, with the weight decay."""
+    params = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    flat = torch.cat([value.reshape(-1) for value in params.values()])
+
+    def outputs(flat: torch.Tensor) -> torch.Tensor:
+        parts = flat.split([value.numel() for value in params.values()])
+        named = {
+            name: part.reshape(value.shape) for part, (name, value) in zip(parts, params.items(), strict=True)
+        }
+        return torch.func.functional_call(model, named, (inputs,))
+
+    def losses(flat: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs(flat), target, reduction="none")
+
+    if curvature == "hessian":
+        # not torch.func.hessian, which is wrong for a layer norm (PyTorch 2.13), as finite differences show
+        matrix = torch.autograd.functional.hessian(lambda flat: losses(flat).mean(), flat)
+    elif curvature == "fisher":
+        rows = torch.func.jacrev(losses)(flat)
+        matrix = rows.t() @ rows / N
+    else:
+        jacobian, probability = torch.func.jacrev(outputs)(flat), outputs(flat).softmax(1)
+        second = torch.diag_embed(probability) - probability[:, :, None] * probability[:, None, :]
+        matrix = torch.einsum("ncp,ncd,ndq->pq", jacobian, second, jacobian) / N
+    return matrix.detach() + DECAY * torch.eye(len(flat), dtype=flat.dtype)
+
+
+def by_rows(training: Examples, curvature: Curvature) -> CurvatureProducts:
+    result = RowProducts.of(training, curvature, DECAY)
+    assert result is not None
+    return result
+
+
+def by_passes(training: Examples, curvature: Curvature) -> CurvatureProducts:
+    return PassProducts(training, curvature, DECAY)
+
+
+WAYS = [
+    (by_rows, "gauss_newton"),
+    (by_rows, "fisher"),
+    (by_passes, "gauss_newton"),
+    (by_passes, "fisher"),
+    (by_passes, "hessian"),
+]
+
+
+@pytest.mark.parametrize("kind", ["images", "sequences"])
+@pytest.mark.parametrize(("way", "curvature"), WAYS)
+def test_curvature_products_equal_dense_matrix(
+    way: Callable[..., CurvatureProducts], curvature: Curvature, kind: str
+) -> None:
+    model, training, inputs, target = problem(kind)
+    matrix = dense(model, inputs, target, curvature)
+    result = way(training, curvature)
+    block = torch.randn(35, training.flat.size, dtype=torch.float64)  # more than one pass takes
+    torch.testing.assert_close(result.apply(block), block @ matrix, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        result.damped(0.7)(block), block @ matrix + 0.7 * block, rtol=1e-10, atol=1e-10
+    )
+    diagonal = result.diagonal()
+    if diagonal is not None:
+        torch.testing.assert_close(diagonal, matrix.diagonal(), rtol=1e-10, atol=1e-12)
+    mean, error = result.mean_eigenvalue()
+    exact = float(matrix.diagonal().mean()) - DECAY
+    if curvature == "hessian":
+        assert error > 0
+        assert abs(mean - exact) < 4 * error
+    else:
+        assert error == 0
+        assert mean == pytest.approx(exact, rel=1e-10)
+
+
+@settings(max_examples=10)
+@given(chunk=st.integers(1, N), vectors=st.sampled_from([1, 5, 33]), way=st.sampled_from(WAYS))
+def test_curvature_products_independent_of_chunks_and_vectors(
+    chunk: int, vectors: int, way: tuple[Callable[..., CurvatureProducts], Curvature]
+) -> None:
+    make, curvature = way
+    whole, parts = (make(problem("images", chunk_size=size)[1], curvature) for size in (N, chunk))
+    block = torch.randn(vectors, whole.flat.size, dtype=torch.float64)
+    expected = torch.cat([whole.apply(part) for part in block.split(3)])
+    torch.testing.assert_close(parts.apply(block), expected, rtol=1e-10, atol=1e-11)
+
+
+def test_curvature_products_float32_model() -> None:
+    """Rows are rounded once; the products with them are of a symmetric matrix to the last digit but one of
+    float64.
+    """
+    model = image_model().float()
+    training = examples(model, cross_entropy, torch.randn(N, 1, 4, 4), torch.randint(CLASSES, (N,)))
+    result = by_rows(training, "gauss_newton")
+    matrix = result.apply(torch.eye(training.flat.size, dtype=torch.float64))
+    assert matrix.dtype == torch.float64
+    torch.testing.assert_close(matrix, matrix.t(), rtol=1e-13, atol=1e-14)
+    again = by_passes(training, "gauss_newton").apply(torch.eye(training.flat.size, dtype=torch.float64))
+    torch.testing.assert_close(again, matrix, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("curvature", ["gauss_newton", "fisher"])
+def test_curvature_products_ignored_samples(curvature: Curvature) -> None:
+    model, _, x, y = problem("images")
+    y = y.clone()
+    y[[0, 3, 4]] = -100
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output[None], target[None], reduction="sum")
+
+    result = by_rows(examples(model, loss, x, y, chunk_size=1), curvature)
+    matrix = dense(model, x[y != -100], y[y != -100], curvature)
+    block = torch.randn(2, len(matrix), dtype=torch.float64)
+    torch.testing.assert_close(result.apply(block), block @ matrix, rtol=1e-10, atol=1e-12)
+
+
+def test_curvature_products_shared_factor() -> None:
+    _, training, _, _ = problem("images")
+    result = by_rows(training, "gauss_newton")
+    assert isinstance(result, RowProducts)
+    forms = {name: part.form for name, part in result.chunks[0].items()}
+    shared = {name: form for name, form in forms.items() if form != "materialised"}
+    assert shared == {"4.weight": "shared left", "8.weight": "shared right", "10.weight": "shared left"}
+    assert forms["0.weight"] == "materialised"
+
+
+def test_curvature_products_by_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, training, inputs, target = problem("images")
+    assert isinstance(curvature_products(training), RowProducts)
+    assert isinstance(curvature_products(training, "hessian"), PassProducts)
+    monkeypatch.setattr(
+        "psgrad.engine.execution.examples.free_memory", lambda _: 3 * CLASSES * training.flat.size * 8
+    )  # of one sample, materialised
+    result = curvature_products(problem("images")[1], weight_decay=DECAY)
+    assert isinstance(result, PassProducts)
+    block = torch.randn(2, training.flat.size, dtype=torch.float64)
+    torch.testing.assert_close(
+        result.apply(block), block @ dense(model, inputs, target, "gauss_newton"), rtol=1e-10, atol=1e-10
+    )
+
+
+def test_curvature_products_estimated_trace() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 200).double()
+    training = examples(
+        model, squared_error, torch.randn(9, 2, dtype=torch.float64), torch.randn(9, 200, dtype=torch.float64)
+    )
+    result = curvature_products(training)
+    assert isinstance(result, PassProducts)
+    mean, error = result.mean_eigenvalue()
+    inputs = torch.cat([torch.as_tensor(training.read(0, 9).inputs[0]), torch.ones(9, 1)], 1)
+    exact = float(inputs.square().sum()) / 9 * 200 / training.flat.size
+    # a linear model's Jacobian has orthogonal rows, so that all signs give the same
+    assert error < 1e-10 * exact
+    assert mean == pytest.approx(exact, rel=1e-10)
+
+
+def pixel_cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.reshape(1, 6, 10), target.reshape(1, 10))
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_gauss_newton_trace_unbiased(weighted: bool) -> None:
+    """Over many seeds: its mean is the exact trace, and its spread the stated error."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 60)).double()
+    inputs, target = torch.randn(40, 8, dtype=torch.float64), torch.randint(0, 6, (40, 10))
+    training = examples(model, pixel_cross_entropy, inputs, target)
+    if weighted:
+        weights = torch.rand(40, dtype=torch.float64)
+
+        def read(start: int, stop: int) -> Block:
+            return Block((inputs[start:stop], weights[start:stop]), target[start:stop])
+
+        objective = Objective(model, pixel_cross_entropy, forward=Forward(weighted=True))
+        training = replace(training, objective=objective, read=read)
+    exact = sum(float(norms["square_norm"].sum()) for _, norms in gauss_newton_rows(training).norms())
+    found = torch.tensor([gauss_newton_trace(training, seed) for seed in range(60)], dtype=torch.float64)
+    off = (found[:, 0] - exact) / found[:, 1]
+    assert abs(float(off.mean())) < 4 / 60**0.5
+    assert 0.7 < float(off.std()) < 1.4
+    assert gauss_newton_trace(training.sized(7), 3) == pytest.approx(
+        gauss_newton_trace(training, 3), rel=1e-9
+    )
