@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from influence_ours import examples
 from norms import machine
-from psgrad.engine.influence.index.stored import IndexSpec, StoredRows, describe
+from psgrad.engine.influence.index.stored_index import IndexSpec, StoredRows, describe
 from script import command_line, print_facts, write_json
 from torch import Tensor, nn
 
