@@ -16,7 +16,7 @@ import yaml
 
 import psgrad
 import psgrad.api
-from psgrad.config.values import Section
+from psgrad.config.values import ConfigSection
 from tests.workplace import ROWS, Workplace
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +54,7 @@ def test_every_function_is_in_the_page_with_its_arguments() -> None:
 
 def test_every_function_says_what_it_does() -> None:
     assert all(inspect.getdoc(getattr(psgrad, name)) for name in FUNCTIONS)
-    assert issubclass(psgrad.Config, Section)
+    assert issubclass(psgrad.Config, ConfigSection)
 
 
 def as_object(content: dict[str, Any]) -> Any:

@@ -16,10 +16,10 @@ from pydantic import BeforeValidator, Field, model_validator
 from psgrad.config.checkpoint_lists import listed_checkpoints
 from psgrad.config.influence_evaluation import EvaluationConfig, MethodConfig, TrainingConfig
 from psgrad.config.influence_queries import MeasurementConfig, QueriesConfig
-from psgrad.config.values import FilePath, Finite, ParameterPatterns, Section
+from psgrad.config.values import ConfigSection, FilePath, Finite, ParameterPatterns
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(ConfigSection):
     """One checkpoint: the weights, and the learning rate that the optimiser had then."""
 
     bare: ClassVar[str] = "path"
@@ -34,7 +34,7 @@ class CheckpointConfig(Section):
     """Optimiser steps up to there; null for those of its trainer_state.json, or its metadata."""
 
 
-class IndexConfig(Section):
+class IndexConfig(ConfigSection):
     """An index of the training gradients, built once by `psgrad influence index` and asked many times.
 
     `path` is relative to the current directory, as `output` is. The rest is as in
@@ -72,7 +72,7 @@ class IndexConfig(Section):
         return self
 
 
-class InfluenceConfig(Section):
+class InfluenceConfig(ConfigSection):
     """`psgrad influence`: which training examples made the model do this."""
 
     not_taken: ClassVar[Mapping[str, str]] = {

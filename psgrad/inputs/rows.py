@@ -17,7 +17,7 @@ from torch import Tensor
 
 from psgrad.config import DataConfig
 from psgrad.errors import DataError
-from psgrad.inputs.sources.files import Stamp, not_numbers
+from psgrad.inputs.sources.file_checks import Stamp, not_numbers
 from psgrad.inputs.sources.tables import runs
 from psgrad.ragged import Block as Block
 from psgrad.ragged import RaggedAxes, joined

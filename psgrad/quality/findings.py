@@ -26,7 +26,7 @@ from pydantic import BeforeValidator, PrivateAttr, ValidationError, model_valida
 
 from psgrad.config import GateConfig
 from psgrad.config.reading import explain, problems_found
-from psgrad.config.values import Section, described, did_you_mean
+from psgrad.config.values import ConfigSection, described, did_you_mean
 from psgrad.errors import ConfigError
 from psgrad.results import RULES, Finding, Location
 from psgrad.results.findings import FINDINGS_OF_A_RULE, Level
@@ -202,7 +202,7 @@ def _rule(value: object) -> object:
     raise ValueError(f"got {described(value)}, expected one of {', '.join(RULES)}{meant}")
 
 
-class IgnoreEntry(Section):
+class IgnoreEntry(ConfigSection):
     """One entry: a sample by its id, or one finding by its fingerprint."""
 
     id: Annotated[str | int | None, BeforeValidator(_id)] = None

@@ -8,7 +8,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from psgrad.reports.attribution import (
+from psgrad.reports.attribution_section import (
     ADDITIVE,
     Passage,
     attribution_measures,

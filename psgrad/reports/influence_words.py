@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from psgrad.reports.tables import Column, Table, table
+from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import FACT_LIMIT, MISSING, brief, identifier, label, number, percent
 from psgrad.results import (
     ALL_INDEX,
@@ -143,14 +143,14 @@ def check_table(result: InfluenceResult) -> Table:
     one that was found.
     """
     columns = [
-        Column("without", lambda each: identifier(each.train_id), key="id"),
-        Column(
+        TableColumn("without", lambda each: identifier(each.train_id), key="id"),
+        TableColumn(
             "change of",
             lambda each: "itself" if each.query_index is None else identifier(each.query_id),
             key="id",
         ),
-        Column("predicted", lambda each: signed(each.predicted), True),
-        Column("found", lambda each: signed(each.found), True),
+        TableColumn("predicted", lambda each: signed(each.predicted), True),
+        TableColumn("found", lambda each: signed(each.found), True),
     ]
     removals = [] if result.check is None else result.check.removals
     return table("", "The largest changes, predicted and found", columns, removals)

@@ -13,8 +13,7 @@ import numpy as np
 import pandas as pd
 
 from psgrad.results.analyze import TopSample, disagrees
-from psgrad.results.influence_questions import QuestionTables
-from psgrad.results.influence_tokens import TokenPair
+from psgrad.results.influence_details import QuestionTables, TokenPair
 from psgrad.wording import ShortRepr
 
 Array = np.ndarray[Any, Any]

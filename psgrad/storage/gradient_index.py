@@ -17,8 +17,8 @@ from safetensors.numpy import save
 
 from psgrad import __version__
 from psgrad.errors import OutputError, OutputExistsError
-from psgrad.storage import files
-from psgrad.storage.index_layout import Layout
+from psgrad.storage import durable_files
+from psgrad.storage.index_layout import IndexLayout
 from psgrad.wording import shorten_middle
 
 DESCRIPTION = "index.json"
@@ -69,9 +69,9 @@ class GradientIndex:
         layout: which stored rows the rows are.
     """
 
-    def __init__(self, path: Path, description: Mapping[str, Any], layout: Layout | None = None) -> None:
+    def __init__(self, path: Path, description: Mapping[str, Any], layout: IndexLayout | None = None) -> None:
         self.path, self.description = path, dict(description)
-        self.layout = Layout.of_new(int(description["rows"])) if layout is None else layout
+        self.layout = IndexLayout.of_new(int(description["rows"])) if layout is None else layout
         said = self.description | ({_LAYOUT: self.layout.content()} if self.layout.updates else {})
         self._id = sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
@@ -106,12 +106,12 @@ class GradientIndex:
                     expected="a folder",
                     next_step="choose another influence.index.path",
                 )
-            files.make_folder(path, 0o700)  # gradients tell about single training examples
+            durable_files.make_folder(path, 0o700)  # gradients tell about single training examples
             index = cls(path, _plain(description))
             # First: an earlier index with only a part of its files is unfinished, and refused as such.
             (path / _NEXT).unlink(missing_ok=True)
             index._remove_files()
-            files.write_atomically(path / DESCRIPTION, index._content())
+            durable_files.write_atomically(path / DESCRIPTION, index._content())
         except OSError as error:
             raise _not_writable(path, error) from error
         return index
@@ -144,7 +144,7 @@ class GradientIndex:
             if not target.exists() or cls._read(index.path, _NEXT)._id != index._id:
                 target.unlink(missing_ok=True)
                 current._remove_files(but={current.file(*each) for each in current._files()})
-                files.write_atomically(target, index._content())
+                durable_files.write_atomically(target, index._content())
         except OSError as error:
             raise _not_writable(index.path, error) from error
         return index
@@ -152,7 +152,7 @@ class GradientIndex:
     def finish_update(self) -> None:
         """Put an update whose files are all written in the place of the index that it updates."""
         try:
-            files.write_atomically(self.path / DESCRIPTION, self._content())
+            durable_files.write_atomically(self.path / DESCRIPTION, self._content())
             (self.path / _NEXT).unlink(missing_ok=True)
             self._remove_leftovers()
         except OSError as error:
@@ -232,7 +232,7 @@ class GradientIndex:
             )
         content.pop("version", None)  # for people
         layout = content.pop(_LAYOUT, None)
-        return cls(path, content, None if layout is None else Layout.read(layout))
+        return cls(path, content, None if layout is None else IndexLayout.read(layout))
 
     def differences(self, expected: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """(name, expected, found) of each value of a description that differs here."""
@@ -297,12 +297,12 @@ class GradientIndex:
         # One entry: safetensors writes several in any order, and the bytes of equal indexes would differ.
         data = save(whole, metadata={_SEAL: f"{self._seal(shard)} {_digest(whole)}"})
         try:
-            files.make_folder(target.parent)
-            files.write_atomically(target, data)
-            for leftover in files.leftovers_of(target):  # of a process that was killed
+            durable_files.make_folder(target.parent)
+            durable_files.write_atomically(target, data)
+            for leftover in durable_files.leftovers_of(target):  # of a process that was killed
                 leftover.unlink()
         except OSError as error:
-            full = error.errno in files.NO_SPACE
+            full = error.errno in durable_files.NO_SPACE
             raise OutputError(
                 f"{target} can't be written: {error.strerror or error}",
                 expected=f"{len(data):,} free bytes for this file" if full else None,
@@ -406,7 +406,7 @@ class GradientIndex:
     def _remove_leftovers(self) -> None:
         """Remove the descriptions that a killed process did not finish."""
         for name in (DESCRIPTION, _NEXT):
-            for leftover in files.leftovers_of(self.path / name):
+            for leftover in durable_files.leftovers_of(self.path / name):
                 leftover.unlink()
 
 
@@ -441,7 +441,7 @@ def _digest(arrays: Arrays) -> str:
 
 def _only_leftovers(path: Path) -> bool:
     """Whether a folder holds nothing but files of a process that was killed, or is making the index."""
-    return set(path.iterdir()) <= set(files.leftovers_of(path / DESCRIPTION))
+    return set(path.iterdir()) <= set(durable_files.leftovers_of(path / DESCRIPTION))
 
 
 def _not_writable(path: Path, error: OSError) -> OutputError:

@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class Layout:
+class IndexLayout:
     """Stored rows are counted in the order in which they were written, deleted ones included.
 
     Attributes:
@@ -48,7 +48,7 @@ class Layout:
         """The stored rows of the last segment."""
         return range(sum(self.segments[:-1]), sum(self.segments))
 
-    def updated(self, places: Array, seal: str) -> Layout:
+    def updated(self, places: Array, seal: str) -> IndexLayout:
         """After an update of an index of this seal.
 
         places: [n], for each row of the index its stored row, or -1 for a row that is to be written.
@@ -58,7 +58,7 @@ class Layout:
         stored[new] = np.arange(len(new)) + sum(self.segments)
         ends = [0, *(np.flatnonzero(np.diff(stored) != 1) + 1).tolist(), len(stored)]
         runs = [[int(stored[start]), int(stored[stop - 1]) + 1] for start, stop in pairwise(ends)]
-        return Layout([*self.segments, len(new)], [*self.seals, seal], runs)
+        return IndexLayout([*self.segments, len(new)], [*self.seals, seal], runs)
 
     def places(self) -> Array:
         """[n]: the stored row of each row of the index."""

@@ -18,9 +18,9 @@ from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.gradient_norms import GradientNorms
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
 from psgrad.errors import ConfigError, DistributedError
+from psgrad.inputs.previews import input_of, vocabulary_of
 from psgrad.inputs.rows import Samples
-from psgrad.inputs.shown import input_of, vocabulary_of
-from psgrad.inputs.sources.files import require_unchanged
+from psgrad.inputs.sources.file_checks import require_unchanged
 from psgrad.quality.gates import share_of
 from psgrad.results import (
     PARAMETER_COLUMNS,
@@ -40,7 +40,10 @@ from psgrad.wording import listed_names
 from psgrad.workflows.analyze_passes import Measured, Passes
 from psgrad.workflows.analyze_verdict import Judging
 from psgrad.workflows.check import GateFiles, check_samples, gate_files
-from psgrad.workflows.identity import (
+from psgrad.workflows.measure_setup import frame_of, measures_of, prepare
+from psgrad.workflows.residence import Ranks
+from psgrad.workflows.row_columns import about_rows, content_of_made
+from psgrad.workflows.run_identity import (
     NAMES,
     NUMBER_OF_PARTS,
     digest,
@@ -49,12 +52,10 @@ from psgrad.workflows.identity import (
     names_of,
     reopen,
     require_judged_alike,
+    require_same_on_ranks,
 )
-from psgrad.workflows.measure_setup import frame_of, measures_of, prepare
-from psgrad.workflows.rank_identity import require_same_on_ranks
-from psgrad.workflows.residence import Ranks
-from psgrad.workflows.row_columns import about_rows, content_of_made
-from psgrad.workflows.running import LOADING, Clock, describe_run, read_ahead, recorded
+from psgrad.workflows.run_manifest import describe_run, running_manifest
+from psgrad.workflows.run_progress import LOADING, Clock, read_ahead
 from psgrad.workflows.setup import Setup, set_up
 
 _PICTURES = 40
@@ -84,7 +85,7 @@ class Prepared:
 
     def identity(self, parts: int | None = None, *, all_rows: bool = True) -> dict[str, Any]:
         """All that the numbers of the run depend on. parts: of how many the run is made. all_rows: see
-        psgrad.workflows.identity.
+        psgrad.workflows.run_identity.
         """
         drawn = {"rows are drawn at random": True} if self.sample else {}
         in_parts = {NUMBER_OF_PARTS: parts} if parts is not None else {}
@@ -216,9 +217,9 @@ def analyze(
     with clock("self-check"):
         manifest = start.manifest(now)
     folder = reopened or new_folder(config.output, run, overwrite or resume)
-    with recorded(folder, manifest, clock) as record:
+    with running_manifest(folder, manifest, clock) as running:
         with clock("gradients"):
-            begun_as = str(record.manifest.run)
+            begun_as = str(running.manifest.run)
             processes.agreed(_RUN, lambda: list(bytes.fromhex(begun_as)))
             measured = start.measure(folder, progress, processes, begun_as)
             assert measured is not None, "the process that leads has what all have measured"
@@ -246,9 +247,9 @@ def analyze(
         inputs = top_inputs(run.samples, frame, max(_PICTURES, config.analyze.top), results) if shows else []
         words = vocabulary_of(run.samples, results.values()) if shows else {}
         special = run.samples.special_tokens() if words else frozenset[int]()
-        facts = record.add(
+        facts = running.add(
             outliers=judged.facts,
-            engine=engine_facts(record.manifest.engine, stream, norms, processes.parts or processes.size),
+            engine=engine_facts(running.manifest.engine, stream, norms, processes.parts or processes.size),
             counts=counts_of(frame, start.in_dataset),
             ranks=measured.ranks,
             timings=clock.seconds,

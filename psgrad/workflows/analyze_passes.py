@@ -27,7 +27,8 @@ from psgrad.storage.folders import SHARDS
 from psgrad.storage.shards import FinishedShards, Shard, Shards
 from psgrad.workflows.measure_setup import joined_columns
 from psgrad.workflows.row_columns import ABOUT_COLUMNS, About, Content
-from psgrad.workflows.running import RankWork, held, rank_facts
+from psgrad.workflows.run_manifest import RankTimes, rank_facts
+from psgrad.workflows.run_progress import without_interrupts
 
 # Finished rows are made durable this often: what a crash or a full disk can cost.
 _ROWS_PER_SHARD = 4096
@@ -85,7 +86,7 @@ class Passes:
         self.about, self.folder, self.say = about, folder, say
         self.processes, self.identity, self.prefix = processes, run, prefix
         self._content = content
-        self._work, self._rows = RankWork(), 0
+        self._work, self._rows = RankTimes(), 0
 
     def run(self) -> Measured | None:
         """All passes, and what the measures gathered; None for processes that do not lead. A part of a run
@@ -227,7 +228,7 @@ class Passes:
 
         try:
             while True:
-                with held():  # Ctrl-C waits for the chunk to be done
+                with without_interrupts():  # Ctrl-C waits for the chunk to be done
                     columns = next(chunks, None)
                     if columns is not None:
                         waiting.append(_split(columns, about(columns.start, columns.stop)))

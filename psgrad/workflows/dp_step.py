@@ -64,7 +64,8 @@ from psgrad.workflows.private_statement import (
     Statement,
     ledger_header,
 )
-from psgrad.workflows.running import Clock, describe_run, held, recorded
+from psgrad.workflows.run_manifest import describe_run, running_manifest
+from psgrad.workflows.run_progress import Clock, without_interrupts
 
 MODEL, NOISY_SUM, STATEMENT = "model.safetensors", "noisy_sum.safetensors", "step.json"
 ADAPTER = "adapter"  # the folder of the adapters, where the model has some
@@ -159,7 +160,7 @@ def dp_step(
     own = {"run": hashes["run"], "weights_sha256": hashes["weights"]} if before is None else {"moved": moved}
     with (
         opened_ledger(folder, before, header, snapshot, own) as ledger,
-        recorded(folder, manifest, clock) as record,
+        running_manifest(folder, manifest, clock) as running,
         leading(setup, processes) as lead,
     ):
         notes = [keep_place(folder), None if before is None else weights_note(before.header, hashes)]
@@ -186,7 +187,7 @@ def dp_step(
             try:
                 run.take(asked, progress, processes.hurry)
             finally:
-                record.add(ranks=facts_of(lead, hosts, processes))
+                running.add(ranks=facts_of(lead, hosts, processes))
             if lead is not None:
                 lead.end()
         with clock("accounting"):
@@ -263,7 +264,7 @@ class Run:
         progress(Progress(first, first + steps, "steps", unit="step"))
         try:
             for left in reversed(range(steps)):
-                with held(heard):
+                with without_interrupts(heard):
                     noisy = self.training.step(self.pay, keep_sums=not left)
                     self._note(noisy)
                     self._latest, self._clipping = noisy.sums, noisy.clipping

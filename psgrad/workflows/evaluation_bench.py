@@ -36,10 +36,10 @@ from psgrad.inputs.models.training_function import resolve_training
 from psgrad.reports.words import duration
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
-from psgrad.workflows.identity import code_of
 from psgrad.workflows.influence_queries import chosen_rows
 from psgrad.workflows.influence_setup import InfluenceSetup, method_from
 from psgrad.workflows.influence_training import fresh_models
+from psgrad.workflows.run_identity import code_of
 
 Array = np.ndarray[Any, Any]
 Fits = dict[str, tuple[Method, list[Fitted]]]

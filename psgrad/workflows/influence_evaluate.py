@@ -49,7 +49,8 @@ from psgrad.workflows.evaluation_truths import Found, evaluate_lds, evaluate_loo
 from psgrad.workflows.influence import described
 from psgrad.workflows.influence_screening import without_nonfinite
 from psgrad.workflows.influence_setup import set_up_influence
-from psgrad.workflows.running import Clock, describe_run, recorded
+from psgrad.workflows.run_manifest import describe_run, running_manifest
+from psgrad.workflows.run_progress import Clock
 
 CROSS_VALIDATED = f"1 - p(label), {FOLDS}-fold cross-validated"
 
@@ -274,7 +275,7 @@ def evaluate_influence(
         setup, _ = without_nonfinite(setup, None, say)
     folder = RunFolder.create(path, overwrite)
     manifest = replace(describe_run("influence-evaluation", setup.run, check), influence=described(setup))
-    with recorded(folder, manifest, clock) as record:
+    with running_manifest(folder, manifest, clock) as running:
         processes.agreed(processes.step("the folder"), list)
         with clock("evaluation"):
             bench = bench_of(setup, folder, progress)
@@ -290,9 +291,9 @@ def evaluate_influence(
             points=found.points,
             curves=found.curves,
             notes=[*bench.notes, *dict.fromkeys(said)],
-            manifest=record.manifest.content(),
+            manifest=running.manifest.content(),
         )
-        facts = record.add(evaluation=evaluation_content(result), timings=clock.seconds)
+        facts = running.add(evaluation=evaluation_content(result), timings=clock.seconds)
         result = replace(result, manifest=facts)
         write_files(result, folder)
     return result

@@ -16,7 +16,7 @@ from psgrad.results import Progress, Say
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.workflows.influence_index import screened_rows
 from psgrad.workflows.influence_queries import chosen_rows, errors_about_queries
-from psgrad.workflows.influence_ranking import Rankings
+from psgrad.workflows.influence_ranking import QueryRankings
 from psgrad.workflows.influence_setup import InfluenceSetup
 
 
@@ -98,7 +98,7 @@ def named(ids: np.ndarray) -> str:
     return ", ".join(map(str, ids[:5])) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
 
 
-def tell_of_unranked(setup: InfluenceSetup, rankings: Rankings, say: Callable[[str], None]) -> None:
+def tell_of_unranked(setup: InfluenceSetup, rankings: QueryRankings, say: Callable[[str], None]) -> None:
     """Say which queries have no proponent and no opponent."""
     ids, rows = setup.query_reader.samples.ids, np.setdiff1d(setup.query_rows, rankings.scores["query_index"])
     if len(rows):
@@ -108,7 +108,7 @@ def tell_of_unranked(setup: InfluenceSetup, rankings: Rankings, say: Callable[[s
         )
 
 
-def tell_of_plain_mean(setup: InfluenceSetup, rankings: Rankings, say: Callable[[str], None]) -> None:
+def tell_of_plain_mean(setup: InfluenceSetup, rankings: QueryRankings, say: Callable[[str], None]) -> None:
     """Warn of a plain mean over checkpoints of scores that are on a scale of their own at each."""
     config, shares = setup.run.config.influence, rankings.largest_share
     if config.average != "plain" or len(shares) == 0 or setup.method.joins_by_own_rule:

@@ -29,8 +29,7 @@ from psgrad.inputs.reader import CheckedReader
 from psgrad.plugins import METHODS, configured
 from psgrad.results import Say
 from psgrad.user_code import describe_failure
-from psgrad.workflows.checkpoints import at_weights, same_weights
-from psgrad.workflows.identity import digest, flattened, identity
+from psgrad.workflows.analyze_checkpoints import at_weights, same_weights
 from psgrad.workflows.influence_queries import (
     chosen_rows,
     contrasted_rows,
@@ -38,11 +37,10 @@ from psgrad.workflows.influence_queries import (
     require_enough_queries,
 )
 from psgrad.workflows.influence_training import replayed
-from psgrad.workflows.rank_identity import require_same_on_ranks
-from psgrad.workflows.residence import Ranks
-from psgrad.workflows.running import read_ahead
+from psgrad.workflows.residence import Ranks, turn_to_read
+from psgrad.workflows.run_identity import digest, flattened, identity, require_same_on_ranks
+from psgrad.workflows.run_progress import read_ahead
 from psgrad.workflows.setup import Setup, Trained, draws_at_random, load, require_precision_of_all, setup_of
-from psgrad.workflows.shared_weights import turn_to_read
 
 
 def method_from(config: MethodConfig, base: Path) -> Method:
@@ -234,7 +232,7 @@ _ALONE = (
 
 
 def identity_at_first(run: Setup) -> dict[str, Any]:
-    """All that scores depend on beside queries and checkpoints; see `psgrad.workflows.identity`."""
+    """All that scores depend on beside queries and checkpoints; see `psgrad.workflows.run_identity`."""
     section = run.config.model_dump(mode="json")["influence"]
     return {**identity(run, len(run.samples)), **flattened({"influence": section})}
 

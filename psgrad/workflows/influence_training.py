@@ -18,7 +18,7 @@ from psgrad.engine.influence.evaluation.retraining import fresh_model
 from psgrad.engine.influence.training_run import TrainingRun
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.models.factory import load_model
-from psgrad.workflows.checkpoints import at_weights
+from psgrad.workflows.analyze_checkpoints import at_weights
 from psgrad.workflows.setup import Setup
 
 _RECIPE = ("optimizer", "epochs", "batch_size", "learning_rate", "schedule", "momentum", "weight_decay")

@@ -34,7 +34,7 @@ from psgrad.errors import ConfigError, MeasureError, PsgradError
 from psgrad.plugins import MEASURES, configured, find
 from psgrad.results.analyze import SAMPLE_COLUMNS
 from psgrad.user_code import describe_failure
-from psgrad.workflows.checkpoints import checkpoints_of
+from psgrad.workflows.analyze_checkpoints import checkpoints_of
 from psgrad.workflows.setup import Setup, draws_at_random
 
 # The columns that every run makes by itself.

@@ -29,14 +29,13 @@ from psgrad.errors import ConfigError
 from psgrad.inputs.derived import DrawnSamples, drawn_rows
 from psgrad.inputs.loss import Criterion, resolve_loss
 from psgrad.inputs.models.factory import load_model
-from psgrad.inputs.models.identity import ModelIdentity, identify
 from psgrad.inputs.models.loaded import LoadedModel
+from psgrad.inputs.models.model_identity import ModelIdentity, identify
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Samples
 from psgrad.workflows.devices import pick_device, pick_precision, use_machine
-from psgrad.workflows.residence import Ranks, Residence, agreed_residence
+from psgrad.workflows.residence import Ranks, Residence, agreed_residence, share_weights, turn_to_read
 from psgrad.workflows.samples import images_trained_on, samples_of
-from psgrad.workflows.shared_weights import share_weights, turn_to_read
 
 Loss = Callable[..., Any]
 

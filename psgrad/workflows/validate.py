@@ -28,6 +28,7 @@ from psgrad.errors import (
     PsgradError,
 )
 from psgrad.inputs.code_checks import spec_problems
+from psgrad.inputs.data_checks import headers_of
 from psgrad.inputs.models.checkpoint_headers import TensorHeader
 from psgrad.inputs.models.pretrained_checks import (
     adapter_facts,
@@ -35,10 +36,9 @@ from psgrad.inputs.models.pretrained_checks import (
     library_problems,
     pretrained_facts,
 )
-from psgrad.inputs.sources.files import input_names, require_file, target_names
-from psgrad.inputs.sources.headers import headers_of
+from psgrad.inputs.sources.file_checks import input_names, require_file, target_names
 from psgrad.inputs.sources.source import DataHeader, header_problems, joined_header, with_rows
-from psgrad.plugins import MEASURES, METHODS, Kind
+from psgrad.plugins import MEASURES, METHODS, PluginKind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
 from psgrad.workflows.validation import Problem, Validation
@@ -202,7 +202,7 @@ class _Checks:
         of_text = data.text or data.prompt or data.messages
         if not of_text or model is None or model.pretrained is None or self.found.problems:
             return
-        from psgrad.inputs.row_checks import text_facts
+        from psgrad.inputs.data_checks import text_facts
 
         self.found.facts[f"{where} (texts)"] = text_facts(model, data, self.base)
 
@@ -211,7 +211,7 @@ class _Checks:
         model = self.sections.get("model")
         if not data.image or model is None or model.pretrained is None or self.found.problems:
             return
-        from psgrad.inputs.row_checks import image_facts
+        from psgrad.inputs.data_checks import image_facts
 
         self.found.facts[f"{where} (images)"], notes = image_facts(model, data, self.base)
         self.found.notes += notes
@@ -297,7 +297,7 @@ class _Checks:
         if influence.evaluate.train.function is not None:
             self._code("influence.evaluate.train.function", influence.evaluate.train.function, ConfigError)
 
-    def _named(self, where: str, kind: Kind, section: NamedSection) -> None:
+    def _named(self, where: str, kind: PluginKind, section: NamedSection) -> None:
         """The name and the options' names of a measure or method; values are checked with --deep, by the
         thing itself.
         """

@@ -17,7 +17,7 @@ import pytest
 from psgrad.cli import main
 from psgrad.config import Config, load_config
 from psgrad.config.schema import commented, sections_in
-from psgrad.config.values import Section
+from psgrad.config.values import ConfigSection
 from psgrad.yaml12 import parse
 
 KINDS = ("image", "tabular", "text")
@@ -38,7 +38,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return leave.value.code
 
 
-def keys_of(section: type[Section], above: str = "") -> Iterator[str]:
+def keys_of(section: type[ConfigSection], above: str = "") -> Iterator[str]:
     """Every key of a section and of those inside it, dotted; a list stands for its items."""
     for key, info in section.model_fields.items():
         yield f"{above}{key}"

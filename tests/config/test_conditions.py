@@ -7,7 +7,7 @@ import pytest
 
 from psgrad.config.conditions import names_in_condition
 from psgrad.errors import ConfigError
-from psgrad.results.conditions import rows_where
+from psgrad.results.matching_rows import rows_where
 
 FRAME = pd.DataFrame(
     {

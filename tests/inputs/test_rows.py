@@ -24,7 +24,7 @@ from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.inputs.sources import objects
 from psgrad.inputs.sources.formats.tar import KEY
-from psgrad.inputs.sources.load import Rows, load_data, open_rows
+from psgrad.inputs.sources.load import SourceRows, load_data, open_rows
 from psgrad.inputs.sources.source import data_headers, header_problems, with_rows
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -38,7 +38,7 @@ TABLE = {
 }
 
 
-def opened(folder: Path, path: Any, **options: Any) -> Rows:
+def opened(folder: Path, path: Any, **options: Any) -> SourceRows:
     return open_rows(DataConfig(path=path, **options), folder)
 
 

@@ -618,7 +618,7 @@ def test_a_failed_payment_releases_nothing(
     append = Ledger.append
 
     def failing(self: Ledger, content: Any, kind: str = "step") -> None:
-        monkeypatch.setattr("psgrad.storage.files.write_all", full)
+        monkeypatch.setattr("psgrad.storage.durable_files.write_all", full)
         append(self, content, kind)
 
     monkeypatch.setattr(Ledger, "append", failing)

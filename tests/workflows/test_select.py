@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import psgrad
-from psgrad.storage.files import written_atomically
+from psgrad.storage.durable_files import written_atomically
 from tests.workplace import ROWS, Workplace
 
 COLUMNS = ["a", "b", "c", "d"]

@@ -10,8 +10,8 @@ import torch
 
 from psgrad.config import DataConfig
 from psgrad.errors import DataError
+from psgrad.inputs.previews import MAX_VALUES, input_of, values_of, vocabulary_of
 from psgrad.inputs.rows import Block, Samples
-from psgrad.inputs.shown import MAX_VALUES, input_of, values_of, vocabulary_of
 from psgrad.inputs.sources.datasets import DatasetSamples
 from psgrad.results import MeasureResult
 from psgrad.storage import RunFolder

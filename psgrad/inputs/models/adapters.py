@@ -14,14 +14,14 @@ from torch import nn
 
 from psgrad.config.model import ModelConfig, NewAdapterConfig
 from psgrad.errors import CheckpointError, ConfigError, ModelError
-from psgrad.inputs.models.adapter_folders import (
+from psgrad.inputs.models.hub import library, located, quiet
+from psgrad.inputs.models.model_folders import (
     SETTINGS,
     WEIGHTS,
     adapter_weights,
     base_notes,
     read_adapter_settings,
 )
-from psgrad.inputs.models.hub import library, located, quiet
 from psgrad.inputs.models.pretrained import PretrainedModel
 from psgrad.wording import first_line, first_of
 

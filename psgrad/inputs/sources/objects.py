@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import merged_type, mixed_types
-from psgrad.inputs.sources.files import Wanted, require_columns
+from psgrad.inputs.sources.file_checks import Wanted, require_columns
 from psgrad.inputs.sources.source import Column, DataHeader, column_of
 from psgrad.inputs.sources.tables import MappedRows, RowNumbers
 

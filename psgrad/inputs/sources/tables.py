@@ -17,8 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from psgrad.inputs.sources.arrow_columns import common_schema, errors_of_damage, plain
-from psgrad.inputs.sources.files import files_sha256, named_files
-from psgrad.inputs.temporary_folder import TemporaryFolder
+from psgrad.inputs.sources.file_checks import TemporaryFolder, files_sha256, named_files
 
 Array = npt.NDArray[Any]
 
@@ -26,7 +25,7 @@ _ROWS_PER_PART = 4096
 _UNIT, _NUMBER = b"psgrad.unit", "psgrad.number"  # of saved rows
 
 
-class Rows(ABC):
+class SourceRows(ABC):
     """The named columns of a dataset. Rows are counted from 0.
 
     Attributes:
@@ -84,7 +83,7 @@ class Rows(ABC):
         return pa.concat_tables([self.read(start, stop) for start, stop in runs(rows)])
 
 
-class TableRows(Rows):
+class TableRows(SourceRows):
     """Rows of a table that is in memory, or mapped."""
 
     def __init__(self, table: pa.Table, files: Sequence[Path], numbers: RowNumbers | None = None) -> None:
@@ -146,7 +145,7 @@ class MappedRows(TableRows):
         super().__init__(pa.ipc.open_file(pa.memory_map(str(file))).read_all(), files, numbers)
 
 
-def save_rows(rows: Rows, target: Path) -> None:
+def save_rows(rows: SourceRows, target: Path) -> None:
     """Write rows, with their numbers, into a file that `saved_rows` opens."""
     table = rows.read(0, rows.count) if rows.count else rows.schema.empty_table()
     if rows.numbers is not None:
@@ -156,7 +155,7 @@ def save_rows(rows: Rows, target: Path) -> None:
         writer.write_table(table.unify_dictionaries())
 
 
-def saved_rows(file: Path, path: Path) -> Rows:
+def saved_rows(file: Path, path: Path) -> SourceRows:
     """The rows that `save_rows` wrote, mapped into memory; path: of the file that they are from."""
     table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
     about = table.schema.metadata or {}
@@ -166,7 +165,7 @@ def saved_rows(file: Path, path: Path) -> Rows:
     return TableRows(table.drop_columns([_NUMBER]).replace_schema_metadata(None), [path], numbers)
 
 
-class GroupedRows(Rows):
+class GroupedRows(SourceRows):
     """Rows of a file that is read by groups of rows, of which one at a time is in memory.
 
     Args:
@@ -230,7 +229,7 @@ class GroupedRows(Rows):
         return self._held[1]
 
 
-class JoinedRows(Rows):
+class JoinedRows(SourceRows):
     """The rows of several files, one after another.
 
     Args:
@@ -240,7 +239,7 @@ class JoinedRows(Rows):
     Raises DataError where a column's types can't be joined.
     """
 
-    def __init__(self, parts: Sequence[Rows], texts: Iterable[str] = ()) -> None:
+    def __init__(self, parts: Sequence[SourceRows], texts: Iterable[str] = ()) -> None:
         self._parts = parts
         self._starts = [0, *accumulate(part.count for part in parts)]
         schema = common_schema([(part.source, part.schema) for part in parts if part.count], texts)
@@ -278,7 +277,7 @@ class JoinedRows(Rows):
         return _without_categories(table.select(self.schema.names)).cast(self.schema)
 
 
-def joined(parts: Sequence[Rows], texts: Iterable[str] = ()) -> Rows:
+def joined(parts: Sequence[SourceRows], texts: Iterable[str] = ()) -> SourceRows:
     """The rows of one file, or of several one after another."""
     return parts[0] if len(parts) == 1 else JoinedRows(parts, texts)
 
@@ -289,7 +288,7 @@ def runs(rows: Array) -> list[tuple[int, int]]:
     return [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, breaks)]
 
 
-def _content_sha256(rows: Rows) -> str:
+def _content_sha256(rows: SourceRows) -> str:
     found = hashlib.sha256()
     with pa.ipc.new_stream(pa.PythonFile(_Hashing(found), mode="w"), rows.schema) as stream:
         for start in range(0, rows.count, _ROWS_PER_PART):
