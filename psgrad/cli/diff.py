@@ -57,7 +57,7 @@ def diff(
     Samples are matched by their id if the config names one, else by their content. Needs neither the model
     nor the data.
     """
-    from psgrad.reports.comparison_page import render_comparison, sentences
+    from psgrad.reports.comparison import render_comparison, sentences
     from psgrad.workflows.diff import diff as compared
 
     result = compared(a, b, top=top)

@@ -11,7 +11,6 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from psgrad.reports.attribution_section import Passage, spans_of
 from psgrad.reports.influence_words import is_uncalibrated, query_title, signed
 from psgrad.reports.sections import Bullets, Fold, Part, Section, Subtitle, Text
 from psgrad.reports.tables import Table, TableColumn, table
@@ -268,6 +267,11 @@ def token_sections(result: InfluenceResult) -> Iterator[Section]:
 
 
 def _coloured(name: str, text: TokenText, values: Array) -> Text:
+    from psgrad.reports.attribution_section import (  # they need matplotlib, a terminal does not
+        Passage,
+        spans_of,
+    )
+
     weights = text.spread(values)
     counted = text.spread(values * 0 + 1).astype(bool)
     words = dict(zip(text.ids.tolist(), text.pieces, strict=False))

@@ -7,17 +7,15 @@ import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
-from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from psgrad import __version__
 from psgrad.errors import OutputError, OutputExistsError
-from psgrad.storage import durable_files
+from psgrad.storage import durable_files, index_files
+from psgrad.storage.index_files import Arrays
 from psgrad.storage.index_layout import IndexLayout
 from psgrad.wording import shorten_middle
 
@@ -31,16 +29,6 @@ _UPDATE = "psgrad influence index CONFIG --update"
 _OVERWRITE = "build the index again: psgrad influence index CONFIG --overwrite"
 _SHOWN = 6
 _SECONDS_TO_MAKE_FOLDER = 60.0  # a part that begins does so within this time, and others wait for it
-_SEAL = "psgrad"  # of a file's metadata: which index it is of, and the hash of its numbers
-
-# Numbers of a file by the names that safetensors has for them.
-_DTYPES = {
-    name: f"<{kind.lower()}{int(bits) // 8}"
-    for name in ("F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
-    for kind, bits in [(name[0], name[1:])]
-}
-
-Arrays = dict[str, np.ndarray]
 
 
 class GradientIndex:
@@ -292,30 +280,13 @@ class GradientIndex:
 
     def write(self, checkpoint: int, shard: int | None, arrays: Mapping[str, np.ndarray]) -> None:
         """Write a shard, or the sums, all at once. Raises OutputError, and leaves no part of it."""
-        target = self.file(checkpoint, shard)
-        whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        # One entry: safetensors writes several in any order, and the bytes of equal indexes would differ.
-        data = save(whole, metadata={_SEAL: f"{self._seal(shard)} {_digest(whole)}"})
-        try:
-            durable_files.make_folder(target.parent)
-            durable_files.write_atomically(target, data)
-            for leftover in durable_files.leftovers_of(target):  # of a process that was killed
-                leftover.unlink()
-        except OSError as error:
-            full = error.errno in durable_files.NO_SPACE
-            raise OutputError(
-                f"{target} can't be written: {error.strerror or error}",
-                expected=f"{len(data):,} free bytes for this file" if full else None,
-                cause="no space; the shards that were written before are whole" if full else None,
-                next_step=(
-                    f"free some space, then {self._again}" if full else "check the folder and its permissions"
-                ),
-            ) from error
+        target, seal = self.file(checkpoint, shard), self._seal(shard)
+        index_files.write(target, arrays, seal, next_step=f"free some space, then {self._again}")
 
     def read(self, checkpoint: int, shard: int | None) -> Arrays:
         """All arrays of a file."""
         with self._opened(checkpoint, shard) as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a handle, no dict)
+            return index_files.arrays_of(file)
 
     def blocks(
         self,
@@ -338,9 +309,9 @@ class GradientIndex:
             with self._opened(checkpoint, shard) as file:
                 stored = file.keys()  # a file can't be iterated over itself
             wanted = [name for name in stored if names is None or name in names]
-            mapped = _mapped(self.file(checkpoint, shard), wanted)
+            mapped = index_files.mapped(self.file(checkpoint, shard), wanted)
             for start in own:
-                some = _as_slice(rows[start : start + most])
+                some = index_files.as_slice(rows[start : start + most])
                 yield row + start, {name: array[some] for name, array in mapped.items()}
 
     def _is_written(self, checkpoint: int, shard: int | None) -> bool:
@@ -349,14 +320,7 @@ class GradientIndex:
         if not path.exists():
             return False
         with self._opened(checkpoint, shard) as file:
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if _digest(arrays) != file.metadata()[_SEAL].rpartition(" ")[2]:
-                raise OutputError(
-                    f"{path} holds other numbers than were written",
-                    expected="the numbers that its own hash was made of",
-                    cause="a damaged disk, or a file that was changed",
-                    next_step=self._remedy,
-                )
+            index_files.require_as_written(path, file, next_step=self._remedy)
         return True
 
     def _seal(self, shard: int | None) -> str:
@@ -365,24 +329,7 @@ class GradientIndex:
         return seals[-1 if shard is None else self.layout.segment_of(self.shards[shard].start)]
 
     def _opened(self, checkpoint: int, shard: int | None) -> Any:
-        path = self.file(checkpoint, shard)
-        try:
-            file: Any = safe_open(path, framework="numpy")
-            own = (file.metadata() or {}).get(_SEAL, "").partition(" ")[0] == self._seal(shard)
-        except (OSError, SafetensorError) as error:
-            raise OutputError(
-                f"{path} can't be read: {getattr(error, 'strerror', None) or error}",
-                expected="a file that psgrad wrote",
-                cause="the file was cut short or changed",
-                next_step=self._remedy,
-            ) from error
-        if not own:
-            raise OutputError(
-                f"{path} is of another index",
-                cause="it was copied here, or left by one",
-                next_step=self._remedy,
-            )
-        return file
+        return index_files.opened(self.file(checkpoint, shard), self._seal(shard), next_step=self._remedy)
 
     @property
     def _again(self) -> str:
@@ -408,35 +355,6 @@ class GradientIndex:
         for name in (DESCRIPTION, _NEXT):
             for leftover in durable_files.leftovers_of(self.path / name):
                 leftover.unlink()
-
-
-def _mapped(path: Path, names: Sequence[str]) -> Arrays:
-    """Arrays of a file that safetensors has found in order, without copies, which it makes of each part."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        # Copied where it is written to: PyTorch warns of memory that can't be.
-        content = mmap(file.fileno(), 0, access=ACCESS_COPY)
-    found = {}
-    for name in names:
-        start, stop = header[name]["data_offsets"]
-        data = memoryview(content)[8 + size + start : 8 + size + stop]
-        found[name] = np.frombuffer(data, _DTYPES[header[name]["dtype"]]).reshape(header[name]["shape"])
-    return found
-
-
-def _as_slice(rows: np.ndarray) -> np.ndarray | slice:
-    """Rising rows, as a slice where they are neighbours: parts of arrays are then no copies."""
-    first, last = int(rows[0]), int(rows[-1])
-    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
-
-
-def _digest(arrays: Arrays) -> str:
-    digest = sha256()
-    for name in sorted(arrays):
-        digest.update(name.encode())
-        digest.update(arrays[name].data if arrays[name].size else b"")
-    return digest.hexdigest()
 
 
 def _only_leftovers(path: Path) -> bool:

@@ -32,8 +32,8 @@ from psgrad.results.manifest import ModelFacts, RunManifest, read_manifest
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import finished_manifest, load_run
 from psgrad.workflows.analyze_passes import Measured, Passes
+from psgrad.workflows.analyze_tables import about_rows, content_of_made
 from psgrad.workflows.measure_setup import PROJECTED, measures_of, prepare
-from psgrad.workflows.row_columns import about_rows, content_of_made
 from psgrad.workflows.run_identity import hashes_of, measure_specs
 from psgrad.workflows.run_progress import read_ahead
 from psgrad.workflows.setup import Setup

@@ -27,8 +27,8 @@ from psgrad.inputs.reader import CheckedReader
 from psgrad.results import IndexResult, Progress, Say
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
+from psgrad.workflows.influence_checkpoints import first_run, later_run, sha256_at
 from psgrad.workflows.influence_queries import chosen_rows
-from psgrad.workflows.influence_setup import first_run, later_run, sha256_at
 from psgrad.workflows.run_identity import hashes_of
 from psgrad.workflows.run_progress import LOADING, Clock, read_ahead
 from psgrad.workflows.setup import Setup

@@ -20,7 +20,9 @@ from tests.workplace import Workplace
 
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    monkeypatch.setattr("psgrad.workflows.dp_step.write_plots", lambda result, public, private, unit: None)
+    monkeypatch.setattr(
+        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
+    )
     monkeypatch.setattr(
         "psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
     )

@@ -49,8 +49,10 @@ SEEDED = ("--insecure-deterministic", "--set", "privacy.noise.seed=5")
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
     """A run in float64 without figures and the slow accountant; the dead are noticed at once."""
-    monkeypatch.setattr("psgrad.workflows.dp_step.write_plots", lambda result, public, private, unit: None)
-    monkeypatch.setattr("psgrad.workflows.dp_step.pld_curve", lambda events, delta: [])
+    monkeypatch.setattr(
+        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
+    )
+    monkeypatch.setattr("psgrad.workflows.private_steps.pld_curve", lambda events, delta: [])
     monkeypatch.setattr(
         "psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
     )

@@ -50,8 +50,10 @@ def whole(workplace: Workplace) -> PrivateWorkplace:
 @pytest.fixture
 def private(whole: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
     """The same without the figures and the slow accountant, which take longest."""
-    monkeypatch.setattr("psgrad.workflows.dp_step.write_plots", lambda result, public, private, unit: None)
-    monkeypatch.setattr("psgrad.workflows.dp_step.pld_curve", lambda events, delta: [])
+    monkeypatch.setattr(
+        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
+    )
+    monkeypatch.setattr("psgrad.workflows.private_steps.pld_curve", lambda events, delta: [])
     monkeypatch.setattr(
         "psgrad.workflows.private_statement.epsilon_pld",
         lambda events, delta: Epsilon(None, "not asked for in this test"),

@@ -128,8 +128,10 @@ def test_what_is_public_names_no_path_command_or_commit(
 
 @pytest.fixture
 def private_workplace(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    monkeypatch.setattr("psgrad.workflows.dp_step.write_plots", lambda result, public, private, unit: None)
-    monkeypatch.setattr("psgrad.workflows.dp_step.pld_curve", lambda events, delta: [])
+    monkeypatch.setattr(
+        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
+    )
+    monkeypatch.setattr("psgrad.workflows.private_steps.pld_curve", lambda events, delta: [])
     return PrivateWorkplace(workplace)
 
 
