@@ -98,7 +98,7 @@ def test_settings_change_a_file_as_they_do_on_the_command_line(workplace: Workpl
     assert psgrad.load_config(workplace.config, ["engine.verify=0"]).engine.verify == 0
 
 
-def test_progress_is_told(workplace: Workplace) -> None:
+def test_progress_is_reported(workplace: Workplace) -> None:
     told: list[int] = []
     psgrad.analyze(workplace.config, report=False, progress=lambda progress: told.append(progress.done))
     assert told[-1] == ROWS

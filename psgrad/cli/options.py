@@ -1,6 +1,6 @@
 """The arguments that every command takes, declared once.
 
-What the shell is offered where psgrad knows the words: keys of a config, measures, methods. No torch.
+What a shell completes: keys of a config, measures, methods. No torch.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class BarDisplay(ProgressDisplay):
         self._bars = Bars(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
-            _WordsColumn(table_column=Column(no_wrap=True)),  # the bar gives way
+            _WordsColumn(table_column=Column(no_wrap=True)),  # the bar is cut short first
             console=Console(file=stream, highlight=False, markup=False),
             expand=True,
         )

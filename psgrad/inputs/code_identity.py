@@ -47,9 +47,9 @@ def code_identity(spec: str, base: Path, sources: Iterable[str] = ()) -> CodeIde
     walk = _ImportWalk()
     with importing_beside(base):
         module, function = imported(spec, base), inspect.unwrap(resolve(spec, base))
-        walk.meet(str(getattr(function, "__module__", None) or module.__name__), whole=True)
+        walk.visit(str(getattr(function, "__module__", None) or module.__name__), whole=True)
         for name in (module.__name__, *sources, *sorted(imported_while_running(spec, base))):
-            walk.meet(name)
+            walk.visit(name)
     return CodeIdentity(walk.files, dict(sorted(walk.packages.items())))
 
 
@@ -61,7 +61,7 @@ class _ImportWalk:
         self.packages: dict[str, str] = {}
         self._met: set[str] = set()
 
-    def meet(self, name: str, whole: bool = False) -> None:
+    def visit(self, name: str, whole: bool = False) -> None:
         """Add a module and what it imports; with `whole` also the file of an installed one."""
         waiting = [name]
         while waiting:

@@ -15,7 +15,7 @@ from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.image_decoding import SUFFIXES
 from psgrad.inputs.sources.file_checks import Wanted, require_columns
 from psgrad.inputs.sources.source import TableSource
-from psgrad.inputs.sources.tables import SourceRows, TableRows
+from psgrad.inputs.sources.source_rows import SourceRows, TableRows
 from psgrad.plugins import SOURCES, configured
 from psgrad.wording import first_of
 

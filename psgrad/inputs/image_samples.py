@@ -27,8 +27,8 @@ from psgrad.inputs.image_preparation import Preparation
 from psgrad.inputs.sources.arrow_columns import plain
 from psgrad.inputs.sources.columns import RowName
 from psgrad.inputs.sources.host_files import arrays_made_once
+from psgrad.inputs.sources.source_rows import Array, SourceRows
 from psgrad.inputs.sources.table_samples import TableSamples
-from psgrad.inputs.sources.tables import Array, SourceRows
 from psgrad.inputs.targets import Labels
 
 _ROWS_PER_PART = 256

@@ -68,8 +68,8 @@ def named_samples(samples: pd.DataFrame, run: RunManifest) -> pd.DataFrame:
     """A row for each sample and rule that names it, the most severe rule first: rule, row (its place in
     `samples`), id, fingerprint.
 
-    State and the reason for ignoring are added by `settle`. `run` shows whether a reference has decided which
-    samples are outliers.
+    State and the reason for ignoring are added by `with_states`. `run` shows whether a reference has decided
+    which samples are outliers.
     """
     ok = samples["status"].to_numpy(object) == "ok"
     listed = samples["is_outlier_issue"].to_numpy(bool) & ok
@@ -265,7 +265,7 @@ def read_ignore_list(path: Path) -> tuple[IgnoreEntry, ...]:
     return tuple(entries)
 
 
-def settle(
+def with_states(
     named: pd.DataFrame, entries: Sequence[IgnoreEntry], today: datetime.date
 ) -> tuple[pd.DataFrame, list[str]]:
     """The named samples with those that an entry names marked as ignored, and messages: entries that expired,

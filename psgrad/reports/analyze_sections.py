@@ -65,13 +65,13 @@ def gate_table(check: CheckResult) -> Table:
 
 
 def finding_table(check: CheckResult) -> Table:
-    """The gravest findings."""
+    """The most severe findings."""
     rules = "; ".join(f"{rule}: {meaning}" for rule, meaning in RULES.items())
     states = "new; known, in the baseline; or ignored, with the reason"
     columns = [
         TableColumn("rule", lambda each: each.rule, key="rule", meaning=rules),
         TableColumn(
-            "level", lambda each: each.level, key="level", meaning="how grave: error, warning or note"
+            "level", lambda each: each.level, key="level", meaning="how severe: error, warning or note"
         ),
         TableColumn("id", lambda each: identifier(each.id), key="id"),
         TableColumn("state", _state, key="state", meaning=states),
@@ -82,7 +82,7 @@ def finding_table(check: CheckResult) -> Table:
     more = len(check.findings) - MAX_FINDINGS
     return table(
         "findings",
-        "Findings, the gravest first",
+        "Findings, the most severe first",
         columns,
         check.findings[:MAX_FINDINGS],
         lambda each: Mark(each.index),

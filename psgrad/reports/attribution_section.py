@@ -13,9 +13,9 @@ import numpy as np
 from markupsafe import Markup
 from PIL import Image
 
+from psgrad.reports.colour_scale import level_of, overlaid, scale_of, style_of
 from psgrad.reports.pictures import picture_uri, to_png, to_rgb
 from psgrad.reports.sections import data_uri
-from psgrad.reports.shades import level_of, overlaid, scale_of, style_of
 from psgrad.reports.words import count, identifier, number, printable
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample
 from psgrad.results.manifest import UNKNOWN_UNIT, read_manifest

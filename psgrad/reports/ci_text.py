@@ -135,9 +135,9 @@ def render_github(result: CheckResult) -> str:
         for outcome in result.outcomes
         if outcome.outcome != "passed"
     ]
-    graves = [finding for finding in counting(result.findings) if finding.level != "note"]
-    total = sum(result.count(rule, "new") for rule in {finding.rule for finding in graves})
-    shown = graves[: max(0, ANNOTATIONS - len(annotations))]
+    severe = [finding for finding in counting(result.findings) if finding.level != "note"]
+    total = sum(result.count(rule, "new") for rule in {finding.rule for finding in severe})
+    shown = severe[: max(0, ANNOTATIONS - len(annotations))]
     for finding in shown:
         where = {
             "file": clean(finding.location.path),

@@ -47,7 +47,7 @@ _METHODS = {
 class Example:
     """A query, or a training example beside it.
 
-    score: written out, with a ! behind it where it is beyond what the query's loss can fall by; empty for a
+    score: as text, with a ! behind it where it is beyond what the query's loss can fall by; empty for a
     query. spread: its standard deviation over checkpoints, "± 0.002"; empty where there is none. stability:
     the share of the checkpoints that rank it among the strongest, "80%"; empty where there is one. differs:
     whether the model's prediction is another class than the label.

@@ -295,7 +295,7 @@ HEADLINE: Mapping[str, str] = {
     **{"lds": "mean", "loo": "pearson", "mislabel": "auc"},
     **{"removal": "rise", "groups": "pearson", "curve": "rise"},
 }
-# The control that knows nothing.
+# The control without any information.
 RANDOM = "random"
 # Columns that stand in evaluation.json as one list.
 _INTERVALS = {"low": ("interval", "high"), "ahead_low": ("ahead_interval", "ahead_high")}

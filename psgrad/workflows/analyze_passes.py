@@ -26,7 +26,7 @@ from psgrad.storage.shards import FinishedShards, Shards
 from psgrad.workflows.analyze_shards import StoredPass, overlaps, split_columns
 from psgrad.workflows.analyze_tables import About, Content
 from psgrad.workflows.measure_setup import joined_columns
-from psgrad.workflows.run_manifest import RankTimes, rank_facts
+from psgrad.workflows.run_manifest import RankReport, rank_facts
 from psgrad.workflows.run_progress import without_interrupts
 
 # Finished rows are made durable this often: what a crash or a full disk can cost.
@@ -85,7 +85,7 @@ class Passes:
         self.about, self.folder, self.say = about, folder, say
         self.processes, self.identity, self.prefix = processes, run, prefix
         self._content = content
-        self._work, self._rows = RankTimes(), 0
+        self._work, self._rows = RankReport(), 0
 
     def run(self) -> Measured | None:
         """All passes, and what the measures gathered; None for processes that do not lead. A part of a run

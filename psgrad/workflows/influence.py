@@ -38,10 +38,10 @@ from psgrad.workflows.influence_index import open_index
 from psgrad.workflows.influence_questions import answered, require_room
 from psgrad.workflows.influence_ranking import QueryRankings, check_removals, marked_beyond_loss, rank
 from psgrad.workflows.influence_screening import (
-    Looks,
+    ScreenedRows,
     Warnings,
-    tell_of_plain_mean,
-    tell_of_unranked,
+    warn_of_plain_mean,
+    warn_of_unranked,
     without_nonfinite,
 )
 from psgrad.workflows.influence_setup import (
@@ -62,7 +62,7 @@ from psgrad.workflows.influence_tables import (
 )
 from psgrad.workflows.influence_tokens import require_tokens, token_pairs
 from psgrad.workflows.run_manifest import (
-    RankTimes,
+    RankReport,
     RunningManifest,
     describe_run,
     rank_facts,
@@ -222,7 +222,12 @@ class Scored:
 
 
 def scored_by_all(
-    setup: InfluenceSetup, looks: Looks, matrix: bool, clock: Clock, warnings: Warnings, progress: Say
+    setup: InfluenceSetup,
+    screening: ScreenedRows,
+    matrix: bool,
+    clock: Clock,
+    warnings: Warnings,
+    progress: Say,
 ) -> Scored:
     """What all processes compute together, of rows that are finite."""
     wanted = setup.run.config.influence
@@ -232,11 +237,11 @@ def scored_by_all(
     with clock("normalize"), errors_of_own_method(wanted.method.name):
         divisors = divisors_of(setup, fitted)
     with clock("scores"), errors_of_own_method(wanted.method.name):
-        queries = query_table(setup, looks)
+        queries = query_table(setup, screening)
         shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
         rankings = rank(setup, fitted, divisors, shown, matrix or setup.keeps_all_scores, progress)
-        tell_of_unranked(setup, rankings, warnings)
-        tell_of_plain_mean(setup, rankings, warnings)
+        warn_of_unranked(setup, rankings, warnings)
+        warn_of_plain_mean(setup, rankings, warnings)
         queries = with_agreement(queries, setup.query_rows, rankings.agreement)
         tokens = token_pairs(setup, fitted, rankings.pairs, shown)
     spent = setup.agreed_seconds(clock.seconds["scores"])
@@ -248,10 +253,10 @@ def scored_by_all(
             before = setup.agreed_seconds(clock.seconds["fit"]) + spent
             seconds = max(_CHECK_SECONDS, _CHECK_SHARE * before)
             removals = check_removals(setup, fitted, rankings.scores, own, seconds, warnings)
-    training = with_overall(training_table(setup, looks, own), setup.training_rows, rankings.overall)
+    training = with_overall(training_table(setup, screening, own), setup.training_rows, rankings.overall)
     facts, unit = [each.facts for each in fitted], unit_of(setup, fitted)
     seconds, waited = setup.processes.spent()
-    ranks = rank_facts(setup.processes, "influence.", RankTimes(seconds, waited))
+    ranks = rank_facts(setup.processes, "influence.", RankReport(seconds, waited))
     return Scored(setup, queries, training, rankings, facts, unit, removals, ranks, matrix, tokens)
 
 

@@ -224,7 +224,7 @@ def screened_rows(store: GradientIndex) -> list[Screened]:
 
 
 _READ = 64  # rows at once, whose digests are taken
-_COMPARED = 8  # rows whose loss is held against an index
+_COMPARED = 8  # rows whose loss is compared with an index
 
 
 def with_digests(run: Setup) -> Setup:
@@ -311,7 +311,7 @@ def require_losses(index: GradientIndex, run: Setup, rows: list[int], known: tor
 
 
 def compared_rows(count: int) -> list[int]:
-    """The rows of an index whose losses are held against it."""
+    """The rows of an index whose losses are compared with it."""
     return sorted({place * count // _COMPARED for place in range(_COMPARED)})
 
 

@@ -74,12 +74,12 @@ def influence_part(
     place = f"{SHARDS}/{_name(number, count)}"
     if (folder.path / place / _ABOUT).exists():
         return folder.path
-    setup, looks = without_nonfinite(setup, store, warnings)
+    setup, screening = without_nonfinite(setup, store, warnings)
     rows = RowPart.of(number, count, len(setup.query_rows), 1).rows
     progress(Progress(0, 0, "scores", f"{len(rows):,} of {len(setup.query_rows):,} queries"))
     found = None
     if rows:
-        found = scored_by_all(_with_queries(setup, rows), looks, matrix, clock, warnings, progress)
+        found = scored_by_all(_with_queries(setup, rows), screening, matrix, clock, warnings, progress)
         require_unchanged(setup.run.samples.stamps)
     _store(folder, place, found, warnings.messages)
     return folder.path

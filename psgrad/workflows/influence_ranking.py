@@ -1,6 +1,6 @@
 """From fitted methods to ranked pairs: training examples stream past, and each query keeps its strongest.
 
-What predicted amounts are held against: a bound that they cannot pass, and training that goes on without the
+What predicted amounts are compared with: a bound that they cannot pass, and training that goes on without the
 row.
 """
 

@@ -17,11 +17,11 @@ from torch import nn
 from psgrad.results import InfluenceResult
 from psgrad.results.influence import QUERY_COLUMNS, SIGN, TRAINING_COLUMNS, harmful_rows
 from psgrad.storage import RunFolder
-from psgrad.workflows.influence_screening import Looks
+from psgrad.workflows.influence_screening import ScreenedRows
 from psgrad.workflows.influence_setup import InfluenceSetup
 
 
-def query_table(setup: InfluenceSetup, looks: Looks) -> pd.DataFrame:
+def query_table(setup: InfluenceSetup, screening: ScreenedRows) -> pd.DataFrame:
     """One row a query; see QUERY_COLUMNS. Excluded ones, too."""
     reader, rows = setup.query_reader, setup.asked_rows
     targets = reader.targets_at(rows)
@@ -29,25 +29,25 @@ def query_table(setup: InfluenceSetup, looks: Looks) -> pd.DataFrame:
         "id": reader.samples.ids[rows],
         "index": rows,
         **({} if targets is None else {"target": targets}),
-        **looks.queries.columns,
-        "measurement": setup.measurement.sign * looks.queries.losses,
-        "status": np.where(looks.asked, "ok", "nonfinite"),
+        **screening.queries.columns,
+        "measurement": setup.measurement.sign * screening.queries.losses,
+        "status": np.where(screening.asked, "ok", "nonfinite"),
     }
     return pd.DataFrame({name: columns[name] for name in QUERY_COLUMNS if name in columns})
 
 
-def training_table(setup: InfluenceSetup, looks: Looks, own: np.ndarray | None) -> pd.DataFrame:
+def training_table(setup: InfluenceSetup, screening: ScreenedRows, own: np.ndarray | None) -> pd.DataFrame:
     """One row a training example; see TRAINING_COLUMNS, but `overall`. Excluded ones, too."""
-    samples, reader, kept = setup.run.samples, setup.run.reader, looks.kept
+    samples, reader, kept = setup.run.samples, setup.run.reader, screening.kept
     everything = np.arange(len(samples))
     targets = reader.targets_at(everything)
     columns = {
         "id": samples.ids,
         "index": everything,
         **({} if targets is None else {"target": targets}),
-        **looks.training.columns,
-        "loss": looks.training.losses,
-        "grad_norm": looks.training.norms,
+        **screening.training.columns,
+        "loss": screening.training.losses,
+        "grad_norm": screening.training.norms,
         **({} if own is None else {"self_influence": _of_all(own, setup.training_rows, len(kept))}),
         "status": np.where(kept, "ok", "nonfinite"),
     }

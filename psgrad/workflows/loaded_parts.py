@@ -271,7 +271,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def use_machine(config: Config, device: torch.device) -> None:
-    """Have the machine's constants that the config names in force, if it names any. Raises ConfigError where
+    """Use the machine's constants that the config names, if it names any. Raises ConfigError where
     they can't be used.
     """
     machine.use(None if config.engine.machine is None else config.base / config.engine.machine)

@@ -247,7 +247,7 @@ def measures_of(config: Config) -> list[Measure]:
     if config.analyze.outliers.detectors and PROJECTED not in found:
         from psgrad.engine.measures.builtin.projected_gradients import ProjectedGradients
 
-        needed[PROJECTED] = ProjectedGradients(save=True)  # what later runs may be held against
+        needed[PROJECTED] = ProjectedGradients(save=True)  # what later runs may be compared with
     while waiting:
         name = waiting.pop()
         if name not in found and name not in needed:

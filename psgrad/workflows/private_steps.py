@@ -80,10 +80,10 @@ class PrivateRun:
         self._clipping = training.clipping  # and what it clipped to
         self._saved_at, self._saved_step = time.monotonic(), training.taken
 
-    def take(self, steps: int, progress: Say, heard: Callable[[], None] = lambda: None) -> None:
+    def take(self, steps: int, progress: Say, on_interrupt: Callable[[], None] = lambda: None) -> None:
         """Take so many steps, and save every now and then; also where Ctrl-C or another rank ends them early.
 
-        heard: called when Ctrl-C arrives in a step, which is finished first.
+        on_interrupt: called when Ctrl-C arrives in a step, which is finished first.
         """
         first, delta = self.training.taken, self.setup.privacy.delta
         if not self.folder.checkpoint.exists():
@@ -91,7 +91,7 @@ class PrivateRun:
         progress(Progress(first, first + steps, "steps", unit="step"))
         try:
             for left in reversed(range(steps)):
-                with without_interrupts(heard):
+                with without_interrupts(on_interrupt):
                     noisy = self.training.step(self.pay, keep_sums=not left)
                     self._note(noisy)
                     self._latest, self._clipping = noisy.sums, noisy.clipping

@@ -201,7 +201,7 @@ def running_manifest(folder: RunFolder, manifest: RunManifest, clock: Clock) -> 
 
 
 @dataclass
-class RankTimes:
+class RankReport:
     """What one process did.
 
     seconds: computing. waited: seconds at the end of passes, for the others. rows: that it computed, in all
@@ -213,7 +213,7 @@ class RankTimes:
     rows: int | None = None
 
 
-def rank_facts(processes: Processes, name: str, own: RankTimes) -> dict[str, Any] | None:
+def rank_facts(processes: Processes, name: str, own: RankReport) -> dict[str, Any] | None:
     """The work of all processes, on the first of several.
 
     balance: the mean of their seconds over the largest, 1 where all took as long.

@@ -76,11 +76,11 @@ class PassProgress:
 
 
 @contextmanager
-def without_interrupts(heard: Callable[[], None] = lambda: None) -> Iterator[None]:
+def without_interrupts(on_signal: Callable[[], None] = lambda: None) -> Iterator[None]:
     """SIGINT and SIGTERM wait until the block is done, and are then handled as they would have been. Of each
-    the second waits no longer. heard: called when one arrives.
+    the second waits no longer. on_signal: called when one arrives.
 
-    Outside of the main thread, which alone hears signals, nothing changes.
+    Outside of the main thread, which alone receives signals, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -91,7 +91,7 @@ def without_interrupts(heard: Callable[[], None] = lambda: None) -> Iterator[Non
     def wait(signum: int, frame: FrameType | None) -> None:
         waiting.append((signum, frame))
         signal.signal(signum, before[signum])
-        heard()
+        on_signal()
 
     for signum in (int(signal.SIGINT), int(signal.SIGTERM)):
         before[signum] = signal.getsignal(signum)

@@ -61,9 +61,9 @@ def validate(
     found = Validation(str(path), [Problem("", ConfigError(problem)) for problem in reading.problems])
     _Checks(found, path.parent, reading.sections).all()
     if deep and not found.problems and reading.config is not None:
-        from psgrad.workflows.validate_deep import look_inside
+        from psgrad.workflows.validate_deep import validate_deep
 
-        look_inside(reading.config, found, say)
+        validate_deep(reading.config, found, say)
     elif reading.config is not None and not deep:
         found.notes.append(
             "not looked at without --deep: whether the weights fit the model, labels are in range, and a row"

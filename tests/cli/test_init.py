@@ -147,7 +147,7 @@ def test_it_runs_as_written(
     assert out.splitlines()[-1].startswith("runs/")
 
 
-def test_nothing_is_overwritten_without_being_told(
+def test_init_overwrites_only_with_the_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     mine = tmp_path / "model.py"
@@ -191,7 +191,7 @@ def test_a_kind_is_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_kind_is_told_with_those_that_there_are(
+def test_an_unknown_kind_is_reported_with_those_that_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "init", tmp_path, "--kind", "sound") == 2

@@ -192,7 +192,7 @@ def test_jsonl_of_other_systems_has_the_same_rows(change: str, tmp_path: Path) -
     assert samples.class_names == ("a", "b")
 
 
-def test_csv_of_another_separator_is_told(tmp_path: Path) -> None:
+def test_csv_of_another_separator_is_reported(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text("x;y\n1;0\n")
     said = error(tmp_path, "data.csv", ConfigError, inputs="x", target="y")
     assert "has no column 'x'\n" in said

@@ -21,7 +21,7 @@ def test_tokenizer_missing_in_the_models_folder(tmp_path: Path) -> None:
     assert "name another folder in data.tokenizer" in said
 
 
-def test_tokenizer_missing_is_told_where_transformers_makes_an_empty_one(tmp_path: Path) -> None:
+def test_tokenizer_missing_is_reported_where_transformers_makes_an_empty_one(tmp_path: Path) -> None:
     tiny_model("masked-lm", tmp_path / "model")
     assert "there is no tokenizer in" in refusal_of(DataError, tmp_path, "masked-lm", ROWS, text="t")
 

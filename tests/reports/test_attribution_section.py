@@ -25,7 +25,7 @@ from psgrad.reports.attribution_section import (
     pieces_of,
     spans_of,
 )
-from psgrad.reports.shades import LEVELS, LOWERS, RAISES, level_of, overlaid, shade, style_of
+from psgrad.reports.colour_scale import LEVELS, LOWERS, RAISES, level_of, overlaid, shade, style_of
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample
 from tests.reports.frames import MANIFEST, classification, parameters
 
@@ -309,7 +309,7 @@ def test_ids_of_an_unknown_vocabulary_say_what_they_are() -> None:
     assert note == "position:id, as the dataset has neither tokens(ids) nor a tokenizer that tells the words"
 
 
-def test_tokens_are_told_apart() -> None:
+def test_tokens_are_distinguished() -> None:
     """Whether a tokenizer's pieces carry their spaces in front, behind, or not at all."""
     ids, weights = [5, 6, 7], [1.0, 1.0, 1.0]
     for vocabulary, expected in (

@@ -213,7 +213,7 @@ def test_github_has_nine_annotations_and_one_that_says_how_many_more() -> None:
     assert len(annotations(verdict(*(finding(id=number) for number in range(8))))) == 9
 
 
-def test_github_annotates_what_is_new_and_grave() -> None:
+def test_github_annotates_what_is_new_and_severe() -> None:
     lines = annotations(mixed())
     assert len(lines) == 2
     assert "sample a" in lines[1]

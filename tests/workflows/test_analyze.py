@@ -141,7 +141,7 @@ def test_a_run_leaves_a_whole_folder_and_prints_its_table(workplace: Workplace) 
     assert set(manifest["timings"]) == {"load", "self-check", "gradients", "tables", "report"}
 
 
-def test_many_chunks_are_replayed_unless_told_otherwise(
+def test_many_chunks_are_replayed_unless_capture_is_off(
     quick: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("psgrad.engine.execution.replay.PAYS_FROM", {"cpu": 4})
@@ -227,7 +227,7 @@ def test_a_checkpoint_in_bfloat16_is_loaded_as_float32(quick: Workplace) -> None
     )
 
 
-def test_parameters_whose_gradients_are_written_out_are_named(quick: Workplace) -> None:
+def test_parameters_whose_gradients_are_materialised_are_named(quick: Workplace) -> None:
     outcome = quick.succeeded()
     assert quick.manifest()["engine"]["materialised"] == []
     assert "written out" not in outcome.err

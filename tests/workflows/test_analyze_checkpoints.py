@@ -86,7 +86,7 @@ def test_measures_over_checkpoints_need_some(training: Workplace) -> None:
     assert not (training.folder / "out").exists()
 
 
-def test_a_missing_file_is_told_before_anything_is_loaded(
+def test_a_missing_file_is_reported_before_anything_is_loaded(
     training: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training.config["analyze"]["checkpoints"].append("fourth.safetensors")

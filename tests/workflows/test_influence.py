@@ -401,7 +401,7 @@ def test_nothing_finite_at_all_is_an_error(place: InfluenceWorkplace) -> None:
 # -- Refusals ------------------------------------------------------------------------------------------------
 
 
-def test_queries_without_any_score_are_told(place: InfluenceWorkplace) -> None:
+def test_queries_without_any_score_are_reported(place: InfluenceWorkplace) -> None:
     place.use_loss("def loss(output, target):\n    return (output.square().sum() * (target >= 0))\n")
     place.save_queries(y=np.array([0, -1, 1, -1, 2]))
     outcome = place.influence()
@@ -561,7 +561,7 @@ def test_amounts_of_a_network_are_uncalibrated_and_checked(place: InfluenceWorkp
     assert "predicted and found" not in outcome.out
 
 
-def test_removals_without_a_step_that_lowers_the_loss_are_not_told(
+def test_removals_without_a_step_that_lowers_the_loss_are_not_reported(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("psgrad.engine.influence.amounts._HALVINGS", 0)

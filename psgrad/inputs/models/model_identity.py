@@ -147,24 +147,24 @@ class _ModelWalk:
         self.tensors: dict[str, Tensor] = {}
         self.lines: dict[str, list[str]] = {}
         self.sources: set[str] = set()
-        self._met: dict[int, str] = {}
+        self._visited: dict[int, str] = {}
         self._alive: list[Any] = []  # an id stays an object's own for as long as it lives
         # No recursion: a list may be nested deeper than Python's stack.
         self._waiting: list[tuple[str, str, Any]] = [("", "", model)]
         while self._waiting:
-            self._meet(*self._waiting.pop())
+            self._visit(*self._waiting.pop())
 
-    def _meet(self, owner: str, name: str, value: Any) -> None:
-        if isinstance(value, nn.Module) and id(value) not in self._met:
+    def _visit(self, owner: str, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module) and id(value) not in self._visited:
             owner = name
         lines = self.lines.setdefault(owner, [])
         text = _plain_text(value)
-        if text is None and id(value) in self._met:
-            text = f"the same as {self._met[id(value)]}"
+        if text is None and id(value) in self._visited:
+            text = f"the same as {self._visited[id(value)]}"
         if text is not None:
             lines.append(f"{name} = {text}")
             return
-        self._met[id(value)] = name
+        self._visited[id(value)] = name
         self._alive.append(value)
         if isinstance(value, Tensor):
             self.tensors[name] = value

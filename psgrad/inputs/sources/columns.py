@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import is_list, plain
 from psgrad.inputs.sources.host_files import arrays_made_once
-from psgrad.inputs.sources.tables import Array, SourceRows
+from psgrad.inputs.sources.source_rows import Array, SourceRows
 
 RowName = Callable[[int], str]
 _ROWS_PER_PART = 8192

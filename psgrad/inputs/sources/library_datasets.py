@@ -18,7 +18,7 @@ from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.models.hub import is_hub_id, library
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.file_checks import Wanted, require_columns
-from psgrad.inputs.sources.tables import Array, SourceRows
+from psgrad.inputs.sources.source_rows import Array, SourceRows
 from psgrad.wording import first_line
 
 

@@ -20,9 +20,9 @@ from psgrad.inputs.sources.file_checks import Stamp, Wanted, require_rows
 from psgrad.inputs.sources.host_files import made_once
 from psgrad.inputs.sources.library_datasets import LibraryRows, is_library_dataset, library_dataset
 from psgrad.inputs.sources.source import ArraySource, TableSource, files_read_again, source_of
+from psgrad.inputs.sources.source_rows import SourceRows, joined, save_rows, saved_rows
 from psgrad.inputs.sources.streams import StreamedRows, is_library_stream
 from psgrad.inputs.sources.table_samples import TableSamples
-from psgrad.inputs.sources.tables import SourceRows, joined, save_rows, saved_rows
 from psgrad.inputs.targets import Labels
 from psgrad.inputs.tasks.labels import HeadLabels
 

@@ -18,7 +18,7 @@ from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.sources.arrow_columns import errors_of_damage, is_list, kind_of
 from psgrad.inputs.sources.file_checks import as_line
 from psgrad.inputs.sources.source import BatchSource, KeptRows, Source, source_for
-from psgrad.inputs.sources.tables import SourceRows
+from psgrad.inputs.sources.source_rows import SourceRows
 from psgrad.plugins import SOURCES, own_classes
 
 Kept = npt.NDArray[np.bool_]

@@ -33,7 +33,7 @@ from psgrad.plugins import SOURCES, configured
 
 if TYPE_CHECKING:
     from psgrad.inputs.rows import Samples
-    from psgrad.inputs.sources.tables import SourceRows
+    from psgrad.inputs.sources.source_rows import SourceRows
 
 
 class KeptRows:

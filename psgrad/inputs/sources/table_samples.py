@@ -16,7 +16,7 @@ from psgrad.inputs.rows import Block, Samples, checked_weights, ids_and_units, s
 from psgrad.inputs.sources.arrow_columns import is_list, is_text, plain, require_numbers
 from psgrad.inputs.sources.columns import RowName, axis_lengths, numbers
 from psgrad.inputs.sources.file_checks import input_names, length_inputs, require_rows, target_names
-from psgrad.inputs.sources.tables import Array, SourceRows
+from psgrad.inputs.sources.source_rows import Array, SourceRows
 from psgrad.inputs.targets import Labels
 from psgrad.ragged import RaggedAxes
 

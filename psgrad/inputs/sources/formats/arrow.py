@@ -12,7 +12,7 @@ import pyarrow as pa
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.file_checks import Wanted, require_columns
 from psgrad.inputs.sources.source import BatchSource, DataHeader, column_of
-from psgrad.inputs.sources.tables import GroupedRows, SourceRows, TableRows
+from psgrad.inputs.sources.source_rows import GroupedRows, SourceRows, TableRows
 
 _MAGIC = b"ARROW1"
 _SMALL = 1 << 20

@@ -21,7 +21,7 @@ from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.file_checks import Wanted, as_line, not_numbers, open_text, require_columns
 from psgrad.inputs.sources.source import Column, DataHeader, KeptRows, Source, TableSource
-from psgrad.inputs.sources.tables import MappedRows, SourceRows
+from psgrad.inputs.sources.source_rows import MappedRows, SourceRows
 
 _CSV_ROWS = 1000  # that the header looks at
 _CSV_BLOCK_BYTES = 8 << 20

@@ -12,7 +12,7 @@ from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.file_checks import Wanted, open_text
 from psgrad.inputs.sources.objects import distinct_keys, header_of, object_rows, word_for
 from psgrad.inputs.sources.source import DataHeader, KeptRows, Source, TableSource
-from psgrad.inputs.sources.tables import SourceRows
+from psgrad.inputs.sources.source_rows import SourceRows
 
 
 class JSON(TableSource):

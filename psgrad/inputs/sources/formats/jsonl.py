@@ -13,7 +13,7 @@ from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.file_checks import Wanted, text_lines
 from psgrad.inputs.sources.objects import distinct_keys, header_of, object_rows, word_for
 from psgrad.inputs.sources.source import DataHeader, LineSource
-from psgrad.inputs.sources.tables import SourceRows
+from psgrad.inputs.sources.source_rows import SourceRows
 
 _ROWS = 1000  # that the header looks at
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.file_checks import Wanted, require_columns
 from psgrad.inputs.sources.source import BatchSource, DataHeader, column_of
-from psgrad.inputs.sources.tables import GroupedRows, SourceRows
+from psgrad.inputs.sources.source_rows import GroupedRows, SourceRows
 
 
 class Parquet(BatchSource):

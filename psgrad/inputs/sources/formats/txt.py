@@ -9,7 +9,7 @@ from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.file_checks import Wanted, text_lines
 from psgrad.inputs.sources.objects import object_rows
 from psgrad.inputs.sources.source import Column, DataHeader, LineSource
-from psgrad.inputs.sources.tables import SourceRows
+from psgrad.inputs.sources.source_rows import SourceRows
 
 COLUMN = "text"
 

@@ -43,14 +43,14 @@ from psgrad.workflows.run_identity import code_of
 
 Array = np.ndarray[Any, Any]
 Fits = dict[str, tuple[Method, list[Fitted]]]
-TOLD_SECONDS = 60.0  # what retraining may be predicted to take before a person is told
+_NOTED_SECONDS = 60.0  # a longer predicted time of retraining is said before it begins
 # Numbers of models that are trained already. A run that takes the place of an earlier one leaves them, and
 # uses what is still true.
 RETRAINED = "retrained"
 
 
 @dataclass
-class Bench:
+class EvaluationParts:
     """The parts of an evaluation.
 
     methods: by the names that they have in tables, the config's first. asked: [m] the rows of the query data
@@ -136,7 +136,7 @@ class Bench:
             self.progress(Progress(done, len(jobs), "retraining", unit="model"))
             # Batches that an earlier run has stored take no time: the first that is trained tells.
             predicted = (perf_counter() - begun) / (done - before) * (len(jobs) - done)
-            if not told and predicted > TOLD_SECONDS:
+            if not told and predicted > _NOTED_SECONDS:
                 told = True
                 self.progress(Progress(0, 0, "evaluation", time_to_come(len(jobs) - done, predicted)))
             begun, before = perf_counter(), done
@@ -183,7 +183,7 @@ class ShardStore:
         self._folder.write_bytes(f"{RETRAINED}/{name}.npy", buffer.getvalue())
 
 
-def bench_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Bench:
+def evaluation_parts(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> EvaluationParts:
     """The parts that a config names. Raises ConfigError for methods or a training function that are not
     there.
     """
@@ -209,7 +209,7 @@ def bench_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Bench:
                 f"{name} takes a weight decay of {decay:g} for the one of training, and models are trained"
                 f" again with {trained:g}"
             )
-    return Bench(
+    return EvaluationParts(
         setup=setup,
         wanted=wanted,
         methods=methods,
