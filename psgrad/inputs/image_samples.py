@@ -15,7 +15,7 @@ from torch import Tensor
 
 from psgrad.config import DataConfig
 from psgrad.errors import DataError
-from psgrad.inputs.image_decoding import (
+from psgrad.inputs.image_files import (
     BrokenImage,
     channels_of,
     content_of,

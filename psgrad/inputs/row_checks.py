@@ -39,7 +39,7 @@ def image_facts(model: ModelConfig, data: DataConfig, base: Path) -> tuple[str, 
     """(how many images there are, in words; what is to be said of their folder). Labels by name are looked
     at, and no image is opened. Raises ConfigError and DataError as loading them would.
     """
-    from psgrad.inputs.image_folder import with_names
+    from psgrad.inputs.image_files import with_names
 
     settings = _settings(model, base).config
     rows = open_rows(data, base)

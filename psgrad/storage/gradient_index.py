@@ -15,9 +15,14 @@ import numpy as np
 from psgrad import __version__
 from psgrad.errors import OutputError, OutputExistsError
 from psgrad.storage import durable_files, index_files
+from psgrad.storage.index_description import (
+    IndexLayout,
+    as_stored,
+    differences_of,
+    differs_in_data_alone,
+    shortened,
+)
 from psgrad.storage.index_files import Arrays
-from psgrad.storage.index_layout import IndexLayout
-from psgrad.wording import shorten_middle
 
 DESCRIPTION = "index.json"
 _LAYOUT = "layout"  # of index.json, after updates
@@ -95,7 +100,7 @@ class GradientIndex:
                     next_step="choose another influence.index.path",
                 )
             durable_files.make_folder(path, 0o700)  # gradients tell about single training examples
-            index = cls(path, _plain(description))
+            index = cls(path, as_stored(description))
             # First: an earlier index with only a part of its files is unfinished, and refused as such.
             (path / _NEXT).unlink(missing_ok=True)
             index._remove_files()
@@ -126,7 +131,7 @@ class GradientIndex:
         places: [n], for each row of the new description the stored row of `current` that it is, or -1 for one
         that is to be written: these are `new_rows`, in order.
         """
-        index = cls(current.path, _plain(description), current.layout.updated(places, current._id))
+        index = cls(current.path, as_stored(description), current.layout.updated(places, current._id))
         target = index.path / _NEXT
         try:
             if not target.exists() or cls._read(index.path, _NEXT)._id != index._id:
@@ -224,7 +229,7 @@ class GradientIndex:
 
     def differences(self, expected: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """(name, expected, found) of each value of a description that differs here."""
-        return list(_differences(_plain(expected), self.description, ""))
+        return list(differences_of(as_stored(expected), self.description, ""))
 
     def require(self, expected: Mapping[str, Any]) -> None:
         """Raises OutputError, naming what differs, unless the description has all these values."""
@@ -233,11 +238,11 @@ class GradientIndex:
             more = f", and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
             names = ", ".join(name for name, _, _ in different[:_SHOWN])
             first, wanted, actual = different[0]
-            follow = f"let it follow its data: {_UPDATE}; or " if _is_of_data(different) else ""
+            follow = f"let it follow its data: {_UPDATE}; or " if differs_in_data_alone(different) else ""
             raise OutputError(
                 f"the index {self.path} is of something else: {names}{more}"
                 f" differ{'s' if len(different) == 1 else ''}",
-                expected=f"{first}: {_short(wanted)}; the index has {_short(actual)}",
+                expected=f"{first}: {shortened(wanted)}; the index has {shortened(actual)}",
                 cause="model, data or settings were changed since it was built",
                 next_step=(
                     f"{follow}put them back, or build an index of its own in another folder"
@@ -376,27 +381,3 @@ def _is_index(description: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(content, dict) and content.get("tool") == _MARK
-
-
-def _plain(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The description as JSON gives it back."""
-    content: dict[str, Any] = json.loads(json.dumps(description, default=str))
-    return content
-
-
-def _differences(expected: Any, actual: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    """(name, expected, found) of each value that differs, mappings followed by their keys."""
-    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
-        for key, value in expected.items():
-            yield from _differences(value, actual.get(key), f"{name}.{key}" if name else str(key))
-    elif expected != actual:
-        yield name, expected, actual
-
-
-def _is_of_data(different: Sequence[tuple[str, Any, Any]]) -> bool:
-    """Whether only the rows are others."""
-    return {name for name, _, _ in different} <= {"rows", "fingerprint.data"}
-
-
-def _short(value: Any) -> str:
-    return shorten_middle(value, 32) if isinstance(value, str) else shorten_middle(str(value), 80)

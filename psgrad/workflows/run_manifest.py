@@ -24,7 +24,7 @@ from psgrad.config import Config
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.engine.gradients.machine import device_name
-from psgrad.inputs.image_folder import folder_rows
+from psgrad.inputs.image_files import folder_rows
 from psgrad.inputs.sources.file_checks import sha256_of
 from psgrad.inputs.sources.library_datasets import library_dataset, library_hashes
 from psgrad.inputs.sources.source import data_files

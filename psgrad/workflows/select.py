@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
-from psgrad.inputs.image_folder import folder_rows
+from psgrad.inputs.image_files import folder_rows
 from psgrad.inputs.sources.arrow_columns import plain
 from psgrad.inputs.sources.file_checks import Wanted
 from psgrad.inputs.sources.source import ArraySource, TableSource, source_of

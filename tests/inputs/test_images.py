@@ -17,7 +17,7 @@ from PIL import Image
 from psgrad.config import DataConfig
 from psgrad.config.shared_sections import LossConfig
 from psgrad.errors import ConfigError, DataError, PsgradError
-from psgrad.inputs import image_decoding
+from psgrad.inputs import image_files
 from psgrad.inputs import image_samples as samples_of_images
 from psgrad.inputs.loss import resolve_loss
 from psgrad.inputs.models.loaded import Pretrained
@@ -163,7 +163,7 @@ def test_the_fingerprint_covers_the_pixels_the_labels_and_the_preparation(folder
 
 def test_images_are_read_when_their_row_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[bytes] = []
-    decode = image_decoding.decoded
+    decode = image_files.decoded
     monkeypatch.setattr(samples_of_images, "decoded", lambda *args: loads.append(args[0]) or decode(*args))
     samples = load(folder, images="images")
     loads.clear()

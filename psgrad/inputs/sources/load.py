@@ -38,7 +38,7 @@ def open_rows(
     """
     wanted = Wanted.of(config, unit)
     if config.images is not None:
-        from psgrad.inputs.image_folder import folder_rows
+        from psgrad.inputs.image_files import folder_rows
 
         rows = folder_rows(config, base, unit)
     elif config.dataset is not None or config.factory is not None:
@@ -180,7 +180,7 @@ def _load_images(
     labels: Labels,
     trained: Pretrained | Mapping[str, Any] | None,
 ) -> Samples:
-    from psgrad.inputs.image_folder import with_names
+    from psgrad.inputs.image_files import with_names
     from psgrad.inputs.image_preparation import preparation
     from psgrad.inputs.image_samples import ImageSamples
 

@@ -1,15 +1,18 @@
-"""Which rows of an index's files are the rows of the index: after updates not all of them, nor in the order
-in which they were written.
+"""The description of an index: which rows of its files are its rows, after updates not all of them, nor in
+the order in which they were written; and in what two descriptions differ.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
+
+from psgrad.wording import shorten_middle
 
 Array = np.ndarray[Any, Any]
 
@@ -84,3 +87,27 @@ class IndexLayout:
         for start, stop in pairwise([0, *cuts.tolist(), len(places)]):
             number = int(numbers[start])
             yield start, number, places[start:stop] - shards[number].start
+
+
+def as_stored(description: Mapping[str, Any]) -> dict[str, Any]:
+    """The description as JSON gives it back."""
+    content: dict[str, Any] = json.loads(json.dumps(description, default=str))
+    return content
+
+
+def differences_of(expected: Any, actual: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    """(name, expected, found) of each value that differs, mappings followed by their keys."""
+    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
+        for key, value in expected.items():
+            yield from differences_of(value, actual.get(key), f"{name}.{key}" if name else str(key))
+    elif expected != actual:
+        yield name, expected, actual
+
+
+def differs_in_data_alone(different: Sequence[tuple[str, Any, Any]]) -> bool:
+    """Whether only the rows are others."""
+    return {name for name, _, _ in different} <= {"rows", "fingerprint.data"}
+
+
+def shortened(value: Any) -> str:
+    return shorten_middle(value, 32) if isinstance(value, str) else shorten_middle(str(value), 80)
