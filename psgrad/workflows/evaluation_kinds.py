@@ -43,7 +43,12 @@ Curves = dict[str, dict[float, float]]
 
 
 def tune(
-    parts: EvaluationParts, fits: Fits, tuning: TuningConfig, subsets: Array, outcomes: Array, asked: Array
+    evaluation: EvaluationParts,
+    fits: Fits,
+    tuning: TuningConfig,
+    subsets: Array,
+    outcomes: Array,
+    asked: Array,
 ) -> tuple[Curves, dict[str, float]]:
     """(name -> damping -> score, name -> the best damping), of the methods that have one; `fits` has them
     with it afterwards.
@@ -54,27 +59,31 @@ def tune(
     curves: Curves = {}
     best: dict[str, float] = {}
     for name in [name for name, (method, _) in fits.items() if has_damping(method)]:
-        curve = _curve(parts, name, fits, tuning, subsets, outcomes, asked)
+        curve = _curve(evaluation, name, fits, tuning, subsets, outcomes, asked)
         if not curve:
-            if name == parts.main:
+            if name == evaluation.main:
                 raise InfluenceError(
                     f"with none of the candidate dampings {name} has scores",
                     next_step="add larger ones to influence.evaluate.tuning.dampings",
                 )
             del fits[name]
-            parts.notes.append(f"left out: {name}, which has no scores with any of the candidate dampings")
+            evaluation.notes.append(
+                f"left out: {name}, which has no scores with any of the candidate dampings"
+            )
             continue
         curves[name] = curve
         best[name] = max(curve, key=lambda damping: curve[damping])
         method, fitted = fits[name]
-        fits[name] = damped(method, fitted, parts.places(), best[name])
+        fits[name] = damped(method, fitted, evaluation.places(), best[name])
         if len(curve) > 1 and best[name] in (min(curve), max(curve)):
-            parts.notes.append(f"the best damping of {name} is at the end of the candidates: {best[name]:g}")
+            evaluation.notes.append(
+                f"the best damping of {name} is at the end of the candidates: {best[name]:g}"
+            )
     return curves, best
 
 
 def _curve(
-    parts: EvaluationParts,
+    evaluation: EvaluationParts,
     name: str,
     fits: Fits,
     tuning: TuningConfig,
@@ -83,17 +92,17 @@ def _curve(
     asked: Array,
 ) -> dict[float, float]:
     """damping -> score of one method."""
-    (method, fitted), queries = fits[name], parts.queries(asked)
-    normalize, curve = parts.normalize if name == parts.main else None, {}
-    average = parts.average
+    (method, fitted), queries = fits[name], evaluation.queries(asked)
+    normalize, curve = evaluation.normalize if name == evaluation.main else None, {}
+    average = evaluation.average
     for damping in sorted(set(tuning.dampings)):
         try:
-            changed, there = damped(method, fitted, parts.places(), damping)
+            changed, there = damped(method, fitted, evaluation.places(), damping)
             curve[damping] = lds_mean(
                 score_matrix(changed, there, queries, normalize, average), subsets, outcomes
             )
         except InfluenceError as error:
-            parts.notes.append(f"no candidate for {name}: damping {damping:g}, as {error.arrived}")
+            evaluation.notes.append(f"no candidate for {name}: damping {damping:g}, as {error.arrived}")
     return curve
 
 
@@ -112,18 +121,18 @@ class Found:
     curves: Curves = field(default_factory=dict)
 
 
-def evaluate_lds(parts: EvaluationParts) -> Found:
+def evaluate_lds(evaluation: EvaluationParts) -> Found:
     """Linear datamodeling scores over retrained subsets."""
-    wanted, random = parts.wanted, np.random.default_rng([parts.wanted.seed, 3])
-    tuning, n = wanted.tuning, len(parts.training)
+    wanted, random = evaluation.wanted, np.random.default_rng([evaluation.wanted.seed, 3])
+    tuning, n = wanted.tuning, len(evaluation.training)
     if not 0 < round(wanted.fraction * n) < n:
         raise ConfigError(
             f"influence.evaluate.fraction: {wanted.fraction:g} of {n} training examples are"
             f" {round(wanted.fraction * n)} of them",
             expected="subsets that have some examples, and lack some",
         )
-    fits = fitted_methods(parts)
-    asked, set_aside = parts.asked, np.empty(0, dtype=parts.asked.dtype)
+    fits = fitted_methods(evaluation)
+    asked, set_aside = evaluation.asked, np.empty(0, dtype=evaluation.asked.dtype)
     if tuning is not None:
         if tuning.queries >= len(asked):
             raise ConfigError(
@@ -134,16 +143,16 @@ def evaluate_lds(parts: EvaluationParts) -> Found:
         set_aside, asked = asked[chosen], np.delete(asked, chosen)
     others = 0 if tuning is None else tuning.subsets
     subsets = half_subsets(n, others + wanted.subsets, wanted.fraction, random)
-    outcomes = subset_outcomes(parts, subsets, np.concatenate([set_aside, asked]))
+    outcomes = subset_outcomes(evaluation, subsets, np.concatenate([set_aside, asked]))
     curves: Curves = {}
     dampings: dict[str, float] = {}
     if tuning is not None:
         curves, dampings = tune(
-            parts, fits, tuning, subsets[:others], outcomes[:others, :, : len(set_aside)], set_aside
+            evaluation, fits, tuning, subsets[:others], outcomes[:others, :, : len(set_aside)], set_aside
         )
-    scores, names = all_scores(parts, fits, asked)
+    scores, names = all_scores(evaluation, fits, asked)
     truth, reported = outcomes[others:, :, len(set_aside) :], subsets[others:]
-    found = lds(scores, reported, truth, parts.main, wanted.seed)
+    found = lds(scores, reported, truth, evaluation.main, wanted.seed)
     rows = [
         {
             "method": name,
@@ -162,30 +171,33 @@ def evaluate_lds(parts: EvaluationParts) -> Found:
     facts = {
         "subsets": wanted.subsets,
         "fraction": wanted.fraction,
-        "seeds": parts.seeds,
+        "seeds": evaluation.seeds,
         "queries": len(asked),
-        "models": parts.models,
+        "models": evaluation.models,
         **ceiling_facts(truth),
     }
     return Found(
         frame(rows),
         facts,
-        per_query(parts, asked, {name: score.per_query for name, score in found.items()}),
+        per_query(evaluation, asked, {name: score.per_query for name, score in found.items()}),
         curves=curves,
     )
 
 
-def evaluate_loo(parts: EvaluationParts) -> Found:
+def evaluate_loo(evaluation: EvaluationParts) -> Found:
     """Leave-one-out rises by retraining."""
-    wanted, n = parts.wanted, len(parts.training)
+    wanted, n = evaluation.wanted, len(evaluation.training)
     if n < _FEWEST:
         raise ConfigError(
             f"there are {n} training examples to leave out, one at a time",
             expected=f"at least {_FEWEST}, for a correlation",
         )
-    fits = fitted_methods(parts)
+    fits = fitted_methods(evaluation)
     removed = choose_removals(
-        own_influence(parts, fits), wanted.removals, wanted.highest, np.random.default_rng([wanted.seed, 4])
+        own_influence(evaluation, fits),
+        wanted.removals,
+        wanted.highest,
+        np.random.default_rng([wanted.seed, 4]),
     )
     everything = np.arange(n)
     left = [
@@ -195,11 +207,11 @@ def evaluate_loo(parts: EvaluationParts) -> Found:
     jobs = [
         Job(f"{name}, seed {repeat}", rows, seed_of(wanted.seed, 0, repeat))
         for name, rows in left
-        for repeat in range(parts.seeds)
+        for repeat in range(evaluation.seeds)
     ]
-    outcomes = parts.outcomes(jobs, parts.asked).reshape(len(left), parts.seeds, -1)
+    outcomes = evaluation.outcomes(jobs, evaluation.asked).reshape(len(left), evaluation.seeds, -1)
     rises = outcomes[1:] - outcomes[0]
-    scores, names = all_scores(parts, fits, parts.asked)
+    scores, names = all_scores(evaluation, fits, evaluation.asked)
     actual = rises.mean(1)
     found = leave_one_out(scores, removed, actual, wanted.seed)
     rows = []
@@ -211,42 +223,42 @@ def evaluate_loo(parts: EvaluationParts) -> Found:
     facts = {
         "removals": len(removed),
         "highest": min(wanted.highest, len(removed)),
-        "seeds": parts.seeds,
-        "queries": len(parts.asked),
-        "models": parts.models,
+        "seeds": evaluation.seeds,
+        "queries": len(evaluation.asked),
+        "models": evaluation.models,
         **ceiling_facts(rises),
     }
     ids, query_ids = (
-        parts.setup.run.samples.ids[parts.setup.training_rows],
-        parts.setup.query_reader.samples.ids,
+        evaluation.setup.run.samples.ids[evaluation.setup.training_rows],
+        evaluation.setup.query_reader.samples.ids,
     )
     points = pd.DataFrame(
         {
-            "train_id": np.repeat(ids[removed], len(parts.asked)),
-            "query_id": np.tile(query_ids[parts.asked], len(removed)),
-            "predicted": scores[parts.main][removed].ravel(),
+            "train_id": np.repeat(ids[removed], len(evaluation.asked)),
+            "query_id": np.tile(query_ids[evaluation.asked], len(removed)),
+            "predicted": scores[evaluation.main][removed].ravel(),
             "actual": actual.ravel(),
         }
     )
     return Found(
         frame(rows),
         facts,
-        per_query(parts, parts.asked, {name: score.per_query for name, score in found.items()}),
+        per_query(evaluation, evaluation.asked, {name: score.per_query for name, score in found.items()}),
         points,
     )
 
 
-def evaluate_removal(parts: EvaluationParts) -> Found:
+def evaluate_removal(evaluation: EvaluationParts) -> Found:
     """Rises of queries whose strongest proponents are left out."""
-    wanted, n = parts.wanted, len(parts.training)
+    wanted, n = evaluation.wanted, len(evaluation.training)
     if max(wanted.ks) >= n:
         raise ConfigError(
             f"influence.evaluate.ks has {max(wanted.ks)}, and there are {n} training examples",
             expected="fewer than there are",
         )
-    count = min(wanted.explained, len(parts.asked))
-    asked = np.sort(np.random.default_rng([wanted.seed, 5]).choice(parts.asked, count, replace=False))
-    scores, names = all_scores(parts, fitted_methods(parts), asked, only=(RANDOM, NEIGHBOUR))
+    count = min(wanted.explained, len(evaluation.asked))
+    asked = np.sort(np.random.default_rng([wanted.seed, 5]).choice(evaluation.asked, count, replace=False))
+    scores, names = all_scores(evaluation, fitted_methods(evaluation), asked, only=(RANDOM, NEIGHBOUR))
     everything = np.arange(n)
     # Methods agree on many a set: each is trained once.
     sets: dict[bytes, Array] = {everything.tobytes(): everything}
@@ -262,9 +274,9 @@ def evaluate_removal(parts: EvaluationParts) -> Found:
     jobs = [
         Job(f"set {number} of removed examples, seed {repeat}", rows, seed_of(wanted.seed, 0, repeat))
         for number, rows in enumerate(sets.values())
-        for repeat in range(parts.seeds)
+        for repeat in range(evaluation.seeds)
     ]
-    outcomes = parts.outcomes(jobs, asked).reshape(len(sets), parts.seeds, -1).mean(1)
+    outcomes = evaluation.outcomes(jobs, asked).reshape(len(sets), evaluation.seeds, -1).mean(1)
     rises = {
         name: {
             k: np.array([outcomes[place[name, k, q], q] - outcomes[0, q] for q in range(count)])
@@ -273,7 +285,7 @@ def evaluate_removal(parts: EvaluationParts) -> Found:
         for name in scores
     }
     rows_found, details = [], []
-    for name, curve in removal(rises, parts.main, wanted.seed).items():
+    for name, curve in removal(rises, evaluation.main, wanted.seed).items():
         for k, score in curve.items():
             ahead = (None, None) if score.ahead_interval is None else score.ahead_interval
             rows_found.append(
@@ -289,75 +301,75 @@ def evaluate_removal(parts: EvaluationParts) -> Found:
                     "ahead_high": ahead[1],
                 }
             )
-            details.append(per_query(parts, asked, {name: score.per_query}).assign(removed=k))
-    facts = {"queries": count, "seeds": parts.seeds, "models": parts.models}
+            details.append(per_query(evaluation, asked, {name: score.per_query}).assign(removed=k))
+    facts = {"queries": count, "seeds": evaluation.seeds, "models": evaluation.models}
     return Found(frame(rows_found), facts, pd.concat(details, ignore_index=True))
 
 
 # -- what they share -----------------------------------------------------------------------------------------
 
 
-def fitted_methods(parts: EvaluationParts) -> Fits:
+def fitted_methods(evaluation: EvaluationParts) -> Fits:
     """name -> (method, fitted at each checkpoint). A compared method that has no scores is named and left
     out; the config's raises.
     """
     found: Fits = {}
-    for name, method in parts.methods.items():
-        with _or_left_out(parts, name):
-            found[name] = method, fitted_to(method, parts.places())
+    for name, method in evaluation.methods.items():
+        with _or_left_out(evaluation, name):
+            found[name] = method, fitted_to(method, evaluation.places())
     return found
 
 
 @contextmanager
-def _or_left_out(parts: EvaluationParts, name: str) -> Iterator[None]:
+def _or_left_out(evaluation: EvaluationParts, name: str) -> Iterator[None]:
     """A compared method that fails inside is named in the notes; the config's own raises InfluenceError."""
     try:
         with errors_of_own_method(spec_of(name)):
             yield
     except InfluenceError as error:
-        if name == parts.main:
+        if name == evaluation.main:
             raise
-        parts.notes.append(f"left out: {name}, as {error.arrived}")
+        evaluation.notes.append(f"left out: {name}, as {error.arrived}")
 
 
 def all_scores(
-    parts: EvaluationParts, fits: Fits, asked: Array, only: Iterable[str] | None = None
+    evaluation: EvaluationParts, fits: Fits, asked: Array, only: Iterable[str] | None = None
 ) -> tuple[dict[str, Array], set[str]]:
     """(name -> [n, m] of the methods and the controls, the names of the controls)."""
-    queries = parts.queries(asked)
+    queries = evaluation.queries(asked)
     scores = {}
     for name, (method, fitted) in fits.items():
-        normalize = parts.normalize if name == parts.main else None
-        with _or_left_out(parts, name):
-            scores[name] = score_matrix(method, fitted, queries, normalize, parts.average)
-    beside, notes = controls(parts.training, queries[0], parts.wanted.seed)
+        normalize = evaluation.normalize if name == evaluation.main else None
+        with _or_left_out(evaluation, name):
+            scores[name] = score_matrix(method, fitted, queries, normalize, evaluation.average)
+    beside, notes = controls(evaluation.training, queries[0], evaluation.wanted.seed)
     beside = {name: matrix for name, matrix in beside.items() if only is None or name in only}
-    parts.notes += [note for note in notes if note not in parts.notes]
+    evaluation.notes += [note for note in notes if note not in evaluation.notes]
     return {**scores, **beside}, set(beside)
 
 
-def subset_outcomes(parts: EvaluationParts, subsets: Array, queries: Array) -> Array:
+def subset_outcomes(evaluation: EvaluationParts, subsets: Array, queries: Array) -> Array:
     """[S, R, m]: what the models of each subset and seed measure."""
     jobs = [
-        Job(f"subset {number}, seed {repeat}", rows, seed_of(parts.wanted.seed, 1, number, repeat))
+        Job(f"subset {number}, seed {repeat}", rows, seed_of(evaluation.wanted.seed, 1, number, repeat))
         for number, rows in enumerate(rows_of(subsets))
-        for repeat in range(parts.seeds)
+        for repeat in range(evaluation.seeds)
     ]
-    return parts.outcomes(jobs, queries).reshape(len(subsets), parts.seeds, -1)
+    return evaluation.outcomes(jobs, queries).reshape(len(subsets), evaluation.seeds, -1)
 
 
-def own_influence(parts: EvaluationParts, fits: Fits) -> Array:
+def own_influence(evaluation: EvaluationParts, fits: Fits) -> Array:
     """[n]: self-influence by the config's method, or the gradient norm where that would take a solve an
     example.
     """
-    _, fitted = fits[parts.main]
+    _, fitted = fits[evaluation.main]
     if all(one.has_self_influence for one in fitted):
-        return self_influences(parts.methods[parts.main], fitted, parts.average)
-    parts.notes.append(
-        f"{parts.main} has no cheap self-influence: the removals with the highest gradient norm are taken in"
-        " its place"
+        return self_influences(evaluation.methods[evaluation.main], fitted, evaluation.average)
+    evaluation.notes.append(
+        f"{evaluation.main} has no cheap self-influence: the removals with the highest gradient norm are taken"
+        " in its place"
     )
-    return own_controls(parts.training)[NORM]
+    return own_controls(evaluation.training)[NORM]
 
 
 def ceiling_facts(outcomes: Array) -> dict[str, float | None]:
@@ -367,9 +379,9 @@ def ceiling_facts(outcomes: Array) -> dict[str, float | None]:
     return {"ceiling": found.best, "single_seed": found.single, "reliability": found.reliability}
 
 
-def per_query(parts: EvaluationParts, asked: Array, values: dict[str, Array]) -> pd.DataFrame:
+def per_query(evaluation: EvaluationParts, asked: Array, values: dict[str, Array]) -> pd.DataFrame:
     """One row a method and query."""
-    ids = parts.setup.query_reader.samples.ids[asked]
+    ids = evaluation.setup.query_reader.samples.ids[asked]
     parts = [
         pd.DataFrame({"method": name, "query_id": ids, "query_index": asked, "value": column})
         for name, column in values.items()

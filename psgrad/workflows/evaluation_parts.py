@@ -183,7 +183,7 @@ class ShardStore:
         self._folder.write_bytes(f"{RETRAINED}/{name}.npy", buffer.getvalue())
 
 
-def evaluation_parts(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> EvaluationParts:
+def evaluation_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> EvaluationParts:
     """The parts that a config names. Raises ConfigError for methods or a training function that are not
     there.
     """

@@ -44,7 +44,7 @@ from psgrad.storage import RunFolder
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.earlier_evaluations import evaluation_folder
 from psgrad.workflows.evaluation_kinds import Found, evaluate_lds, evaluate_loo, evaluate_removal, frame
-from psgrad.workflows.evaluation_parts import Array, EvaluationParts, evaluation_parts
+from psgrad.workflows.evaluation_parts import Array, EvaluationParts, evaluation_of
 from psgrad.workflows.evaluation_sets import evaluate_curve, evaluate_groups
 from psgrad.workflows.influence import described
 from psgrad.workflows.influence_screening import without_nonfinite
@@ -55,11 +55,11 @@ from psgrad.workflows.run_progress import Clock
 CROSS_VALIDATED = f"1 - p(label), {FOLDS}-fold cross-validated"
 
 
-def evaluate_mislabel(parts: EvaluationParts) -> Found:
+def evaluate_mislabel(evaluation: EvaluationParts) -> Found:
     """How well self-influence, and scores that know nothing of it, find flipped labels, over several sets of
     flips.
     """
-    wanted, labels = parts.wanted, labels_of(parts)
+    wanted, labels = evaluation.wanted, labels_of(evaluation)
     draws = [np.random.default_rng([wanted.seed, 6, number]) for number in range(wanted.flips)]
     flips = [flip(labels, wanted.share, random) for random in draws]
     left_out = [folds(len(labels), random) for random in draws]
@@ -73,12 +73,12 @@ def evaluate_mislabel(parts: EvaluationParts) -> Found:
             parts.append(
                 Job(f"set {number} of flips, fold {place}", np.setdiff1d(everything, out), seed, target)
             )
-    states = parts.retrained(whole, packed, "weights")
-    unseen = parts.retrained(parts, lambda members: members.outputs(parts.rows), "outputs")
+    states = evaluation.retrained(whole, packed, "weights")
+    unseen = evaluation.retrained(parts, lambda members: members.outputs(evaluation.rows), "outputs")
     found: dict[str, list[Detection]] = {}
     for number, (given, flipped) in enumerate(flips):
-        examples = trained_examples(parts, states[number], given)
-        scores = influences(parts, examples)
+        examples = trained_examples(evaluation, states[number], given)
+        scores = influences(evaluation, examples)
         outputs = torch.cat([block["output"] for _, block in examples.outputs()]).double().numpy()
         scores |= {
             RANDOM: draws[number].standard_normal(len(labels)),
@@ -92,7 +92,7 @@ def evaluate_mislabel(parts: EvaluationParts) -> Found:
         for name, score in scores.items():
             found.setdefault(name, []).append(detect(score, flipped))
     table = [
-        {"method": name, "control": name not in parts.methods, **asdict(over_flips(each))}
+        {"method": name, "control": name not in evaluation.methods, **asdict(over_flips(each))}
         for name, each in found.items()
     ]
     details = pd.DataFrame(
@@ -102,30 +102,30 @@ def evaluate_mislabel(parts: EvaluationParts) -> Found:
             for number, one in enumerate(each)
         ]
     )
-    facts = {"flips": wanted.flips, "share": wanted.share, "models": parts.models}
+    facts = {"flips": wanted.flips, "share": wanted.share, "models": evaluation.models}
     return Found(frame(table), facts, details)
 
 
-def labels_of(parts: EvaluationParts) -> Array:
+def labels_of(evaluation: EvaluationParts) -> Array:
     """[n] int64. Raises ConfigError where targets are no labels that could be flipped."""
-    if parts.setup.run.criterion.kind != "class" or not has_labels(parts.rows):
+    if evaluation.setup.run.criterion.kind != "class" or not has_labels(evaluation.rows):
         raise ConfigError(
-            f"--evaluate mislabel flips labels, and targets of the loss {parts.setup.run.config.loss.name}"
-            " are none",
+            "--evaluate mislabel flips labels, and targets of the loss"
+            f" {evaluation.setup.run.config.loss.name} are none",
             expected="one class a row, as cross_entropy has it, with whole numbers as targets",
             next_step=(
                 "two classes are labels 0 and 1 of cross_entropy, for a model with two outputs; or choose"
                 " another kind of evaluation"
             ),
         )
-    assert parts.rows.target is not None
-    found: Array = parts.rows.target.cpu().numpy()
+    assert evaluation.rows.target is not None
+    found: Array = evaluation.rows.target.cpu().numpy()
     if len(np.unique(found)) < 2:
         raise ConfigError(
             "--evaluate mislabel flips labels, and all rows have the same one",
             expected="at least two classes",
         )
-    ignored = found == parts.setup.run.criterion.ignore_index
+    ignored = found == evaluation.setup.run.criterion.ignore_index
     if ignored.any():
         raise ConfigError(
             f"--evaluate mislabel flips labels, and {int(ignored.sum())} of {len(found)} rows have"
@@ -133,10 +133,11 @@ def labels_of(parts: EvaluationParts) -> Array:
             expected="a label in every row of the training data",
             next_step="leave these rows out of the data",
         )
-    count = round(parts.wanted.share * len(found))
+    count = round(evaluation.wanted.share * len(found))
     if not 0 < count < len(found):
         raise ConfigError(
-            f"influence.evaluate.share: {parts.wanted.share:g} of {len(found)} labels are {count} of them",
+            f"influence.evaluate.share: {evaluation.wanted.share:g} of {len(found)} labels are {count} of"
+            " them",
             expected="some labels that are flipped, and some that are not",
         )
     return found
@@ -149,9 +150,9 @@ def packed(members: Members) -> Array:
     return found
 
 
-def trained_examples(parts: EvaluationParts, state: Array, given: Array) -> Examples:
+def trained_examples(evaluation: EvaluationParts, state: Array, given: Array) -> Examples:
     """The training examples with these labels, as the model with this state sees them."""
-    run, influence = parts.setup.run, parts.setup.run.config.influence
+    run, influence = evaluation.setup.run, evaluation.setup.run.config.influence
     bare = run.config.model.model_copy(update={"checkpoint": None, "state_dict_key": None})
     loaded = load_model(
         bare,
@@ -167,7 +168,7 @@ def trained_examples(parts: EvaluationParts, state: Array, given: Array) -> Exam
         for _, value in sorted(own.items()):
             value.copy_(torch.from_numpy(state[start : start + value.numel()]).reshape(value.shape))
             start += value.numel()
-    training = parts.training
+    training = evaluation.training
     labels = torch.from_numpy(given)
 
     def read(start: int, stop: int) -> Block:
@@ -180,23 +181,23 @@ def trained_examples(parts: EvaluationParts, state: Array, given: Array) -> Exam
     )
 
 
-def influences(parts: EvaluationParts, examples: Examples) -> dict[str, Array]:
+def influences(evaluation: EvaluationParts, examples: Examples) -> dict[str, Array]:
     """name -> [n] self-influence of each method that has one. A compared method that has none is named; the
     config's raises.
     """
     found = {}
-    train = parts.wanted.train
+    train = evaluation.wanted.train
     checkpoint = Checkpoint(
-        0, train.learning_rate if train.function is None else 1.0, parts.setup.views[0].checkpoint.say
+        0, train.learning_rate if train.function is None else 1.0, evaluation.setup.views[0].checkpoint.say
     )
-    for name, method in parts.methods.items():
+    for name, method in evaluation.methods.items():
         try:
             found[name] = self_influences(method, fitted_to(method, [(examples, checkpoint)]))
         except InfluenceError as error:
-            if name == parts.main:
+            if name == evaluation.main:
                 raise
             note = f"left out: {name}, as {error.arrived}"
-            parts.notes += [note] if note not in parts.notes else []
+            evaluation.notes += [note] if note not in evaluation.notes else []
     return found
 
 
@@ -267,7 +268,7 @@ def evaluate_influence(
     if not processes.leads:
         setup, _ = without_nonfinite(setup, None, say)
         processes.agreed(processes.step("the folder"), list)
-        _EVALUATIONS[kind](evaluation_parts(setup, RunFolder(path), progress))
+        _EVALUATIONS[kind](evaluation_of(setup, RunFolder(path), progress))
         return None
     with clock("self-check"):
         check = setup.run.self_check(setup.views[0].training.stream)
@@ -278,11 +279,11 @@ def evaluate_influence(
     with running_manifest(folder, manifest, clock) as running:
         processes.agreed(processes.step("the folder"), list)
         with clock("evaluation"):
-            parts = evaluation_parts(setup, folder, progress)
-            found = _EVALUATIONS[kind](parts)
+            evaluation = evaluation_of(setup, folder, progress)
+            found = _EVALUATIONS[kind](evaluation)
         result = EvaluationResult(
             kind=kind,
-            method=parts.main,
+            method=evaluation.main,
             table=found.table,
             facts=found.facts,
             details=found.details,
@@ -290,7 +291,7 @@ def evaluate_influence(
             folder=folder.path,
             points=found.points,
             curves=found.curves,
-            notes=[*parts.notes, *dict.fromkeys(said)],
+            notes=[*evaluation.notes, *dict.fromkeys(said)],
             manifest=running.manifest.content(),
         )
         facts = running.add(evaluation=evaluation_content(result), timings=clock.seconds)
