@@ -366,8 +366,8 @@ def own_influence(evaluation: EvaluationParts, fits: Fits) -> Array:
     if all(one.has_self_influence for one in fitted):
         return self_influences(evaluation.methods[evaluation.main], fitted, evaluation.average)
     evaluation.notes.append(
-        f"{evaluation.main} has no cheap self-influence: the removals with the highest gradient norm are taken"
-        " in its place"
+        f"{evaluation.main} has no cheap self-influence: the removals with the highest gradient norm"
+        " are taken in its place"
     )
     return own_controls(evaluation.training)[NORM]
 
