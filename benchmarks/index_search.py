@@ -28,13 +28,13 @@ import numpy as np
 import torch
 from influence_ours import examples
 from norms import machine
-from psgrad.engine.influence.index.stored_index import IndexSpec, StoredRows, describe
 from script import command_line, print_facts, write_json
 from torch import Tensor, nn
 
 from psgrad.engine.influence.index.build import build_index, from_index
 from psgrad.engine.influence.index.estimators import FittedRows
 from psgrad.engine.influence.index.search import FoundRows, found_rows, recalls, strongest_rows, vectors_of
+from psgrad.engine.influence.index.stored_index import IndexSpec, StoredRows, describe
 from psgrad.engine.influence.method import Checkpoint, Method
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot
 from psgrad.engine.influence.methods.projected import TRAK

@@ -28,7 +28,7 @@ from psgrad.user_code import describe_failure, resolve
 
 
 @dataclass(frozen=True)
-class Kind:
+class PluginKind:
     """A kind of plugin.
 
     Attributes:
@@ -49,7 +49,7 @@ class Kind:
     failed: type[PsgradError]
 
 
-MEASURES = Kind(
+MEASURES = PluginKind(
     "measure",
     "measures",
     "psgrad.engine.measures.builtin",
@@ -58,7 +58,7 @@ MEASURES = Kind(
     "docs/reference/measures.md",
     MeasureError,
 )
-METHODS = Kind(
+METHODS = PluginKind(
     "method",
     "methods",
     "psgrad.engine.influence.methods",
@@ -67,7 +67,7 @@ METHODS = Kind(
     "docs/guides/influence.md",
     InfluenceError,
 )
-DETECTORS = Kind(
+DETECTORS = PluginKind(
     "detector",
     "detectors",
     "psgrad.quality.detectors",
@@ -76,7 +76,7 @@ DETECTORS = Kind(
     "CONTRIBUTING.md",
     ConfigError,
 )
-LOSSES = Kind(
+LOSSES = PluginKind(
     "loss",
     "losses",
     "psgrad.inputs.losses",
@@ -85,7 +85,7 @@ LOSSES = Kind(
     "CONTRIBUTING.md",
     LossError,
 )
-SOURCES = Kind(
+SOURCES = PluginKind(
     "source",
     "sources",
     "psgrad.inputs.sources.formats",
@@ -97,7 +97,7 @@ SOURCES = Kind(
 KINDS = (MEASURES, METHODS, DETECTORS, LOSSES, SOURCES)
 
 
-def configured(kind: Kind, name: str, options: Mapping[str, Any], base: Path) -> Any:
+def configured(kind: PluginKind, name: str, options: Mapping[str, Any], base: Path) -> Any:
     """The plugin that a config names, with its options; files are relative to `base`.
 
     Raises ConfigError for a name or an option that is not known and for values that are not allowed, and the
@@ -130,7 +130,7 @@ def configured(kind: Kind, name: str, options: Mapping[str, Any], base: Path) ->
     raise ConfigError("\n  ".join([f"the {kind.word} {name} does not take these options:", *problems]))
 
 
-def find(kind: Kind, name: str, base: Path) -> type[Any]:
+def find(kind: PluginKind, name: str, base: Path) -> type[Any]:
     """The class of the plugin that a config names. Raises ConfigError where none can be used."""
     own = own_plugins(kind.group).get(name)
     if own is not None:
@@ -150,7 +150,7 @@ def find(kind: Kind, name: str, base: Path) -> type[Any]:
 
 
 @cache
-def own_classes(kind: Kind) -> dict[str, type[Any]]:
+def own_classes(kind: PluginKind) -> dict[str, type[Any]]:
     """name -> class, of all of psgrad's own plugins of a kind, by name; imports all their files."""
     package, base = importlib.import_module(kind.package), _located(kind.base)
     found = {}
@@ -175,7 +175,7 @@ def _located(location: str) -> type[Any]:
     return found
 
 
-def _checked(kind: Kind, name: str, found: Any) -> type[Any]:
+def _checked(kind: PluginKind, name: str, found: Any) -> type[Any]:
     """A class from outside of psgrad, if it can be used as this kind of plugin."""
     base = kind.base.replace(":", ".")
     undefined = sorted(getattr(found, "__abstractmethods__", ()))
@@ -193,7 +193,7 @@ def _checked(kind: Kind, name: str, found: Any) -> type[Any]:
     return found
 
 
-def _unknown_option(kind: Kind, plugin: type[Any], name: str, option: str, known: list[str]) -> str:
+def _unknown_option(kind: PluginKind, plugin: type[Any], name: str, option: str, known: list[str]) -> str:
     refused: Mapping[str, str] = getattr(plugin, "not_taken", {})
     takes = f"it takes {', '.join(known)}" if known else "it takes none"
     meant = did_you_mean(option, known, before="", after=" ")

@@ -87,7 +87,7 @@ _imported: dict[tuple[str, Path], set[str]] = {}
 
 
 @dataclass
-class _Beside:
+class _ImportedBeside:
     """What was imported from a folder: its modules, the hash of each one's file then, and the files that a
     config names, which may have imported them. blocks: how many of `importing_beside` are open.
     """
@@ -118,7 +118,7 @@ class _Beside:
         self.modules, self.hashes, self.named_files = {}, {}, set()
 
 
-_beside: dict[Path, _Beside] = {}
+_beside: dict[Path, _ImportedBeside] = {}
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def importing_beside(base: Path) -> Iterator[None]:
     unless a file of them was edited. No __pycache__ is written.
     """
     folder = base.resolve()
-    kept = _beside.setdefault(folder, _Beside(folder))
+    kept = _beside.setdefault(folder, _ImportedBeside(folder))
     if kept.blocks == 0:
         kept.forget_edited()
         before, kept_bytecode = set(sys.modules), sys.dont_write_bytecode

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from psgrad.storage import files
+from psgrad.storage import durable_files
 
 _SECONDS = 60  # a child that takes longer hangs
 
@@ -91,9 +91,9 @@ def _be_the_child(body: Callable[[Tell], None], crash_at: int, reading: int, wri
             os.write(writing, json.dumps(line).encode() + b"\n")
 
         try:
-            files.crash_at(crash_at)
+            durable_files.crash_at(crash_at)
             body(lambda told: send({"told": told}))
-            send({"points": files.crash_points_passed()})
+            send({"points": durable_files.crash_points_passed()})
         except BaseException:
             send({"error": traceback.format_exc()[-3000:]})
     finally:
@@ -104,9 +104,9 @@ def points_of(go: Go, folder: Path) -> int:
     """How many durable operations a run has that nobody disturbs. It runs here, so that the children find
     everything imported.
     """
-    files.crash_at(0)
+    durable_files.crash_at(0)
     go(folder, lambda told: None)
-    return files.crash_points_passed()
+    return durable_files.crash_points_passed()
 
 
 def kill_and_resume(go: Go, check: Check, folder: Path, kills: Iterable[int]) -> int:

@@ -16,7 +16,7 @@ import yaml
 
 import psgrad
 import psgrad.api
-from psgrad.config.values import Section
+from psgrad.config.values import ConfigSection
 from tests.workplace import ROWS, Workplace
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +54,7 @@ def test_every_function_is_in_the_page_with_its_arguments() -> None:
 
 def test_every_function_says_what_it_does() -> None:
     assert all(inspect.getdoc(getattr(psgrad, name)) for name in FUNCTIONS)
-    assert issubclass(psgrad.Config, Section)
+    assert issubclass(psgrad.Config, ConfigSection)
 
 
 def as_object(content: dict[str, Any]) -> Any:
@@ -98,7 +98,7 @@ def test_settings_change_a_file_as_they_do_on_the_command_line(workplace: Workpl
     assert psgrad.load_config(workplace.config, ["engine.verify=0"]).engine.verify == 0
 
 
-def test_progress_is_told(workplace: Workplace) -> None:
+def test_progress_is_reported(workplace: Workplace) -> None:
     told: list[int] = []
     psgrad.analyze(workplace.config, report=False, progress=lambda progress: told.append(progress.done))
     assert told[-1] == ROWS

@@ -52,11 +52,11 @@ FORBIDDEN_LIBRARIES = {
     "wording": {"torch", "pandas", "numpy"},
 }
 # All that the engine may import where a module begins, so that it runs on a bare GPU machine.
-ENGINE_LIBRARIES = {"torch", "numpy", "opt_einsum", "psgrad"} | sys.stdlib_module_names
+ENGINE_LIBRARIES = {"torch", "numpy", "psgrad"} | sys.stdlib_module_names
 
 # The one module that may use torch's own differentiation, to check ours; the one module that may import it.
 CHECKER = "psgrad.engine.execution.self_check"
-CHECKER_IS_FOR = {"psgrad.workflows.setup", "psgrad.workflows.running"}
+CHECKER_IS_FOR = {"psgrad.workflows.setup", "psgrad.workflows.run_manifest"}
 RIVALS = ("torch.func", "torch.autograd", "torch._functorch", "torch._C._functorch", "functorch")
 
 MODULES = {

@@ -11,14 +11,14 @@ import pytest
 from psgrad.config import config_from, plugin_options
 from psgrad.config.plugin_options import own_plugins
 from psgrad.errors import ConfigError, MeasureError
-from psgrad.plugins import KINDS, MEASURES, SOURCES, Kind, configured, find, options_of, own_classes
+from psgrad.plugins import KINDS, MEASURES, SOURCES, PluginKind, configured, find, options_of, own_classes
 from tests.workplace import Workplace
 from tools import plugin_options as generator
 
 OTHER_PACKAGE = """
 from dataclasses import dataclass
 from psgrad.engine.measures.measure import Measure
-from psgrad.inputs.losses.values import MSE
+from psgrad.inputs.losses.value_losses import MSE
 from psgrad.inputs.sources.formats.npz import NPZ
 
 @dataclass
@@ -49,7 +49,7 @@ INSTALLED = {
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.group)
-def test_plugin_options_json_names_and_options_are_those_of_the_classes(kind: Kind) -> None:
+def test_plugin_options_json_names_and_options_are_those_of_the_classes(kind: PluginKind) -> None:
     ours = {name: (each.location, list(each.options)) for name, each in own_plugins(kind.group).items()}
     assert ours == {
         name: (f"{plugin.__module__}:{plugin.__qualname__}", options_of(plugin))

@@ -12,7 +12,7 @@ from typing import Any
 
 from psgrad.config import Config
 from psgrad.config.schema import schema, sections_in
-from psgrad.config.values import Section
+from psgrad.config.values import ConfigSection
 from tools.made_part import with_made_part
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "config.md"
@@ -44,7 +44,7 @@ def generated() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def sections(kind: type[Section], path: str) -> Iterator[tuple[str, type[Section]]]:
+def sections(kind: type[ConfigSection], path: str) -> Iterator[tuple[str, type[ConfigSection]]]:
     """(dotted path, section) of a section and of all sections inside it."""
     yield path, kind
     for key, info in kind.model_fields.items():

@@ -177,7 +177,7 @@ def _say(result: AnalyzeResult, quiet: bool, verbose: bool) -> None:
 
 
 def _say_ranks(result: AnalyzeResult) -> None:
-    from psgrad.workflows.running import words_for
+    from psgrad.workflows.run_manifest import words_for
 
     for line in words_for(result.manifest["ranks"]) if result.manifest.get("ranks") else ():
         typer.echo(line, err=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from psgrad.results import CheckResult
 
 
-class Format(StrEnum):
+class CheckFormat(StrEnum):
     terminal = "terminal"
     json = "json"
     csv = "csv"
@@ -45,7 +45,9 @@ GateSettings = Annotated[
         help="Change one value of the gate, such as gate.max_outliers=3. May be repeated.",
     ),
 ]
-AFormat = Annotated[Format, typer.Option("--format", help="How the verdict is written.", show_choices=True)]
+AFormat = Annotated[
+    CheckFormat, typer.Option("--format", help="How the verdict is written.", show_choices=True)
+]
 ToFile = Annotated[
     Path | None, typer.Option("--output", metavar="FILE", help="Write it to a file, not to standard output.")
 ]
@@ -60,7 +62,7 @@ def check(
     run: RunPath,
     baseline: BaselineFile = None,
     settings: GateSettings = None,
-    style: AFormat = Format.terminal,
+    style: AFormat = CheckFormat.terminal,
     output: ToFile = None,
     exit_zero: ExitZero = False,
 ) -> None:
@@ -84,7 +86,7 @@ def show_check(result: CheckResult, style: str, output: Path | None = None) -> N
 
     write_text(render_check(result, style), output)
     if style != "terminal" or output is not None:
-        from psgrad.reports.ci.words import clean, headline, outcome_line
+        from psgrad.reports.ci_words import clean, headline, outcome_line
 
         for line in (
             headline(result),
@@ -94,7 +96,7 @@ def show_check(result: CheckResult, style: str, output: Path | None = None) -> N
             typer.echo(line, err=True)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if style == "github" and summary:
-        from psgrad.reports.ci.github import write_summary
+        from psgrad.reports.ci_text import write_summary
 
         try:
             write_summary(result, Path(summary))

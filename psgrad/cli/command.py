@@ -1,17 +1,31 @@
-"""The registry of commands: a command is one file in `psgrad/cli`, with a function below `@command`."""
+"""The registry of commands, and what all of them share: `--debug`, and a message and an exit code for each
+error.
+
+A command is one file in `psgrad/cli`, with a function below `@command`.
+"""
 
 from __future__ import annotations
 
+import errno
 import inspect
-from collections.abc import Callable
+import os
+import platform
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import wraps
+from types import FrameType
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from psgrad.cli.boundary import boundary
+from psgrad import __version__
+from psgrad.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUNTIME, EXIT_TERMINATED, PsgradError
+from psgrad.reports.words import printable
 
 _Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Function = TypeVar("Function", bound=Callable[..., None])
@@ -60,7 +74,7 @@ def command(panel: Panel, place: int = 99, name: str | None = None) -> Callable[
 
 
 def _in_boundary(function: Callable[..., None]) -> Callable[..., None]:
-    """The function with one more option, --debug, and with words for its errors (see boundary.py)."""
+    """The function with one more option, --debug, and with words for its errors (see `boundary`)."""
 
     @wraps(function)
     def run(debug: bool = False, **options: Any) -> None:
@@ -79,3 +93,93 @@ def registered_commands() -> list[Command]:
     """All commands of the modules that are imported by now, in the order of `psgrad --help`."""
     panels = list(Panel)
     return sorted(_registered.values(), key=lambda each: (panels.index(each.panel), each.place, each.name))
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived. A KeyboardInterrupt, so that what cleans up after Ctrl-C cleans up after this too."""
+
+
+@contextmanager
+def boundary(debug: bool) -> Iterator[None]:
+    """Run a command's body: errors and signals end it with a message and an exit code."""
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except PsgradError as error:
+        _leave(f"error: {error}", error.exit_code, debug)
+    except Terminated:
+        _leave("terminated: what was finished stays in the run folder", EXIT_TERMINATED, debug)
+    except KeyboardInterrupt:
+        _leave("interrupted: what was finished stays in the run folder", EXIT_INTERRUPTED, debug)
+    except BrokenPipeError:
+        # The reader of our stdout has seen enough. Nothing may be flushed into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(EXIT_OK) from None
+    except OSError as error:
+        # What is written to files has errors of its own.
+        full = error.errno == errno.ENOSPC
+        _leave(_no_room(error) if full else _internal_error(error), EXIT_RUNTIME, debug)
+    except SystemExit:
+        # Of a model, a dataset or a loss: their word must not pass for a verdict.
+        _leave(_LEFT_EARLY, EXIT_RUNTIME, debug)
+    except MemoryError as error:
+        _leave(_no_memory(error), EXIT_RUNTIME, debug)
+    except Exception as error:
+        _leave(_internal_error(error), EXIT_RUNTIME, debug)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    # Who sends it twice means it: the second one ends the process at once.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise Terminated
+
+
+def _leave(message: str, exit_code: int, debug: bool) -> None:
+    if debug:
+        traceback.print_exc(file=sys.stderr)
+    typer.echo(printable(message, keep="\n\t"), err=True)
+    raise typer.Exit(exit_code) from None
+
+
+def _no_room(error: OSError) -> str:
+    return (
+        f"error: what is printed can't be written: {error.strerror}\n"
+        "  likely cause: standard output goes to a disk that is full\n"
+        "  next step: free some space, or print to another place; the files of the run are in its folder"
+    )
+
+
+_LEFT_EARLY = (
+    "error: code that the config names has called sys.exit, before psgrad was done\n"
+    "  expected: a function that returns\n"
+    "  next step: --debug shows the line"
+)
+
+
+def _no_memory(error: MemoryError) -> str:
+    origin = traceback.extract_tb(error.__traceback__)[-1]
+    told = str(error).strip().split("\n")[0][:500]
+    return (
+        f"error: out of memory in {origin.name}"
+        + (f": {told}" if told else "")
+        + "\n  likely cause: an option asks for very many or very large things, or other processes have the"
+        " memory\n  next step: make the option smaller, or free memory, and run psgrad again; analyze goes"
+        " on with --resume"
+    )
+
+
+def _internal_error(error: Exception) -> str:
+    origin = traceback.extract_tb(error.__traceback__)[-1]
+    text = str(error).strip().split("\n")[0][:500]
+    torch = getattr(sys.modules.get("torch"), "__version__", "not loaded")
+    return (
+        f"internal error: {type(error).__name__}: {text}\n  where: {origin.name} in {origin.filename}, line"
+        f" {origin.lineno}\n  versions: psgrad {__version__}, Python {platform.python_version()}, torch"
+        f" {torch}, {platform.system()}\n  likely cause: a mistake in psgrad, not in your config\n  next"
+        " step: run the same command with --debug, and report what it prints with the config to psgrad's"
+        " issue tracker"
+    )

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from psgrad.results import InfluenceResult
 
 
-class Kind(StrEnum):
+class EvaluationKind(StrEnum):
     loo = "loo"
     lds = "lds"
     mislabel = "mislabel"
@@ -69,7 +69,7 @@ Report = Annotated[
     ),
 ]
 Evaluate = Annotated[
-    Kind | None,
+    EvaluationKind | None,
     typer.Option(
         "--evaluate",
         help=(
@@ -279,10 +279,10 @@ def show_scores(result: InfluenceResult, top: int, style: str) -> None:
     write_influence(result, top, style, sys.stdout)
 
 
-def _require_a_curve(remove: list[str] | None, evaluate: Kind | None) -> None:
+def _require_a_curve(remove: list[str] | None, evaluate: EvaluationKind | None) -> None:
     from psgrad.errors import ConfigError
 
-    if remove and evaluate is not Kind.curve:
+    if remove and evaluate is not EvaluationKind.curve:
         raise ConfigError(
             "--remove was given without --evaluate curve",
             expected="--evaluate curve, which leaves rows out and trains again",

@@ -21,22 +21,22 @@ CONFIG = "psgrad.yaml"
 SCHEMA = "psgrad.schema.json"
 
 
-class Kind(StrEnum):
+class ExampleKind(StrEnum):
     image = "image"
     tabular = "tabular"
     text = "text"
 
 
 _ABOUT = {
-    Kind.image: (
+    ExampleKind.image: (
         "600 of scikit-learn's handwritten digits, 12 of them with a wrong label put in on purpose, and a"
         " small convolutional network that was trained on them."
     ),
-    Kind.tabular: (
+    ExampleKind.tabular: (
         "Ten measurements of each of scikit-learn's 569 cell nuclei, 11 of them with a wrong label put in on"
         " purpose, and a small network that was trained on them."
     ),
-    Kind.text: (
+    ExampleKind.text: (
         "256 passages of the Python standard library's own source, byte by byte, and a small transformer that"
         " was trained to tell the next byte."
     ),
@@ -59,7 +59,7 @@ Folder = Annotated[
     ),
 ]
 KindOption = Annotated[
-    Kind | None, typer.Option("--kind", help="Write an example, of samples of this kind (image).")
+    ExampleKind | None, typer.Option("--kind", help="Write an example, of samples of this kind (image).")
 ]
 FromFolder = Annotated[
     Path | None,
@@ -92,7 +92,7 @@ def init(
     _require_no_kind(folder)
     proposal = _proposal(folder, kind, model, data)
     if proposal is None:
-        content = _content(kind or Kind.image)
+        content = _content(kind or ExampleKind.image)
     else:
         content = _with_schema(proposal.settings, {"version": _HOW, **proposal.remarks})
     _require_free(folder, content, overwrite)
@@ -113,7 +113,9 @@ def init(
     typer.echo(f"next: psgrad validate {config}, then psgrad analyze {config}", err=True)
 
 
-def _proposal(folder: Path, kind: Kind | None, model: Path | None, data: Path | None) -> Proposal | None:
+def _proposal(
+    folder: Path, kind: ExampleKind | None, model: Path | None, data: Path | None
+) -> Proposal | None:
     """A config for what there is; None for an example."""
     from psgrad.workflows.proposals import MODEL, has_own_files, own_files, pretrained
 
@@ -126,20 +128,20 @@ def _proposal(folder: Path, kind: Kind | None, model: Path | None, data: Path | 
         return pretrained(model, data, folder)
     if kind is not None or not folder.is_dir() or not has_own_files(folder):
         return None
-    examples = [_content(each)[MODEL] for each in Kind]
+    examples = [_content(each)[MODEL] for each in ExampleKind]
     return None if (folder / MODEL).read_bytes() in examples else own_files(folder)
 
 
 def _require_no_kind(folder: Path) -> None:
     """Raises ConfigError for `psgrad init tabular`, which would put the images into a folder of that name."""
-    if str(folder) in list(Kind):
+    if str(folder) in list(ExampleKind):
         raise ConfigError(
             f"psgrad init {folder} names a folder, and {folder} is a kind of samples",
             next_step=f"psgrad init --kind {folder}, or a folder of another name",
         )
 
 
-def _content(kind: Kind) -> dict[str, bytes]:
+def _content(kind: ExampleKind) -> dict[str, bytes]:
     """The files of a kind: name -> content; the config last, as it names the others."""
     from psgrad.yaml12 import parse
 

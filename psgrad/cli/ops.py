@@ -26,7 +26,7 @@ Pattern = Annotated[
 ]
 
 
-class Format(StrEnum):
+class OpsFormat(StrEnum):
     terminal = "terminal"
     json = "json"
     csv = "csv"
@@ -36,7 +36,9 @@ class Format(StrEnum):
 @command(Panel.INSIDE, 2)
 def ops(
     pattern: Pattern = None,
-    style: Annotated[Format, typer.Option("--format", help="How the table is written.")] = Format.terminal,
+    style: Annotated[
+        OpsFormat, typer.Option("--format", help="How the table is written.")
+    ] = OpsFormat.terminal,
 ) -> None:
     """List PyTorch's operators, and how each is differentiated and batched.
 

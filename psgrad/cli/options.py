@@ -1,6 +1,6 @@
 """The arguments that every command takes, declared once.
 
-What the shell is offered where psgrad knows the words: keys of a config, measures, methods. No torch.
+What a shell completes: keys of a config, measures, methods. No torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from psgrad.errors import ConfigError
 
 if TYPE_CHECKING:
     from psgrad.config import Config
-    from psgrad.config.values import Section
+    from psgrad.config.values import ConfigSection
 
 
 _MEASURES = "analyze.measures=["
@@ -42,7 +42,7 @@ def complete_method(incomplete: str) -> list[str]:
     return [name for name in plugin_names("methods") if name.startswith(incomplete)]
 
 
-def _keys(section: type[Section], above: str) -> Iterator[str]:
+def _keys(section: type[ConfigSection], above: str) -> Iterator[str]:
     """The keys that hold plain values, dotted. Lists of sections count as plain: they are written whole."""
     from psgrad.config.schema import sections_in
 

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from psgrad.cli.boundary import Terminated
-from psgrad.cli.progress import ProgressDisplay, ProgressStyle
-from psgrad.cli.rank_logs import display, with_last_lines
+from psgrad.cli.command import Terminated
+from psgrad.cli.progress import ProgressDisplay, ProgressStyle, display, with_last_lines
 from psgrad.errors import (
     EXIT_INTERRUPTED,
     EXIT_RUNTIME,

@@ -41,10 +41,10 @@ from psgrad.config.privacy import PrivacyConfig as PrivacyConfig
 from psgrad.config.reading import config_from as config_from
 from psgrad.config.reading import load_config as load_config
 from psgrad.config.reading import read_config as read_config
-from psgrad.config.sections import LOSS_OPTIONS as LOSS_OPTIONS
-from psgrad.config.sections import EngineConfig as EngineConfig
-from psgrad.config.sections import LossConfig as LossConfig
-from psgrad.config.sections import ReportConfig as ReportConfig
+from psgrad.config.shared_sections import LOSS_OPTIONS as LOSS_OPTIONS
+from psgrad.config.shared_sections import EngineConfig as EngineConfig
+from psgrad.config.shared_sections import LossConfig as LossConfig
+from psgrad.config.shared_sections import ReportConfig as ReportConfig
 from psgrad.config.values import NamedSection as NamedSection
 from psgrad.config.values import did_you_mean as did_you_mean
 from psgrad.config.values import is_callable_spec as is_callable_spec

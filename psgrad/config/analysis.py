@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from psgrad.config.checkpoint_lists import listed_paths
 from psgrad.config.data import DataConfig
-from psgrad.config.values import FilePath, Finite, NamedSection, ParameterPatterns, Section, first_twice
+from psgrad.config.values import ConfigSection, FilePath, Finite, NamedSection, ParameterPatterns, first_twice
 
 
 class MeasureConfig(NamedSection):
@@ -24,7 +24,7 @@ class DetectorConfig(NamedSection):
     """A detector of outliers among projected gradients, by name, with its options."""
 
 
-class ReferenceConfig(Section):
+class ReferenceConfig(ConfigSection):
     """Samples that are trusted, against which others are judged: a saved baseline, the folder of a finished
     run, or a dataset.
 
@@ -57,7 +57,7 @@ class ReferenceConfig(Section):
         return self
 
 
-class OutlierConfig(Section):
+class OutlierConfig(ConfigSection):
     """Who is an outlier. Without a reference there is a review list only, never a verdict."""
 
     score: str = "grad_norm"
@@ -86,7 +86,7 @@ class OutlierConfig(Section):
         return self
 
 
-class AnalyzeConfig(Section):
+class AnalyzeConfig(ConfigSection):
     """`psgrad analyze`: what is measured, how many samples are shown, and who is put on the review list."""
 
     not_taken: ClassVar[Mapping[str, str]] = {
@@ -125,7 +125,7 @@ class AnalyzeConfig(Section):
         return self
 
 
-class GateConfig(Section):
+class GateConfig(ConfigSection):
     """What a run may hold and still pass: `psgrad check`, and `psgrad analyze --check`.
 
     `baseline` and `ignore` are relative to the config file.

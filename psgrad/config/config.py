@@ -13,13 +13,13 @@ from psgrad.config.influence import InfluenceConfig
 from psgrad.config.influence_queries import MEASUREMENTS
 from psgrad.config.model import LABELS_FROM_TEXT, TASK_LOSSES, TASKS, ModelConfig
 from psgrad.config.privacy import PrivacyConfig
-from psgrad.config.sections import (
+from psgrad.config.shared_sections import (
     LOSS_OPTIONS,
     EngineConfig,
     LossConfig,
     ReportConfig,
 )
-from psgrad.config.values import FilePath, Section, described
+from psgrad.config.values import ConfigSection, FilePath, described
 
 
 def _version(value: object) -> object:
@@ -50,7 +50,7 @@ def _inherited(content: Any, path: tuple[str, ...]) -> Any:
     return found
 
 
-class Config(Section):
+class Config(ConfigSection):
     """One config. Paths of inputs are relative to `base`, `output` is relative to the current directory."""
 
     version: Annotated[Literal[1], BeforeValidator(_version)]  # a Literal alone takes true for 1

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from psgrad.config.plugin_options import installed_plugins, own_plugins
-from psgrad.config.values import CallableSpec, FilePath, Finite, Section, described, first_twice
+from psgrad.config.values import CallableSpec, ConfigSection, FilePath, Finite, described, first_twice
 from psgrad.errors import ConfigError
 
 DATA_SUFFIXES = tuple(f".{name}" for name in own_plugins("sources"))
@@ -49,7 +49,7 @@ SOURCE_KEYS = ("path", "dataset", "images", "factory")
 """The keys of which one says where the rows are."""
 
 
-class LengthOf(Section):
+class LengthOf(ConfigSection):
     """An input that is not a column: how many positions each row of a column has."""
 
     length_of: str
@@ -90,7 +90,7 @@ _READ_WITH = {
 }
 
 
-class DataConfig(Section):
+class DataConfig(ConfigSection):
     """The dataset: a file, or a factory of a torch Dataset, and which columns are which."""
 
     not_taken: ClassVar[Mapping[str, str]] = {

@@ -17,10 +17,10 @@ from psgrad.config.checkpoint_lists import listed_checkpoints
 from psgrad.config.influence_evaluation import EvaluationConfig, MethodConfig, TrainingConfig
 from psgrad.config.influence_index import IndexConfig, IndexSearchConfig
 from psgrad.config.influence_queries import MeasurementConfig, QueriesConfig
-from psgrad.config.values import FilePath, Finite, ParameterPatterns, Section
+from psgrad.config.values import ConfigSection, FilePath, Finite, ParameterPatterns
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(ConfigSection):
     """One checkpoint: the weights, and the learning rate that the optimiser had then."""
 
     bare: ClassVar[str] = "path"
@@ -35,7 +35,7 @@ class CheckpointConfig(Section):
     """Optimiser steps up to there; null for those of its trainer_state.json, or its metadata."""
 
 
-class InfluenceConfig(Section):
+class InfluenceConfig(ConfigSection):
     """`psgrad influence`: which training examples made the model do this."""
 
     not_taken: ClassVar[Mapping[str, str]] = {

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from psgrad.config.values import CallableSpec, FilePath, Finite, NamedSection, Section
+from psgrad.config.values import CallableSpec, ConfigSection, FilePath, Finite, NamedSection
 
 
 class MethodConfig(NamedSection):
@@ -34,7 +34,7 @@ _TAKES: Mapping[str, frozenset[str]] = {
 _ALWAYS = frozenset({"optimizer", "weight_decay", "together"})
 
 
-class RecipeConfig(Section):
+class RecipeConfig(ConfigSection):
     """How a model is trained by mini-batches."""
 
     optimizer: Literal["sgd", "adam", "adamw"] = "adam"
@@ -161,7 +161,7 @@ class TrainConfig(RecipeConfig):
         return self
 
 
-class TuningConfig(Section):
+class TuningConfig(ConfigSection):
     """The damping of each method that has one, chosen by the score on other subsets and other queries than
     those that are reported.
 
@@ -205,7 +205,7 @@ def _rows_of(amount: str | int, rows: int) -> int:
     return amount if isinstance(amount, int) else max(1, round(float(amount[:-1]) / 100 * rows))
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(ConfigSection):
     """`psgrad influence --evaluate`: models trained again, and what is compared."""
 
     train: TrainConfig = Field(default_factory=TrainConfig)

@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from psgrad.config.values import FilePath, Section
+from psgrad.config.values import ConfigSection, FilePath
 
 
-class IndexConfig(Section):
+class IndexConfig(ConfigSection):
     """An index of the training gradients, built once by `psgrad influence index` and asked many times.
 
     `path` is relative to the current directory, as `output` is. The rest is as in
@@ -47,7 +47,7 @@ class IndexConfig(Section):
         return self
 
 
-class IndexSearchConfig(Section):
+class IndexSearchConfig(ConfigSection):
     """How the strongest rows of a query are found in an index.
 
     approximate: rows are divided, once, into lists of rows near to each other; of each query some lists are

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from psgrad.config.conditions import names_in_condition
 from psgrad.config.data import DataConfig
-from psgrad.config.values import Section, is_callable_spec, nearest
+from psgrad.config.values import ConfigSection, is_callable_spec, nearest
 
 _CHOICES = ("rows", "ids", "where", "wrong", "worst")
 QUERY_NAMES = ("id", "index", "target", "label", "loss", "prediction", "confidence", "correct")
@@ -118,7 +118,7 @@ def _measurement_name(value: str) -> str:
     )
 
 
-class MeasurementConfig(Section):
+class MeasurementConfig(ConfigSection):
     """What of a query is explained: its loss, the margin or the logit of its class, the log-probability of
     its class or of all its tokens, or a callable of (output, target) that returns one number. `larger_is`
     says whether a large one is good for the query; it is known for the named ones.

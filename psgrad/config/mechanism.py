@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from psgrad.config.values import CallableSpec, Finite, Section, described
+from psgrad.config.values import CallableSpec, ConfigSection, Finite, described
 
 # -- Clipping ------------------------------------------------------------------------------------------------
 
@@ -20,7 +20,7 @@ def _positive(value: object) -> bool:
     return type(value) in (int, float) and 0 < float(value) < float("inf")  # type: ignore[arg-type]
 
 
-class AdaptiveConfig(Section):
+class AdaptiveConfig(ConfigSection):
     """A bound that follows a quantile of the norms, by a noised count of the records below it (Andrew et al.
     2021, arXiv 1905.03871).
     """
@@ -49,7 +49,7 @@ def _groups(value: object) -> object:
     )
 
 
-class ClippingConfig(Section):
+class ClippingConfig(ConfigSection):
     """What each record's gradient is scaled down to.
 
     norm: the bound on a whole record, which `layer` and `parameter` share out equally (bound / root of the
@@ -116,7 +116,7 @@ class ClippingConfig(Section):
 # -- Noise ---------------------------------------------------------------------------------------------------
 
 
-class ScheduleConfig(Section):
+class ScheduleConfig(ConfigSection):
     """The noise multiplier of step t = 0, 1, ..., as a multiple of noise.multiplier (or of the one that meets
     target_epsilon).
 
@@ -146,7 +146,7 @@ class ScheduleConfig(Section):
         return self
 
 
-class NoiseConfig(Section):
+class NoiseConfig(ConfigSection):
     """How much noise, of which kind, and out of which generator."""
 
     not_taken: ClassVar[Mapping[str, str]] = {
@@ -228,7 +228,7 @@ SAMPLERS = {
 """Samplers that no accountant covers, by their names in other libraries, and why they are refused."""
 
 
-class SamplingConfig(Section):
+class SamplingConfig(ConfigSection):
     """How the records of a step are drawn.
 
     poisson: each record by itself, with probability `sample_rate`. truncated_poisson: the same, and of more
@@ -294,7 +294,7 @@ _TAKES: Mapping[Scheme, tuple[str, ...]] = {
 }
 
 
-class UnitConfig(Section):
+class UnitConfig(ConfigSection):
     """A record is all rows with one value in `column`; their gradients are averaged or summed before the
     clipping.
 
@@ -309,7 +309,7 @@ class UnitConfig(Section):
     """Rows of a record that count, the first ones; null for all."""
 
 
-class AugmentationConfig(Section):
+class AugmentationConfig(ConfigSection):
     """Each row stands for `copies` results of `function(*inputs of one row)`, averaged inside the record."""
 
     function: CallableSpec

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from psgrad.config.values import CallableSpec, FilePath, Finite, Section, described
+from psgrad.config.values import CallableSpec, ConfigSection, FilePath, Finite, described
 
 Task = Literal[
     "sequence-classification",
@@ -31,7 +31,7 @@ LABELS_FROM_TEXT = ("causal-lm", "masked-lm")
 """The tasks whose labels are tokens of the text itself, so that a target may be left out."""
 
 
-class NewAdapterConfig(Section):
+class NewAdapterConfig(ConfigSection):
     """An adapter that is made, not read: its base weights are frozen, its own are trained."""
 
     create: Literal["lora"]
@@ -68,7 +68,7 @@ _Adapters = Annotated[
 ]
 
 
-class ModelConfig(Section):
+class ModelConfig(ConfigSection):
     """The model: what builds it, which task it does, and the weights to put in."""
 
     later: ClassVar[frozenset[str]] = frozenset(

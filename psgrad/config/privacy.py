@@ -24,10 +24,10 @@ from psgrad.config.mechanism import (
     SamplingConfig,
     UnitConfig,
 )
-from psgrad.config.values import Finite, ParameterPatterns, Section, described
+from psgrad.config.values import ConfigSection, Finite, ParameterPatterns, described
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(ConfigSection):
     """An optimiser of torch.optim by name. It sees the noisy gradient alone, and costs no privacy."""
 
     not_taken: ClassVar[Mapping[str, str]] = {"lr": "an optimiser's arguments go to privacy.optimizer.kwargs"}
@@ -90,7 +90,7 @@ def _steps_in(epochs: float, sample_rate: float) -> int:
     return max(1, math.ceil(epochs / sample_rate * (1 - 1e-12)))
 
 
-class PrivacyConfig(Section):
+class PrivacyConfig(ConfigSection):
     """A differentially private run of `steps` steps.
 
     expected_batch_size is what the noisy sum is divided by: a public constant, never the size of the batch

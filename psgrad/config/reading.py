@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from psgrad.config.analysis import GateConfig
 from psgrad.config.config import Config
 from psgrad.config.model import FOLDERS, MADE
-from psgrad.config.values import Section, described, did_you_mean, nearest
+from psgrad.config.values import ConfigSection, described, did_you_mean, nearest
 from psgrad.errors import ConfigError
 from psgrad.yaml12 import KeyPath, parse
 
@@ -270,27 +270,27 @@ def _missing_key(path: KeyPath) -> str:
     return f"missing; it is required: {description[:1].lower()}{description[1:].rstrip('.')}"
 
 
-def _section_at(path: KeyPath) -> type[Section]:
-    section: type[Section] = Config
+def _section_at(path: KeyPath) -> type[ConfigSection]:
+    section: type[ConfigSection] = Config
     for part in path:
         if not isinstance(part, int):  # a place in a list of groups
             section = _sections(section)[str(part)]
     return section
 
 
-def _sections(section: type[Section]) -> dict[str, type[Section]]:
+def _sections(section: type[ConfigSection]) -> dict[str, type[ConfigSection]]:
     """The groups of keys inside one, those that may be absent included."""
     found = {}
     for name, info in section.model_fields.items():
         kinds = [info.annotation]
         for kind in kinds:  # of lists and unions of groups, too
             kinds += get_args(kind)
-            if isinstance(kind, type) and issubclass(kind, Section):
+            if isinstance(kind, type) and issubclass(kind, ConfigSection):
                 found[name] = kind
     return found
 
 
-def _all_sections(section: type[Section], above: str = "") -> Iterator[tuple[str, type[Section]]]:
+def _all_sections(section: type[ConfigSection], above: str = "") -> Iterator[tuple[str, type[ConfigSection]]]:
     """Every group of keys with its dotted name; those at the top come before those inside others."""
     inside = [(f"{above}{name}", kind) for name, kind in _sections(section).items()]
     yield from inside

@@ -21,8 +21,8 @@ from pydantic_core import PydanticUndefined
 
 from psgrad.config.config import Config
 from psgrad.config.plugin_options import Group, own_plugins
-from psgrad.config.sections import LOSS_OPTIONS
-from psgrad.config.values import Section
+from psgrad.config.shared_sections import LOSS_OPTIONS
+from psgrad.config.values import ConfigSection
 from psgrad.yaml12 import parse
 
 FILLED_IN: Mapping[str, tuple[str, ...]] = {
@@ -32,15 +32,15 @@ FILLED_IN: Mapping[str, tuple[str, ...]] = {
 """Keys without a default that validators fill in from others."""
 
 
-def meanings(section: type[Section]) -> dict[str, str]:
+def meanings(section: type[ConfigSection]) -> dict[str, str]:
     """key -> what it means in a sentence, of all keys of a section."""
     words = {name: " ".join((info.description or "").split()) for name, info in section.model_fields.items()}
     return {name: f"{text[:1].upper()}{text[1:].rstrip('.')}." for name, text in words.items()}
 
 
-def sections_in(annotation: object) -> Iterator[type[Section]]:
+def sections_in(annotation: object) -> Iterator[type[ConfigSection]]:
     """The sections that a type is made of: itself, those it may be, and those it lists."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
+    if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
         yield annotation
     for part in get_args(annotation):
         yield from sections_in(part)
@@ -116,9 +116,9 @@ def _with_plugins(content: dict[str, Any], group: Group) -> dict[str, Any]:
     return {"anyOf": [{**_TEXT, "examples": list(own)}, outside, *known]}
 
 
-def sections(start: type[Section] = Config) -> list[type[Section]]:
+def sections(start: type[ConfigSection] = Config) -> list[type[ConfigSection]]:
     """A section and all sections inside it, each once."""
-    found: list[type[Section]] = []
+    found: list[type[ConfigSection]] = []
     waiting = [start]
     while waiting:
         kind = waiting.pop()
@@ -130,7 +130,7 @@ def sections(start: type[Section] = Config) -> list[type[Section]]:
     return found
 
 
-def _finish(kind: type[Section], content: dict[str, Any]) -> None:
+def _finish(kind: type[ConfigSection], content: dict[str, Any]) -> None:
     content.pop("description", None)  # of the class, for programmers
     content["title"] = kind.__name__.removesuffix("Config") or "Config"
     for key, meaning in meanings(kind).items():
@@ -174,7 +174,7 @@ def commented(content: Mapping[str, Any], remarks: Mapping[str, str] | None = No
 
 
 def _lines(
-    section: type[Section],
+    section: type[ConfigSection],
     content: Mapping[str, Any] | None,
     remarks: Mapping[str, str],
     above: str,
@@ -222,7 +222,7 @@ def _as_item(lines: list[str], indent: str) -> Iterator[str]:
         yield f"{line[:start]}- {line[start + 2 :]}" if place == first else line
 
 
-def _inside(annotation: Any) -> tuple[type[Section] | None, bool]:
+def _inside(annotation: Any) -> tuple[type[ConfigSection] | None, bool]:
     """(the section that a key holds or lists, whether it lists them); not one among a mapping's values."""
     kinds = _alternatives(annotation)
     found = next((each for kind in kinds if get_origin(kind) is not dict for each in sections_in(kind)), None)
@@ -261,7 +261,7 @@ def _default(info: FieldInfo) -> str:
 
 def _written(value: Any) -> str:
     """A value as YAML in one line."""
-    if isinstance(value, Section):
+    if isinstance(value, ConfigSection):
         value = value.model_dump(mode="json")
     if isinstance(value, str):
         plain = value and all(each.isalnum() or each in "._-/:" for each in value)

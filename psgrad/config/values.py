@@ -79,7 +79,7 @@ ParameterPatterns = Annotated[list[str] | None, BeforeValidator(_patterns)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """A group of keys. `not_taken` are keys that people look for in it and that it does not have, each with
     the reason; `later` those of its keys that earlier versions did not have; `bare` is the key whose value a
     bare text is, empty where there is none.
@@ -113,7 +113,7 @@ class Section(BaseModel):
         return found
 
 
-class NamedSection(Section):
+class NamedSection(ConfigSection):
     """A name (a known one, or `module:Class`) with options. A bare string is the name alone."""
 
     bare: ClassVar[str] = "name"

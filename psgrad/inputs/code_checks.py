@@ -43,7 +43,7 @@ def spec_problems(
         place = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         yield raises(
             f"importing {path} would raise {type(error).__name__}: {error.args[0]} ({path}{place})",
-            next_step="mend the file",
+            next_step="correct the file",
         )
         return
     known, certain = _names_in(tree.body)
@@ -69,7 +69,7 @@ def callables_in(path: Path) -> list[TopCallable]:
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except (OSError, SyntaxError, ValueError) as error:
-        raise ModelError(f"{path} is no Python: {error}", next_step="mend the file") from error
+        raise ModelError(f"{path} is no Python: {error}", next_step="correct the file") from error
     found = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):

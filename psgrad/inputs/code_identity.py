@@ -21,7 +21,7 @@ from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from psgrad.inputs.sources.files import sha256_of
+from psgrad.inputs.sources.file_checks import sha256_of
 from psgrad.user_code import imported, imported_while_running, importing_beside, resolve
 
 
@@ -44,16 +44,16 @@ def code_identity(spec: str, base: Path, sources: Iterable[str] = ()) -> CodeIde
     `sources` are further modules of Python that belong to it: those of the classes that it made. Raises
     ConfigError as `resolve` does.
     """
-    walk = _Walk()
+    walk = _ImportWalk()
     with importing_beside(base):
         module, function = imported(spec, base), inspect.unwrap(resolve(spec, base))
-        walk.meet(str(getattr(function, "__module__", None) or module.__name__), whole=True)
+        walk.visit(str(getattr(function, "__module__", None) or module.__name__), whole=True)
         for name in (module.__name__, *sources, *sorted(imported_while_running(spec, base))):
-            walk.meet(name)
+            walk.visit(name)
     return CodeIdentity(walk.files, dict(sorted(walk.packages.items())))
 
 
-class _Walk:
+class _ImportWalk:
     """Modules, those that they import, and so on, as far as files are the user's own."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class _Walk:
         self.packages: dict[str, str] = {}
         self._met: set[str] = set()
 
-    def meet(self, name: str, whole: bool = False) -> None:
+    def visit(self, name: str, whole: bool = False) -> None:
         """Add a module and what it imports; with `whole` also the file of an installed one."""
         waiting = [name]
         while waiting:

@@ -14,7 +14,7 @@ import torch
 
 from psgrad.errors import DataError
 from psgrad.inputs.rows import Array, Block, Samples
-from psgrad.ragged import RaggedAxes
+from psgrad.ragged import RaggedAxes, joined
 
 _STREAM = 0x5A3B1E  # of the seed's numbers, so that nothing else that is drawn by the seed is drawn alike
 
@@ -268,3 +268,45 @@ class GroupedSamples(SamplesOf):
                 expected="rows of one length in each group, or a model that takes a mask of the positions",
                 next_step="leave data.group out, or give the model a mask as an input",
             )
+
+
+class TwoCompletions(Samples):
+    """The rows of a dataset, and after them the same rows with other completions.
+
+    Args:
+        first, second: alike but for their completions.
+        name: of the second one, which is added to the ids of its rows.
+    """
+
+    def __init__(self, first: Samples, second: Samples, name: str) -> None:
+        ids = [str(each) for each in first.ids]
+        super().__init__(
+            np.array([*ids, *(f"{each} ({name})" for each in ids)], dtype=object),
+            None,
+            hashlib.sha256(f"{first.fingerprint} {second.fingerprint}".encode()).hexdigest(),
+        )
+        self.first, self.second = first, second
+        self.keywords, self.ragged, self.weighted = first.keywords, first.ragged, first.weighted
+        self.notes, self.class_names = first.notes, first.class_names
+        self.sources, self.code, self.stamps = first.sources, first.code, first.stamps
+
+    def read(self, start: int, stop: int) -> Block:
+        count, blocks = len(self.first), []
+        if start < count:
+            blocks.append(self.first.read(start, min(stop, count)))
+        if stop > count:
+            blocks.append(self.second.read(max(start, count) - count, stop - count))
+        return joined(blocks)
+
+    def describe(self, row: int) -> str | None:
+        count = len(self.first)
+        return self.first.describe(row) if row < count else self.second.describe(row - count)
+
+    def input_names(self) -> list[str]:
+        return self.first.input_names()
+
+    def pieces(self, ids: list[int]) -> list[str] | None:  # type: ignore[override]
+        return self.first.pieces(ids)
+
+    def special_tokens(self) -> frozenset[int]:
+        return self.first.special_tokens()

@@ -19,7 +19,7 @@ from psgrad.plugins import LOSSES, configured
 from psgrad.user_code import module_of, resolve
 from psgrad.wording import unit_of_loss
 
-Kind = Literal["class", "token", "binary", "value", "custom"]
+LossKind = Literal["class", "token", "binary", "value", "custom"]
 LossFunction = Callable[..., Tensor]
 
 IGNORED = -100  # torch's own default
@@ -37,7 +37,7 @@ class Loss(ABC):
     """
 
     name: ClassVar[str]
-    kind: ClassVar[Kind]
+    kind: ClassVar[LossKind]
     ignore_index: int | None = None
 
     @abstractmethod
@@ -63,7 +63,7 @@ class Criterion:
 
     name: str
     function: LossFunction
-    kind: Kind
+    kind: LossKind
     ignore_index: int = IGNORED
     modules_imported: tuple[str, ...] = ()
     unit: str | None = None

@@ -12,7 +12,7 @@ import torch
 from psgrad.errors import UnreadableRow
 from psgrad.inputs.loss import Criterion
 from psgrad.inputs.rows import Block, Samples
-from psgrad.inputs.sources.files import require_unchanged
+from psgrad.inputs.sources.file_checks import require_unchanged
 from psgrad.inputs.targets import check_targets
 from psgrad.ragged import joined
 

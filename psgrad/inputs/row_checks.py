@@ -22,7 +22,7 @@ def text_facts(model: ModelConfig, data: DataConfig, base: Path) -> str:
     a row, and these rows are looked at. Raises ConfigError and DataError as loading and reading them would.
     """
     from psgrad.inputs.tasks.choice import text_task
-    from psgrad.inputs.text.samples import TextSamples
+    from psgrad.inputs.text_samples import TextSamples
 
     task = text_task(data, base, _settings(model, base))
     samples = TextSamples(open_rows(data, base), task, data)
@@ -39,7 +39,7 @@ def image_facts(model: ModelConfig, data: DataConfig, base: Path) -> tuple[str, 
     """(how many images there are, in words; what is to be said of their folder). Labels by name are looked
     at, and no image is opened. Raises ConfigError and DataError as loading them would.
     """
-    from psgrad.inputs.images.folder import with_names
+    from psgrad.inputs.image_files import with_names
 
     settings = _settings(model, base).config
     rows = open_rows(data, base)

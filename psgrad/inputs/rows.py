@@ -17,8 +17,8 @@ from torch import Tensor
 
 from psgrad.config import DataConfig
 from psgrad.errors import DataError
-from psgrad.inputs.sources.files import Stamp, not_numbers
-from psgrad.inputs.sources.tables import runs
+from psgrad.inputs.sources.file_checks import Stamp, not_numbers
+from psgrad.inputs.sources.source_rows import runs
 from psgrad.ragged import Block as Block
 from psgrad.ragged import RaggedAxes, joined
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from psgrad.config import did_you_mean
 from psgrad.errors import DataError
 from psgrad.inputs.loss import Criterion
-from psgrad.inputs.sources.files import not_numbers
+from psgrad.inputs.sources.file_checks import not_numbers
 from psgrad.wording import first_of
 
 Array = npt.NDArray[Any]

@@ -26,7 +26,7 @@ from pydantic import BeforeValidator, PrivateAttr, ValidationError, model_valida
 
 from psgrad.config import GateConfig
 from psgrad.config.reading import explain, problems_found
-from psgrad.config.values import Section, described, did_you_mean
+from psgrad.config.values import ConfigSection, described, did_you_mean
 from psgrad.errors import ConfigError
 from psgrad.results import RULES, Finding, Location
 from psgrad.results.findings import FINDINGS_OF_A_RULE, Level
@@ -68,8 +68,8 @@ def named_samples(samples: pd.DataFrame, run: RunManifest) -> pd.DataFrame:
     """A row for each sample and rule that names it, the most severe rule first: rule, row (its place in
     `samples`), id, fingerprint.
 
-    State and the reason for ignoring are added by `settle`. `run` shows whether a reference has decided which
-    samples are outliers.
+    State and the reason for ignoring are added by `with_states`. `run` shows whether a reference has decided
+    which samples are outliers.
     """
     ok = samples["status"].to_numpy(object) == "ok"
     listed = samples["is_outlier_issue"].to_numpy(bool) & ok
@@ -202,7 +202,7 @@ def _rule(value: object) -> object:
     raise ValueError(f"got {described(value)}, expected one of {', '.join(RULES)}{meant}")
 
 
-class IgnoreEntry(Section):
+class IgnoreEntry(ConfigSection):
     """One entry: a sample by its id, or one finding by its fingerprint."""
 
     id: Annotated[str | int | None, BeforeValidator(_id)] = None
@@ -265,7 +265,7 @@ def read_ignore_list(path: Path) -> tuple[IgnoreEntry, ...]:
     return tuple(entries)
 
 
-def settle(
+def with_states(
     named: pd.DataFrame, entries: Sequence[IgnoreEntry], today: datetime.date
 ) -> tuple[pd.DataFrame, list[str]]:
     """The named samples with those that an entry names marked as ignored, and messages: entries that expired,

@@ -15,8 +15,9 @@ import pandas as pd
 
 from psgrad.config import AnalyzeConfig, did_you_mean
 from psgrad.errors import ConfigError
+from psgrad.quality.comparison_groups import OTHER, join_small, labels_of, robust_z
 from psgrad.quality.conformal import grouped_p_values, q_values, resolution
-from psgrad.quality.detector_scores import DetectorScores, detector_scores
+from psgrad.quality.detector import DetectorScores, detector_scores
 from psgrad.quality.gates import (
     caveats_of,
     loss_agreement,
@@ -25,7 +26,6 @@ from psgrad.quality.gates import (
     share_of,
     why_not_evaluable,
 )
-from psgrad.quality.groups import OTHER, join_small, labels_of, robust_z
 from psgrad.quality.references import Reference, scored_by
 from psgrad.results import SAMPLE_COLUMNS
 from psgrad.results.manifest import (

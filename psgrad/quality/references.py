@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from psgrad.errors import ConfigError, DataError
-from psgrad.quality.groups import labels_of
+from psgrad.quality.comparison_groups import labels_of
 from psgrad.results.manifest import RunManifest
 from psgrad.wording import short_repr
 

@@ -14,11 +14,10 @@ import pandas as pd
 from markupsafe import Markup
 
 from psgrad.reports.analyze_plots import MAX_PICTURES, draw_plots
-from psgrad.reports.attribution import ATTRIBUTION_NOTE, AttributionCard, attribution_cards
+from psgrad.reports.analyze_sections import class_parts, gate_parts, verdict_parts
 from psgrad.reports.attribution_plots import attribution_plots
-from psgrad.reports.classes import class_parts
+from psgrad.reports.attribution_section import ATTRIBUTION_NOTE, AttributionCard, attribution_cards
 from psgrad.reports.drawing import Plot
-from psgrad.reports.gate import gate_parts, verdict_parts
 from psgrad.reports.loss_against_norm import linked_image
 from psgrad.reports.measure_plots import measure_plots
 from psgrad.reports.measures import MAX_MEASURES, measure_sections
@@ -49,7 +48,7 @@ from psgrad.reports.sections import (
     title_of,
 )
 from psgrad.reports.sections import render as render_page
-from psgrad.reports.tables import Column, Table, table
+from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import MISSING, brief, identifier, label, number, percent
 from psgrad.results import AnalyzeResult, TopSample, disagrees, has_classes, top_samples
 from psgrad.results.manifest import UNKNOWN_UNIT, read_manifest
@@ -260,11 +259,11 @@ def layer_table(parameters: pd.DataFrame, unit_of_loss: str) -> Table:
     names = parameter_names(list(map(str, shown["parameter"])), NAME_LIMIT, prefix)
     unit = f"{unit_of_loss} per unit of parameter"
 
-    def text(key: str, words: str, meaning: str = "") -> Column:
-        return Column(words, lambda row: brief(str(row[key]), NAME_LIMIT), key=key, meaning=meaning)
+    def text(key: str, words: str, meaning: str = "") -> TableColumn:
+        return TableColumn(words, lambda row: brief(str(row[key]), NAME_LIMIT), key=key, meaning=meaning)
 
-    def norm(key: str, words: str, meaning: str) -> Column:
-        return Column(words, lambda row: number(row[key]), True, key, meaning)
+    def norm(key: str, words: str, meaning: str) -> TableColumn:
+        return TableColumn(words, lambda row: number(row[key]), True, key, meaning)
 
     def share(row: dict[str, Any]) -> str:
         return MISSING if pd.isna(row["share"]) else percent(row["share"])
@@ -272,13 +271,13 @@ def layer_table(parameters: pd.DataFrame, unit_of_loss: str) -> Table:
     mean = f"mean over samples of the norm of this parameter's gradient ({unit})"
     share_meaning = "mean squared norm, divided by that of all parameters together (%)"
     columns = [
-        Column("parameter", lambda row: row["_name"], key="parameter"),
+        TableColumn("parameter", lambda row: row["_name"], key="parameter"),
         text("shape", "shape"),
         norm("mean_norm", "mean norm", mean),
         norm("std_norm", "standard deviation", f"over samples ({unit})"),
         norm("median", "median", unit),
         norm("max_norm", "largest", unit),
-        Column("share", share, True, "share", share_meaning),
+        TableColumn("share", share, True, "share", share_meaning),
         text("computed_as", "computed as", "the terms whose sum the gradient is"),
     ]
     left_out = (

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from psgrad.reports.outliers import OFFER, OPTION, rankings_of
-from psgrad.reports.tables import Column, Table, table
+from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import count, group_words, identifier, label, number, percentile, printable
 from psgrad.results import AnalyzeResult, top_samples
 from psgrad.results.findings import check_content
@@ -26,25 +26,25 @@ def top_table(result: AnalyzeResult, n: int) -> Table:
     there = [each for each in ("target", "prediction", "q_value") if each in samples]
     there = [each for each in there if samples[each].notna().any()]
     columns = [
-        Column("rank", lambda row: str(row["rank"]), True),
-        Column("id", lambda row: identifier(row["id"])),
+        TableColumn("rank", lambda row: str(row["rank"]), True),
+        TableColumn("id", lambda row: identifier(row["id"])),
     ]
     if "target" in there:
-        columns.append(Column("label", lambda row: label(row["target"], names)))
+        columns.append(TableColumn("label", lambda row: label(row["target"], names)))
     if "prediction" in there:
-        columns.append(Column("prediction", lambda row: label(row["prediction"], names)))
+        columns.append(TableColumn("prediction", lambda row: label(row["prediction"], names)))
     if "group" in samples and samples["group"].nunique() > 1:
-        columns.append(Column("group", lambda row: group_words(row["group"], judged.groups.by, names)))
+        columns.append(TableColumn("group", lambda row: group_words(row["group"], judged.groups.by, names)))
     columns += [
-        Column("loss", lambda row: number(row["loss"]), True),
-        Column("gradient norm", lambda row: number(row["grad_norm"]), True),
+        TableColumn("loss", lambda row: number(row["loss"]), True),
+        TableColumn("gradient norm", lambda row: number(row["grad_norm"]), True),
     ]
     score = str(judged.score)
     if score not in ("loss", "grad_norm", "log_norm") and score in samples:
-        columns.append(Column(score, lambda row: number(row[score]), True))
-    columns.append(Column("percentile", lambda row: percentile(row["percentile"]), True))
+        columns.append(TableColumn(score, lambda row: number(row[score]), True))
+    columns.append(TableColumn("percentile", lambda row: percentile(row["percentile"]), True))
     if "q_value" in there:
-        columns.append(Column("q-value", lambda row: number(row["q_value"]), True))
+        columns.append(TableColumn("q-value", lambda row: number(row["q_value"]), True))
     return table("top", "The first ranks", columns, top_samples(samples, n).to_dict("records"))
 
 

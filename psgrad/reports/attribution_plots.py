@@ -8,7 +8,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from psgrad.reports.attribution import (
+from psgrad.reports.attribution_section import (
     ADDITIVE,
     Passage,
     attribution_measures,
@@ -20,6 +20,7 @@ from psgrad.reports.attribution import (
     unit_of,
     unit_words,
 )
+from psgrad.reports.colour_scale import LOWERS, RAISES, scale_of, shade
 from psgrad.reports.drawing import (
     GRID,
     INK,
@@ -33,7 +34,6 @@ from psgrad.reports.drawing import (
     write,
 )
 from psgrad.reports.pictures import to_rgb
-from psgrad.reports.shades import LOWERS, RAISES, scale_of, shade
 from psgrad.reports.words import identifier, number, shorten_middle
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from psgrad.reports.privacy import RELATIONS
-from psgrad.reports.tables import Column, Table, table
+from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.terminal import facts_lines, json_values, print_table, write_json
 from psgrad.reports.words import count, number, printable
 from psgrad.results import AuditBound, DPAuditResult, NeighbourPair
@@ -93,10 +93,10 @@ def bounds_table(result: DPAuditResult) -> Table:
     it counted.
     """
     columns = [
-        Column("epsilon >=", lambda bound: number(bound.epsilon), True),
-        Column("noise <=", share_words, True),
-        Column("of", lambda bound: bound.method),
-        Column("from", lambda bound: bound.evidence),
+        TableColumn("epsilon >=", lambda bound: number(bound.epsilon), True),
+        TableColumn("noise <=", share_words, True),
+        TableColumn("of", lambda bound: bound.method),
+        TableColumn("from", lambda bound: bound.evidence),
     ]
     return table("", "Bounds", columns, result.bounds)
 
@@ -111,10 +111,10 @@ def share_words(bound: AuditBound) -> str:
 def pairs_table(result: DPAuditResult) -> Table:
     """A row a pair of neighbours: how far their sums are apart, as a share of the declared sensitivity."""
     columns = [
-        Column("neighbours, with the same random numbers", lambda pair: printable(pair.pair)),
-        Column("distance", lambda pair: number(pair.distance), True),
-        Column("of the sensitivity", _ratio, True),
-        Column("", lambda pair: "" if pair.holds else "VIOLATION"),
+        TableColumn("neighbours, with the same random numbers", lambda pair: printable(pair.pair)),
+        TableColumn("distance", lambda pair: number(pair.distance), True),
+        TableColumn("of the sensitivity", _ratio, True),
+        TableColumn("", lambda pair: "" if pair.holds else "VIOLATION"),
     ]
     return table("", "Neighbours", columns, result.pairs)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from psgrad.reports.ci.as_csv import cell
-from psgrad.reports.ci.markdown import code, plain
-from psgrad.reports.ci.words import clean
-from psgrad.reports.tables import Column, Table, table
+from psgrad.reports.ci_data import cell
+from psgrad.reports.ci_text import code, plain
+from psgrad.reports.ci_words import clean
+from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.terminal import print_table, write_json
 from psgrad.reports.words import MISSING, count, identifier, number, percentile
 from psgrad.results.findings import Comparison
@@ -60,31 +60,31 @@ def tables(result: Comparison) -> list[Table]:
     return found
 
 
-def _number(words: str, key: str) -> Column:
-    return Column(words, lambda row: number(row[key]), True)
+def _number(words: str, key: str) -> TableColumn:
+    return TableColumn(words, lambda row: number(row[key]), True)
 
 
-def _percentile(words: str, key: str) -> Column:
-    return Column(words, lambda row: MISSING if pd.isna(row[key]) else percentile(row[key]), True)
+def _percentile(words: str, key: str) -> TableColumn:
+    return TableColumn(words, lambda row: MISSING if pd.isna(row[key]) else percentile(row[key]), True)
 
 
-def _count(words: str, key: str) -> Column:
-    return Column(words, lambda row: f"{row[key]:,}", True)
+def _count(words: str, key: str) -> TableColumn:
+    return TableColumn(words, lambda row: f"{row[key]:,}", True)
 
 
 _CHANGES = (
-    Column("sample", lambda row: clean(identifier(row["id"])), key="id"),
+    TableColumn("sample", lambda row: clean(identifier(row["id"])), key="id"),
     _number("score in A", "score_a"),
     _number("score in B", "score_b"),
     _percentile("percentile in A", "percentile_a"),
     _percentile("percentile in B", "percentile_b"),
-    Column("moved", lambda row: MISSING if pd.isna(row["moved"]) else f"{row['moved']:+.2f}", True),
-    Column("list", lambda row: row["list"], True),
+    TableColumn("moved", lambda row: MISSING if pd.isna(row["moved"]) else f"{row['moved']:+.2f}", True),
+    TableColumn("list", lambda row: row["list"], True),
 )
 _GROUPS = (
-    Column("group", lambda row: clean(identifier(row["group"])), key="id"),
+    TableColumn("group", lambda row: clean(identifier(row["group"])), key="id"),
     _count("samples", "samples"),
-    Column("rank correlation", lambda row: correlation(row["spearman"]), True),
+    TableColumn("rank correlation", lambda row: correlation(row["spearman"]), True),
     _number("median in A", "median_a"),
     _number("median in B", "median_b"),
     _count("entered", "entered"),

@@ -8,7 +8,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
-from psgrad.reports.ci.words import clean
+from psgrad.reports.ci_words import clean
 from psgrad.reports.comparison import sentences, tables
 from psgrad.reports.drawing import DARK, DASHES, QUIET, REST, Plot, figure_with_axes, say_empty
 from psgrad.reports.outliers import score_words

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 import pandas as pd
 
-from psgrad.reports.tables import Column, Table, Writer, table
+from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.terminal import facts_lines, print_table, write_json
 from psgrad.reports.words import MISSING, count, printable
 from psgrad.results.influence import HEADLINE, EvaluationResult, evaluation_content
@@ -104,8 +104,11 @@ def ceiling_words(facts: Mapping[str, Any]) -> str:
 def evaluation_table(result: EvaluationResult) -> Table:
     """A row a method, the best first, controls in their places among them."""
     columns = [
-        Column("method", method_name),
-        *(Column(words.format(main=result.method), write, True) for words, write in _COLUMNS[result.kind]),
+        TableColumn("method", method_name),
+        *(
+            TableColumn(words.format(main=result.method), write, True)
+            for words, write in _COLUMNS[result.kind]
+        ),
     ]
     rows = ordered(result.table, result.kind).to_dict("records")
     return table("", "How well the scores did", columns, rows)

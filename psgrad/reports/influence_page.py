@@ -12,11 +12,9 @@ import pandas as pd
 from markupsafe import Markup
 
 from psgrad.reports.drawing import Plot
-from psgrad.reports.influence_coverage import coverage_sections
 from psgrad.reports.influence_plots import draw_influence_plots
-from psgrad.reports.influence_questions import next_step, question_sections
+from psgrad.reports.influence_sections import coverage_sections, next_step, question_sections, token_sections
 from psgrad.reports.influence_sheets import MAX_SHEETS, PER_SIDE, differs_note
-from psgrad.reports.influence_tokens import token_sections
 from psgrad.reports.influence_words import (
     Example,
     agreement_words,
@@ -52,7 +50,7 @@ from psgrad.reports.sections import (
     this_run,
     title_of,
 )
-from psgrad.reports.tables import Column, Table, table
+from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import FACT_LIMIT, MISSING, brief, identifier, label, number
 from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, disagrees, has_classes
 from psgrad.results.manifest import read_manifest
@@ -248,18 +246,18 @@ def _coloured(score: str, sign: str) -> str:
 def example_table(shown: Sequence[Example], sign: str) -> Table:
     """A row an example of one sign."""
     columns = [
-        Column("rank", lambda each: str(each.rank), True),
-        Column("score", lambda each: _coloured(each.score, sign), True),
+        TableColumn("rank", lambda each: str(each.rank), True),
+        TableColumn("score", lambda each: _coloured(each.score, sign), True),
     ]
     if any(each.spread for each in shown):
-        columns.append(Column("over checkpoints", lambda each: each.spread))
+        columns.append(TableColumn("over checkpoints", lambda each: each.spread))
     if any(each.stability for each in shown):
-        columns.append(Column("stable", lambda each: each.stability, True))
-    columns.append(Column("id", lambda each: each.id, key="id"))
+        columns.append(TableColumn("stable", lambda each: each.stability, True))
+    columns.append(TableColumn("id", lambda each: each.id, key="id"))
     if any(each.label != MISSING for each in shown):
         columns += [
-            Column("label", lambda each: each.label),
-            Column("prediction", lambda each: _bold(each.prediction, each.differs)),
+            TableColumn("label", lambda each: each.label),
+            TableColumn("prediction", lambda each: _bold(each.prediction, each.differs)),
         ]
     return table("", f"{sign.capitalize()} most", columns, shown, tall=False)
 
@@ -284,16 +282,16 @@ def self_influences(result: InfluenceResult) -> Table:
         score = signed(row.get("overall", float("nan")))
         return _coloured(score, "hurts" if score.startswith("-") else "helps")
 
-    columns = [Column("id", lambda row: identifier(row["id"]), key="id")]
+    columns = [TableColumn("id", lambda row: identifier(row["id"]), key="id")]
     if has_classes(result.training):
         columns += [
-            Column("label", lambda row: label(row.get("target"), names)),
-            Column("prediction", lambda row: _bold(label(row.get("prediction"), names), row["differs"])),
+            TableColumn("label", lambda row: label(row.get("target"), names)),
+            TableColumn("prediction", lambda row: _bold(label(row.get("prediction"), names), row["differs"])),
         ]
     columns += [
-        Column("loss", lambda row: number(row["loss"]), True),
-        Column("self-influence", lambda row: number(row["self_influence"]), True),
-        Column("score, mean over queries", mean, True),
+        TableColumn("loss", lambda row: number(row["loss"]), True),
+        TableColumn("self-influence", lambda row: number(row["self_influence"]), True),
+        TableColumn("score, mean over queries", mean, True),
     ]
     rows = largest.assign(differs=disagrees(largest)).to_dict("records")
     return table("", f"The {len(rows)} largest as a table", columns, rows, tall=False)

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 import pandas as pd
 
-from psgrad.reports.influence_questions import question_tables
+from psgrad.reports.influence_sections import question_tables
 from psgrad.reports.influence_words import (
     Example,
     agreement_words,
@@ -21,7 +21,7 @@ from psgrad.reports.influence_words import (
     reported_queries,
     search_words,
 )
-from psgrad.reports.tables import Column, Table, Writer, table
+from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.terminal import print_table, write_json
 from psgrad.reports.words import MISSING, amount, count
 from psgrad.results import ALL_INDEX, SIGN, IndexResult, InfluenceResult
@@ -94,13 +94,16 @@ def sides_table(proponents: list[Example], opponents: list[Example]) -> Table:
     both = [*proponents, *opponents]
     spread, classes = any(each.spread for each in both), any(each.label != MISSING for each in both)
     stability = any(each.stability for each in both)
-    columns = [Column("rank", lambda pair: str(pair[0]), True)]
+    columns = [TableColumn("rank", lambda pair: str(pair[0]), True)]
     for place, heading in ((1, "helps"), (2, "hurts")):
-        columns.append(Column(heading, _of(place, "score"), True))
-        columns += [Column("±", _of(place, "spread"))] if spread else []
-        columns += [Column("stable", _of(place, "stability"), True)] if stability else []
-        columns.append(Column("id", _of(place, "id")))
-        columns += [Column("label", _of(place, "label")), Column("model", _of(place, "prediction"))] * classes
+        columns.append(TableColumn(heading, _of(place, "score"), True))
+        columns += [TableColumn("±", _of(place, "spread"))] if spread else []
+        columns += [TableColumn("stable", _of(place, "stability"), True)] if stability else []
+        columns.append(TableColumn("id", _of(place, "id")))
+        columns += [
+            TableColumn("label", _of(place, "label")),
+            TableColumn("model", _of(place, "prediction")),
+        ] * classes
     pairs = enumerate(zip_longest(proponents, opponents), start=1)
     return table("", "Helps and hurts most", columns, [(rank, *pair) for rank, pair in pairs])
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from psgrad.reports.tables import Column, Table, table
+from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import FACT_LIMIT, MISSING, brief, identifier, label, number, percent
 from psgrad.results import (
     ALL_INDEX,
@@ -47,7 +47,7 @@ _METHODS = {
 class Example:
     """A query, or a training example beside it.
 
-    score: written out, with a ! behind it where it is beyond what the query's loss can fall by; empty for a
+    score: as text, with a ! behind it where it is beyond what the query's loss can fall by; empty for a
     query. spread: its standard deviation over checkpoints, "± 0.002"; empty where there is none. stability:
     the share of the checkpoints that rank it among the strongest, "80%"; empty where there is one. differs:
     whether the model's prediction is another class than the label.
@@ -162,14 +162,14 @@ def check_table(result: InfluenceResult) -> Table:
     one that was found.
     """
     columns = [
-        Column("without", lambda each: identifier(each.train_id), key="id"),
-        Column(
+        TableColumn("without", lambda each: identifier(each.train_id), key="id"),
+        TableColumn(
             "change of",
             lambda each: "itself" if each.query_index is None else identifier(each.query_id),
             key="id",
         ),
-        Column("predicted", lambda each: signed(each.predicted), True),
-        Column("found", lambda each: signed(each.found), True),
+        TableColumn("predicted", lambda each: signed(each.predicted), True),
+        TableColumn("found", lambda each: signed(each.found), True),
     ]
     removals = [] if result.check is None else result.check.removals
     return table("", "The largest changes, predicted and found", columns, removals)

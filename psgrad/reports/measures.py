@@ -9,7 +9,7 @@ import pandas as pd
 
 from psgrad.reports.drawing import Plot
 from psgrad.reports.sections import Facts, Fold, Meanings, Part, Section, Subtitle, Text, image
-from psgrad.reports.tables import Column, Table, Writer, table
+from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.words import FACT_LIMIT, brief, cell, key_of, label, listed, number, words_of
 from psgrad.results import AnalyzeResult, MeasureResult
 from psgrad.wording import listed_names
@@ -58,7 +58,7 @@ def about_parts(measure: MeasureResult) -> Iterator[Part]:
     if measure.meanings:
         yield Meanings(
             [
-                Column(words_of(column), meaning=brief(meaning, FACT_LIMIT))
+                TableColumn(words_of(column), meaning=brief(meaning, FACT_LIMIT))
                 for column, meaning in measure.meanings.items()
             ]
         )
@@ -85,7 +85,7 @@ def frame_table(
         named = class_names is not None and name in CLASS_COLUMNS
         write = _at(place, (lambda value: label(value, class_names)) if named else cell)
         numeric = pd.api.types.is_numeric_dtype(shown.dtypes.iloc[place]) and not named
-        columns.append(Column(words_of(name), write, numeric, key_of(name)))
+        columns.append(TableColumn(words_of(name), write, numeric, key_of(name)))
     rows = zip(*(shown.iloc[:, place].tolist() for place in range(shown.shape[1])), strict=True)
     sizes = ((len(frame), MAX_ROWS, "rows"), (frame.shape[1], MAX_COLUMNS, "columns"))
     left_out = " and ".join(f"{there:,} {what}" for there, most, what in sizes if there > most)

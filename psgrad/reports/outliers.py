@@ -11,7 +11,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from psgrad.reports.sections import Bullets, Facts, Part, Subtitle, Text
-from psgrad.reports.tables import Column, Mark, Table, table
+from psgrad.reports.tables import Mark, Table, TableColumn, table
 from psgrad.reports.words import (
     FACT_LIMIT,
     brief,
@@ -51,7 +51,7 @@ def listed_words(result: AnalyzeResult) -> str:
 
 
 @dataclass(frozen=True)
-class Rankings:
+class RankingComparison:
     """Two orders of the same samples. top: how many first ranks are compared. offers_loss: whether the loss
     is not the score yet. disagree: whether their tops do.
     """
@@ -63,7 +63,7 @@ class Rankings:
     headline: list[tuple[str, str]]
 
 
-def rankings_of(facts: OutlierFacts) -> Rankings | None:
+def rankings_of(facts: OutlierFacts) -> RankingComparison | None:
     """Whether the score and the loss name the same samples first; None where that is not known."""
     rho, top, shared = facts.loss_agreement.spearman, facts.loss_agreement.top, facts.loss_agreement.shared
     if rho is None or not top or shared is None:
@@ -84,7 +84,7 @@ def rankings_of(facts: OutlierFacts) -> Rankings | None:
         (f"{shared:,} of {top:,}", f"first by {score} are also first by {other}"),
         (correlation(rho), f"rank correlation of {score} and {other}"),
     ]
-    return Rankings(sentence, top, other == "loss", disagree, headline)
+    return RankingComparison(sentence, top, other == "loss", disagree, headline)
 
 
 def _overlap(shared: int, top: int, score: str, other: str, only: str = "") -> str:
@@ -237,27 +237,27 @@ def _facts(facts: OutlierFacts) -> Iterator[tuple[str, str]]:
 def group_table(facts: OutlierFacts, class_names: Sequence[str] | None) -> Table:
     """A row a group, where samples were compared within groups."""
     columns = [
-        Column("group", lambda pair: pair[0], key="group"),
-        Column("samples", lambda pair: cell(pair[1].samples), True, "samples"),
+        TableColumn("group", lambda pair: pair[0], key="group"),
+        TableColumn("samples", lambda pair: cell(pair[1].samples), True, "samples"),
     ]
     if facts.referenced:
         columns += [
-            Column("trusted samples", lambda pair: cell(pair[1].reference), True, "reference"),
-            Column(
+            TableColumn("trusted samples", lambda pair: cell(pair[1].reference), True, "reference"),
+            TableColumn(
                 "smallest p-value",
                 lambda pair: cell(pair[1].smallest_p),
                 True,
                 "smallest_p",
                 "the least that this group's reference can give (probability)",
             ),
-            Column(
+            TableColumn(
                 "smallest number that can be named",
                 lambda pair: cell(pair[1].smallest_flaggable),
                 True,
                 "smallest_flaggable",
                 "fewer outliers than that can't be told (samples)",
             ),
-            Column(
+            TableColumn(
                 "evaluable",
                 lambda pair: cell(pair[1].evaluable),
                 key="evaluable",

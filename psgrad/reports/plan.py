@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TextIO
 
-from psgrad.reports.tables import Column, Table, table
+from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.terminal import print_table, write_json
 from psgrad.reports.words import amount, count, duration, number, printable
 from psgrad.results import PlanResult, ProcessesPlan
@@ -27,12 +27,12 @@ def plan_table(result: PlanResult) -> Table:
     """One row a parameter: its shape, its terms, how they are contracted, and what that takes a sample."""
     names = parameter_names([row.parameter for row in result.parameters], 60)
     columns = [
-        Column("parameter", lambda pair: pair[0]),
-        Column("shape", lambda pair: pair[1].shape, True),
-        Column("terms", lambda pair: pair[1].terms),
-        Column("order", lambda pair: pair[1].way),
-        Column("us a sample", lambda pair: number(pair[1].microseconds), True),
-        Column("bytes a sample", lambda pair: f"{pair[1].bytes:,}", True),
+        TableColumn("parameter", lambda pair: pair[0]),
+        TableColumn("shape", lambda pair: pair[1].shape, True),
+        TableColumn("terms", lambda pair: pair[1].terms),
+        TableColumn("order", lambda pair: pair[1].way),
+        TableColumn("us a sample", lambda pair: number(pair[1].microseconds), True),
+        TableColumn("bytes a sample", lambda pair: f"{pair[1].bytes:,}", True),
     ]
     return table("", "Parameters", columns, zip(names, result.parameters, strict=True))
 

@@ -8,7 +8,7 @@ import math
 from decimal import ROUND_CEILING, Context
 from typing import Any, TextIO
 
-from psgrad.reports.tables import Column, Table, Writer, table
+from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.terminal import facts_lines, print_table, write_json
 from psgrad.reports.words import MISSING, count, number
 from psgrad.results import DPPlanResult, DPStepResult
@@ -103,7 +103,7 @@ def write_step(result: DPStepResult, style: str, stream: TextIO) -> None:
 def write_private_steps(result: DPStepResult, stream: TextIO) -> None:
     """The latest steps' batch sizes, losses and norms, under the warning that they are not private."""
     stream.write(f"{PRIVATE_WARNING}\n")
-    columns = [Column(name.replace("_", " "), _cell(name), True) for name in result.steps.columns]
+    columns = [TableColumn(name.replace("_", " "), _cell(name), True) for name in result.steps.columns]
     print_table(table("", "Steps", columns, result.steps.tail(SHOWN_STEPS).to_dict("records")), stream)
 
 
@@ -177,12 +177,12 @@ def plan_table(result: DPPlanResult) -> Table:
     accountant.
     """
     columns = [
-        Column("noise multiplier", lambda row: number(row.noise_multiplier), True),
-        Column("noise std on the sum", lambda row: number(row.noise_std), True),
-        Column("epsilon (RDP)", lambda row: epsilon(row.epsilon_rdp), True),
-        Column("epsilon (PLD)", lambda row: epsilon(row.epsilon_pld), True),
-        Column("steps", lambda row: f"{result.setting['planned_steps']:,}", True),
-        Column("", lambda row: "* configured" if row.configured else ""),
+        TableColumn("noise multiplier", lambda row: number(row.noise_multiplier), True),
+        TableColumn("noise std on the sum", lambda row: number(row.noise_std), True),
+        TableColumn("epsilon (RDP)", lambda row: epsilon(row.epsilon_rdp), True),
+        TableColumn("epsilon (PLD)", lambda row: epsilon(row.epsilon_pld), True),
+        TableColumn("steps", lambda row: f"{result.setting['planned_steps']:,}", True),
+        TableColumn("", lambda row: "* configured" if row.configured else ""),
     ]
     return table("", "Noise multipliers", columns, result.rows)
 

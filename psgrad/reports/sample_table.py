@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from psgrad.reports.tables import Column, Mark, Table, Writer, table
+from psgrad.reports.tables import Mark, Table, TableColumn, Writer, table
 from psgrad.reports.words import (
     MISSING,
     brief,
@@ -115,10 +115,10 @@ def values_table(result: AnalyzeResult) -> Table | None:
         return lambda row: value_words(row["_values"].get(name))
 
     columns = [
-        Column("rank", lambda row: str(row["rank"]), True, "rank", sorted=True),
-        Column("id", lambda row: identifier(row["id"]), key="id"),
+        TableColumn("rank", lambda row: str(row["rank"]), True, "rank", sorted=True),
+        TableColumn("id", lambda row: identifier(row["id"]), key="id"),
         *(column_of(each, result) for each in ("target", "prediction") if each in result.samples),
-        *(Column(brief(name, 60), value_of(name), True, key_of(name)) for name in names[:MAX_VALUES]),
+        *(TableColumn(brief(name, 60), value_of(name), True, key_of(name)) for name in names[:MAX_VALUES]),
     ]
     note = f"The first {MAX_VALUES} of {len(names):,} values are shown." if len(names) > MAX_VALUES else ""
     return table(
@@ -131,7 +131,7 @@ def values_table(result: AnalyzeResult) -> Table | None:
     )
 
 
-def column_of(name: str, result: AnalyzeResult) -> Column:
+def column_of(name: str, result: AnalyzeResult) -> TableColumn:
     """A column of the table of samples by its name: its heading, and how its values are written."""
     manifest = read_manifest(result.manifest)
     write = _writer(name, result.class_names)
@@ -145,7 +145,7 @@ def column_of(name: str, result: AnalyzeResult) -> Column:
     if name not in KNOWN and name not in LAST:
         brought = [each.meanings[name] for each in result.measures.values() if name in each.meanings]
         meaning = brief(brought[-1] if brought else "", 300)
-    return Column(
+    return TableColumn(
         words,
         lambda row: write(row[name]),
         numeric=name not in _WORDS,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from markupsafe import Markup
 
-from psgrad.reports.tables import Column, Pairs, Table
+from psgrad.reports.tables import Pairs, Table, TableColumn
 from psgrad.reports.words import FACT_LIMIT, brief, number
 from psgrad.results.manifest import RunManifest, SelfCheckFacts
 
@@ -68,7 +68,7 @@ class Facts:
 class Meanings:
     """What columns say, and their units, to be unfolded."""
 
-    columns: Sequence[Column]
+    columns: Sequence[TableColumn]
     kind: ClassVar[str] = "meanings"
 
 

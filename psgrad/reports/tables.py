@@ -11,7 +11,7 @@ Writer = Callable[[Any], str]
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """A column of a table: its heading, and how a row's cell is written.
 
     key: by which the filter knows it; meaning: what it says, with its unit; sorted: whether the rows are in
@@ -54,7 +54,7 @@ class Table:
 
     name: str
     caption: str
-    columns: Sequence[Column]
+    columns: Sequence[TableColumn]
     rows: Sequence[Row]
     note: str = ""
     tall: bool = True
@@ -65,7 +65,7 @@ class Table:
 def table(
     name: str,
     caption: str,
-    columns: Sequence[Column],
+    columns: Sequence[TableColumn],
     things: Iterable[Any],
     mark: Callable[[Any], Mark] | None = None,
     **options: Any,

@@ -14,7 +14,7 @@ import rich.table
 from rich.console import Console
 from rich.text import Text
 
-from psgrad.reports.tables import Column, Pairs, Table, table
+from psgrad.reports.tables import Pairs, Table, TableColumn, table
 from psgrad.reports.words import printable
 
 # Wide enough that a table in a pipe or a file is never cut to some screen's width.
@@ -57,7 +57,7 @@ def write_listing(headings: Sequence[str], rows: Sequence[Sequence[str]], style:
         stream.writelines(f"| {' | '.join(cells)} |\n" for cells in lines)
     else:
         columns = [
-            Column(words, lambda row, place=place: row[place])  # type: ignore[misc]
+            TableColumn(words, lambda row, place=place: row[place])  # type: ignore[misc]
             for place, words in enumerate(headings)
         ]
         print_table(table("list", "", columns, rows), stream)

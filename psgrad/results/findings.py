@@ -20,12 +20,12 @@ RULES: Mapping[str, str] = {
     "zero-gradient": "the gradient of the sample is exactly zero: it would not move the model",
     "review": "among the samples to look at first; a list, not a verdict",
 }
-"""The rules by which samples are named, the gravest first, and what each says."""
+"""The rules by which samples are named, the most severe first, and what each says."""
 
 Level = Literal["error", "warning", "note"]
 
 FINDINGS_OF_A_RULE = 25_000
-"""How many findings of one rule are kept, the gravest: a model that is broken would name each sample of a
+"""How many findings of one rule are kept, the most severe: a model that is broken would name each sample of a
 dataset.
 """
 
@@ -46,7 +46,7 @@ class Finding:
 
     Attributes:
         rule: a key of RULES.
-        level: how grave.
+        level: how severe.
         id, index: of the sample; index is its row, from 0.
         fingerprint: 32 hexadecimal digits of the rule and the sample's id or content, not of its row or its
             values: the same finding has the same one in every run.
@@ -118,8 +118,8 @@ class CheckResult(ShortRepr):
     """The gate's verdict on a run.
 
     Attributes:
-        outcomes: one for each rule that the config sets.
-        findings: the gravest rule first; of a rule those that are new first, then by rank, then by row; at
+        outcomes: one for each rule that the config sets. findings: the most severe rule first; of a rule
+        those that are new first, then by rank, then by row; at
             most FINDINGS_OF_A_RULE of each.
         warnings: sentences (baseline entries that are gone, ignore entries that expired).
         run: the run folder's path, as given.

@@ -13,8 +13,7 @@ import numpy as np
 import pandas as pd
 
 from psgrad.results.analyze import TopSample, disagrees
-from psgrad.results.influence_questions import QuestionTables
-from psgrad.results.influence_tokens import TokenPair
+from psgrad.results.influence_details import QuestionTables, TokenPair
 from psgrad.wording import ShortRepr
 
 Array = np.ndarray[Any, Any]
@@ -296,7 +295,7 @@ HEADLINE: Mapping[str, str] = {
     **{"lds": "mean", "loo": "pearson", "mislabel": "auc"},
     **{"removal": "rise", "groups": "pearson", "curve": "rise"},
 }
-# The control that knows nothing.
+# The control without any information.
 RANDOM = "random"
 # Columns that stand in evaluation.json as one list.
 _INTERVALS = {"low": ("interval", "high"), "ahead_low": ("ahead_interval", "ahead_high")}

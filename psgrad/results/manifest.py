@@ -240,7 +240,7 @@ class InfluenceFacts:
 
     checkpoints: path, sha256 and learning_rate of each. queries: rows and fingerprint. fit: the facts of the
         method at each checkpoint. coverage: by parts of the model, which of its parameters scores are about;
-        see psgrad.workflows.influence_coverage. search: of an approximate search of an index, which share of
+        see psgrad.workflows.influence_tables. search: of an approximate search of an index, which share of
         the strongest rows it has found.
     """
 
@@ -266,7 +266,7 @@ class RunManifest:
     """manifest.json.
 
     config: as resolved. config_folder: what its paths are relative to. versions: name -> version. hashes: see
-    psgrad.workflows.identity. identity: all that the rows of `psgrad analyze` depend on. run: the hash of
+    psgrad.workflows.run_identity. identity: all that the rows of `psgrad analyze` depend on. run: the hash of
     the identity that the run began with, which its shards have too. limit: of --limit, None for the whole
     dataset. sampled_by: the seed by which its rows were drawn; None for the first ones.
     ranks: of a run by several processes, the backend and each process's host, rows (of a private run

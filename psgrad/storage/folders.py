@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from psgrad.errors import OutputError, OutputExistsError
-from psgrad.storage import files
+from psgrad.storage import durable_files
 from psgrad.storage.ledger_lines import has_begun
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class RunFolder:
             else:
                 # Norms and losses reveal single training examples: a new folder is readable by its owner
                 # only.
-                files.make_folder(path, 0o700)
+                durable_files.make_folder(path, 0o700)
         except OSError as error:
             raise _unusable(path, error) from error
         run.write_manifest({"state": "running"})
@@ -119,7 +119,7 @@ class RunFolder:
                     f"the output {path} exists and is not a folder", next_step="choose another --output"
                 )
             # A run that was killed while it wrote its first file leaves the beginning of that file.
-            if set(path.iterdir()) <= set(files.leftovers_of(path / MANIFEST)):
+            if set(path.iterdir()) <= set(durable_files.leftovers_of(path / MANIFEST)):
                 return
         except OSError as error:
             raise _unusable(path, error) from error
@@ -163,7 +163,7 @@ class RunFolder:
         for name in OWN_ENTRIES:
             _remove(self.path / name)
         for name in (*OWN_ENTRIES, MANIFEST):
-            for leftover in files.leftovers_of(self.path / name):
+            for leftover in durable_files.leftovers_of(self.path / name):
                 leftover.unlink()
 
     def finish_samples(self, frame: pd.DataFrame) -> None:
@@ -256,13 +256,13 @@ class RunFolder:
         """
         target = self.path / name
         try:
-            files.make_folder(target.parent)
-            files.write_atomically(target, data)
+            durable_files.make_folder(target.parent)
+            durable_files.write_atomically(target, data)
         except OSError as error:
             raise self._explain(error, target, len(data)) from error
 
     def _explain(self, error: OSError, target: Path, wanted: int) -> OutputError:
-        if error.errno not in files.NO_SPACE:
+        if error.errno not in durable_files.NO_SPACE:
             return OutputError(
                 f"{target} can't be written: {error.strerror or error}",
                 next_step="check the folder and its permissions",

@@ -7,19 +7,22 @@ import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
-from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from psgrad import __version__
 from psgrad.errors import OutputError, OutputExistsError
-from psgrad.storage import files
-from psgrad.storage.index_layout import Layout
-from psgrad.wording import shorten_middle
+from psgrad.storage import durable_files, index_files
+from psgrad.storage.index_description import (
+    IndexLayout,
+    as_stored,
+    differences_of,
+    differs_in_data_alone,
+    shortened,
+)
+from psgrad.storage.index_files import Arrays
 
 DESCRIPTION = "index.json"
 _LAYOUT = "layout"  # of index.json, after updates
@@ -31,16 +34,6 @@ _UPDATE = "psgrad influence index CONFIG --update"
 _OVERWRITE = "build the index again: psgrad influence index CONFIG --overwrite"
 _SHOWN = 6
 _SECONDS_TO_MAKE_FOLDER = 60.0  # a part that begins does so within this time, and others wait for it
-_SEAL = "psgrad"  # of a file's metadata: which index it is of, and the hash of its numbers
-
-# Numbers of a file by the names that safetensors has for them.
-_DTYPES = {
-    name: f"<{kind.lower()}{int(bits) // 8}"
-    for name in ("F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
-    for kind, bits in [(name[0], name[1:])]
-}
-
-Arrays = dict[str, np.ndarray]
 
 
 class GradientIndex:
@@ -70,9 +63,9 @@ class GradientIndex:
         layout: which stored rows the rows are.
     """
 
-    def __init__(self, path: Path, description: Mapping[str, Any], layout: Layout | None = None) -> None:
+    def __init__(self, path: Path, description: Mapping[str, Any], layout: IndexLayout | None = None) -> None:
         self.path, self.description = path, dict(description)
-        self.layout = Layout.of_new(int(description["rows"])) if layout is None else layout
+        self.layout = IndexLayout.of_new(int(description["rows"])) if layout is None else layout
         said = self.description | ({_LAYOUT: self.layout.content()} if self.layout.updates else {})
         self._id = sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
@@ -107,12 +100,12 @@ class GradientIndex:
                     expected="a folder",
                     next_step="choose another influence.index.path",
                 )
-            files.make_folder(path, 0o700)  # gradients tell about single training examples
-            index = cls(path, _plain(description))
+            durable_files.make_folder(path, 0o700)  # gradients tell about single training examples
+            index = cls(path, as_stored(description))
             # First: an earlier index with only a part of its files is unfinished, and refused as such.
             (path / _NEXT).unlink(missing_ok=True)
             index._remove_files()
-            files.write_atomically(path / DESCRIPTION, index._content())
+            durable_files.write_atomically(path / DESCRIPTION, index._content())
         except OSError as error:
             raise _not_writable(path, error) from error
         return index
@@ -139,13 +132,13 @@ class GradientIndex:
         places: [n], for each row of the new description the stored row of `current` that it is, or -1 for one
         that is to be written: these are `new_rows`, in order.
         """
-        index = cls(current.path, _plain(description), current.layout.updated(places, current._id))
+        index = cls(current.path, as_stored(description), current.layout.updated(places, current._id))
         target = index.path / _NEXT
         try:
             if not target.exists() or cls._read(index.path, _NEXT)._id != index._id:
                 target.unlink(missing_ok=True)
                 current._remove_files(but={current.file(*each) for each in current._files()})
-                files.write_atomically(target, index._content())
+                durable_files.write_atomically(target, index._content())
         except OSError as error:
             raise _not_writable(index.path, error) from error
         return index
@@ -153,7 +146,7 @@ class GradientIndex:
     def finish_update(self) -> None:
         """Put an update whose files are all written in the place of the index that it updates."""
         try:
-            files.write_atomically(self.path / DESCRIPTION, self._content())
+            durable_files.write_atomically(self.path / DESCRIPTION, self._content())
             (self.path / _NEXT).unlink(missing_ok=True)
             self._remove_leftovers()
         except OSError as error:
@@ -233,11 +226,11 @@ class GradientIndex:
             )
         content.pop("version", None)  # for people
         layout = content.pop(_LAYOUT, None)
-        return cls(path, content, None if layout is None else Layout.read(layout))
+        return cls(path, content, None if layout is None else IndexLayout.read(layout))
 
     def differences(self, expected: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """(name, expected, found) of each value of a description that differs here."""
-        return list(_differences(_plain(expected), self.description, ""))
+        return list(differences_of(as_stored(expected), self.description, ""))
 
     def require(self, expected: Mapping[str, Any]) -> None:
         """Raises OutputError, naming what differs, unless the description has all these values."""
@@ -246,11 +239,11 @@ class GradientIndex:
             more = f", and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
             names = ", ".join(name for name, _, _ in different[:_SHOWN])
             first, wanted, actual = different[0]
-            follow = f"let it follow its data: {_UPDATE}; or " if _is_of_data(different) else ""
+            follow = f"let it follow its data: {_UPDATE}; or " if differs_in_data_alone(different) else ""
             raise OutputError(
                 f"the index {self.path} is of something else: {names}{more}"
                 f" differ{'s' if len(different) == 1 else ''}",
-                expected=f"{first}: {_short(wanted)}; the index has {_short(actual)}",
+                expected=f"{first}: {shortened(wanted)}; the index has {shortened(actual)}",
                 cause="model, data or settings were changed since it was built",
                 next_step=(
                     f"{follow}put them back, or build an index of its own in another folder"
@@ -293,30 +286,13 @@ class GradientIndex:
 
     def write(self, checkpoint: int, shard: int | None, arrays: Mapping[str, np.ndarray]) -> None:
         """Write a shard, or the sums, all at once. Raises OutputError, and leaves no part of it."""
-        target = self.file(checkpoint, shard)
-        whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        # One entry: safetensors writes several in any order, and the bytes of equal indexes would differ.
-        data = save(whole, metadata={_SEAL: f"{self._seal(shard)} {_digest(whole)}"})
-        try:
-            files.make_folder(target.parent)
-            files.write_atomically(target, data)
-            for leftover in files.leftovers_of(target):  # of a process that was killed
-                leftover.unlink()
-        except OSError as error:
-            full = error.errno in files.NO_SPACE
-            raise OutputError(
-                f"{target} can't be written: {error.strerror or error}",
-                expected=f"{len(data):,} free bytes for this file" if full else None,
-                cause="no space; the shards that were written before are whole" if full else None,
-                next_step=(
-                    f"free some space, then {self._again}" if full else "check the folder and its permissions"
-                ),
-            ) from error
+        target, seal = self.file(checkpoint, shard), self._seal(shard)
+        index_files.write(target, arrays, seal, next_step=f"free some space, then {self._again}")
 
     def read(self, checkpoint: int, shard: int | None) -> Arrays:
         """All arrays of a file."""
         with self._opened(checkpoint, shard) as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a handle, no dict)
+            return index_files.arrays_of(file)
 
     def blocks(
         self,
@@ -339,9 +315,9 @@ class GradientIndex:
             with self._opened(checkpoint, shard) as file:
                 stored = file.keys()  # a file can't be iterated over itself
             wanted = [name for name in stored if names is None or name in names]
-            mapped = _mapped(self.file(checkpoint, shard), wanted)
+            mapped = index_files.mapped(self.file(checkpoint, shard), wanted)
             for start in own:
-                some = _as_slice(rows[start : start + most])
+                some = index_files.as_slice(rows[start : start + most])
                 yield row + start, {name: array[some] for name, array in mapped.items()}
 
     def chosen(self, checkpoint: int, rows: np.ndarray, most: int) -> Iterator[tuple[int, Arrays]]:
@@ -354,7 +330,7 @@ class GradientIndex:
             if first == last:
                 continue
             with self._opened(checkpoint, shard) as file:
-                mapped = _mapped(self.file(checkpoint, shard), list(file.keys()))
+                mapped = index_files.mapped(self.file(checkpoint, shard), list(file.keys()))
             for start in range(first, last, most):
                 some = stored[rows[start : min(start + most, last)] - row]
                 yield start, {name: array[some] for name, array in mapped.items()}
@@ -366,7 +342,7 @@ class GradientIndex:
         digest = sha256(self._id.encode())
         for shard in range(len(self.shards)):
             with self._opened(checkpoint, shard) as file:
-                digest.update(file.metadata()[_SEAL].encode())
+                digest.update(file.metadata()[index_files.SEAL].encode())
         return digest.hexdigest()
 
     def _is_written(self, checkpoint: int, shard: int | None) -> bool:
@@ -375,14 +351,7 @@ class GradientIndex:
         if not path.exists():
             return False
         with self._opened(checkpoint, shard) as file:
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if _digest(arrays) != file.metadata()[_SEAL].rpartition(" ")[2]:
-                raise OutputError(
-                    f"{path} holds other numbers than were written",
-                    expected="the numbers that its own hash was made of",
-                    cause="a damaged disk, or a file that was changed",
-                    next_step=self._remedy,
-                )
+            index_files.require_as_written(path, file, next_step=self._remedy)
         return True
 
     def _seal(self, shard: int | None) -> str:
@@ -391,24 +360,7 @@ class GradientIndex:
         return seals[-1 if shard is None else self.layout.segment_of(self.shards[shard].start)]
 
     def _opened(self, checkpoint: int, shard: int | None) -> Any:
-        path = self.file(checkpoint, shard)
-        try:
-            file: Any = safe_open(path, framework="numpy")
-            own = (file.metadata() or {}).get(_SEAL, "").partition(" ")[0] == self._seal(shard)
-        except (OSError, SafetensorError) as error:
-            raise OutputError(
-                f"{path} can't be read: {getattr(error, 'strerror', None) or error}",
-                expected="a file that psgrad wrote",
-                cause="the file was cut short or changed",
-                next_step=self._remedy,
-            ) from error
-        if not own:
-            raise OutputError(
-                f"{path} is of another index",
-                cause="it was copied here, or left by one",
-                next_step=self._remedy,
-            )
-        return file
+        return index_files.opened(self.file(checkpoint, shard), self._seal(shard), next_step=self._remedy)
 
     @property
     def _again(self) -> str:
@@ -432,42 +384,13 @@ class GradientIndex:
     def _remove_leftovers(self) -> None:
         """Remove the descriptions that a killed process did not finish."""
         for name in (DESCRIPTION, _NEXT):
-            for leftover in files.leftovers_of(self.path / name):
+            for leftover in durable_files.leftovers_of(self.path / name):
                 leftover.unlink()
-
-
-def _mapped(path: Path, names: Sequence[str]) -> Arrays:
-    """Arrays of a file that safetensors has found in order, without copies, which it makes of each part."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        # Copied where it is written to: PyTorch warns of memory that can't be.
-        content = mmap(file.fileno(), 0, access=ACCESS_COPY)
-    found = {}
-    for name in names:
-        start, stop = header[name]["data_offsets"]
-        data = memoryview(content)[8 + size + start : 8 + size + stop]
-        found[name] = np.frombuffer(data, _DTYPES[header[name]["dtype"]]).reshape(header[name]["shape"])
-    return found
-
-
-def _as_slice(rows: np.ndarray) -> np.ndarray | slice:
-    """Rising rows, as a slice where they are neighbours: parts of arrays are then no copies."""
-    first, last = int(rows[0]), int(rows[-1])
-    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
-
-
-def _digest(arrays: Arrays) -> str:
-    digest = sha256()
-    for name in sorted(arrays):
-        digest.update(name.encode())
-        digest.update(arrays[name].data if arrays[name].size else b"")
-    return digest.hexdigest()
 
 
 def _only_leftovers(path: Path) -> bool:
     """Whether a folder holds nothing but files of a process that was killed, or is making the index."""
-    return set(path.iterdir()) <= set(files.leftovers_of(path / DESCRIPTION))
+    return set(path.iterdir()) <= set(durable_files.leftovers_of(path / DESCRIPTION))
 
 
 def _not_writable(path: Path, error: OSError) -> OutputError:
@@ -484,27 +407,3 @@ def _is_index(description: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(content, dict) and content.get("tool") == _MARK
-
-
-def _plain(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The description as JSON gives it back."""
-    content: dict[str, Any] = json.loads(json.dumps(description, default=str))
-    return content
-
-
-def _differences(expected: Any, actual: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    """(name, expected, found) of each value that differs, mappings followed by their keys."""
-    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
-        for key, value in expected.items():
-            yield from _differences(value, actual.get(key), f"{name}.{key}" if name else str(key))
-    elif expected != actual:
-        yield name, expected, actual
-
-
-def _is_of_data(different: Sequence[tuple[str, Any, Any]]) -> bool:
-    """Whether only the rows are others."""
-    return {name for name, _, _ in different} <= {"rows", "fingerprint.data"}
-
-
-def _short(value: Any) -> str:
-    return shorten_middle(value, 32) if isinstance(value, str) else shorten_middle(str(value), 80)

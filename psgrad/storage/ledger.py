@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from psgrad.errors import LedgerError
-from psgrad.storage import files
+from psgrad.storage import durable_files
 from psgrad.storage.ledger_lines import (
     FORMAT,
     HEADER,
@@ -196,13 +196,15 @@ class Ledger:
         """The file locked for this process, and its content; os.O_CREAT in `flags` makes it."""
         try:
             if flags & os.O_CREAT:
-                files.make_folder(path.parent)
+                durable_files.make_folder(path.parent)
             descriptor = os.open(path, os.O_RDWR | os.O_APPEND | flags, 0o666)
         except OSError as error:
             raise unreadable(path, error) from error
         try:
             _lock(path, descriptor)
-            files.sync_folder(path.parent)  # its creator may have been killed before its name was on the disk
+            durable_files.sync_folder(
+                path.parent
+            )  # its creator may have been killed before its name was on the disk
             ledger = cls(path, descriptor)
             data = bytes_of(path)
             content = parse(path, data)
@@ -237,8 +239,8 @@ class Ledger:
         self._require_as_left()
         self._sound = False
         try:
-            files.write_all(self._descriptor, opening + line)
-            files.sync(self._descriptor)
+            durable_files.write_all(self._descriptor, opening + line)
+            durable_files.sync(self._descriptor)
         except OSError as error:
             raise _unwritten(self.path, error, len(opening + line)) from error
         self._sound = True
@@ -296,7 +298,7 @@ def _without_own_keys(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unwritten(path: Path, error: OSError, wanted: int) -> LedgerError:
-    full = error.errno in files.NO_SPACE
+    full = error.errno in durable_files.NO_SPACE
     return LedgerError(
         (
             f"the disk is full or over quota: the ledger {path} can't be written ({error.strerror})"

@@ -30,17 +30,19 @@ _AT_CURRENT, _BIRTH, _SIZE, _BIRTH_AT = -100, 0x800, 256, 80
 
 
 def place_of(ledger: Path) -> dict[str, Any]:
-    """A file's path, inode, born (nanoseconds; None where it is not told) and machine. Raises OSError."""
+    """A file's path, inode, born (nanoseconds; None where the system does not say) and machine. Raises
+    OSError.
+    """
     return {
         "path": str(ledger.resolve()),
         "inode": ledger.stat().st_ino,
-        "born": born(ledger),
+        "born": birth_time(ledger),
         "machine": platform.node(),
     }
 
 
-def born(path: Path) -> int | None:
-    """When a file was made, in nanoseconds; None where the system does not tell."""
+def birth_time(path: Path) -> int | None:
+    """When a file was made, in nanoseconds; None where the system does not say."""
     if not sys.platform.startswith("linux"):
         seconds = getattr(path.stat(), "st_birthtime", None)
         return None if seconds is None else int(seconds * 1e9)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psgrad.errors import ConfigError, LedgerError, OutputError
-from psgrad.storage import files
+from psgrad.storage import durable_files
 from psgrad.storage.folders import (
     CHECKPOINT,
     LEDGER,
@@ -182,7 +182,7 @@ class PrivateRunFolder(RunFolder):
             if not name.startswith(f"{PRIVATE}/{PREFIX}") or name.count("/") > 1:
                 raise ValueError(f"{name}: a private file's name begins with {PREFIX}")
             try:
-                files.make_folder(self.path / PRIVATE, 0o700)
+                durable_files.make_folder(self.path / PRIVATE, 0o700)
             except OSError as error:
                 raise self._explain(error, self.path / PRIVATE, 0) from error
         super().write_bytes(name, data)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from psgrad.errors import ConfigError
-from psgrad.storage import files
+from psgrad.storage import durable_files
 
 Array = np.ndarray[Any, Any]
 
@@ -109,7 +109,7 @@ class RowLists:
     def store(self, folder: Path, identity: str) -> None:
         """Write the lists into a folder, in the place of earlier ones. Raises OSError."""
         data = save(self.arrays, metadata={_SEAL: f"{identity} {_digest(self.arrays)}"})
-        files.write_atomically(folder / NAME, data)
+        durable_files.write_atomically(folder / NAME, data)
 
     @property
     def count(self) -> int:

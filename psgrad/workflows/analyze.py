@@ -3,44 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import pandas as pd
-import torch
 
 from psgrad.config import Config
 from psgrad.engine.execution.ranks import OneProcess, Processes, spread_rows
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.gradient_norms import GradientNorms
-from psgrad.engine.measures.measure import Gathered, Measure, Setting
+from psgrad.engine.measures.measure import Measure, Setting
 from psgrad.errors import ConfigError, DistributedError
-from psgrad.inputs.rows import Samples
-from psgrad.inputs.shown import input_of, vocabulary_of
-from psgrad.inputs.sources.files import require_unchanged
+from psgrad.inputs.previews import vocabulary_of
+from psgrad.inputs.sources.file_checks import require_unchanged
 from psgrad.quality.gates import share_of
 from psgrad.results import (
-    PARAMETER_COLUMNS,
     AnalyzeResult,
-    MeasureResult,
     Progress,
     Say,
-    TopSample,
-    top_samples,
 )
-from psgrad.results.manifest import Counts, EngineFacts, RunManifest
+from psgrad.results.manifest import RunManifest
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
 from psgrad.storage.folders import SHARDS
 from psgrad.user_code import with_code_beside
-from psgrad.wording import listed_names
 from psgrad.workflows.analyze_passes import Measured, Passes
+from psgrad.workflows.analyze_tables import (
+    about_rows,
+    content_of_made,
+    counts_of,
+    engine_facts,
+    parameter_table,
+    result_of,
+    top_inputs,
+    unfactored_words,
+)
 from psgrad.workflows.analyze_verdict import Judging
 from psgrad.workflows.check import GateFiles, check_samples, gate_files
-from psgrad.workflows.identity import (
+from psgrad.workflows.measure_setup import measures_of, prepare
+from psgrad.workflows.residence import Ranks
+from psgrad.workflows.run_identity import (
     NAMES,
     NUMBER_OF_PARTS,
     digest,
@@ -49,12 +50,10 @@ from psgrad.workflows.identity import (
     names_of,
     reopen,
     require_judged_alike,
+    require_same_on_ranks,
 )
-from psgrad.workflows.measure_setup import frame_of, measures_of, prepare
-from psgrad.workflows.rank_identity import require_same_on_ranks
-from psgrad.workflows.residence import Ranks
-from psgrad.workflows.row_columns import about_rows, content_of_made
-from psgrad.workflows.running import LOADING, Clock, describe_run, read_ahead, recorded
+from psgrad.workflows.run_manifest import describe_run, running_manifest
+from psgrad.workflows.run_progress import LOADING, Clock, read_ahead
 from psgrad.workflows.setup import Setup, set_up
 
 _PICTURES = 40
@@ -84,7 +83,7 @@ class Prepared:
 
     def identity(self, parts: int | None = None, *, all_rows: bool = True) -> dict[str, Any]:
         """All that the numbers of the run depend on. parts: of how many the run is made. all_rows: see
-        psgrad.workflows.identity.
+        psgrad.workflows.run_identity.
         """
         drawn = {"rows are drawn at random": True} if self.sample else {}
         in_parts = {NUMBER_OF_PARTS: parts} if parts is not None else {}
@@ -216,9 +215,9 @@ def analyze(
     with clock("self-check"):
         manifest = start.manifest(now)
     folder = reopened or new_folder(config.output, run, overwrite or resume)
-    with recorded(folder, manifest, clock) as record:
+    with running_manifest(folder, manifest, clock) as running:
         with clock("gradients"):
-            begun_as = str(record.manifest.run)
+            begun_as = str(running.manifest.run)
             processes.agreed(_RUN, lambda: list(bytes.fromhex(begun_as)))
             measured = start.measure(folder, progress, processes, begun_as)
             assert measured is not None, "the process that leads has what all have measured"
@@ -246,9 +245,9 @@ def analyze(
         inputs = top_inputs(run.samples, frame, max(_PICTURES, config.analyze.top), results) if shows else []
         words = vocabulary_of(run.samples, results.values()) if shows else {}
         special = run.samples.special_tokens() if words else frozenset[int]()
-        facts = record.add(
+        facts = running.add(
             outliers=judged.facts,
-            engine=engine_facts(record.manifest.engine, stream, norms, processes.parts or processes.size),
+            engine=engine_facts(running.manifest.engine, stream, norms, processes.parts or processes.size),
             counts=counts_of(frame, start.in_dataset),
             ranks=measured.ranks,
             timings=clock.seconds,
@@ -283,23 +282,6 @@ def judged_before(config: Config, folder: RunFolder, gate: GateFiles) -> Analyze
     return replace(found, check=check_samples(found.samples, found.manifest, folder, gate))
 
 
-def engine_facts(before: EngineFacts, stream: Stream, norms: GradientNorms, processes: int) -> EngineFacts:
-    """What manifest.json says of the engine after the passes. processes: that shared the rows, or parts."""
-    return replace(
-        before,
-        processes=processes if processes > 1 else None,
-        chunk_size=stream.chunk_size,
-        out_of_memory_retries=stream.retries,
-        **stream.replayed,
-        materialised=norms.unfactored,
-    )
-
-
-def counts_of(frame: pd.DataFrame, in_dataset: int) -> Counts:
-    """How many samples the table has, and how many of them are not finite."""
-    return Counts(len(frame), int((frame["status"] == "nonfinite").sum()), in_dataset)
-
-
 def limited(count: int, limit: int | float | None) -> int:
     """How many rows are looked at. Raises ConfigError for a limit that is no number of rows, and no fraction
     of them.
@@ -330,76 +312,3 @@ def require_limit(limit: int | float | None) -> None:
             "--sample was given without --limit",
             expected="both: how many rows are drawn, such as --limit 0.1 --sample",
         )
-
-
-def result_of(measure: Measure, gathered: Gathered, unit: str | None) -> MeasureResult:
-    """What a measure gathered, without torch. unit: of the loss; None where it is not known."""
-    unit = unit or "loss"
-    tables = {name: frame_of(table) for name, table in gathered.tables.items()}
-    arrays = {name: array.cpu().numpy() for name, array in gathered.arrays.items()}
-    return MeasureResult(
-        measure.name,
-        measure.title or measure.name,
-        measure.formula,
-        measure.unit.replace("{loss}", unit),
-        measure.source,
-        {column: meaning.replace("{loss}", unit) for column, meaning in measure.meanings.items()},
-        dict(gathered.numbers),
-        tables,
-        arrays,
-    )
-
-
-def unfactored_words(names: list[str]) -> str:
-    """Which parameters' gradients could not be kept as factors, for people."""
-    return (
-        "materialised sample by sample, which takes more time and memory: the gradients of"
-        f" {listed_names(names)}"
-    )
-
-
-def parameter_table(norms: GradientNorms, params: dict[str, torch.Tensor]) -> pd.DataFrame:
-    """One row a parameter: the distribution of the samples' gradient norms in it, and its share of the mean
-    squared norm.
-    """
-    total = sum(d.mean_square for d in norms.parameters.values())
-    rows = [
-        {
-            "parameter": name,
-            "module": name.rpartition(".")[0],
-            "shape": "x".join(map(str, params[name].shape)) or "scalar",
-            "numel": params[name].numel(),
-            "mean_norm": d.mean if d.count else np.nan,
-            "std_norm": d.std,
-            "min_norm": d.minimum if d.count else np.nan,
-            "q05": d.quantile(0.05),
-            "median": d.quantile(0.5),
-            "q95": d.quantile(0.95),
-            "max_norm": d.maximum if d.count else np.nan,
-            "share": d.mean_square / total if total else np.nan,
-            "computed_as": norms.computed_as[name],
-        }
-        for name, d in norms.parameters.items()
-    ]
-    return pd.DataFrame(rows, columns=list(PARAMETER_COLUMNS))
-
-
-def top_inputs(
-    samples: Samples, frame: pd.DataFrame, count: int, measures: Mapping[str, MeasureResult]
-) -> list[TopSample]:
-    """The inputs of the first ranks, and of what measures kept maps of, as far as a person can look
-    at them.
-    """
-    mapped = [
-        row
-        for measure in measures.values()
-        if "rows" in measure.arrays
-        for row in measure.arrays["rows"].tolist()
-    ]
-    rows = dict.fromkeys([*map(int, top_samples(frame, count)["index"]), *map(int, mapped)])
-    found = [input_of(samples, row) for row in rows]
-    return (
-        found
-        if any(sample.image is not None or sample.text is not None or sample.values for sample in found)
-        else []
-    )

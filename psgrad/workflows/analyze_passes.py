@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,18 +16,19 @@ import pandas as pd
 import torch
 
 from psgrad.engine.execution.chunk_measure import Columns
-from psgrad.engine.execution.ranks import Processes, gaps, guided_ranges, overlap
+from psgrad.engine.execution.ranks import Processes, guided_ranges
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
 from psgrad.engine.measures.passes import SecondPass
-from psgrad.errors import DataError, DistributedError, MeasureError
+from psgrad.errors import DistributedError, MeasureError
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
-from psgrad.storage.folders import SHARDS
-from psgrad.storage.shards import FinishedShards, Shard, Shards
+from psgrad.storage.shards import FinishedShards, Shards
+from psgrad.workflows.analyze_shards import StoredPass, overlaps, split_columns
+from psgrad.workflows.analyze_tables import About, Content
 from psgrad.workflows.measure_setup import joined_columns
-from psgrad.workflows.row_columns import ABOUT_COLUMNS, About, Content
-from psgrad.workflows.running import RankWork, held, rank_facts
+from psgrad.workflows.run_manifest import RankReport, rank_facts
+from psgrad.workflows.run_progress import without_interrupts
 
 # Finished rows are made durable this often: what a crash or a full disk can cost.
 _ROWS_PER_SHARD = 4096
@@ -86,7 +86,7 @@ class Passes:
         self.about, self.folder, self.say = about, folder, say
         self.processes, self.identity, self.prefix = processes, run, prefix
         self._content = content
-        self._work, self._rows = RankWork(), 0
+        self._work, self._rows = RankReport(), 0
 
     def run(self) -> Measured | None:
         """All passes, and what the measures gathered; None for processes that do not lead. A part of a run
@@ -127,7 +127,7 @@ class Passes:
         """Whether the second pass has to wait for rows of other parts. Says so."""
         if self.processes.leads or self.processes.size > 1:
             return False
-        missing = self._missing(_FIRST)
+        missing = self._stored(_FIRST).missing()
         if missing:
             names = ", ".join(measure.name for measure in again)
             self.say(
@@ -142,16 +142,12 @@ class Passes:
             )
         return bool(missing)
 
-    def _missing(self, name: str) -> list[range]:
-        """The rows that no process has finished."""
-        return gaps(len(self.setting), [rows for kept in self._kept(name) for rows in kept.ranges])
-
     def _gathered(self, passes: Sequence[tuple[str, str]]) -> Measured:
         """What the measures make of the columns of all passes (name, in words)."""
         (first, _), *others = passes
-        table, rows = _joined(self._shards(first))
+        table, rows = self._stored(first).columns()
         for name, where in others:
-            rows = joined_columns(rows, _joined(self._shards(name))[1], where)
+            rows = joined_columns(rows, self._stored(name).columns()[1], where)
         rows["ok"] = torch.isfinite(rows["loss"]) & torch.isfinite(rows["grad_norm"])
         gathered = {measure.name: measure.gather(rows) for measure in self.measures if measure.name}
         flat = {name: column for name, column in rows.items() if column.dim() == 1 and name != "ok"}
@@ -160,6 +156,10 @@ class Passes:
         return Measured(
             table.assign(**{name: column.numpy() for name, column in flat.items()}), gathered, rows
         )
+
+    def _stored(self, name: str) -> StoredPass:
+        """What all processes have stored of a pass."""
+        return StoredPass(self.folder, name, self.prefix, self.identity, len(self.setting))
 
     def _own(self, own: OwnPass, rows: range) -> Iterator[Columns]:
         return own.run(rows, self.stream.rows_at_longest)
@@ -182,7 +182,7 @@ class Passes:
         """
         pass_name = self.prefix + name
         part = self.processes.part_of(self.processes.rank)
-        shards = Shards(self.folder, pass_name, self.identity, part, counted=name == _FIRST)
+        shards = self._stored(name).of_part(part, counted=name == _FIRST)
         kept = shards.read()
         if kept.shards:
             self._restore(measures, kept.state)
@@ -228,10 +228,10 @@ class Passes:
 
         try:
             while True:
-                with held():  # Ctrl-C waits for the chunk to be done
+                with without_interrupts():  # Ctrl-C waits for the chunk to be done
                     columns = next(chunks, None)
                     if columns is not None:
-                        waiting.append(_split(columns, about(columns.start, columns.stop)))
+                        waiting.append(split_columns(columns, about(columns.start, columns.stop)))
                 if columns is None:
                     break
                 self._say_progress(name, columns.stop - columns.start)
@@ -249,13 +249,13 @@ class Passes:
         chunk = self.stream.chunk_size if name in (_FIRST, _SECOND) else self.stream.rows_at_longest
 
         def cut() -> list[int]:
-            missing = self.processes.own(self._missing(name))
+            missing = self.processes.own(self._stored(name).missing())
             self.processes.progress(self.prefix + name, self._total - sum(map(len, missing)))
             if as_in is None or self.processes.size == 1:
                 every = guided_ranges(missing, chunk, self.processes.size)
             else:
-                cuts = [rows for kept in self._kept(as_in) for rows in kept.ranges]
-                every = [part for rows in missing for part in _overlaps(rows, cuts)]
+                cuts = [rows for kept in self._stored(as_in).finished() for rows in kept.ranges]
+                every = [part for rows in missing for part in overlaps(rows, cuts)]
             return [end for rows in every for end in (rows.start, rows.stop)]
 
         ends = self.processes.agreed(f"{self.prefix}{name}.ranges", cut)
@@ -302,13 +302,15 @@ class Passes:
 
     def _merge(self, measures: Sequence[Measure]) -> None:
         """Give each process what all have gathered, those of an earlier run among them."""
-        processes, pass_name = self.processes, self.prefix + _FIRST
+        processes, stored = self.processes, self._stored(_FIRST)
         if processes.rank == 0:
             here = {processes.part_of(rank) for rank in range(processes.size)}
-            for part in Shards.parts(self.folder, pass_name):
-                kept = FinishedShards() if part in here else self._read(pass_name, part)
+            for part in stored.parts():
+                kept = FinishedShards() if part in here else stored.of_part(part).read()
                 self._add(measures, {key: torch.from_numpy(value) for key, value in kept.state.items()})
-        state = processes.reduce(pass_name, lambda: self._state(measures), partial(self._add, measures))
+        state = processes.reduce(
+            self.prefix + _FIRST, lambda: self._state(measures), partial(self._add, measures)
+        )
         if processes.rank:
             self._restore(measures, _as_numpy(state))
 
@@ -337,39 +339,6 @@ class Passes:
     def _total(self) -> int:
         """How many rows these processes compute."""
         return sum(map(len, self.processes.own([range(len(self.setting))])))
-
-    def _kept(self, name: str) -> list[FinishedShards]:
-        """What all processes have stored of a pass."""
-        pass_name = self.prefix + name
-        return [self._read(pass_name, part) for part in Shards.parts(self.folder, pass_name)]
-
-    def _read(self, pass_name: str, part: str) -> FinishedShards:
-        return Shards(self.folder, pass_name, self.identity, part).read()
-
-    def _shards(self, name: str) -> list[Shard]:
-        """All shards of a pass, in the order of their rows. Raises DataError for rows that are in two, or in
-        none.
-        """
-        found = sorted(
-            (shard for kept in self._kept(name) for shard in kept.shards), key=lambda each: each.first
-        )
-        for one, other in pairwise(found):
-            if other.first < one.rows.stop:
-                raise DataError(
-                    f"the rows {other.first:,} to {min(one.rows.stop, other.rows.stop) - 1:,} of the pass"
-                    f" {name} are there twice",
-                    expected="each row in one part",
-                    cause="parts of two divisions of the dataset ran at the same time, such as 1/2 and 1/3",
-                    next_step=f"remove the parts of one of them from {self.folder.path / SHARDS}",
-                )
-        for rows in gaps(len(self.setting), [each.rows for each in found]):
-            raise DataError(
-                f"the rows {rows.start:,} to {rows.stop - 1:,} of the pass {name} are missing",
-                expected="all rows, as the pass has come to its end",
-                cause="files that were removed while the run wrote others, or a fault of psgrad",
-                next_step="run it again with --resume: what is there is kept",
-            )
-        return found
 
     # -- what is gathered ------------------------------------------------------------------------------------
 
@@ -405,32 +374,3 @@ def _by_measure(measures: Sequence[Measure], state: Arrays) -> Iterator[tuple[Me
 
 def _as_numpy(state: Arrays) -> dict[str, np.ndarray[Any, Any]]:
     return {key: value.cpu().numpy() for key, value in state.items()}
-
-
-def _overlaps(rows: range, cuts: Sequence[range]) -> Iterator[range]:
-    """The parts of these rows in each of the ranges that cut them."""
-    for each in sorted(cuts, key=lambda each: each.start):
-        if part := overlap(rows, each):
-            yield part
-
-
-def _joined(shards: Sequence[Shard]) -> tuple[pd.DataFrame, Arrays]:
-    """(what is known of the rows without the measures, the columns of all rows)."""
-    table = pd.concat([shard.table for shard in shards], ignore_index=True)
-    known = [column for column in ABOUT_COLUMNS if column in table]
-    measured = [str(column) for column in table if column not in ABOUT_COLUMNS]
-    rows: Arrays = {column: torch.from_numpy(table[column].to_numpy(copy=True)) for column in measured}
-    rows |= {
-        key: torch.from_numpy(np.concatenate([shard.arrays[key] for shard in shards]))
-        for key in shards[0].arrays
-    }
-    return table[known], rows
-
-
-def _split(columns: Columns, about: Mapping[str, Any]) -> tuple[pd.DataFrame, Arrays]:
-    """The columns of one chunk: those of one number a sample as a frame, the others as they are."""
-    flat = {name: column.numpy() for name, column in columns.values.items() if column.dim() == 1}
-    return (
-        pd.DataFrame({**about, **flat}, index=range(columns.start, columns.stop)),
-        {name: column for name, column in columns.values.items() if column.dim() > 1},
-    )

@@ -32,10 +32,10 @@ from psgrad.results.manifest import ModelFacts, RunManifest, read_manifest
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import finished_manifest, load_run
 from psgrad.workflows.analyze_passes import Measured, Passes
-from psgrad.workflows.identity import hashes_of, measure_specs
+from psgrad.workflows.analyze_tables import about_rows, content_of_made
 from psgrad.workflows.measure_setup import PROJECTED, measures_of, prepare
-from psgrad.workflows.row_columns import about_rows, content_of_made
-from psgrad.workflows.running import read_ahead
+from psgrad.workflows.run_identity import hashes_of, measure_specs
+from psgrad.workflows.run_progress import read_ahead
 from psgrad.workflows.setup import Setup
 
 _PREFIX = "reference-"
@@ -67,7 +67,7 @@ class Judging:
 
     def identity(self, all_rows: bool) -> dict[str, Any]:
         """What a dataset as the reference adds to the identity of a run: rows of it are kept as those of the
-        run are. all_rows: see psgrad.workflows.identity.
+        run are. all_rows: see psgrad.workflows.run_identity.
         """
         source = self._outliers.reference
         if self._trusted is None or source is None or source.data is None:

@@ -40,7 +40,7 @@ _MONSTERS = {"NaN": math.nan, "infinite": math.inf, "1e30 times as large": 1e30}
 
 
 @dataclass(frozen=True)
-class _Neighbours:
+class _NeighbourBatches:
     """Two batches, each as (setup, record numbers), and how they differ."""
 
     pair: str
@@ -109,7 +109,7 @@ def _drawn(setup: PrivateSetup, mixed: PrivateSetup, processes: Processes) -> tu
 
 
 def _pair_or_note(
-    setup: PrivateSetup, mixed: PrivateSetup, base: float, neighbours: _Neighbours
+    setup: PrivateSetup, mixed: PrivateSetup, base: float, neighbours: _NeighbourBatches
 ) -> dict[str, Any] | str:
     """The fields of a NeighbourPair, or why there is none."""
     try:
@@ -223,7 +223,7 @@ def _times(x: Tensor, factors: np.ndarray) -> Tensor:
 
 def _neighbours(
     setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray, longest: int | None
-) -> Iterator[_Neighbours]:
+) -> Iterator[_NeighbourBatches]:
     """The neighbours of a batch, as the relation has them. longest: its record with the longest gradient."""
     count = len(setup.records)
     monsters = dict(zip(_MONSTERS, range(count, len(mixed.records)), strict=False))
@@ -233,29 +233,31 @@ def _neighbours(
         others = dict(zip(("another", "one more of the others"), outside[:2], strict=False)) | monsters
         for name, other in others.items():
             for place, which in chosen.items():
-                yield _Neighbours(
+                yield _NeighbourBatches(
                     f"{which} becomes {name}", batch, _sorted(batch[batch != place], other), count
                 )
         if len(batch) and len(outside):
-            yield _Neighbours("a batch of one record becomes another", batch[:1], outside[:1], count)
+            yield _NeighbourBatches("a batch of one record becomes another", batch[:1], outside[:1], count)
         return
     more = 0 if setup.privacy.relation == "zero_out" else 1
     for place, which in chosen.items():
-        yield _Neighbours(f"{which} goes", batch, batch[batch != place], count - more)
+        yield _NeighbourBatches(f"{which} goes", batch, batch[batch != place], count - more)
     if len(outside):
-        yield _Neighbours("a record comes", batch, _sorted(batch, outside[0]), count + more)
+        yield _NeighbourBatches("a record comes", batch, _sorted(batch, outside[0]), count + more)
     for name, monster in monsters.items():
-        yield _Neighbours(
+        yield _NeighbourBatches(
             f"a record comes whose inputs are {name}", batch, _sorted(batch, monster), count + more
         )
-    yield _Neighbours(
+    yield _NeighbourBatches(
         "a record comes into an empty batch",
         batch[:0],
         np.array([batch[0] if len(batch) else 0]),
         count + more,
     )
     for place, which in list(chosen.items())[:1]:
-        yield _Neighbours(f"{which} comes into an empty batch", batch[:0], np.array([place]), count + more)
+        yield _NeighbourBatches(
+            f"{which} comes into an empty batch", batch[:0], np.array([place]), count + more
+        )
 
 
 def _longest(setup: PrivateSetup, mixed: PrivateSetup, batch: np.ndarray) -> list[int]:
@@ -279,7 +281,7 @@ def _sorted(batch: np.ndarray, record: int) -> np.ndarray:
 
 
 def _compared(
-    setup: PrivateSetup, mixed: PrivateSetup, base: float, neighbours: _Neighbours
+    setup: PrivateSetup, mixed: PrivateSetup, base: float, neighbours: _NeighbourBatches
 ) -> NeighbourPair:
     privacy = setup.privacy
     generator = make_generator(privacy.noise.generator)

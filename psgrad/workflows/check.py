@@ -25,7 +25,7 @@ from psgrad.quality.findings import (
     listed_findings,
     named_samples,
     read_ignore_list,
-    settle,
+    with_states,
 )
 from psgrad.quality.gates import evaluate
 from psgrad.results import CheckResult, Location
@@ -124,7 +124,7 @@ def save_baseline(folder: Path, *, output: Path = BASELINE, grow: bool = False) 
     gate, base = _gate_of(run, ())
     before = read_baseline(output) if output.exists() else None
     samples = _samples(folder, run)
-    named, _ = settle(named_samples(samples, run), gate_files(gate, base).ignored, _today())
+    named, _ = with_states(named_samples(samples, run), gate_files(gate, base).ignored, _today())
     about = {
         "psgrad": run.versions.get("psgrad"),
         "data": run.data.fingerprint,
@@ -150,7 +150,7 @@ def _check(samples: pd.DataFrame, manifest: Mapping[str, Any], folder: str, file
                 f" are not found any more; psgrad baseline save {folder} --output {files.baseline_path} drops"
                 " them"
             )
-    named, told = settle(named, files.ignored, _today())
+    named, told = with_states(named, files.ignored, _today())
     warnings += [each for each in told if not partial or "names nothing" not in each]
     if partial:
         warnings.append(f"PARTIAL: {partial}; the gate is evaluated on these samples only")

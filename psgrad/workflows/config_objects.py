@@ -140,7 +140,7 @@ def _dataset(name: str, data: Any, section: Any, made: dict[str, Callable[..., A
     if isinstance(data, str | PathLike):
         return {**kept, "path": str(data)}
     if isinstance(data, tuple):
-        rows: Any = _Rows(data)
+        rows: Any = _ObjectRows(data)
     elif hasattr(data, "dataset") and hasattr(data, "batch_size"):
         raise ConfigError(
             f"{name} is a {type(data).__name__}",
@@ -158,7 +158,7 @@ def _dataset(name: str, data: Any, section: Any, made: dict[str, Callable[..., A
     return {**kept, "factory": f"{LIVE}:{name}"}
 
 
-class _Rows:
+class _ObjectRows:
     """Arrays of equal length as a dataset of their rows."""
 
     def __init__(self, arrays: Sequence[Any]) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from psgrad.errors import DataError
-from psgrad.quality.comparison import changes_of, counts_of, groups_of, matched, spearman
 from psgrad.quality.references import UNIDENTIFIED, changed_keys, code_changes, measured_as
+from psgrad.quality.run_comparison import changes_of, counts_of, groups_of, matched, spearman
 from psgrad.results.findings import Comparison
 from psgrad.results.manifest import RunManifest, read_manifest
 from psgrad.storage.finished import finished_manifest, read_columns

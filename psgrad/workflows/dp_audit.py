@@ -32,7 +32,8 @@ from psgrad.workflows.private_setup import (
     set_up_privately,
     unit_in_words,
 )
-from psgrad.workflows.running import Clock, describe_run, recorded
+from psgrad.workflows.run_manifest import describe_run, running_manifest
+from psgrad.workflows.run_progress import Clock
 
 FILE = "audit.json"
 # More canaries say more, and fewer find a place in small clipping groups.
@@ -97,7 +98,7 @@ def dp_audit(
     PrivateRunFolder.create(path, overwrite)
     folder = PrivateRunFolder(path)
     with (
-        recorded(folder, describe_run("dp-audit", setup.run, None), clock) as record,
+        running_manifest(folder, describe_run("dp-audit", setup.run, None), clock) as running,
         leading(setup, processes) as lead,
     ):
         alone = {} if canaries_only else contributions(setup)
@@ -116,7 +117,7 @@ def dp_audit(
             )
             if lead is not None:
                 lead.end()
-        record.add(ranks=facts_of(lead, hosts, processes))
+        running.add(ranks=facts_of(lead, hosts, processes))
         with clock("bounds"):
             events = first(planned_events(privacy, base), taken)
             accounted, accountant = accounted_epsilon(events, privacy.delta)

@@ -16,8 +16,7 @@ from psgrad.engine.influence.evaluation.mislabel import LOSS, RANDOM
 from psgrad.engine.influence.evaluation.retraining import seed_of
 from psgrad.engine.influence.ranking import OverQueries, over_queries
 from psgrad.errors import ConfigError
-from psgrad.workflows.evaluation_bench import Array, Bench
-from psgrad.workflows.evaluation_truths import (
+from psgrad.workflows.evaluation_kinds import (
     Found,
     all_scores,
     ceiling_facts,
@@ -25,6 +24,7 @@ from psgrad.workflows.evaluation_truths import (
     frame,
     per_query,
 )
+from psgrad.workflows.evaluation_parts import Array, EvaluationParts
 from psgrad.workflows.influence_questions import group_sums
 
 # Groups that are left out one at a time, for their effects to be correlated with anything.
@@ -33,9 +33,9 @@ SIDES = {"helpful": 1, "harmful": -1}
 SIZE = "rows in the group"
 
 
-def evaluate_groups(bench: Bench) -> Found:
+def evaluate_groups(evaluation: EvaluationParts) -> Found:
     """Rises of the queries' measurement without each group of training examples, beside summed scores."""
-    setup, wanted = bench.setup, bench.wanted
+    setup, wanted = evaluation.setup, evaluation.wanted
     if setup.groups is None:
         raise ConfigError(
             "--evaluate groups leaves out one group at a time, and influence.groups names no column",
@@ -51,15 +51,15 @@ def evaluate_groups(bench: Bench) -> Found:
         )
     random = np.random.default_rng([wanted.seed, 7])
     removed = np.sort(random.choice(len(names), min(wanted.removals, len(names)), replace=False))
-    scores, controls = all_scores(bench, fitted_methods(bench), bench.asked)
+    scores, controls = all_scores(evaluation, fitted_methods(evaluation), evaluation.asked)
     sums = {name: group_sums(matrix, groups)[1] for name, matrix in scores.items()}
-    sums[SIZE] = np.repeat(sizes[:, None].astype(float), len(bench.asked), 1)
+    sums[SIZE] = np.repeat(sizes[:, None].astype(float), len(evaluation.asked), 1)
     everything = np.arange(len(groups))
     left = [("all examples", everything)]
     left += [
         (f"all but the group {names[group]}", np.flatnonzero(groups != names[group])) for group in removed
     ]
-    rises = rises_without(bench, left)
+    rises = rises_without(evaluation, left)
     actual = rises.mean(1)
     rows = []
     for name, score in leave_one_out(sums, removed, actual, wanted.seed).items():
@@ -72,50 +72,50 @@ def evaluate_groups(bench: Bench) -> Found:
     facts = {
         "groups": len(names),
         "removals": len(removed),
-        "seeds": bench.seeds,
-        "queries": len(bench.asked),
-        "models": bench.models,
+        "seeds": evaluation.seeds,
+        "queries": len(evaluation.asked),
+        "models": evaluation.models,
         **ceiling_facts(rises),
     }
     points = pd.DataFrame(
         {
-            "group": np.repeat(names[removed].astype(str), len(bench.asked)),
-            "query_id": np.tile(setup.query_reader.samples.ids[bench.asked], len(removed)),
-            "predicted": sums[bench.main][removed].ravel(),
+            "group": np.repeat(names[removed].astype(str), len(evaluation.asked)),
+            "query_id": np.tile(setup.query_reader.samples.ids[evaluation.asked], len(removed)),
+            "predicted": sums[evaluation.main][removed].ravel(),
             "actual": actual.ravel(),
         }
     )
     correlations = {name: score.per_query for name, score in leave_one_out(sums, removed, actual).items()}
-    return Found(frame(rows), facts, per_query(bench, bench.asked, correlations), points)
+    return Found(frame(rows), facts, per_query(evaluation, evaluation.asked, correlations), points)
 
 
-def rises_without(bench: Bench, left: list[tuple[str, Array]]) -> Array:
+def rises_without(evaluation: EvaluationParts, left: list[tuple[str, Array]]) -> Array:
     """[sets - 1, seeds, m]: how much larger the measurements are of models trained on each of these sets of
     rows than of those trained on the first one, by the same seeds.
     """
     jobs = [
-        Job(f"{name}, seed {repeat}", rows, seed_of(bench.wanted.seed, 0, repeat))
+        Job(f"{name}, seed {repeat}", rows, seed_of(evaluation.wanted.seed, 0, repeat))
         for name, rows in left
-        for repeat in range(bench.seeds)
+        for repeat in range(evaluation.seeds)
     ]
-    outcomes = bench.outcomes(jobs, bench.asked).reshape(len(left), bench.seeds, -1)
+    outcomes = evaluation.outcomes(jobs, evaluation.asked).reshape(len(left), evaluation.seeds, -1)
     found: Array = outcomes[1:] - outcomes[0]
     return found
 
 
-def evaluate_curve(bench: Bench) -> Found:
+def evaluate_curve(evaluation: EvaluationParts) -> Found:
     """Rises of the queries without the k rows that help, or hurt, all of them together the most; and without
     as many random rows.
     """
-    wanted, n = bench.wanted, len(bench.training)
+    wanted, n = evaluation.wanted, len(evaluation.training)
     counts = wanted.removed_of(n)
     if counts[-1] >= n:
         raise ConfigError(
             f"influence.evaluate.remove asks for {counts[-1]:,} rows, and there are {n:,} training examples",
             expected="fewer than there are",
         )
-    how = bench.setup.run.config.influence.over_queries
-    scores, controls = all_scores(bench, fitted_methods(bench), bench.asked, only=(LOSS,))
+    how = evaluation.setup.run.config.influence.over_queries
+    scores, controls = all_scores(evaluation, fitted_methods(evaluation), evaluation.asked, only=(LOSS,))
     joined = {name: _joined(matrix, how) for name, matrix in scores.items()}
     # Of the control, rows of large loss are taken for those that hurt.
     joined |= {name: -values for name, values in joined.items() if name in controls}
@@ -132,19 +132,19 @@ def evaluate_curve(bench: Bench) -> Found:
         for place in places
         for k in counts
     }
-    rises = _rises_of_sets(bench, everything, {**left, **random})
+    rises = _rises_of_sets(evaluation, everything, {**left, **random})
     for k in counts:
         drawn = np.mean([rises[RANDOM, place, k] for place in places], axis=0)
         rises |= {(RANDOM, side, k): drawn for side in SIDES}
     predicted = {
         key: float(np.nansum(np.delete(joined[key[0]], rows)))
         for key, rows in left.items()
-        if how == "mean" and bench.predicts_removal(key[0])
+        if how == "mean" and evaluation.predicts_removal(key[0])
     }
     rows_found, details = [], []
     for side in SIDES:
         of_side = {name: {k: rises[name, side, k] for k in counts} for name in (*joined, RANDOM)}
-        for name, curve in removal(of_side, bench.main, wanted.seed).items():
+        for name, curve in removal(of_side, evaluation.main, wanted.seed).items():
             for k, score in curve.items():
                 ahead = (None, None) if score.ahead_interval is None else score.ahead_interval
                 own = name not in controls and name != RANDOM
@@ -163,9 +163,14 @@ def evaluate_curve(bench: Bench) -> Found:
                         "ahead_high": ahead[1],
                     }
                 )
-                each = per_query(bench, bench.asked, {name: score.per_query})
+                each = per_query(evaluation, evaluation.asked, {name: score.per_query})
                 details.append(each.assign(side=side, removed=k))
-    facts = {"queries": len(bench.asked), "seeds": bench.seeds, "models": bench.models, "rows": n}
+    facts = {
+        "queries": len(evaluation.asked),
+        "seeds": evaluation.seeds,
+        "models": evaluation.models,
+        "rows": n,
+    }
     return Found(frame(rows_found), facts, pd.concat(details, ignore_index=True))
 
 
@@ -177,11 +182,11 @@ def _joined(scores: Array, how: OverQueries) -> Array:
 
 
 def _rises_of_sets(
-    bench: Bench, everything: Array, left: dict[tuple[str, str, int], Array]
+    evaluation: EvaluationParts, everything: Array, left: dict[tuple[str, str, int], Array]
 ) -> dict[tuple[str, str, int], Array]:
     """key -> [m], the mean over the seeds. Methods agree on many a set: each is trained once."""
     sets = {everything.tobytes(): everything, **{rows.tobytes(): rows for rows in left.values()}}
     order = {key: place - 1 for place, key in enumerate(sets)}
     named = [(f"set {place} of rows that are left", rows) for place, rows in enumerate(sets.values())]
-    found = rises_without(bench, named).mean(1)
+    found = rises_without(evaluation, named).mean(1)
     return {key: found[order[rows.tobytes()]] for key, rows in left.items()}

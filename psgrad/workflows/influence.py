@@ -17,8 +17,8 @@ from psgrad.engine.influence.index.build import from_index
 from psgrad.engine.influence.method import Fitted
 from psgrad.engine.influence.ranking import divisor, joined_self
 from psgrad.engine.influence.solvers.solver_costs import solved_products
-from psgrad.inputs.shown import input_of
-from psgrad.inputs.sources.files import require_unchanged
+from psgrad.inputs.previews import input_of
+from psgrad.inputs.sources.file_checks import require_unchanged
 from psgrad.reports.words import duration
 from psgrad.results import InfluenceResult, Say
 from psgrad.results.influence import (
@@ -27,22 +27,20 @@ from psgrad.results.influence import (
     shown_queries,
     shown_rows,
 )
-from psgrad.results.influence_questions import QuestionTables
-from psgrad.results.influence_tokens import TokenPair
+from psgrad.results.influence_details import QuestionTables, TokenPair
 from psgrad.results.manifest import Counts, InfluenceFacts, RunManifest
 from psgrad.storage import RunFolder
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.earlier_evaluations import earlier_evaluations
-from psgrad.workflows.influence_coverage import coverage
 from psgrad.workflows.influence_index import open_index
 from psgrad.workflows.influence_questions import answered, require_room
-from psgrad.workflows.influence_ranking import Rankings, check_removals, marked_beyond_loss, rank
+from psgrad.workflows.influence_ranking import QueryRankings, check_removals, marked_beyond_loss, rank
 from psgrad.workflows.influence_screening import (
-    Looks,
+    ScreenedRows,
     Warnings,
-    tell_of_plain_mean,
-    tell_of_unranked,
+    warn_of_plain_mean,
+    warn_of_unranked,
     without_nonfinite,
 )
 from psgrad.workflows.influence_search import is_approximate, require_searchable, searched
@@ -54,6 +52,7 @@ from psgrad.workflows.influence_setup import (
     unit_of,
 )
 from psgrad.workflows.influence_tables import (
+    coverage,
     query_table,
     training_table,
     with_agreement,
@@ -62,16 +61,14 @@ from psgrad.workflows.influence_tables import (
     write_tables,
 )
 from psgrad.workflows.influence_tokens import require_tokens, token_pairs
-from psgrad.workflows.running import (
-    LOADING,
-    Clock,
-    PassProgress,
-    RankWork,
-    Record,
+from psgrad.workflows.run_manifest import (
+    RankReport,
+    RunningManifest,
     describe_run,
     rank_facts,
-    recorded,
+    running_manifest,
 )
+from psgrad.workflows.run_progress import LOADING, Clock, PassProgress
 
 # What the report shows in pictures: so many queries, and of each so many examples of either sign.
 _SHOWN_QUERIES = 6
@@ -115,12 +112,12 @@ def influence(
     with clock("self-check"):
         manifest = manifest_for(setup)
     folder = RunFolder.create(config.output, overwrite)
-    with recorded(folder, manifest, clock) as record:
+    with running_manifest(folder, manifest, clock) as running:
         with clock("screening"):
             finite = without_nonfinite(setup, store, warnings)
         scored = scored_by_all(*finite, matrix, clock, warnings, progress)
         require_unchanged(setup.run.samples.stamps)
-        return written(scored, record, folder, clock, warnings, report)
+        return written(scored, running, folder, clock, warnings, report)
 
 
 def loaded(
@@ -145,7 +142,12 @@ def manifest_for(setup: InfluenceSetup) -> RunManifest:
 
 
 def written(
-    scored: Scored, record: Record, folder: RunFolder, clock: Clock, warnings: Warnings, report: bool
+    scored: Scored,
+    running: RunningManifest,
+    folder: RunFolder,
+    clock: Clock,
+    warnings: Warnings,
+    report: bool,
 ) -> InfluenceResult:
     """The result of a run, with its files written; plots and page, too, where a report is asked for."""
     if described(scored.setup).predicts_removal:
@@ -160,7 +162,7 @@ def written(
     size = setup.processes.size
     found = replace(
         described(setup),
-        queries=record.manifest.influence.queries,
+        queries=running.manifest.influence.queries,
         unit=scored.unit,
         check=None if removals is None else {**asdict(removals), "words": removals.words},
         fit=scored.fit,
@@ -168,10 +170,10 @@ def written(
         coverage=coverage(setup.run.model, setup.views[0].training.params, scored.fit),
         warnings=warnings.messages,
     )
-    facts = record.add(
+    facts = running.add(
         influence=found,
         counts=scored.counts(),
-        engine=replace(record.manifest.engine, processes=size if size > 1 else None),
+        engine=replace(running.manifest.engine, processes=size if size > 1 else None),
         ranks=scored.ranks,
         timings=clock.seconds,
     )
@@ -204,7 +206,7 @@ class Scored:
     setup: InfluenceSetup
     queries: pd.DataFrame
     training: pd.DataFrame
-    rankings: Rankings
+    rankings: QueryRankings
     fit: list[dict[str, Any]]
     unit: str
     removals: RemovalCheck | None = None
@@ -224,7 +226,12 @@ class Scored:
 
 
 def scored_by_all(
-    setup: InfluenceSetup, looks: Looks, matrix: bool, clock: Clock, warnings: Warnings, progress: Say
+    setup: InfluenceSetup,
+    screening: ScreenedRows,
+    matrix: bool,
+    clock: Clock,
+    warnings: Warnings,
+    progress: Say,
 ) -> Scored:
     """What all processes compute together, of rows that are finite."""
     wanted = setup.run.config.influence
@@ -238,11 +245,11 @@ def scored_by_all(
         search = searched(setup, fitted, clock, warnings, progress)
         setup, fitted = search.setup, search.fitted
     with clock("scores"), errors_of_own_method(wanted.method.name):
-        queries = query_table(setup, looks)
+        queries = query_table(setup, screening)
         shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
         rankings = rank(setup, fitted, divisors, shown, matrix or setup.keeps_all_scores, progress)
-        tell_of_unranked(setup, rankings, warnings)
-        tell_of_plain_mean(setup, rankings, warnings)
+        warn_of_unranked(setup, rankings, warnings)
+        warn_of_plain_mean(setup, rankings, warnings)
         queries = with_agreement(queries, setup.query_rows, rankings.agreement)
         tokens = token_pairs(setup, fitted, rankings.pairs, shown)
     spent = setup.agreed_seconds(clock.seconds["scores"])
@@ -254,10 +261,10 @@ def scored_by_all(
             before = setup.agreed_seconds(clock.seconds["fit"]) + spent
             seconds = max(_CHECK_SECONDS, _CHECK_SHARE * before)
             removals = check_removals(setup, fitted, rankings.scores, own, seconds, warnings)
-    training = with_overall(training_table(everything, looks, own), setup.training_rows, rankings.overall)
+    training = with_overall(training_table(everything, screening, own), setup.training_rows, rankings.overall)
     facts, unit = [each.facts for each in fitted], unit_of(setup, fitted)
     seconds, waited = setup.processes.spent()
-    ranks = rank_facts(setup.processes, "influence.", RankWork(seconds, waited))
+    ranks = rank_facts(setup.processes, "influence.", RankReport(seconds, waited))
     found = None if search is None else search.facts
     return Scored(setup, queries, training, rankings, facts, unit, removals, ranks, matrix, tokens, found)
 

@@ -1,4 +1,4 @@
-"""`psgrad influence --evaluate`: do the scores foretell what happens when models are trained again?
+"""`psgrad influence --evaluate`: do the scores predict what happens when models are trained again?
 
 Mislabel detection: labels are flipped, a model is trained on them, and scores of single examples look for the
 flipped ones.
@@ -43,22 +43,23 @@ from psgrad.results.influence import EVALUATION_FILE, EvaluationResult, evaluati
 from psgrad.storage import RunFolder
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.earlier_evaluations import evaluation_folder
-from psgrad.workflows.evaluation_bench import Array, Bench, bench_of
+from psgrad.workflows.evaluation_kinds import Found, evaluate_lds, evaluate_loo, evaluate_removal, frame
+from psgrad.workflows.evaluation_parts import Array, EvaluationParts, evaluation_of
 from psgrad.workflows.evaluation_sets import evaluate_curve, evaluate_groups
-from psgrad.workflows.evaluation_truths import Found, evaluate_lds, evaluate_loo, evaluate_removal, frame
 from psgrad.workflows.influence import described
 from psgrad.workflows.influence_screening import without_nonfinite
 from psgrad.workflows.influence_setup import set_up_influence
-from psgrad.workflows.running import Clock, describe_run, recorded
+from psgrad.workflows.run_manifest import describe_run, running_manifest
+from psgrad.workflows.run_progress import Clock
 
 CROSS_VALIDATED = f"1 - p(label), {FOLDS}-fold cross-validated"
 
 
-def evaluate_mislabel(bench: Bench) -> Found:
+def evaluate_mislabel(evaluation: EvaluationParts) -> Found:
     """How well self-influence, and scores that know nothing of it, find flipped labels, over several sets of
     flips.
     """
-    wanted, labels = bench.wanted, labels_of(bench)
+    wanted, labels = evaluation.wanted, labels_of(evaluation)
     draws = [np.random.default_rng([wanted.seed, 6, number]) for number in range(wanted.flips)]
     flips = [flip(labels, wanted.share, random) for random in draws]
     left_out = [folds(len(labels), random) for random in draws]
@@ -72,12 +73,12 @@ def evaluate_mislabel(bench: Bench) -> Found:
             parts.append(
                 Job(f"set {number} of flips, fold {place}", np.setdiff1d(everything, out), seed, target)
             )
-    states = bench.retrained(whole, packed, "weights")
-    unseen = bench.retrained(parts, lambda members: members.outputs(bench.rows), "outputs")
+    states = evaluation.retrained(whole, packed, "weights")
+    unseen = evaluation.retrained(parts, lambda members: members.outputs(evaluation.rows), "outputs")
     found: dict[str, list[Detection]] = {}
     for number, (given, flipped) in enumerate(flips):
-        examples = trained_examples(bench, states[number], given)
-        scores = influences(bench, examples)
+        examples = trained_examples(evaluation, states[number], given)
+        scores = influences(evaluation, examples)
         outputs = torch.cat([block["output"] for _, block in examples.outputs()]).double().numpy()
         scores |= {
             RANDOM: draws[number].standard_normal(len(labels)),
@@ -91,7 +92,7 @@ def evaluate_mislabel(bench: Bench) -> Found:
         for name, score in scores.items():
             found.setdefault(name, []).append(detect(score, flipped))
     table = [
-        {"method": name, "control": name not in bench.methods, **asdict(over_flips(each))}
+        {"method": name, "control": name not in evaluation.methods, **asdict(over_flips(each))}
         for name, each in found.items()
     ]
     details = pd.DataFrame(
@@ -101,30 +102,30 @@ def evaluate_mislabel(bench: Bench) -> Found:
             for number, one in enumerate(each)
         ]
     )
-    facts = {"flips": wanted.flips, "share": wanted.share, "models": bench.models}
+    facts = {"flips": wanted.flips, "share": wanted.share, "models": evaluation.models}
     return Found(frame(table), facts, details)
 
 
-def labels_of(bench: Bench) -> Array:
+def labels_of(evaluation: EvaluationParts) -> Array:
     """[n] int64. Raises ConfigError where targets are no labels that could be flipped."""
-    if bench.setup.run.criterion.kind != "class" or not has_labels(bench.rows):
+    if evaluation.setup.run.criterion.kind != "class" or not has_labels(evaluation.rows):
         raise ConfigError(
-            f"--evaluate mislabel flips labels, and targets of the loss {bench.setup.run.config.loss.name}"
-            " are none",
+            "--evaluate mislabel flips labels, and targets of the loss"
+            f" {evaluation.setup.run.config.loss.name} are none",
             expected="one class a row, as cross_entropy has it, with whole numbers as targets",
             next_step=(
                 "two classes are labels 0 and 1 of cross_entropy, for a model with two outputs; or choose"
                 " another kind of evaluation"
             ),
         )
-    assert bench.rows.target is not None
-    found: Array = bench.rows.target.cpu().numpy()
+    assert evaluation.rows.target is not None
+    found: Array = evaluation.rows.target.cpu().numpy()
     if len(np.unique(found)) < 2:
         raise ConfigError(
             "--evaluate mislabel flips labels, and all rows have the same one",
             expected="at least two classes",
         )
-    ignored = found == bench.setup.run.criterion.ignore_index
+    ignored = found == evaluation.setup.run.criterion.ignore_index
     if ignored.any():
         raise ConfigError(
             f"--evaluate mislabel flips labels, and {int(ignored.sum())} of {len(found)} rows have"
@@ -132,10 +133,11 @@ def labels_of(bench: Bench) -> Array:
             expected="a label in every row of the training data",
             next_step="leave these rows out of the data",
         )
-    count = round(bench.wanted.share * len(found))
+    count = round(evaluation.wanted.share * len(found))
     if not 0 < count < len(found):
         raise ConfigError(
-            f"influence.evaluate.share: {bench.wanted.share:g} of {len(found)} labels are {count} of them",
+            f"influence.evaluate.share: {evaluation.wanted.share:g} of {len(found)} labels are {count} of"
+            " them",
             expected="some labels that are flipped, and some that are not",
         )
     return found
@@ -148,9 +150,9 @@ def packed(members: Members) -> Array:
     return found
 
 
-def trained_examples(bench: Bench, state: Array, given: Array) -> Examples:
+def trained_examples(evaluation: EvaluationParts, state: Array, given: Array) -> Examples:
     """The training examples with these labels, as the model with this state sees them."""
-    run, influence = bench.setup.run, bench.setup.run.config.influence
+    run, influence = evaluation.setup.run, evaluation.setup.run.config.influence
     bare = run.config.model.model_copy(update={"checkpoint": None, "state_dict_key": None})
     loaded = load_model(
         bare,
@@ -166,7 +168,7 @@ def trained_examples(bench: Bench, state: Array, given: Array) -> Examples:
         for _, value in sorted(own.items()):
             value.copy_(torch.from_numpy(state[start : start + value.numel()]).reshape(value.shape))
             start += value.numel()
-    training = bench.training
+    training = evaluation.training
     labels = torch.from_numpy(given)
 
     def read(start: int, stop: int) -> Block:
@@ -179,27 +181,27 @@ def trained_examples(bench: Bench, state: Array, given: Array) -> Examples:
     )
 
 
-def influences(bench: Bench, examples: Examples) -> dict[str, Array]:
+def influences(evaluation: EvaluationParts, examples: Examples) -> dict[str, Array]:
     """name -> [n] self-influence of each method that has one. A compared method that has none is named; the
     config's raises.
     """
     found = {}
-    train = bench.wanted.train
+    train = evaluation.wanted.train
     checkpoint = Checkpoint(
-        0, train.learning_rate if train.function is None else 1.0, bench.setup.views[0].checkpoint.say
+        0, train.learning_rate if train.function is None else 1.0, evaluation.setup.views[0].checkpoint.say
     )
-    for name, method in bench.methods.items():
+    for name, method in evaluation.methods.items():
         try:
             found[name] = self_influences(method, fitted_to(method, [(examples, checkpoint)]))
         except InfluenceError as error:
-            if name == bench.main:
+            if name == evaluation.main:
                 raise
             note = f"left out: {name}, as {error.arrived}"
-            bench.notes += [note] if note not in bench.notes else []
+            evaluation.notes += [note] if note not in evaluation.notes else []
     return found
 
 
-_WAYS: dict[EvaluationKind, Callable[[Bench], Found]] = {
+_EVALUATIONS: dict[EvaluationKind, Callable[[EvaluationParts], Found]] = {
     "lds": evaluate_lds,
     "loo": evaluate_loo,
     "mislabel": evaluate_mislabel,
@@ -266,7 +268,7 @@ def evaluate_influence(
     if not processes.leads:
         setup, _ = without_nonfinite(setup, None, say)
         processes.agreed(processes.step("the folder"), list)
-        _WAYS[kind](bench_of(setup, RunFolder(path), progress))
+        _EVALUATIONS[kind](evaluation_of(setup, RunFolder(path), progress))
         return None
     with clock("self-check"):
         check = setup.run.self_check(setup.views[0].training.stream)
@@ -274,14 +276,14 @@ def evaluate_influence(
         setup, _ = without_nonfinite(setup, None, say)
     folder = RunFolder.create(path, overwrite)
     manifest = replace(describe_run("influence-evaluation", setup.run, check), influence=described(setup))
-    with recorded(folder, manifest, clock) as record:
+    with running_manifest(folder, manifest, clock) as running:
         processes.agreed(processes.step("the folder"), list)
         with clock("evaluation"):
-            bench = bench_of(setup, folder, progress)
-            found = _WAYS[kind](bench)
+            evaluation = evaluation_of(setup, folder, progress)
+            found = _EVALUATIONS[kind](evaluation)
         result = EvaluationResult(
             kind=kind,
-            method=bench.main,
+            method=evaluation.main,
             table=found.table,
             facts=found.facts,
             details=found.details,
@@ -289,10 +291,10 @@ def evaluate_influence(
             folder=folder.path,
             points=found.points,
             curves=found.curves,
-            notes=[*bench.notes, *dict.fromkeys(said)],
-            manifest=record.manifest.content(),
+            notes=[*evaluation.notes, *dict.fromkeys(said)],
+            manifest=running.manifest.content(),
         )
-        facts = record.add(evaluation=evaluation_content(result), timings=clock.seconds)
+        facts = running.add(evaluation=evaluation_content(result), timings=clock.seconds)
         result = replace(result, manifest=facts)
         write_files(result, folder)
     return result

@@ -21,13 +21,12 @@ from psgrad.config import Config
 from psgrad.engine.execution.ranks import OneProcess, RowPart
 from psgrad.engine.influence.ranking import joined_over
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.sources.files import require_unchanged
+from psgrad.inputs.sources.file_checks import require_unchanged
 from psgrad.results import InfluenceResult, Progress, Say
 from psgrad.results.manifest import read_manifest
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import SHARDS, packed
 from psgrad.user_code import with_code_beside
-from psgrad.workflows.identity import NUMBER_OF_PARTS, digest, reopen
 from psgrad.workflows.influence import (
     Scored,
     loaded,
@@ -37,13 +36,15 @@ from psgrad.workflows.influence import (
 )
 from psgrad.workflows.influence_queries import chosen_rows
 from psgrad.workflows.influence_questions import require_room
-from psgrad.workflows.influence_ranking import Rankings, with_all_queries
+from psgrad.workflows.influence_ranking import QueryRankings, with_all_queries
 from psgrad.workflows.influence_screening import Warnings, without_nonfinite
 from psgrad.workflows.influence_search import require_searchable
 from psgrad.workflows.influence_setup import InfluenceSetup, identity_at_first, identity_of_asked
 from psgrad.workflows.influence_tables import with_agreement, with_overall
 from psgrad.workflows.parts import config_of, manifest_of_parts, require_unmerged, shared_folder
-from psgrad.workflows.running import LOADING, Clock, PassProgress, recorded
+from psgrad.workflows.run_identity import NUMBER_OF_PARTS, digest, reopen
+from psgrad.workflows.run_manifest import running_manifest
+from psgrad.workflows.run_progress import LOADING, Clock, PassProgress
 
 _ABOUT = "part.json"  # written last: a part with it is finished
 _TABLES = ("pairs", "queries", "training")
@@ -75,12 +76,12 @@ def influence_part(
     place = f"{SHARDS}/{_name(number, count)}"
     if (folder.path / place / _ABOUT).exists():
         return folder.path
-    setup, looks = without_nonfinite(setup, store, warnings)
+    setup, screening = without_nonfinite(setup, store, warnings)
     rows = RowPart.of(number, count, len(setup.query_rows), 1).rows
     progress(Progress(0, 0, "scores", f"{len(rows):,} of {len(setup.query_rows):,} queries"))
     found = None
     if rows:
-        found = scored_by_all(_with_queries(setup, rows), looks, matrix, clock, warnings, progress)
+        found = scored_by_all(_with_queries(setup, rows), screening, matrix, clock, warnings, progress)
         require_unchanged(setup.run.samples.stamps)
     _store(folder, place, found, warnings.messages)
     return folder.path
@@ -109,15 +110,15 @@ def _merged(config: Config, manifest: dict[str, Any], report: bool, progress: Sa
         folder = reopen(config.output, now, setup.run, alone=False, command="influence")
     assert folder is not None, "the folder has a manifest"
     parts = _stored(folder, then[NUMBER_OF_PARTS], warnings)
-    with recorded(folder, read_manifest(manifest), clock) as record:
+    with running_manifest(folder, read_manifest(manifest), clock) as running:
         joined = replace(_joined(setup, parts), matrix=then[_MATRIX])
-        result = written(joined, record, folder, clock, warnings, report)
+        result = written(joined, running, folder, clock, warnings, report)
     folder.drop_shards()
     return result
 
 
 def _identity(setup: InfluenceSetup, parts: int, matrix: bool) -> dict[str, Any]:
-    """All that the scores depend on; see `psgrad.workflows.identity`."""
+    """All that the scores depend on; see `psgrad.workflows.run_identity`."""
     return {
         **identity_at_first(setup.run),
         **identity_of_asked(setup.query_reader, setup.query_rows, setup.views),
@@ -150,7 +151,7 @@ def _with_queries(setup: InfluenceSetup, part: range) -> InfluenceSetup:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _StoredPart:
     """What a part of at least one query has stored.
 
     tables: by name, see _TABLES. arrays: `training_rows`, `sums.<label>`, `shown.<row>`, and of a matrix
@@ -184,7 +185,7 @@ def _store(folder: RunFolder, place: str, scored: Scored | None, warnings: list[
     folder.write_json(f"{place}/{_ABOUT}", about)
 
 
-def _stored(folder: RunFolder, count: int, say: Callable[[str], None]) -> list[_Part]:
+def _stored(folder: RunFolder, count: int, say: Callable[[str], None]) -> list[_StoredPart]:
     """All parts with queries, in order; their warnings are said again. Raises DataError where one is
     missing.
     """
@@ -205,11 +206,11 @@ def _stored(folder: RunFolder, count: int, say: Callable[[str], None]) -> list[_
             say(message)
         if about["fit"] is not None:
             tables = {name: pd.read_parquet(place / f"{name}.parquet") for name in _TABLES}
-            found.append(_Part(tables, load_file(place / "arrays.safetensors"), **about))
+            found.append(_StoredPart(tables, load_file(place / "arrays.safetensors"), **about))
     return found
 
 
-def _joined(setup: InfluenceSetup, parts: Sequence[_Part]) -> Scored:
+def _joined(setup: InfluenceSetup, parts: Sequence[_StoredPart]) -> Scored:
     """What all parts have found together."""
     first = parts[0]
     queries, training = first.tables["queries"], first.tables["training"]
@@ -237,11 +238,11 @@ def _joined(setup: InfluenceSetup, parts: Sequence[_Part]) -> Scored:
     agreement = np.concatenate([part.arrays["agreement"] for part in parts])
     queries = with_agreement(queries, setup.query_rows, agreement)
     # Each part has said of its own plain mean.
-    rankings = Rankings(pairs, sums, scores, overall, shown, _matrix(parts), agreement, np.empty(0))
+    rankings = QueryRankings(pairs, sums, scores, overall, shown, _matrix(parts), agreement, np.empty(0))
     return Scored(setup, queries, training, rankings, first.fit, first.unit)
 
 
-def _matrix(parts: Sequence[_Part]) -> dict[str, np.ndarray] | None:
+def _matrix(parts: Sequence[_StoredPart]) -> dict[str, np.ndarray] | None:
     if "matrix.scores" not in parts[0].arrays:
         return None
     return {

@@ -16,11 +16,11 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.ranks import Processes
 from psgrad.errors import ConfigError, DataError, LossError, ModelError
-from psgrad.inputs.completions import TwoCompletions
+from psgrad.inputs.derived import TwoCompletions
 from psgrad.inputs.measurements import Measurement
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Block, Samples
-from psgrad.results.conditions import rows_where
+from psgrad.results.matching_rows import rows_where
 from psgrad.workflows.setup import Setup
 
 

@@ -17,7 +17,7 @@ from psgrad.errors import InfluenceError
 from psgrad.reports.words import amount
 from psgrad.results import has_classes
 from psgrad.results.influence import ALL_INDEX, ALL_QUERIES, ranked_pairs
-from psgrad.results.influence_questions import (
+from psgrad.results.influence_details import (
     CLUSTER_COLUMNS,
     CONTRAST_COLUMNS,
     GROUP_COLUMNS,

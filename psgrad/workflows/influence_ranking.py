@@ -1,6 +1,6 @@
 """From fitted methods to ranked pairs: training examples stream past, and each query keeps its strongest.
 
-What predicted amounts are held against: a bound that they cannot pass, and training that goes on without the
+What predicted amounts are compared with: a bound that they cannot pass, and training that goes on without the
 row.
 """
 
@@ -36,7 +36,7 @@ _SHARE = 0.25
 
 
 @dataclass(frozen=True)
-class Rankings:
+class QueryRankings:
     """What is kept of the scores.
 
     pairs: the ranked pairs of each query, with SCORE_COLUMNS; scores: the same with those of all queries
@@ -64,7 +64,7 @@ def rank(
     shown: Sequence[int],
     matrix: bool,
     progress: Callable[[Progress], None],
-) -> Rankings:
+) -> QueryRankings:
     """Score all training examples for all queries, some queries at a time where their gradients would not fit
     in memory.
 
@@ -80,7 +80,9 @@ def rank(
             replace(view.queries, read=_some(view.queries.read, first), count=len(places))
             for view in setup.views
         ]
-        block = _Block(wanted.top, [place - first for place in kept if place in places], wanted.over_queries)
+        block = _QueryBlock(
+            wanted.top, [place - first for place in kept if place in places], wanted.over_queries
+        )
         per = "total" if wanted.layers == "none" else wanted.layers
         for joined in joined_scores(setup.method, fitted, asked, per, divisors, wanted.average):
             totals = tuple(map(with_total, joined.single))
@@ -109,7 +111,7 @@ def _some(read: Read, first: int) -> Read:
     return lambda start, stop: read(first + start, first + stop)
 
 
-class _Block:
+class _QueryBlock:
     """What is kept of the scores of m queries while the training examples stream past.
 
     strongest: label -> of all checkpoints together, then of each. columns: the scores of the queries at the
@@ -141,7 +143,9 @@ class _Block:
         self.columns.append(next(iter(block.scores.values()))[:, self.wanted])
 
 
-def _assembled(setup: InfluenceSetup, blocks: list[_Block], shown: Sequence[int], matrix: bool) -> Rankings:
+def _assembled(
+    setup: InfluenceSetup, blocks: list[_QueryBlock], shown: Sequence[int], matrix: bool
+) -> QueryRankings:
     ids, rows = setup.run.samples.ids, setup.training_rows
     query_ids = setup.query_reader.samples.ids[setup.query_rows]
     layers = setup.run.config.influence.layers != "none"
@@ -171,7 +175,9 @@ def _assembled(setup: InfluenceSetup, blocks: list[_Block], shown: Sequence[int]
     several = len(setup.views) > 1
     agreement = [block.agreement.correlation() for block in blocks if several]
     shares = [block.agreement.largest_share() for block in blocks if several]
-    return Rankings(pairs, sums, scores, overall, first, everything, _numbers(agreement), _numbers(shares))
+    return QueryRankings(
+        pairs, sums, scores, overall, first, everything, _numbers(agreement), _numbers(shares)
+    )
 
 
 def _numbers(parts: Sequence[torch.Tensor]) -> np.ndarray:
@@ -182,7 +188,7 @@ def with_all_queries(
     setup: InfluenceSetup, pairs: pd.DataFrame, sums: Mapping[str, torch.Tensor]
 ) -> tuple[pd.DataFrame, np.ndarray]:
     """(the pairs with those of all queries together, by the mean of their scores or the largest; that number
-    [n]). See `Rankings`.
+    [n]). See `QueryRankings`.
     """
     ids, rows, wanted = setup.run.samples.ids, setup.training_rows, setup.run.config.influence
     parts, found = [], list[np.ndarray]()

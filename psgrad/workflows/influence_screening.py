@@ -1,5 +1,5 @@
 """The rows of an influence run that have scores: those whose loss and gradient are finite at every
-checkpoint; and what is said of the others.
+checkpoint; and warnings about the others.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from psgrad.results import Progress, Say
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.workflows.influence_index import screened_rows
 from psgrad.workflows.influence_queries import chosen_rows, errors_about_queries
-from psgrad.workflows.influence_ranking import Rankings
+from psgrad.workflows.influence_ranking import QueryRankings
 from psgrad.workflows.influence_setup import InfluenceSetup
 
 
 class Warnings:
-    """What the run says to people: told at once, and kept for the report."""
+    """What the run says to people: printed at once, and kept for the report."""
 
     def __init__(self, progress: Say) -> None:
         self.messages: list[str] = []
@@ -33,9 +33,9 @@ class Warnings:
             self._progress(Progress(0, 0, "influence", message))
 
 
-class Looks:
-    """What one pass over training examples and queries saw: whose numbers are finite at every checkpoint, and
-    the last one's columns.
+class ScreenedRows:
+    """The result of one pass over training examples and queries: whose numbers are finite at every
+    checkpoint, and the last one's columns.
     """
 
     def __init__(self, training: list[Screened], queries: list[Screened]) -> None:
@@ -46,7 +46,7 @@ class Looks:
 
 def without_nonfinite(
     setup: InfluenceSetup, store: GradientIndex | None, say: Callable[[str], None]
-) -> tuple[InfluenceSetup, Looks]:
+) -> tuple[InfluenceSetup, ScreenedRows]:
     """The setup without the rows whose loss or gradient is not finite at some checkpoint, which are named.
 
     store: the index that answers. It has no score for such training examples, and they are not read again.
@@ -55,11 +55,11 @@ def without_nonfinite(
     training = [screened(view.training) for view in setup.views] if store is None else screened_rows(store)
     with errors_about_queries():
         queries = [screened(view.queries) for view in setup.views]
-    looks = Looks(training, queries)
+    screening = ScreenedRows(training, queries)
     samples = setup.run.samples
     for what, kept, ids in (
-        ("training examples", looks.kept, samples.ids),
-        ("queries", looks.asked, setup.query_reader.samples.ids[setup.query_rows]),
+        ("training examples", screening.kept, samples.ids),
+        ("queries", screening.asked, setup.query_reader.samples.ids[setup.query_rows]),
     ):
         out = np.flatnonzero(~kept)
         if len(out) == len(kept):
@@ -73,10 +73,10 @@ def without_nonfinite(
                 f"excluded {len(out):,} of {len(kept):,} {what}, whose loss or gradient is not finite:"
                 f" {named(ids[out])}"
             )
-    if looks.kept.all() and looks.asked.all():
-        return setup, looks
-    rows = np.flatnonzero(looks.kept) if store is None else setup.training_rows
-    asked = setup.query_rows[looks.asked]
+    if screening.kept.all() and screening.asked.all():
+        return setup, screening
+    rows = np.flatnonzero(screening.kept) if store is None else setup.training_rows
+    asked = setup.query_rows[screening.asked]
     views = [
         replace(
             view,
@@ -90,7 +90,7 @@ def without_nonfinite(
         )
         for view in setup.views
     ]
-    return replace(setup, views=views, query_rows=asked, training_rows=rows), looks
+    return replace(setup, views=views, query_rows=asked, training_rows=rows), screening
 
 
 def named(ids: np.ndarray) -> str:
@@ -98,7 +98,7 @@ def named(ids: np.ndarray) -> str:
     return ", ".join(map(str, ids[:5])) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
 
 
-def tell_of_unranked(setup: InfluenceSetup, rankings: Rankings, say: Callable[[str], None]) -> None:
+def warn_of_unranked(setup: InfluenceSetup, rankings: QueryRankings, say: Callable[[str], None]) -> None:
     """Say which queries have no proponent and no opponent."""
     ids, rows = setup.query_reader.samples.ids, np.setdiff1d(setup.query_rows, rankings.scores["query_index"])
     if len(rows):
@@ -108,7 +108,7 @@ def tell_of_unranked(setup: InfluenceSetup, rankings: Rankings, say: Callable[[s
         )
 
 
-def tell_of_plain_mean(setup: InfluenceSetup, rankings: Rankings, say: Callable[[str], None]) -> None:
+def warn_of_plain_mean(setup: InfluenceSetup, rankings: QueryRankings, say: Callable[[str], None]) -> None:
     """Warn of a plain mean over checkpoints of scores that are on a scale of their own at each."""
     config, shares = setup.run.config.influence, rankings.largest_share
     if config.average != "plain" or len(shares) == 0 or setup.method.joins_by_own_rule:

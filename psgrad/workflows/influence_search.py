@@ -25,7 +25,7 @@ from psgrad.results import Progress, Say
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.storage.row_lists import RowLists, require_faiss
 from psgrad.workflows.influence_setup import InfluenceSetup
-from psgrad.workflows.running import Clock
+from psgrad.workflows.run_progress import Clock
 
 Array = np.ndarray[Any, Any]
 

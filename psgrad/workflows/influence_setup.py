@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from psgrad.config import CheckpointConfig, Config, MethodConfig, is_callable_spec
+from psgrad.config import Config, MethodConfig, is_callable_spec
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.influence.method import RELATIVE, REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
@@ -23,14 +23,13 @@ from psgrad.engine.influence.ranking import is_relative
 from psgrad.engine.measures.output_values import summary_for
 from psgrad.errors import ConfigError, InfluenceError, PsgradError
 from psgrad.inputs.measurements import Measurement, resolve_measurement
-from psgrad.inputs.models.factory import checkpoint_hash, load_model
 from psgrad.inputs.models.optimizer_states import second_moments
 from psgrad.inputs.reader import CheckedReader
 from psgrad.plugins import METHODS, configured
 from psgrad.results import Say
 from psgrad.user_code import describe_failure
-from psgrad.workflows.checkpoints import at_weights, same_weights
-from psgrad.workflows.identity import digest, flattened, identity
+from psgrad.workflows.analyze_checkpoints import same_weights
+from psgrad.workflows.influence_checkpoints import checkpoints_of, first_run, later_run
 from psgrad.workflows.influence_queries import (
     chosen_rows,
     contrasted_rows,
@@ -38,11 +37,9 @@ from psgrad.workflows.influence_queries import (
     require_enough_queries,
 )
 from psgrad.workflows.influence_training import replayed
-from psgrad.workflows.rank_identity import require_same_on_ranks
-from psgrad.workflows.residence import Ranks
-from psgrad.workflows.running import read_ahead
-from psgrad.workflows.setup import Setup, Trained, draws_at_random, load, require_precision_of_all, setup_of
-from psgrad.workflows.shared_weights import turn_to_read
+from psgrad.workflows.run_identity import digest, flattened, identity, require_same_on_ranks
+from psgrad.workflows.run_progress import read_ahead
+from psgrad.workflows.setup import Setup
 
 
 def method_from(config: MethodConfig, base: Path) -> Method:
@@ -236,7 +233,7 @@ _ALONE = (
 
 
 def identity_at_first(run: Setup) -> dict[str, Any]:
-    """All that scores depend on beside queries and checkpoints; see `psgrad.workflows.identity`."""
+    """All that scores depend on beside queries and checkpoints; see `psgrad.workflows.run_identity`."""
     section = run.config.model_dump(mode="json")["influence"]
     return {**identity(run, len(run.samples)), **flattened({"influence": section})}
 
@@ -259,129 +256,6 @@ def require_one_process(processes: Processes) -> None:
             "replay computes one training run, step after step, and can't be shared by several processes",
             next_step="run it in one process",
         )
-
-
-def checkpoints_of(config: Config) -> list[CheckpointConfig | None]:
-    """The checkpoints that a config lists; None stands for the model's own."""
-    return list(config.influence.checkpoints) if config.influence.checkpoints else [None]
-
-
-def first_run(config: Config, processes: Processes) -> Setup:
-    """Model, loss and training data at the first checkpoint. Raises ConfigError for a model that draws at
-    random.
-    """
-    require_precision_of_all(config, "influence")
-    run = setup_of(
-        load(
-            _at(config, 0),
-            trained=Trained(config.influence.parameters, "influence.parameters"),
-            ranks=Ranks.of(processes),
-        )
-    )
-    require_of_weights(config, run)
-    require_of_groups(config, run)
-    if draws_at_random(run.first_output, run.model):
-        raise ConfigError(
-            "the model draws random numbers in train mode, and its gradients would be others each time they"
-            " are taken",
-            expected=(
-                "a model with one gradient an example: dropout is switched off where influence is measured"
-            ),
-            next_step="set model.mode: eval",
-        )
-    return run
-
-
-def require_of_weights(config: Config, run: Setup) -> None:
-    """Raises ConfigError for a curvature that weights of losses would enter squared: that of gradients times
-    themselves.
-    """
-    if not run.samples.weighted:
-        return
-    method, index = config.influence.method, config.influence.index
-    options = {"curvature": "gauss_newton", "fisher": "sampled", **method.options}
-    by_output = {"influence": options["curvature"] != "fisher", "ekfac": options["fisher"] != "empirical"}
-    if not (method.name in _FIRST_ORDER or by_output.get(method.name, is_callable_spec(method.name))):
-        problem = f"the method {method.name} with the options {dict(method.options)}"
-    elif index is not None and index.features != "loss":
-        problem = f"an index of the {index.features}"
-    else:
-        return
-    raise ConfigError(
-        f"data.weight: {problem} is not computed for losses with weights",
-        expected=f"{', '.join(_FIRST_ORDER)}, influence by the gauss_newton or hessian curvature, or ekfac"
-        " with fisher: sampled or exact",
-        cause="its curvature is of products of gradients, which have the square of a weight",
-        next_step="choose one of these, or leave data.weight out",
-    )
-
-
-# Methods that read gradients alone, whatever rows a gradient is the sum of.
-_FIRST_ORDER = ("gradient_dot", "gradient_cosine", "tracin")
-
-
-def require_of_groups(config: Config, run: Setup) -> None:
-    """Raises ConfigError for what reads the output of single rows, where samples are groups of rows."""
-    if run.samples.ungrouped is None:
-        return
-    wanted, method = config.influence, config.influence.method
-    first_order = {"leverage": False, "change": "gradient"}.items() <= method.options.items()
-    problem = None
-    if method.name not in (*_FIRST_ORDER, "influence") and not is_callable_spec(method.name):
-        problem = f"the method {method.name}"
-    elif method.name == "influence" and not first_order:
-        problem = "the method influence with a correction by the output"
-    elif wanted.measurement.name != "loss":
-        problem = f"the measurement {wanted.measurement.name}"
-    elif wanted.index is not None and wanted.index.features != "loss":
-        problem = f"an index of the {wanted.index.features}"
-    if problem is not None:
-        raise ConfigError(
-            f"{problem} is not computed for groups of rows",
-            expected=(
-                f"where data.group is set: {', '.join(_FIRST_ORDER)}, or influence with leverage: false and"
-                " change: gradient; and the measurement loss"
-            ),
-            next_step="choose one of these, or leave data.group out",
-        )
-
-
-def later_run(run: Setup, config: Config, number: int) -> Setup:
-    """The same with the model of another checkpoint."""
-    there = _at(config, number)
-    with turn_to_read(there.model, config.base):
-        loaded = load_model(
-            there.model,
-            config.base,
-            config.influence.parameters,
-            "influence.parameters",
-            allow_download=config.allow_download,
-            in_files=run.supply is not None,
-        )
-        model = run.placed(loaded.model, there.model.dtype)
-    return replace(
-        run,
-        config=there,
-        loaded=loaded,
-        model=model,
-        objective=at_weights(run.objective, model, there.model.checkpoint),
-    )
-
-
-def sha256_at(config: Config, number: int) -> str | None:
-    """The hash of a checkpoint's file; None where the weights are those that the factory gave."""
-    path = _at(config, number).model.checkpoint
-    return None if path is None else checkpoint_hash(config.base / path)
-
-
-def _at(config: Config, number: int) -> Config:
-    """The config with this checkpoint in the model's place."""
-    checkpoint = checkpoints_of(config)[number]
-    if checkpoint is None:
-        return config
-    return config.model_copy(
-        update={"model": config.model.model_copy(update={"checkpoint": checkpoint.path})}
-    )
 
 
 def _require_another(views: list[CheckpointView], run: Setup) -> None:

@@ -1,22 +1,27 @@
-"""The tables of an influence run: queries, training examples, ranked pairs; and their files."""
+"""The tables of an influence run: queries, training examples, ranked pairs, and their files; and which
+parameters scores are about, by the parts of a language model (attention, MLP, experts, adapters, embedding,
+head).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from torch import nn
 
 from psgrad.results import InfluenceResult
 from psgrad.results.influence import QUERY_COLUMNS, SIGN, TRAINING_COLUMNS, harmful_rows
 from psgrad.storage import RunFolder
-from psgrad.workflows.influence_screening import Looks
+from psgrad.workflows.influence_screening import ScreenedRows
 from psgrad.workflows.influence_setup import InfluenceSetup
 
 
-def query_table(setup: InfluenceSetup, looks: Looks) -> pd.DataFrame:
+def query_table(setup: InfluenceSetup, screening: ScreenedRows) -> pd.DataFrame:
     """One row a query; see QUERY_COLUMNS. Excluded ones, too."""
     reader, rows = setup.query_reader, setup.asked_rows
     targets = reader.targets_at(rows)
@@ -24,25 +29,25 @@ def query_table(setup: InfluenceSetup, looks: Looks) -> pd.DataFrame:
         "id": reader.samples.ids[rows],
         "index": rows,
         **({} if targets is None else {"target": targets}),
-        **looks.queries.columns,
-        "measurement": setup.measurement.sign * looks.queries.losses,
-        "status": np.where(looks.asked, "ok", "nonfinite"),
+        **screening.queries.columns,
+        "measurement": setup.measurement.sign * screening.queries.losses,
+        "status": np.where(screening.asked, "ok", "nonfinite"),
     }
     return pd.DataFrame({name: columns[name] for name in QUERY_COLUMNS if name in columns})
 
 
-def training_table(setup: InfluenceSetup, looks: Looks, own: np.ndarray | None) -> pd.DataFrame:
+def training_table(setup: InfluenceSetup, screening: ScreenedRows, own: np.ndarray | None) -> pd.DataFrame:
     """One row a training example; see TRAINING_COLUMNS, but `overall`. Excluded ones, too."""
-    samples, reader, kept = setup.run.samples, setup.run.reader, looks.kept
+    samples, reader, kept = setup.run.samples, setup.run.reader, screening.kept
     everything = np.arange(len(samples))
     targets = reader.targets_at(everything)
     columns = {
         "id": samples.ids,
         "index": everything,
         **({} if targets is None else {"target": targets}),
-        **looks.training.columns,
-        "loss": looks.training.losses,
-        "grad_norm": looks.training.norms,
+        **screening.training.columns,
+        "loss": screening.training.losses,
+        "grad_norm": screening.training.norms,
         **({} if own is None else {"self_influence": _of_all(own, setup.training_rows, len(kept))}),
         "status": np.where(kept, "ok", "nonfinite"),
     }
@@ -105,3 +110,59 @@ def write_tables(result: InfluenceResult, matrix: Mapping[str, np.ndarray] | Non
         from safetensors.numpy import save
 
         folder.write_bytes("matrix.safetensors", save(dict(matrix)))
+
+
+OTHER = "other layers"
+# The first part whose pattern a component of a parameter's name has. Names of an expert are also those of an
+# MLP, and an adapter stands inside the layer that it adapts.
+_PARTS = (
+    ("adapters", r"lora_.*|.*adapter.*|ia3_.*|prompt_encoder|prefix_encoder"),
+    ("experts", r"experts?|moe|.*_moe|shared_expert.*|router|gate"),
+    ("norms", r".*norm(_.*|\d*)|ln_.*|ln\d*"),
+    ("attention", r".*attn|.*attention|.*_attn_.*"),
+    ("head", r"lm_head|embed_out|score|.*classifier|cls|qa_outputs|head|output_projection|pooler"),
+    ("embedding", r"wte|wpe|emb|embed.*|.*embeddings?|shared"),
+    ("MLP", r"mlp|ffn?|feed_?forward|intermediate|fc\d+|.*_mlp|mlp_.*|dense.*dense"),
+)
+
+
+def part_of(name: str) -> str:
+    """The part that a parameter belongs to, by its name."""
+    components = [each.lower() for each in name.split(".")]
+    for part, pattern in _PARTS:
+        if any(re.fullmatch(pattern, each) for each in components):
+            return part
+    # the second half of the MLP of BERT is called output, beside the intermediate one
+    return "MLP" if "output" in components else OTHER
+
+
+def coverage(
+    model: nn.Module, covered: Collection[str], facts: Sequence[Mapping[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """A row for each part: `part`, how many numbers its parameters have, how many of these are `covered`, and
+    the names of those that are `left_out`; the largest part first.
+
+    covered: the names of the parameters that scores are about. facts: of the method at each checkpoint; where
+    it has blocks, `blocks` says of what kinds those of the part are, and how many.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        row = rows.setdefault(
+            part_of(name),
+            {"part": part_of(name), "parameters": 0, "covered": 0, "left_out": [], "blocks": {}},
+        )
+        row["parameters"] += parameter.numel()
+        if name in covered:
+            row["covered"] += parameter.numel()
+        else:
+            row["left_out"].append(name)
+    for label, kind in (facts[0].get("blocks") or {}).items() if facts else ():
+        counted = rows[part_of(re.split(r"[ \[]", label)[0])]["blocks"]
+        name = _kind(kind)
+        counted[name] = counted.get(name, 0) + 1
+    return sorted(rows.values(), key=lambda row: -row["parameters"])
+
+
+def _kind(description: str) -> str:
+    """The kind of a block without its sizes."""
+    return re.split(r",? \d", description)[0]

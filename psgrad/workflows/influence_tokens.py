@@ -13,7 +13,7 @@ from psgrad.engine.influence.method import Fitted, Preconditioned
 from psgrad.engine.influence.token_scores import TokenTerms, token_scores
 from psgrad.errors import ConfigError, InfluenceError
 from psgrad.inputs.rows import Samples
-from psgrad.results.influence_tokens import TokenPair, TokenText
+from psgrad.results.influence_details import TokenPair, TokenText
 from psgrad.workflows.influence_setup import InfluenceSetup
 
 

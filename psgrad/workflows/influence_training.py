@@ -20,7 +20,7 @@ from psgrad.engine.influence.training_run import TrainingRun, distance
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.models.step_function import resolve_batches, resolve_step
-from psgrad.workflows.checkpoints import at_weights
+from psgrad.workflows.analyze_checkpoints import at_weights
 from psgrad.workflows.setup import Setup
 
 _RECIPE = ("optimizer", "epochs", "batch_size", "learning_rate", "schedule", "momentum", "weight_decay")

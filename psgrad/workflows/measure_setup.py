@@ -34,7 +34,7 @@ from psgrad.errors import ConfigError, MeasureError, PsgradError
 from psgrad.plugins import MEASURES, configured, find
 from psgrad.results.analyze import SAMPLE_COLUMNS
 from psgrad.user_code import describe_failure
-from psgrad.workflows.checkpoints import checkpoints_of
+from psgrad.workflows.analyze_checkpoints import checkpoints_of
 from psgrad.workflows.setup import Setup, draws_at_random
 
 # The columns that every run makes by itself.
@@ -247,7 +247,7 @@ def measures_of(config: Config) -> list[Measure]:
     if config.analyze.outliers.detectors and PROJECTED not in found:
         from psgrad.engine.measures.builtin.projected_gradients import GradientProjection
 
-        needed[PROJECTED] = GradientProjection(save=True)  # what later runs may be held against
+        needed[PROJECTED] = GradientProjection(save=True)  # what later runs may be compared with
     while waiting:
         name = waiting.pop()
         if name not in found and name not in needed:

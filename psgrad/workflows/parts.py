@@ -19,7 +19,7 @@ from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.analyze import analyze, new_folder, prepared
-from psgrad.workflows.identity import NUMBER_OF_PARTS, reopen
+from psgrad.workflows.run_identity import NUMBER_OF_PARTS, reopen
 from psgrad.workflows.setup import Setup
 
 # A part that begins makes the folder within this time, and others wait for it.

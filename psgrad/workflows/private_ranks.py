@@ -28,7 +28,7 @@ from psgrad.storage.private_runs import WARNING
 from psgrad.workflows.private_resume import private_hashes
 from psgrad.workflows.private_setup import PrivateSetup, set_up_privately
 from psgrad.workflows.private_statement import ledger_header, software
-from psgrad.workflows.running import held
+from psgrad.workflows.run_progress import without_interrupts
 
 _LOADED, _AGREED = "loaded", "agreed"  # where ranks meet
 _KEY, _DIGEST = "key", "digest."
@@ -151,7 +151,7 @@ def follow(
         messages.begin()
 
     follower = FollowingRank(processes, setup.clipping, setup.source, begin, take, told)
-    with held(processes.hurry):  # rank 0 decides when to end: else a step would lose its share
+    with without_interrupts(processes.hurry):  # rank 0 decides when to end: else a step would lose its share
         follower.serve(lambda: _require_unchanged(setup))
     return setup, found
 

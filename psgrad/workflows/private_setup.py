@@ -29,8 +29,9 @@ from psgrad.engine.privacy.snapshot import PublishedTensors
 from psgrad.errors import ConfigError
 from psgrad.inputs.loss import Criterion
 from psgrad.user_code import resolve
+from psgrad.workflows.loaded_parts import Trained, load
 from psgrad.workflows.residence import Ranks
-from psgrad.workflows.setup import Loss, Setup, Trained, load, require_precision_of_all, setup_of
+from psgrad.workflows.setup import Loss, Setup, require_precision_of_all, setup_of
 
 # So many rows are run through the model to see whether it keeps them apart.
 _ROWS_LOOKED_AT = 4

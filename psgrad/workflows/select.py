@@ -16,12 +16,12 @@ from pydantic import ValidationError
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
-from psgrad.inputs.images.folder import folder_rows
+from psgrad.inputs.image_files import folder_rows
 from psgrad.inputs.sources.arrow_columns import plain
-from psgrad.inputs.sources.files import Wanted
+from psgrad.inputs.sources.file_checks import Wanted
 from psgrad.inputs.sources.source import ArraySource, TableSource, source_of
-from psgrad.results.conditions import rows_where
-from psgrad.storage.files import folder_atomically, written_atomically
+from psgrad.results.matching_rows import rows_where
+from psgrad.storage.durable_files import folder_atomically, written_atomically
 from psgrad.storage.finished import finished_manifest, require_there
 from psgrad.workflows.select_origins import Origin, in_folder, origin_of
 

@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.images.folder import folder_rows, metadata_of, with_names
-from psgrad.inputs.sources.files import sha256_of
+from psgrad.inputs.image_files import folder_rows, metadata_of, with_names
+from psgrad.inputs.sources.file_checks import sha256_of
 from psgrad.inputs.sources.library_datasets import LibraryRows, library_dataset, library_hashes, saved_to_disk
 from psgrad.inputs.sources.selection import (
     Kept,

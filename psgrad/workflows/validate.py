@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from psgrad.config import (
     MEASUREMENTS,
@@ -21,7 +21,6 @@ from psgrad.config.values import NamedSection, did_you_mean
 from psgrad.errors import (
     CheckpointError,
     ConfigError,
-    DataError,
     LossError,
     ModelError,
     OutputError,
@@ -35,21 +34,14 @@ from psgrad.inputs.models.pretrained_checks import (
     library_problems,
     pretrained_facts,
 )
-from psgrad.inputs.sources.files import input_names, require_file, target_names
-from psgrad.inputs.sources.headers import headers_of
-from psgrad.inputs.sources.source import DataHeader, header_problems, joined_header, with_rows
-from psgrad.plugins import MEASURES, METHODS, Kind
+from psgrad.inputs.sources.file_checks import require_file
+from psgrad.plugins import MEASURES, METHODS, PluginKind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
 from psgrad.storage.row_lists import require_faiss
+from psgrad.workflows.validate_data import DataChecks
 from psgrad.workflows.validation import Problem, Validation
 
-if TYPE_CHECKING:
-    pass
-
-
-_CLASS_LOSSES = ("cross_entropy", "token_cross_entropy", "nll")
-_LABEL_LOSSES = (*_CLASS_LOSSES, "bce_with_logits")  # whose targets may be names of classes
 _BYTES_A_ROW = 1000  # of samples.parquet and .csv and their shards, about
 _BYTES_A_RUN = 20 << 20  # of the report and the other tables, about
 
@@ -70,9 +62,9 @@ def validate(
     found = Validation(str(path), [Problem("", ConfigError(problem)) for problem in reading.problems])
     _Checks(found, path.parent, reading.sections).all()
     if deep and not found.problems and reading.config is not None:
-        from psgrad.workflows.validate_deep import look_inside
+        from psgrad.workflows.validate_deep import validate_deep
 
-        look_inside(reading.config, found, say)
+        validate_deep(reading.config, found, say)
     elif reading.config is not None and not deep:
         found.notes.append(
             "not looked at without --deep: whether the weights fit the model, labels are in range, and a row"
@@ -86,6 +78,7 @@ class _Checks:
 
     def __init__(self, found: Validation, base: Path, sections: Mapping[str, Any]) -> None:
         self.found, self.base, self.sections = found, base, sections
+        self.data = DataChecks(found, base, sections)
         self.rows: int | None = None
 
     def all(self) -> None:
@@ -99,13 +92,10 @@ class _Checks:
         self._engine()
         self._output()
 
-    def _add(self, where: str, errors: Iterable[PsgradError]) -> None:
-        self.found.problems += [Problem(where, error) for error in errors]
-
     def _code(
         self, where: str, spec: str, raises: type[PsgradError], kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        self._add(where, spec_problems(spec, self.base, kwargs, raises))
+        self.found.add(where, spec_problems(spec, self.base, kwargs, raises))
 
     def _model(self) -> None:
         model = self.sections.get("model")
@@ -126,12 +116,12 @@ class _Checks:
                 path = getattr(each, "path", each)
                 ours = self._weights(where, path, model.state_dict_key)
                 if ours is not None and weights is not None:
-                    self._add(where, _unlike(ours, weights, path))
+                    self.found.add(where, _unlike(ours, weights, path))
                 weights = weights or ours
 
     def _foreign_model(self, model: ModelConfig) -> None:
         """A model of a library: that it is there, and what its files say of themselves."""
-        self._add("model", library_problems(model))
+        self.found.add("model", library_problems(model))
         if model.timm is not None:
             self.found.facts["model"] = f"timm's {model.timm}"
             return
@@ -165,74 +155,11 @@ class _Checks:
         data, privacy = self.sections.get("data"), self.sections.get("privacy")
         unit = None if privacy is None or privacy.unit is None else privacy.unit.column
         if data is not None:
-            self.rows = self._dataset("data", data, unit)
+            self.rows = self.data.dataset("data", data, unit)
         queries = getattr(self.sections.get("influence"), "queries", None)
         for data in () if queries is None else (queries.own_data, queries.contrast_data):
             if data is not None:
-                self._dataset("influence.queries", data)
-
-    def _dataset(self, where: str, data: DataConfig, unit: str | None = None) -> int | None:
-        if data.factory is not None:
-            self._code(f"{where}.factory", data.factory, DataError, data.kwargs)
-            self.found.facts[where] = data.factory
-            return None
-        if data.streaming and not (self.base / str(data.dataset)).is_dir():
-            self.found.facts[where] = f"{data.dataset}, streamed when it is read"
-            return None
-        with self.found.problems_at(f"{where}.{data.sources_given[0]}"):
-            data, headers = headers_of(data, self.base)
-            headers = with_rows(headers)
-            loss = self.sections.get("loss")
-            labels = loss is not None and (loss.name in _LABEL_LOSSES or is_callable_spec(loss.name))
-            problems = [list(header_problems(each, data, unit, labels=labels)) for each in headers]
-            self._add(where, next(filter(None, problems), []))
-            if loss is not None and loss.columns:
-                of_loss = [list(header_problems(each, data.with_inputs(loss.columns))) for each in headers]
-                self._add(f"loss.columns in {where}", next(filter(None, of_loss), []))
-            header = joined_header(headers)
-            self._labels(where, header, data)
-            self.found.facts[where] = _described(header, data)
-            self._texts(where, data)
-            self._images(where, data)
-            return header.rows
-        return None
-
-    def _texts(self, where: str, data: DataConfig) -> None:
-        """Columns of text, looked at where nothing is wrong by now."""
-        model = self.sections.get("model")
-        of_text = data.text or data.prompt or data.messages
-        if not of_text or model is None or model.pretrained is None or self.found.problems:
-            return
-        from psgrad.inputs.row_checks import text_facts
-
-        self.found.facts[f"{where} (texts)"] = text_facts(model, data, self.base)
-
-    def _images(self, where: str, data: DataConfig) -> None:
-        """Images for a pretrained model, looked at where nothing is wrong by now."""
-        model = self.sections.get("model")
-        if not data.image or model is None or model.pretrained is None or self.found.problems:
-            return
-        from psgrad.inputs.row_checks import image_facts
-
-        self.found.facts[f"{where} (images)"], notes = image_facts(model, data, self.base)
-        self.found.notes += notes
-
-    def _labels(self, where: str, header: DataHeader, data: DataConfig) -> None:
-        loss = self.sections.get("loss")
-        column = header.columns.get(next(iter(target_names(data)), ""))
-        if loss is None or column is None or loss.name != "nll" or column.kind != "fraction":
-            return  # other losses take probabilities of the classes, and whole fractions are labels
-        if column.shape is None or len(column.shape) == 1:
-            return
-        error = DataError(
-            f"the targets {data.target!r} are of type {column.dtype}",
-            expected=f"whole numbers, one per label, for the loss {loss.name}",
-            next_step=(
-                "save the target column as integers, or choose a loss for values, such as mse or"
-                " bce_with_logits"
-            ),
-        )
-        self._add(f"{where}.target", [error])
+                self.data.dataset("influence.queries", data)
 
     def _loss(self) -> None:
         loss = self.sections.get("loss")
@@ -268,7 +195,7 @@ class _Checks:
                 else data.model_dump(exclude_unset=True, exclude={"path", "factory", "kwargs"})
             )
             with self.found.problems_at(f"{where}.data"):
-                self._dataset(f"{where}.data", DataConfig.model_validate({**kept, **given}))
+                self.data.dataset(f"{where}.data", DataConfig.model_validate({**kept, **given}))
         if reference.baseline is not None:
             self._baseline(f"{where}.baseline", reference.baseline)
         if reference.run is not None:
@@ -304,7 +231,7 @@ class _Checks:
             for key, spec in influence.training.code.items():
                 self._code(f"influence.training.{key}", spec, ConfigError)
 
-    def _named(self, where: str, kind: Kind, section: NamedSection) -> None:
+    def _named(self, where: str, kind: PluginKind, section: NamedSection) -> None:
         """The name and the options' names of a measure or method; values are checked with --deep, by the
         thing itself.
         """
@@ -315,13 +242,13 @@ class _Checks:
         if own is None and section.name not in installed_plugins(kind.group):
             known = plugin_names(kind.group)
             said = f"there is no {kind.word} {section.name!r}{did_you_mean(section.name, known)}"
-            self._add(where, [ConfigError(said, expected=f"one of {', '.join(known)}; or module:Class")])
+            self.found.add(where, [ConfigError(said, expected=f"one of {', '.join(known)}; or module:Class")])
         takes = list(own.options) if own is not None else list(section.options)
         for option in section.options:
             if option not in takes:
                 said = f"{option}: unknown option of {section.name}{did_you_mean(option, takes)}"
                 expected = f"one of {', '.join(takes)}" if takes else "it takes none"
-                self._add(where, [ConfigError(said, expected=expected)])
+                self.found.add(where, [ConfigError(said, expected=expected)])
 
     def _privacy(self) -> None:
         privacy = self.sections.get("privacy")
@@ -406,24 +333,6 @@ def _unlike(
                 f"{path} {words} {shown}",
                 expected="the tensors of the config's first checkpoint, checkpoints of one training",
             )
-
-
-def _described(header: DataHeader, data: DataConfig) -> str:
-    rows = "rows not counted" if header.rows is None else f"{header.rows:,} rows"
-    names = input_names(data)
-    words = []
-    texts = [data.text] if isinstance(data.text, str) else data.text or []
-    made_of = [*texts, data.prompt, data.completion, data.messages, data.image]
-    shown = [*names[:4], *(name for name in made_of if name), *target_names(data)]
-    for name in dict.fromkeys([*shown, *([data.id] if data.id else [])]):
-        column = header.columns.get(name)
-        if column is not None:
-            words.append(
-                f"{name} {column.dtype}"
-                + (f" {list(column.shape[1:])}" if column.shape and len(column.shape) > 1 else "")
-            )
-    more = f" and {len(names) - 4} more inputs" if len(names) > 4 else ""
-    return f"{data.source}: {'; '.join([rows, *([', '.join(words)] if words else [])])}{more}"
 
 
 def _free_bytes(output: Path) -> int | None:

@@ -21,7 +21,7 @@ _ROWS = 32
 
 
 @with_code_beside
-def look_inside(config: Config, found: Validation, say: Callable[[str], None]) -> None:
+def validate_deep(config: Config, found: Validation, say: Callable[[str], None]) -> None:
     """Add to what was found: options of measures and methods, the fit of weights and model, the losses of
     some rows, the self-check, and the memory that a run would take.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,10 @@ class Validation:
     problems: list[Problem] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def add(self, where: str, errors: Iterable[PsgradError]) -> None:
+        """These errors are problems of the config's key `where`."""
+        self.problems += [Problem(where, error) for error in errors]
 
     @contextmanager
     def problems_at(self, where: str) -> Iterator[None]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psgrad.reports.classes import class_statistics
+from psgrad.reports.analyze_sections import class_statistics
 from tests.workplace import ROWS, Workplace
 
 LIGHT = ("--no-report", "--progress", "none")

@@ -30,7 +30,7 @@ def test_wrong_type(workplace: Workplace) -> None:
     workplace.refused(2, "engine.verify", "three")
 
 
-def test_every_problem_is_told_at_once(workplace: Workplace) -> None:
+def test_every_problem_is_reported_at_once(workplace: Workplace) -> None:
     workplace.config["engine"] = {"verify": -1, "dtype": "float8"}
     workplace.config["analyze"] = {"top": 0}
     workplace.refused(2, "3 problems", "engine.verify", "engine.dtype", "analyze.top")
@@ -393,7 +393,7 @@ def test_an_output_folder_that_holds_a_run(workplace: Workplace) -> None:
     workplace.refused(2, "the output folder out holds an earlier run", "--overwrite")
 
 
-def test_an_output_folder_in_the_way_is_told_before_anything_is_loaded(workplace: Workplace) -> None:
+def test_an_output_folder_in_the_way_is_reported_before_anything_is_loaded(workplace: Workplace) -> None:
     (workplace.folder / "out").mkdir()
     (workplace.folder / "out" / "manifest.json").write_text('{"tool": "psgrad"}')
     workplace.use_model("def Model():\n    raise AssertionError('an hour later')\n")

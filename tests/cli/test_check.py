@@ -154,7 +154,9 @@ def test_the_files_of_a_gate_are_relative_to_the_config(workplace: Workplace) ->
     assert "there is no baseline configs/none.json yet: all findings are new" in outcome.out
 
 
-def test_mistakes_in_the_files_of_a_gate_are_told_before_anything_is_measured(workplace: Workplace) -> None:
+def test_mistakes_in_the_files_of_a_gate_are_reported_before_anything_is_measured(
+    workplace: Workplace,
+) -> None:
     workplace.config["gate"] = {"ignore": "ignore.yaml"}
     workplace.refused(2, "there is no ignore list ignore.yaml")
     (workplace.folder / "ignore.yaml").write_text("- {id: a}\n")
@@ -183,7 +185,7 @@ def test_a_run_that_can_not_be_written_to_is_still_checked(
     assert (outcome.code, "the verdict is not kept in the run folder" in outcome.out) == (0, True)
 
 
-def test_lines_of_a_csv_file_are_told_as_long_as_it_is_the_same(workplace: Workplace) -> None:
+def test_lines_of_a_csv_file_are_reported_as_long_as_it_is_the_same(workplace: Workplace) -> None:
     rows = ["uid,a,b,c,d,y", *(f'"row\n{row}",{row},1,0,0.5,{row % 3}' for row in range(6))]
     (workplace.folder / "data.csv").write_text("\n".join(rows) + "\n")
     workplace.config["data"] = {

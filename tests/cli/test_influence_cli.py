@@ -186,7 +186,7 @@ def test_an_evaluation_ranks_nothing(option: list[str], config: Path, stage: Sta
     assert not stage.calls
 
 
-def test_an_error_is_told_in_words(config: Path, stage: Stage, run: Any) -> None:
+def test_an_error_is_reported_in_words(config: Path, stage: Stage, run: Any) -> None:
     stage.error = InfluenceError("the curvature is singular", next_step="add damping")
     code, out, err = run("influence", config)
     assert (code, out) == (3, "")

@@ -17,7 +17,7 @@ import pytest
 from psgrad.cli import main
 from psgrad.config import Config, load_config
 from psgrad.config.schema import commented, sections_in
-from psgrad.config.values import Section
+from psgrad.config.values import ConfigSection
 from psgrad.yaml12 import parse
 
 KINDS = ("image", "tabular", "text")
@@ -38,7 +38,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return leave.value.code
 
 
-def keys_of(section: type[Section], above: str = "") -> Iterator[str]:
+def keys_of(section: type[ConfigSection], above: str = "") -> Iterator[str]:
     """Every key of a section and of those inside it, dotted; a list stands for its items."""
     for key, info in section.model_fields.items():
         yield f"{above}{key}"
@@ -147,7 +147,7 @@ def test_it_runs_as_written(
     assert out.splitlines()[-1].startswith("runs/")
 
 
-def test_nothing_is_overwritten_without_being_told(
+def test_init_overwrites_only_with_the_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     mine = tmp_path / "model.py"
@@ -191,7 +191,7 @@ def test_a_kind_is_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_kind_is_told_with_those_that_there_are(
+def test_an_unknown_kind_is_reported_with_those_that_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "init", tmp_path, "--kind", "sound") == 2

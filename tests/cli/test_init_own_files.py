@@ -81,7 +81,7 @@ def test_init_tells_which_arguments_a_model_needs(place: Workplace) -> None:
 @pytest.mark.parametrize(
     ("model", "words"), [("x = 1\n", "defines no function and no class"), ("def f(:", "is no Python")]
 )
-def test_init_of_a_model_that_can_not_be_named_is_told(place: Workplace, model: str, words: str) -> None:
+def test_init_of_a_model_that_can_not_be_named_is_reported(place: Workplace, model: str, words: str) -> None:
     (place.folder / "model.py").write_text(model)
     place.command("init").refused(3, words)
     assert not (place.folder / "psgrad.yaml").exists()
@@ -213,7 +213,7 @@ def test_init_from_an_adapter_names_its_base(workplace: Workplace) -> None:
         (("--from", "pretrained", "--kind", "text"), 2, "--from was given together with --kind"),
     ],
 )
-def test_init_from_what_is_no_model_is_told(
+def test_init_from_what_is_no_model_is_reported(
     workplace: Workplace, options: tuple[str, ...], code: int, words: str
 ) -> None:
     model_folder(workplace, "BertModel")

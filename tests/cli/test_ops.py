@@ -62,7 +62,7 @@ def test_a_pattern_picks_operators(ops, pattern: str, expected: set[str]) -> Non
     assert {name for name, *_ in rows_of("csv", out)[1:]} == expected
 
 
-def test_a_pattern_that_fits_nothing_is_told(ops) -> None:
+def test_a_pattern_that_fits_nothing_is_reported(ops) -> None:
     code, out, err = ops("softmacks")
     assert code == 2
     assert out == ""

@@ -86,7 +86,7 @@ def test_memory_sizes_the_chunk(reluctant: Workplace) -> None:
     assert found[0]["chunk_size"] < found[1]["chunk_size"]
 
 
-def test_parameters_that_are_written_out_are_named(reluctant: Workplace) -> None:
+def test_parameters_that_are_materialised_are_named(reluctant: Workplace) -> None:
     reluctant.use_model("""\
 class Model(nn.Module):
     def __init__(self):
@@ -128,7 +128,7 @@ def test_constants_of_ones_own_are_read(reluctant: Workplace) -> None:
     machine.use(None)
 
 
-def test_a_model_that_fails_is_told_as_by_analyze(reluctant: Workplace) -> None:
+def test_a_model_that_fails_is_reported_as_by_analyze(reluctant: Workplace) -> None:
     reluctant.use_model("""\
 class Model(nn.Module):
     def __init__(self):

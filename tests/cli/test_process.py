@@ -198,7 +198,7 @@ def test_signals_end_the_run_with_a_word(config: Path, number: signal.Signals, c
     assert "Traceback" not in words
 
 
-def test_ctrl_c_before_a_command_begins_is_told_by_the_exit_code_alone() -> None:
+def test_ctrl_c_before_a_command_begins_is_reported_by_the_exit_code_alone() -> None:
     script = """
         import sys
 
@@ -242,7 +242,7 @@ def test_a_reader_that_leaves_is_no_error(config: Path) -> None:
     assert words == "under way\n"
 
 
-def test_a_full_disk_under_standard_output_is_told(config: Path) -> None:
+def test_a_full_disk_under_standard_output_is_reported(config: Path) -> None:
     process = _start(config, "raise OSError(28, 'No space left on device')")
     _, words = process.communicate(timeout=20)
     assert process.returncode == 3

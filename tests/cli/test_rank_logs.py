@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from psgrad.cli import progress as displays
-from psgrad.cli.progress import ProgressStyle
-from psgrad.cli.rank_logs import display, log_of, with_last_lines
+from psgrad.cli.progress import ProgressStyle, display, log_of, with_last_lines
 from psgrad.errors import DistributedError
 from psgrad.results import Progress
 from psgrad.workflows.analyze_passes import Passes

@@ -34,7 +34,7 @@ def refused(workplace: Workplace, code: int, *words: str, options: tuple[str, ..
 # -- What is right -------------------------------------------------------------------------------------------
 
 
-def test_what_was_found_is_told(workplace: Workplace) -> None:
+def test_what_was_found_is_reported(workplace: Workplace) -> None:
     outcome = validated(workplace)
     assert outcome.code == 0, outcome.err
     assert f"data: data.npz: {ROWS} rows; x float32 [4], y int64, uid <U6" in outcome.out
@@ -69,7 +69,7 @@ def test_json_is_one_object(workplace: Workplace) -> None:
 # -- All at once ---------------------------------------------------------------------------------------------
 
 
-def test_mistakes_of_the_config_and_of_what_it_names_are_told_together(workplace: Workplace) -> None:
+def test_mistakes_of_the_config_and_of_what_it_names_are_reported_together(workplace: Workplace) -> None:
     workplace.config["engine"] = {"chunksize": 3, "dtype": "float8"}
     workplace.config["model"]["factory"] = "model.py:mpl"
     workplace.config["data"] |= {"target": "label", "id": "name"}
@@ -392,7 +392,7 @@ def test_an_earlier_run_is_noted_and_a_strangers_folder_refused(workplace: Workp
     refused(workplace, 2, "exists and is not a folder", options=("--output", "config.yaml"))
 
 
-def test_a_disk_without_room_is_told(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_is_reported(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     refused(workplace, 3, "has 1,000 bytes left", "another disk")
 

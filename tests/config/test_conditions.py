@@ -7,7 +7,7 @@ import pytest
 
 from psgrad.config.conditions import names_in_condition
 from psgrad.errors import ConfigError
-from psgrad.results.conditions import rows_where
+from psgrad.results.matching_rows import rows_where
 
 FRAME = pd.DataFrame(
     {
@@ -74,7 +74,7 @@ def test_what_is_no_comparison_is_refused(condition: str) -> None:
         ("3", "is not true or false of each row"),
     ],
 )
-def test_condition_that_does_not_fit_the_table_is_told(condition: str, words: str) -> None:
+def test_condition_that_does_not_fit_the_table_is_reported(condition: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         rows_where(FRAME, condition, "--where")
     assert words in str(caught.value)

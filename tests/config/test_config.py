@@ -302,7 +302,7 @@ def test_all_problems_at_once_with_their_lines(tmp_path: Path) -> None:
         ("output: runs/digits", "output: runs/digits\n3: 4", "3: got "),
     ],
 )
-def test_each_mistake_is_told(tmp_path: Path, old: str, new: str, expected: str) -> None:
+def test_each_mistake_is_reported(tmp_path: Path, old: str, new: str, expected: str) -> None:
     assert old in MINIMAL
     message = error_of(tmp_path, MINIMAL.replace(old, new, 1))
 
@@ -432,7 +432,7 @@ FULL = Config.model_validate(yaml.safe_load(MINIMAL)).model_dump(mode="json")
 
 
 @given(path=st.sampled_from(leaves(FULL)), value=plain_values)
-def test_any_value_anywhere_is_accepted_or_told(
+def test_any_value_anywhere_is_accepted_or_reported(
     tmp_path_factory: pytest.TempPathFactory, path: tuple[str, ...], value: object
 ) -> None:
     content = copy.deepcopy(FULL)
@@ -455,13 +455,13 @@ def test_any_value_anywhere_is_accepted_or_told(
 
 
 @given(text=st.text(alphabet="abc:-[]{}&*!?|>'\"#%@,~ \n\t01.", max_size=40))
-def test_any_text_is_accepted_or_told(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_any_text_is_accepted_or_reported(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     with pytest.raises(ConfigError):
         load_config(write(tmp_path_factory.getbasetemp(), text))
 
 
 @given(text=st.text(max_size=30))
-def test_any_override_is_accepted_or_told(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_any_override_is_accepted_or_reported(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     file = write(tmp_path_factory.getbasetemp(), MINIMAL)
     with pytest.raises(ConfigError):
         load_config(file, [f"engine.{text}"])
@@ -495,7 +495,7 @@ def test_base_of_plain_values_and_of_a_copy(tmp_path: Path) -> None:
         ("[]", "model.adapter: got an empty list, expected the folder of an adapter"),
     ],
 )
-def test_mistakes_in_a_new_adapter_are_told(tmp_path: Path, adapter: str, expected: str) -> None:
+def test_mistakes_in_a_new_adapter_are_reported(tmp_path: Path, adapter: str, expected: str) -> None:
     content = f"""
         version: 1
         model: {{pretrained: folder, task: causal-lm, adapter: {adapter}}}

@@ -84,7 +84,7 @@ def test_a_resolved_section_loads_again(tmp_path: Path) -> None:
         ("subset=3", "did you mean subsets"),
     ],
 )
-def test_what_does_not_fit_is_told(tmp_path: Path, override: str, words: str) -> None:
+def test_what_does_not_fit_is_reported(tmp_path: Path, override: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, override)
     assert words in str(caught.value)

@@ -205,7 +205,7 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
         ("index_search={kind: approximate, candidates: 0}", "candidates: got 0, expected at least 1"),
     ],
 )
-def test_mistakes_are_told(tmp_path: Path, override: str, words: str) -> None:
+def test_mistakes_are_reported(tmp_path: Path, override: str, words: str) -> None:
     assert words in error_of(tmp_path, override)
 
 
@@ -229,13 +229,13 @@ def test_each_method_is_found_by_its_name_with_its_defaults() -> None:
         assert kind.unit.format(change="rise of the query's loss")
 
 
-def test_an_unknown_method_is_told_with_the_known_ones() -> None:
+def test_an_unknown_method_is_reported_with_the_known_ones() -> None:
     told = options_error("gradient_dt")
     assert "there is no method 'gradient_dt'; did you mean gradient_dot?" in told
     assert "expected: one of" in told
 
 
-def test_unknown_options_of_a_method_are_told_with_what_it_takes() -> None:
+def test_unknown_options_of_a_method_are_reported_with_what_it_takes() -> None:
     assert (
         "influence.method.dimensions: unknown option; did you mean dimension? trak: it takes"
         in options_error("trak", dimensions=3)
@@ -245,7 +245,7 @@ def test_unknown_options_of_a_method_are_told_with_what_it_takes() -> None:
     )
 
 
-def test_options_of_another_type_are_told() -> None:
+def test_options_of_another_type_are_reported() -> None:
     assert "influence.method.dimension: got 'many', expected a whole number" in options_error(
         "trak", dimension="many"
     )

@@ -163,7 +163,7 @@ def test_what_must_be_said(tmp_path: Path, key: str) -> None:
         load_config(tmp_path / "config.yaml")
 
 
-def test_what_the_divisor_is_for_is_told_where_it_is_missing(tmp_path: Path) -> None:
+def test_what_the_divisor_is_for_is_reported_where_it_is_missing(tmp_path: Path) -> None:
     text = MINIMAL + PRIVATE.replace("  expected_batch_size: 128\n", "")
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -402,7 +402,7 @@ def test_what_the_divisor_is_for_is_told_where_it_is_missing(tmp_path: Path) -> 
         ("trainble=[a]", "privacy.trainble: unknown key; did you mean trainable?"),
     ],
 )
-def test_each_mistake_is_told(tmp_path: Path, override: str, expected: str) -> None:
+def test_each_mistake_is_reported(tmp_path: Path, override: str, expected: str) -> None:
     message = error_of(tmp_path, override)
     assert expected in message
     assert "has 1 problem:" in message
@@ -497,7 +497,7 @@ PATHS = [
 
 
 @given(path=st.sampled_from(PATHS), value=PLAIN)
-def test_any_value_anywhere_is_accepted_or_told(
+def test_any_value_anywhere_is_accepted_or_reported(
     tmp_path_factory: pytest.TempPathFactory, path: list[str], value: Any
 ) -> None:
     content: Any = yaml.safe_load(PRIVATE)

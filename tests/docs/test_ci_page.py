@@ -24,7 +24,15 @@ from psgrad.errors import (
 )
 from psgrad.quality.findings import read_ignore_list
 from psgrad.quality.references import SAVED_ROWS
-from psgrad.reports.ci import FORMATS, github, gitlab, junit, markdown, sarif, terminal
+from psgrad.reports.ci import FORMATS
+from psgrad.reports.ci_data import GITLAB_ISSUES, SARIF_RESULTS, SHOWN_IN_JUNIT
+from psgrad.reports.ci_text import (
+    ANNOTATIONS,
+    COMMENT_BYTES,
+    SHOWN_IN_MARKDOWN,
+    SHOWN_IN_TERMINAL,
+    SUMMARY_BYTES,
+)
 from psgrad.results import RULES
 from psgrad.results.findings import FINDINGS_OF_A_RULE
 from tests.workplace import Workplace
@@ -70,13 +78,13 @@ def test_the_limits_are_those_of_the_code() -> None:
     rows = {
         row.split("|")[1].strip(" `"): row for row in section("Formats").splitlines() if row.startswith("| `")
     }
-    assert f"the first {terminal.SHOWN} findings" in rows["terminal"]
-    assert f"the first {junit.SHOWN} findings" in rows["junit"]
-    assert f"the first {sarif.LIMIT:,}" in rows["sarif"]
-    assert f"{github.ANNOTATIONS} and one that says" in rows["github"]
-    assert github.SUMMARY_BYTES == 1 << 20
-    assert f"the first {gitlab.LIMIT:,}" in rows["gitlab"]
-    assert f"the first {markdown.SHOWN} findings, at most {markdown._COMMENT:,} bytes" in rows["markdown"]
+    assert f"the first {SHOWN_IN_TERMINAL} findings" in rows["terminal"]
+    assert f"the first {SHOWN_IN_JUNIT} findings" in rows["junit"]
+    assert f"the first {SARIF_RESULTS:,}" in rows["sarif"]
+    assert f"{ANNOTATIONS} and one that says" in rows["github"]
+    assert SUMMARY_BYTES == 1 << 20
+    assert f"the first {GITLAB_ISSUES:,}" in rows["gitlab"]
+    assert f"the first {SHOWN_IN_MARKDOWN} findings, at most {COMMENT_BYTES:,} bytes" in rows["markdown"]
     assert f"at most {FINDINGS_OF_A_RULE:,} of each rule" in " ".join(PAGE.split())
     assert f"up to {SAVED_ROWS:,}" in " ".join(PAGE.split())
 

@@ -304,7 +304,7 @@ WHOLE = {".safetensors": save(TENSORS), ".pt": torch_bytes(TENSORS)}
 
 @pytest.mark.parametrize("suffix", sorted(WHOLE))
 @given(data=st.data())
-def test_any_damage_is_read_or_told(
+def test_any_damage_is_read_or_reported(
     tmp_path_factory: pytest.TempPathFactory, suffix: str, data: st.DataObject
 ) -> None:
     content = bytearray(WHOLE[suffix])
@@ -321,7 +321,7 @@ def test_any_damage_is_read_or_told(
 
 
 @given(content=st.binary(max_size=200))
-def test_any_bytes_are_told(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_any_bytes_are_reported(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     for suffix in (".safetensors", ".pt", ".safetensors.index.json"):
         path = tmp_path_factory.getbasetemp() / f"random{suffix}"
         path.write_bytes(content)

@@ -380,7 +380,7 @@ def test_csv_types_do_not_depend_on_blocks(tmp_path: Path, monkeypatch: pytest.M
     assert values.tolist() == [*map(float, range(50)), 0.5, 51.0]
 
 
-def test_csv_faults_far_from_the_start_are_told_with_their_row(
+def test_csv_faults_far_from_the_start_are_reported_with_their_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(csv, "_CSV_BLOCK_BYTES", 64)
@@ -453,7 +453,7 @@ def test_truncated_files(tmp_path: Path, suffix: str) -> None:
 
 @pytest.mark.parametrize("suffix", ["npz", "csv", "parquet", "safetensors"])
 @pytest.mark.parametrize("role", ["inputs", "target", "id"])
-def test_missing_columns_are_told_with_the_nearest(tmp_path: Path, suffix: str, role: str) -> None:
+def test_missing_columns_are_reported_with_the_nearest(tmp_path: Path, suffix: str, role: str) -> None:
     write_all_formats(tmp_path)
     write_csv(tmp_path, "pixels,label,uid\n1,2,3\n")
     message = error(tmp_path, f"data.{suffix}", ConfigError, **({"inputs": "pixels"} | {role: "lable"}))

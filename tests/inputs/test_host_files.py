@@ -16,8 +16,8 @@ import torch
 
 from psgrad.config import DataConfig
 from psgrad.errors import DataError
-from psgrad.inputs.sources import files, host_files
-from psgrad.inputs.sources.files import sha256_of
+from psgrad.inputs.sources import file_checks, host_files
+from psgrad.inputs.sources.file_checks import sha256_of
 from psgrad.inputs.sources.formats.jsonl import JSONL
 from psgrad.inputs.sources.host_files import made_once, shared_on_host
 from psgrad.inputs.sources.load import load_data, open_rows
@@ -119,8 +119,8 @@ def test_a_large_file_is_hashed_once_and_again_when_it_has_changed(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed = []
-    original = files._sha256_of
-    monkeypatch.setattr(files, "_sha256_of", lambda path: hashed.append(path) or original(path))
+    original = file_checks._sha256_of
+    monkeypatch.setattr(file_checks, "_sha256_of", lambda path: hashed.append(path) or original(path))
     large, small = tmp_path / "large", tmp_path / "small"
     large.write_bytes(bytes(3 << 20))
     small.write_bytes(b"small")

@@ -15,13 +15,13 @@ import torch
 from PIL import Image
 
 from psgrad.config import DataConfig
-from psgrad.config.sections import LossConfig
+from psgrad.config.shared_sections import LossConfig
 from psgrad.errors import ConfigError, DataError, PsgradError
-from psgrad.inputs.images import reading
-from psgrad.inputs.images import samples as samples_of_images
+from psgrad.inputs import image_files
+from psgrad.inputs import image_samples as samples_of_images
 from psgrad.inputs.loss import resolve_loss
 from psgrad.inputs.models.loaded import Pretrained
-from psgrad.inputs.shown import input_of
+from psgrad.inputs.previews import input_of
 from psgrad.inputs.sources.host_files import shared_on_host
 from psgrad.inputs.sources.load import Samples, load_data
 
@@ -163,7 +163,7 @@ def test_the_fingerprint_covers_the_pixels_the_labels_and_the_preparation(folder
 
 def test_images_are_read_when_their_row_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[bytes] = []
-    decode = reading.decoded
+    decode = image_files.decoded
     monkeypatch.setattr(samples_of_images, "decoded", lambda *args: loads.append(args[0]) or decode(*args))
     samples = load(folder, images="images")
     loads.clear()

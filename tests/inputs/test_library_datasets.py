@@ -11,7 +11,7 @@ import pytest
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError, PsgradError
-from psgrad.inputs.sources.load import Rows, load_data, open_rows
+from psgrad.inputs.sources.load import SourceRows, load_data, open_rows
 
 datasets = pytest.importorskip("datasets")
 
@@ -32,7 +32,7 @@ def table(first: int = 0) -> Any:
     return datasets.Dataset.from_dict(rows, kinds)
 
 
-def opened(folder: Path, name: str, **options: Any) -> Rows:
+def opened(folder: Path, name: str, **options: Any) -> SourceRows:
     return open_rows(DataConfig(dataset=name, text="text", target="label", **options), folder)
 
 

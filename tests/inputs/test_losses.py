@@ -333,7 +333,7 @@ def test_good_targets(name: str, target: Tensor) -> None:
         ("bce_with_logits", torch.tensor([0, -1]), "row 11 has the target -1"),
     ],
 )
-def test_bad_targets_are_told_with_their_row(name: str, target: Tensor, expected: str) -> None:
+def test_bad_targets_are_reported_with_their_row(name: str, target: Tensor, expected: str) -> None:
     with pytest.raises(DataError) as caught:
         check_targets(criterion(name), target, CLASSES, first_row=10)
     for part in expected.split("[^|]*"):

@@ -24,7 +24,7 @@ from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.inputs.sources import objects
 from psgrad.inputs.sources.formats.tar import KEY
-from psgrad.inputs.sources.load import Rows, load_data, open_rows
+from psgrad.inputs.sources.load import SourceRows, load_data, open_rows
 from psgrad.inputs.sources.source import data_headers, header_problems, with_rows
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -38,7 +38,7 @@ TABLE = {
 }
 
 
-def opened(folder: Path, path: Any, **options: Any) -> Rows:
+def opened(folder: Path, path: Any, **options: Any) -> SourceRows:
     return open_rows(DataConfig(path=path, **options), folder)
 
 
@@ -192,7 +192,7 @@ def test_jsonl_of_other_systems_has_the_same_rows(change: str, tmp_path: Path) -
     assert samples.class_names == ("a", "b")
 
 
-def test_csv_of_another_separator_is_told(tmp_path: Path) -> None:
+def test_csv_of_another_separator_is_reported(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text("x;y\n1;0\n")
     said = error(tmp_path, "data.csv", ConfigError, inputs="x", target="y")
     assert "has no column 'x'\n" in said

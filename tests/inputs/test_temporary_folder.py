@@ -6,7 +6,7 @@ import gc
 import warnings
 from pathlib import Path
 
-from psgrad.inputs.temporary_folder import TemporaryFolder
+from psgrad.inputs.sources.file_checks import TemporaryFolder
 
 
 def test_a_temporary_folder_goes_with_its_object() -> None:

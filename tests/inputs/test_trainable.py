@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from psgrad.errors import ConfigError, ModelError
-from psgrad.inputs.models.trainable import choose_trainable
+from psgrad.inputs.models.factory import choose_trainable
 
 
 class Tied(nn.Module):

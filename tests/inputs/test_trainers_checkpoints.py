@@ -105,7 +105,7 @@ def test_code_beside_the_weights_does_not_run(tmp_path: Path) -> None:
     assert (tmp_path / "canary").exists()
 
 
-def test_code_of_a_module_that_torch_blocks_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_code_of_a_module_that_torch_blocks_is_reported_with_what_to_do(tmp_path: Path) -> None:
     class Blocked:
         def __reduce__(self) -> Any:
             return (os.mkdir, (str(tmp_path / "canary"),))

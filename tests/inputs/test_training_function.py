@@ -72,7 +72,7 @@ def test_it_gets_model_rows_labels_and_seed_and_returns_the_model(tmp_path: Path
     ],
     ids=["too few", "too many", "no function", "nothing returned", "raises", "another model", "diverged"],
 )
-def test_what_is_wrong_with_it_is_told(
+def test_what_is_wrong_with_it_is_reported(
     tmp_path: Path, source: str, kind: type[Exception], words: tuple[str, ...]
 ) -> None:
     with pytest.raises(kind) as caught:

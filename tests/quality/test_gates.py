@@ -13,7 +13,7 @@ import pytest
 from psgrad.config import GateConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality.baselines import changed, gone, mark_known, read_baseline, written
-from psgrad.quality.findings import counts_of, in_order, named_samples, read_ignore_list, settle
+from psgrad.quality.findings import counts_of, in_order, named_samples, read_ignore_list, with_states
 from psgrad.quality.gates import evaluate
 from psgrad.results import GateOutcome
 from psgrad.results.findings import Baseline, Known
@@ -118,7 +118,7 @@ def test_ignore_list_entries_do_not_count(tmp_path: Path) -> None:
             " reason: gone}\n",
         )
     )
-    rows, warnings = settle(named(frame), entries, TODAY)
+    rows, warnings = with_states(named(frame), entries, TODAY)
     states = {
         (rule, each): state for rule, each, state in zip(rows["rule"], rows["id"], rows["state"], strict=True)
     }
@@ -137,7 +137,7 @@ def test_ignore_list_entries_do_not_count(tmp_path: Path) -> None:
 
 def test_ignore_list_number_as_id(tmp_path: Path) -> None:
     entries = read_ignore_list(ignore_list(tmp_path, "- {id: 11, reason: x}\n- {id: '12', reason: x}\n"))
-    rows, warnings = settle(named(table(3, listed=(0, 1, 2), ids=[10, 11, 12])), entries, TODAY)
+    rows, warnings = with_states(named(table(3, listed=(0, 1, 2), ids=[10, 11, 12])), entries, TODAY)
     assert (rows["state"].tolist(), warnings) == (["new", "ignored", "ignored"], [])
 
 
@@ -190,7 +190,7 @@ def test_baseline_only_shrinks_by_default() -> None:
 
 def test_baseline_excludes_ignored_and_review_list(tmp_path: Path) -> None:
     entries = read_ignore_list(ignore_list(tmp_path, "- {id: s1, reason: x}\n"))
-    rows, _ = settle(named(table(10, listed=(1, 2))), entries, TODAY)
+    rows, _ = with_states(named(table(10, listed=(1, 2))), entries, TODAY)
     assert [each.id for each in changed(None, rows, {}, None, Path("b"), grow=False).baseline.findings] == [
         "s2"
     ]

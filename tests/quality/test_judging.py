@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from psgrad.errors import ConfigError
-from psgrad.quality.groups import OTHER, join_small, labels_of, robust_z
+from psgrad.quality.comparison_groups import OTHER, join_small, labels_of, robust_z
 from psgrad.quality.judging import judge, rank_samples
 from psgrad.results import SAMPLE_COLUMNS
 from psgrad.results.manifest import content_of

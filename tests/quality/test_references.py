@@ -11,7 +11,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality import references
-from psgrad.quality.detector_scores import detector_scores
+from psgrad.quality.detector import detector_scores
 from psgrad.quality.judging import judge
 from psgrad.quality.references import (
     read_reference,

@@ -47,7 +47,7 @@ def printed(result: DPAuditResult, style: str = "terminal") -> str:
     return stream.getvalue()
 
 
-def test_what_holds_is_told() -> None:
+def test_what_holds_is_reported() -> None:
     lines = printed(RESULT).splitlines()
     assert lines[:5] == [
         "audited   20 steps with 1,000 canaries, records of the dataset beside them",
@@ -111,7 +111,7 @@ BROKEN_PAIR = NeighbourPair("a record comes", 2.5, 1.0, 2.5, [], True, False)
         ),
     ],
 )
-def test_what_does_not_hold_is_told_with_its_reason(result: DPAuditResult, words: str) -> None:
+def test_what_does_not_hold_is_reported_with_its_reason(result: DPAuditResult, words: str) -> None:
     assert (RESULT.verdict, RESULT.violations) == ("consistent", [])
     assert (result.verdict, result.violations) == ("VIOLATION", [words])
     lines = printed(result).splitlines()

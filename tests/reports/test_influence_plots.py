@@ -216,7 +216,9 @@ def test_each_training_example_is_a_point_and_the_others_are_counted() -> None:
         ({"unit": "fall of the query's loss", "predicts_removal": False}, "fall of its own loss"),
     ],
 )
-def test_self_influence_is_told_as_influence_on_the_own_loss(changes: dict[str, Any], expected: str) -> None:
+def test_self_influence_is_reported_as_influence_on_the_own_loss(
+    changes: dict[str, Any], expected: str
+) -> None:
     (axes,) = self_influence_against_loss(replace(result(), **changes)).figure.axes
     assert expected in axes.get_xlabel().replace("\n", " ")
 

@@ -16,7 +16,7 @@ from psgrad.reports.measure_plots import histograms
 from psgrad.reports.measures import measure_sections
 from psgrad.reports.sections import Facts, Subtitle
 from psgrad.results import MeasureResult
-from psgrad.workflows.analyze import result_of
+from psgrad.workflows.analyze_tables import result_of
 from tests.reports import frames
 
 

@@ -224,7 +224,7 @@ def test_captions_of_pictures_do_not_collide() -> None:
     assert f"{inputs[0].id[-9:]}" in words[0]  # the end tells which it is
 
 
-def test_long_parameter_names_are_told_apart() -> None:
+def test_long_parameter_names_are_distinguished() -> None:
     layers = frames.parameters(40)
     names = [
         f"m.base_model.model.model.layers.{place}.self_attn.q_proj.lora_A.default.weight"

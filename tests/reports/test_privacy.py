@@ -60,7 +60,7 @@ def test_an_upper_bound_is_never_rounded_down(value: float) -> None:
         (12.3401, "12.35"),
     ],
 )
-def test_epsilons_that_are_told_in_words(value: float | None, words: str) -> None:
+def test_epsilons_that_are_reported_in_words(value: float | None, words: str) -> None:
     assert epsilon(value) == words
 
 
@@ -105,12 +105,12 @@ def test_an_accountant_without_an_answer_says_why() -> None:
     assert spent_words(private_runs.step(epsilon_pld=None, epsilon_rdp=None)) == "no epsilon at delta 1e-5"
 
 
-def test_epsilon_is_told_live_where_it_is_known() -> None:
+def test_epsilon_is_reported_live_where_it_is_known() -> None:
     assert live_words(1.23401, 1e-5) == "epsilon 1.235 (RDP, delta 1e-5)"
     assert live_words(None, 1e-5) == "epsilon at the end"
 
 
-def test_no_noise_is_told_as_no_privacy() -> None:
+def test_no_noise_is_reported_as_no_privacy() -> None:
     step = private_runs.step(epsilon_pld=math.inf, epsilon_rdp=math.inf, noise_multiplier=0.0, noise_std=0.0)
     assert spent_words(step) == "epsilon infinite (PLD), infinite (RDP) at delta 1e-5"
     assert guarantee(step).startswith("no privacy is promised: epsilon is infinite, after 120 steps")
@@ -147,7 +147,7 @@ def test_the_smaller_of_two_bounds_is_the_one_promised() -> None:
     )
 
 
-def test_a_seed_is_told_as_the_hole_that_it_is() -> None:
+def test_a_seed_is_reported_as_the_hole_that_it_is() -> None:
     told = answers(written(insecure_deterministic=True))
     assert told["warning"].startswith("--insecure-deterministic")
     assert "no guarantee holds" in guarantee(private_runs.step(insecure_deterministic=True))
@@ -171,7 +171,7 @@ def test_a_seed_is_told_as_the_hole_that_it_is() -> None:
         ),
     ],
 )
-def test_other_samplers_are_told_as_what_they_are(sampling: dict[str, object], words: str) -> None:
+def test_other_samplers_are_reported_as_what_they_are(sampling: dict[str, object], words: str) -> None:
     assert answers(written(sampling=sampling, scheme=sampling["scheme"]))["sampling"] == words
 
 
@@ -209,7 +209,7 @@ def test_an_adaptive_bound_has_the_noise_of_its_sum_and_what_is_accounted() -> N
         ({"kind": "list", "multipliers": [1.0, 2.0]}, "each step has a multiplier of its own"),
     ],
 )
-def test_noise_that_changes_is_told(schedule: dict[str, object], words: str) -> None:
+def test_noise_that_changes_is_reported(schedule: dict[str, object], words: str) -> None:
     assert answers(written(schedule=schedule))["schedule"] == words
     assert "schedule" not in answers(written())
 

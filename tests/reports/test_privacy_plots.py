@@ -141,7 +141,7 @@ def test_the_public_figure_says_what_its_epsilon_means() -> None:
     assert axes.get_ylim()[0] == 0
 
 
-def test_an_infinite_epsilon_is_told_in_words() -> None:
+def test_an_infinite_epsilon_is_reported_in_words() -> None:
     result = private_runs.result(epsilon_pld=math.inf, epsilon_rdp=math.inf)
     plot = epsilon_against_steps(
         replace(result, curve=[(1, math.inf), (2, math.inf)], curve_pld=[(2, math.inf)])

@@ -11,8 +11,8 @@ import pytest
 
 from psgrad.reports.analyze_page import render
 from psgrad.reports.analyze_plots import norm_histogram
+from psgrad.reports.analyze_sections import gate_table
 from psgrad.reports.analyze_terminal import summary
-from psgrad.reports.gate import gate_table
 from psgrad.reports.outliers import rankings_of
 from psgrad.results import AnalyzeResult
 from psgrad.results.findings import CheckResult, GateOutcome

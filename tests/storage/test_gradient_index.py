@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from psgrad.errors import OutputError, OutputExistsError
-from psgrad.storage import files
+from psgrad.storage import durable_files
 from psgrad.storage.gradient_index import GradientIndex
 from tests.crashes import Tell, in_a_child, kill_and_resume, points_of
 
@@ -96,9 +96,9 @@ def test_gradient_index_kill_check_finds_write_in_place(tmp_path: Path) -> None:
             target = self.file(checkpoint, shard)
             other = tmp_path / "elsewhere"
             GradientIndex(other, self.description).write(checkpoint, shard, found)
-            files.make_folder(target.parent)
+            durable_files.make_folder(target.parent)
             with target.open("wb", buffering=0) as file:
-                files.write_all(
+                durable_files.write_all(
                     file.fileno(), GradientIndex(other, self.description).file(checkpoint, shard).read_bytes()
                 )
 
@@ -365,7 +365,7 @@ def test_gradient_index_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(files, "write_all", full)
+        patched.setattr(durable_files, "write_all", full)
         with pytest.raises(OutputError, match="No space left on device") as caught:
             index.write(0, 0, arrays(0, index.shards[0]))
     assert "free some space, then psgrad influence index CONFIG --resume" in str(caught.value)

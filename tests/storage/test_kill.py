@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from psgrad.errors import CheckpointError
-from psgrad.storage import Ledger, files
-from psgrad.storage import files as crash
+from psgrad.storage import Ledger, durable_files
 from tests.crashes import Tell, in_a_child, kill_and_resume, points_of
 from tests.storage.runs import Run, check, go
 
@@ -49,13 +48,13 @@ class PaysLate(Run):
 class KeepsInPlace(Run):
     def keep(self, data: bytes) -> None:
         with self.folder.checkpoint.open("wb", buffering=0) as file:
-            files.write_all(file.fileno(), data)
+            durable_files.write_all(file.fileno(), data)
 
 
 class ReleasesInPlace(Run):
     def release(self, content: dict[str, Any]) -> None:
         with (self.path / "public" / "step.json").open("wb", buffering=0) as file:
-            files.write_all(file.fileno(), json.dumps(content).encode())
+            durable_files.write_all(file.fileno(), json.dumps(content).encode())
         self.tell(content)
 
 
@@ -84,10 +83,10 @@ def test_crash_hook_kills_at_point(tmp_path: Path) -> None:
     result = []
     for at in range(1, 8):
         target.write_bytes(b"old")
-        ended = in_a_child(lambda _: files.write_atomically(target, b"new content"), at)
-        temporary = [path.read_bytes() for path in files.leftovers_of(target)]
+        ended = in_a_child(lambda _: durable_files.write_atomically(target, b"new content"), at)
+        temporary = [path.read_bytes() for path in durable_files.leftovers_of(target)]
         result.append((ended.killed, target.read_bytes(), temporary))
-        for path in files.leftovers_of(target):
+        for path in durable_files.leftovers_of(target):
             path.unlink()
     assert result == [
         (True, b"old", []),  # before the temporary file is opened
@@ -102,11 +101,11 @@ def test_crash_hook_kills_at_point(tmp_path: Path) -> None:
 
 def test_crash_hook_environment(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from psgrad.storage import files;"
-        " files.write_atomically(Path(sys.argv[1]), b'whole')"
+        "import sys; from pathlib import Path; from psgrad.storage import durable_files;"
+        " durable_files.write_atomically(Path(sys.argv[1]), b'whole')"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "file")]
-    done = subprocess.run(command, env={**os.environ, crash.VARIABLE: "3"}, check=False)
+    done = subprocess.run(command, env={**os.environ, durable_files.VARIABLE: "3"}, check=False)
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "file").exists()
     subprocess.run(command, check=True)
@@ -114,7 +113,7 @@ def test_crash_hook_environment(tmp_path: Path) -> None:
 
 
 def test_crash_hook_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crash._hook, "at", None)
-    before = crash.crash_points_passed()
-    crash.crash_point(lambda: pytest.fail("half of what?"))
-    assert crash.crash_points_passed() == before
+    monkeypatch.setattr(durable_files._hook, "at", None)
+    before = durable_files.crash_points_passed()
+    durable_files.crash_point(lambda: pytest.fail("half of what?"))
+    assert durable_files.crash_points_passed() == before

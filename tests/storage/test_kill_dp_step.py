@@ -45,7 +45,7 @@ def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWor
         public("epsilon.png", b"a figure")
         private("norms.png", b"another")
 
-    monkeypatch.setattr("psgrad.workflows.dp_step.write_plots", write_plots)
+    monkeypatch.setattr("psgrad.workflows.private_steps.write_plots", write_plots)
     monkeypatch.setattr(
         "psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
     )

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from psgrad.errors import PsgradError
-from psgrad.storage import files
+from psgrad.storage import durable_files
 from tests.storage.runs import check, go
 
 Tree = dict[str, bytes | None]
@@ -154,9 +154,9 @@ def test_write_atomically_is_durable(tmp_path: Path) -> None:
     result: list[Tree] = []
     with pytest.MonkeyPatch.context() as patch:
         disk = Disk(tmp_path, lambda disk: result.append(disk.after_a_cut(lambda fates: fates[0])), patch)
-        files.make_folder(tmp_path / "a" / "b")
-        files.write_atomically(tmp_path / "a" / "b" / "c", b"old")
-        files.write_atomically(tmp_path / "a" / "b" / "c", b"new")
+        durable_files.make_folder(tmp_path / "a" / "b")
+        durable_files.write_atomically(tmp_path / "a" / "b" / "c", b"old")
+        durable_files.write_atomically(tmp_path / "a" / "b" / "c", b"new")
     assert disk.after_a_cut(lambda fates: fates[0]) == {"a": None, "a/b": None, "a/b/c": b"new"}
     assert {tree.get("a/b/c") for tree in result} == {None, b"old"}
 
@@ -203,31 +203,31 @@ def nothing(*_: Any) -> None:
 
 
 def without(name: str) -> types.SimpleNamespace:
-    """psgrad.storage.files with one of its functions taken out."""
-    return types.SimpleNamespace(**{**vars(files), name: nothing})
+    """psgrad.storage.durable_files with one of its functions taken out."""
+    return types.SimpleNamespace(**{**vars(durable_files), name: nothing})
 
 
 def unsynced_write(target: Path, data: bytes) -> None:
     """What write_atomically would be without its fsync."""
-    temporary = files.temporary_for(target)
+    temporary = durable_files.temporary_for(target)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.write(descriptor, data)
     os.close(descriptor)
     os.replace(temporary, target)  # noqa: PTH105 (the disk follows the calls of os)
-    files.sync_folder(target.parent)
+    durable_files.sync_folder(target.parent)
 
 
 @pytest.mark.parametrize(
     ("place", "instead", "words"),
     [
         (
-            "psgrad.storage.ledger.files",
+            "psgrad.storage.ledger.durable_files",
             without("sync"),
             "released without a ledger|the ledger lags a release|the ledger that paid for it is gone",
         ),
-        ("psgrad.storage.ledger.files", without("sync_folder"), "released without a ledger"),
-        ("psgrad.storage.files.sync_folder", nothing, "released without a ledger"),
-        ("psgrad.storage.files.write_atomically", unsynced_write, "is damaged|is torn"),
+        ("psgrad.storage.ledger.durable_files", without("sync_folder"), "released without a ledger"),
+        ("psgrad.storage.durable_files.sync_folder", nothing, "released without a ledger"),
+        ("psgrad.storage.durable_files.write_atomically", unsynced_write, "is damaged|is torn"),
     ],
 )
 def test_power_cut_check_finds_planted_mistake(

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import yaml
 from safetensors.torch import save_file
 
-import psgrad.storage.files
+import psgrad.storage.durable_files
 from psgrad.config import DataConfig, ModelConfig
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.sources.load import load_data
@@ -141,7 +141,7 @@ def test_a_run_leaves_a_whole_folder_and_prints_its_table(workplace: Workplace) 
     assert set(manifest["timings"]) == {"load", "self-check", "gradients", "tables", "report"}
 
 
-def test_many_chunks_are_replayed_unless_told_otherwise(
+def test_many_chunks_are_replayed_unless_capture_is_off(
     quick: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("psgrad.engine.execution.chunk_replay.PAYS_FROM", {"cpu": 4})
@@ -227,7 +227,7 @@ def test_a_checkpoint_in_bfloat16_is_loaded_as_float32(quick: Workplace) -> None
     )
 
 
-def test_parameters_whose_gradients_are_written_out_are_named(quick: Workplace) -> None:
+def test_parameters_whose_gradients_are_materialised_are_named(quick: Workplace) -> None:
     outcome = quick.succeeded()
     assert quick.manifest()["engine"]["materialised"] == []
     assert "written out" not in outcome.err
@@ -606,14 +606,14 @@ def shards_of(workplace: Workplace) -> pd.DataFrame:
 
 def test_a_full_disk_keeps_the_finished_rows(quick: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psgrad.workflows.analyze_passes._ROWS_PER_SHARD", 8)
-    honest = psgrad.storage.files.write_atomically
+    honest = psgrad.storage.durable_files.write_atomically
 
     def full(target: Path, data: Any) -> None:
         if target.name == "00002.parquet":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         honest(target, data)
 
-    monkeypatch.setattr("psgrad.storage.files.write_atomically", full)
+    monkeypatch.setattr("psgrad.storage.durable_files.write_atomically", full)
     quick.refused(
         3,
         "the disk is full",

@@ -139,7 +139,7 @@ def test_a_reference_of_another_checkpoint_is_refused_before_anything_runs(judge
         ({"data": {"path": "trusted.npz"}, "run": "known"}, {}, "give exactly one of baseline"),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(
+def test_mistakes_are_reported_before_anything_runs(
     judged: Workplace, reference: object, outliers: dict[str, object], words: str
 ) -> None:
     use_reference(judged, reference, **outliers)

@@ -111,7 +111,9 @@ def test_influence_and_dp_step_and_plan_of_objects(workplace: Workplace) -> None
         ({"loss": None}, "loss: missing; it is required"),
     ],
 )
-def test_objects_that_do_not_fit_are_told(workplace: Workplace, objects: dict[str, Any], words: str) -> None:
+def test_objects_that_do_not_fit_are_reported(
+    workplace: Workplace, objects: dict[str, Any], words: str
+) -> None:
     given = {"model": workplace.model, "data": TensorDataset(*tensors_of(workplace)), "loss": plain_loss}
     with pytest.raises(psgrad.PsgradError, match=words):
         psgrad.analyze(**{**given, **objects})

@@ -12,7 +12,7 @@ import torch
 from psgrad.inputs.reader import digests
 from psgrad.inputs.rows import Block
 from psgrad.storage.gradient_index import GradientIndex
-from psgrad.workflows.index_update import matched
+from psgrad.workflows.influence_index import matched
 from tests.influence_workplace import InfluenceWorkplace
 from tests.workplace import ROWS
 

@@ -401,7 +401,7 @@ def test_nothing_finite_at_all_is_an_error(place: InfluenceWorkplace) -> None:
 # -- Refusals ------------------------------------------------------------------------------------------------
 
 
-def test_queries_without_any_score_are_told(place: InfluenceWorkplace) -> None:
+def test_queries_without_any_score_are_reported(place: InfluenceWorkplace) -> None:
     place.use_loss("def loss(output, target):\n    return (output.square().sum() * (target >= 0))\n")
     place.save_queries(y=np.array([0, -1, 1, -1, 2]))
     outcome = place.influence()
@@ -561,7 +561,7 @@ def test_amounts_of_a_network_are_uncalibrated_and_checked(place: InfluenceWorkp
     assert "predicted and found" not in outcome.out
 
 
-def test_removals_without_a_step_that_lowers_the_loss_are_not_told(
+def test_removals_without_a_step_that_lowers_the_loss_are_not_reported(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("psgrad.engine.influence.amounts._HALVINGS", 0)
@@ -628,8 +628,8 @@ def test_phases_that_last_have_progress(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch, method: str | dict[str, str]
 ) -> None:
     """Where no phase may be silent, each that passes over rows names itself, the pass and the row."""
-    monkeypatch.setattr("psgrad.workflows.running._SECONDS_OF_SILENCE", 0.0)
-    monkeypatch.setattr("psgrad.workflows.running._SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("psgrad.workflows.run_progress._SECONDS_OF_SILENCE", 0.0)
+    monkeypatch.setattr("psgrad.workflows.run_progress._SECONDS_BETWEEN", 0.0)
     place.section["method"] = method
     heard = place.influence("--overwrite").err
     assert "screening: pass 1, row 0 of 24" in heard

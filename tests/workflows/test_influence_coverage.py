@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from psgrad.reports.influence_coverage import coverage_words
-from psgrad.workflows.influence_coverage import OTHER, coverage, part_of
+from psgrad.reports.influence_sections import coverage_words
+from psgrad.workflows.influence_tables import OTHER, coverage, part_of
 from tests.influence_workplace import InfluenceWorkplace
 
 

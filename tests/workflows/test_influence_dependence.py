@@ -17,7 +17,7 @@ from torch import nn
 
 from psgrad.engine.execution.objective import BY_POSITION
 from psgrad.engine.influence.evaluation.jobs import LoadedRows
-from psgrad.workflows.evaluation_bench import behaviour
+from psgrad.workflows.evaluation_parts import behaviour
 from tests.influence_workplace import InfluenceWorkplace, loop_of_gradients
 
 DATASET = """\
@@ -231,7 +231,7 @@ def test_a_model_that_draws_at_random_is_refused(place: InfluenceWorkplace) -> N
 # -- Models that are trained again ---------------------------------------------------------------------------
 
 
-def test_fresh_models_are_told_apart_by_what_they_do() -> None:
+def test_fresh_models_are_distinguished_by_what_they_do() -> None:
     rows = LoadedRows((torch.randn(5, 4),), None)
 
     def of(activation: type[nn.Module], spread: float) -> str:

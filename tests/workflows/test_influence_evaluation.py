@@ -203,7 +203,7 @@ def test_labels_to_be_ignored_are_none_to_flip(place: EvaluationWorkplace) -> No
     place.influence("--evaluate", "mislabel").refused(2, "2 of 24 rows have -100, to be ignored")
 
 
-def test_what_an_evaluation_does_not_take_from_the_config_is_told(place: EvaluationWorkplace) -> None:
+def test_what_an_evaluation_does_not_take_from_the_config_is_reported(place: EvaluationWorkplace) -> None:
     place.section["index"] = "index"
     place.section["method"] = {"name": "influence", "weight_decay": 2 * DECAY}
     told = " ".join(place.evaluated("lds")["notes"])
@@ -363,7 +363,7 @@ def test_retraining_that_takes_long_is_predicted_from_its_first_batch(
 ) -> None:
     place.evaluate["train"]["together"] = 4
     seconds = itertools.count(0.0, 50.0)
-    monkeypatch.setattr("psgrad.workflows.evaluation_bench.perf_counter", lambda: next(seconds))
+    monkeypatch.setattr("psgrad.workflows.evaluation_parts.perf_counter", lambda: next(seconds))
     outcome = place.influence("--evaluate", "lds")
     assert outcome.code == 0, outcome.err
     told = [line for line in outcome.err.splitlines() if "predicted to take" in line]
@@ -397,7 +397,7 @@ def test_models_may_be_trained_by_a_function_of_ones_own(place: EvaluationWorkpl
     assert len(sorted((place.folder / "out-lds" / "retrained").iterdir())) == 2 * len(shards)
 
 
-def test_weights_that_do_not_depend_on_the_seed_are_told(place: EvaluationWorkplace) -> None:
+def test_weights_that_do_not_depend_on_the_seed_are_reported(place: EvaluationWorkplace) -> None:
     place.evaluate["subsets"] = 3
     assert not any("whatever the seed" in note for note in place.evaluated("lds")["notes"])
     place.use_model("def Model():\n    torch.manual_seed(0)\n    return nn.Linear(4, 3)\n")
@@ -407,7 +407,7 @@ def test_weights_that_do_not_depend_on_the_seed_are_told(place: EvaluationWorkpl
 # -- methods and refusals ------------------------------------------------------------------------------------
 
 
-def test_methods_of_one_name_are_told_apart_and_one_without_scores_is_left_out(
+def test_methods_of_one_name_are_distinguished_and_one_without_scores_is_left_out(
     place: EvaluationWorkplace,
 ) -> None:
     place.section["method"] = {"name": "influence", "weight_decay": DECAY}

@@ -126,7 +126,7 @@ def test_checkpoints_are_read_as_the_models_own_is(place: InfluenceWorkplace) ->
         ({"worst": 0}, "influence.queries.worst: got 0, expected at least 1"),
     ],
 )
-def test_queries_that_can_not_be_chosen_are_told(
+def test_queries_that_can_not_be_chosen_are_reported(
     place: InfluenceWorkplace, queries: dict[str, Any], words: str
 ) -> None:
     place.section["queries"] = queries

@@ -126,7 +126,7 @@ def test_loss_columns_in_a_private_step(place: Workplace) -> None:
         ({"name": "loss.py:loss", "columns": ["w"]}, 3, "missing 1 required positional argument"),
     ],
 )
-def test_loss_columns_that_do_not_fit_are_told(
+def test_loss_columns_that_do_not_fit_are_reported(
     place: Workplace, loss: dict[str, Any], code: int, words: str
 ) -> None:
     place.config["loss"] = loss

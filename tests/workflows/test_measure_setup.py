@@ -80,7 +80,7 @@ def test_a_run_has_the_columns_tables_and_arrays(workplace: Workplace) -> None:
         ({"name": "covariance_spectrum", "tops": 3}, "did you mean top?"),
     ],
 )
-def test_wrong_options_are_told(workplace: Workplace, measure: dict[str, Any], words: str) -> None:
+def test_wrong_options_are_reported(workplace: Workplace, measure: dict[str, Any], words: str) -> None:
     workplace.config["analyze"] = {"measures": [measure]}
     workplace.refused(2, words)
 

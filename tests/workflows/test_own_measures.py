@@ -139,7 +139,7 @@ def columns(value: str) -> str:
         ("needs = ('nothing',)", ["a measure needs nothing, which is none"]),
     ],
 )
-def test_what_is_wrong_is_told_by_its_name(workplace: Workplace, body: str, words: list[str]) -> None:
+def test_what_is_wrong_is_reported_by_its_name(workplace: Workplace, body: str, words: list[str]) -> None:
     use(workplace, body, "margin")
     outcome = workplace.analyze()
     assert outcome.code in (2, 3), outcome.err

@@ -33,7 +33,9 @@ def Model():
 
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    monkeypatch.setattr("psgrad.workflows.dp_step.write_plots", lambda result, public, private, unit: None)
+    monkeypatch.setattr(
+        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
+    )
     monkeypatch.setattr(
         "psgrad.workflows.private_statement.epsilon_pld",
         lambda events, delta: Epsilon(None, "not asked for in this test"),
@@ -51,7 +53,9 @@ def as_the_factory_leaves_it() -> None:
     nn.Linear(4, 40), nn.Linear(40, 3)
 
 
-def test_a_member_is_not_told_by_who_knows_the_seed_of_the_factory(private: PrivateWorkplace) -> None:
+def test_dp_step_does_not_reveal_a_member_to_one_with_the_seed_of_the_factory(
+    private: PrivateWorkplace,
+) -> None:
     """At noise 4, and a sum that one record moves by its bound, the best guess is right 55 times of 100."""
     rows, random = 400, np.random.default_rng(0)
     private.workplace.save(

@@ -20,7 +20,9 @@ from tests.workplace import Workplace
 
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    monkeypatch.setattr("psgrad.workflows.dp_step.write_plots", lambda result, public, private, unit: None)
+    monkeypatch.setattr(
+        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
+    )
     monkeypatch.setattr(
         "psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
     )
@@ -119,7 +121,7 @@ def test_dp_resume_from_another_folder_or_by_a_link_or_after_touch_is_accepted(
     assert private.step()["steps"] == 3
 
 
-def test_dp_resume_on_another_machine_is_told(
+def test_dp_resume_on_another_machine_is_reported(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private.succeeded()
@@ -168,12 +170,12 @@ def test_public_files_have_no_path_and_no_machine(
 def test_born_is_kept_by_touch_and_new_in_a_copy(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("a")
-    first = ledger_place.born(path)
+    first = ledger_place.birth_time(path)
     if first is None:
         pytest.skip("this file system does not tell when a file was made")
     path.write_text("ab")
     os.utime(path, (1, 1))
-    assert ledger_place.born(path) == first
+    assert ledger_place.birth_time(path) == first
     shutil.copy2(path, tmp_path / "copy")
-    assert ledger_place.born(tmp_path / "copy") != first
+    assert ledger_place.birth_time(tmp_path / "copy") != first
     assert abs(first / 1e9 - path.stat().st_ctime) < 60

@@ -37,7 +37,7 @@ from psgrad.errors import EXIT_RUNTIME, EXIT_TERMINATED, DataError
 from psgrad.storage import Ledger, PrivateRunFolder
 from psgrad.storage.ledger_lines import has_begun
 from psgrad.storage.private_runs import WARNING
-from psgrad.workflows import dp_step, private_ranks, private_setup
+from psgrad.workflows import private_ranks, private_setup, private_steps
 from tests.forked_ranks import EndedRank, Plant, die, hasty, run_ranks
 from tests.private_workplace import EXACT, PrivateWorkplace
 from tests.workflows.test_processes import alive, wait_for_ranks
@@ -49,8 +49,10 @@ SEEDED = ("--insecure-deterministic", "--set", "privacy.noise.seed=5")
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
     """A run in float64 without figures and the slow accountant; the dead are noticed at once."""
-    monkeypatch.setattr("psgrad.workflows.dp_step.write_plots", lambda result, public, private, unit: None)
-    monkeypatch.setattr("psgrad.workflows.dp_step.pld_curve", lambda events, delta: [])
+    monkeypatch.setattr(
+        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
+    )
+    monkeypatch.setattr("psgrad.workflows.private_steps.pld_curve", lambda events, delta: [])
     monkeypatch.setattr(
         "psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
     )
@@ -378,8 +380,8 @@ def noting_what_is_learned(folder: Path, plant: Plant) -> Plant:
 
 # In step 2 of 4: (rank, function, its call, whether it returns first, paid steps, lost steps).
 MOMENTS = {
-    "rank 0 before the ledger": (0, dp_step.Run, "pay", 2, False, 1),
-    "rank 0 after the ledger": (0, dp_step.Run, "pay", 2, True, 2),
+    "rank 0 before the ledger": (0, private_steps.PrivateRun, "pay", 2, False, 1),
+    "rank 0 after the ledger": (0, private_steps.PrivateRun, "pay", 2, True, 2),
     "rank 0 before the update": (0, PrivateTraining, "update", 2, False, 2),
     "rank 0 before it sends weights": (0, LeadingRank, "_send", 2, False, 1),
     "rank 0 while it sends weights": (0, rank_tensors.dist, "send", 8, True, 1),

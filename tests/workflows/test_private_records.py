@@ -29,7 +29,9 @@ def rows_of(user: int) -> np.ndarray:
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
     """A run without noise on all records, without the figures and the slow accountant, which take longest."""
-    monkeypatch.setattr("psgrad.workflows.dp_step.write_plots", lambda result, public, private, unit: None)
+    monkeypatch.setattr(
+        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
+    )
     monkeypatch.setattr(
         "psgrad.workflows.private_statement.epsilon_pld",
         lambda events, delta: Epsilon(None, "not asked for in this test"),

@@ -50,8 +50,10 @@ def whole(workplace: Workplace) -> PrivateWorkplace:
 @pytest.fixture
 def private(whole: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
     """The same without the figures and the slow accountant, which take longest."""
-    monkeypatch.setattr("psgrad.workflows.dp_step.write_plots", lambda result, public, private, unit: None)
-    monkeypatch.setattr("psgrad.workflows.dp_step.pld_curve", lambda events, delta: [])
+    monkeypatch.setattr(
+        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
+    )
+    monkeypatch.setattr("psgrad.workflows.private_steps.pld_curve", lambda events, delta: [])
     monkeypatch.setattr(
         "psgrad.workflows.private_statement.epsilon_pld",
         lambda events, delta: Epsilon(None, "not asked for in this test"),
@@ -432,7 +434,7 @@ def test_float16_is_refused(private: PrivateWorkplace) -> None:
     assert "set engine.dtype: bfloat16" in words
 
 
-def test_a_seed_is_told_everywhere(private: PrivateWorkplace) -> None:
+def test_a_seed_is_reported_everywhere(private: PrivateWorkplace) -> None:
     private.privacy["noise"]["seed"] = 3
     private.refused(
         2, "privacy.noise.seed is set, and with a seed nothing is private", "--insecure-deterministic"
@@ -444,7 +446,7 @@ def test_a_seed_is_told_everywhere(private: PrivateWorkplace) -> None:
     assert "seed" in outcome.out
 
 
-def test_the_fast_generator_is_told(private: PrivateWorkplace) -> None:
+def test_the_fast_generator_is_reported(private: PrivateWorkplace) -> None:
     private.privacy["noise"]["generator"] = "torch"
     outcome = private.succeeded()
     assert private.ledger("step")[0]["generator"] == "torch"
@@ -456,7 +458,7 @@ def test_private_diagnostics_only_when_asked_for(private: PrivateWorkplace) -> N
     assert "median norm" in private.succeeded("--resume", "--show-private").err
 
 
-def test_what_makes_an_epsilon_larger_than_it_need_be_is_told(
+def test_what_makes_an_epsilon_larger_than_it_need_be_is_reported(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("psgrad.engine.privacy.accounting.events._UNLIKE", 4)
@@ -575,7 +577,7 @@ def test_a_ledger_is_never_replaced(private: PrivateWorkplace) -> None:
     assert private.step()["steps"] == 1
 
 
-def test_a_lost_checkpoint_is_told(private: PrivateWorkplace) -> None:
+def test_a_lost_checkpoint_is_reported(private: PrivateWorkplace) -> None:
     private.succeeded()
     (private.run_folder / "checkpoint.safetensors").unlink()
     private.refused(3, "checkpoint.safetensors is gone, and 1 steps were taken", options=("--resume",))
@@ -618,7 +620,7 @@ def test_a_failed_payment_releases_nothing(
     append = Ledger.append
 
     def failing(self: Ledger, content: Any, kind: str = "step") -> None:
-        monkeypatch.setattr("psgrad.storage.files.write_all", full)
+        monkeypatch.setattr("psgrad.storage.durable_files.write_all", full)
         append(self, content, kind)
 
     monkeypatch.setattr(Ledger, "append", failing)
@@ -734,7 +736,9 @@ def test_what_no_step_can_be_taken_with_is_refused_before_there_is_a_ledger(
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_a_lost_ledger_is_told_and_its_run_is_not_replaced(private: PrivateWorkplace, empty: bool) -> None:
+def test_a_lost_ledger_is_reported_and_its_run_is_not_replaced(
+    private: PrivateWorkplace, empty: bool
+) -> None:
     private.succeeded()
     ledger = private.run_folder / "public" / "ledger.jsonl"
     if empty:
@@ -746,7 +750,7 @@ def test_a_lost_ledger_is_told_and_its_run_is_not_replaced(private: PrivateWorkp
         private.refused(2, "the ledger that paid for it is gone", options=options)
 
 
-def test_damaged_private_files_are_told(private: PrivateWorkplace) -> None:
+def test_damaged_private_files_are_reported(private: PrivateWorkplace) -> None:
     private.succeeded()
     (private.run_folder / "private" / "NOT_PRIVATE_steps.parquet").write_bytes(b"no table")
     assert "NOT_PRIVATE_steps.parquet could not be read" in private.succeeded("--resume").err
@@ -763,7 +767,7 @@ def test_a_checkpoint_that_is_a_folder(private: PrivateWorkplace) -> None:
     private.refused(3, "checkpoint.safetensors can't be read: Is a directory", options=("--resume",))
 
 
-def test_weights_that_are_no_numbers_any_more_are_told(private: PrivateWorkplace) -> None:
+def test_weights_that_are_no_numbers_any_more_are_reported(private: PrivateWorkplace) -> None:
     private.privacy["optimizer"]["kwargs"]["lr"] = 1e-3
     assert "NaN or infinite" not in private.succeeded().err
     private.config["output"] = "exploded"

@@ -73,7 +73,7 @@ class Sequences(Samples):
 @pytest.fixture
 def samples(monkeypatch: pytest.MonkeyPatch) -> Sequences:
     found = Sequences()
-    monkeypatch.setattr("psgrad.workflows.samples.load_data", lambda *_, **__: found)
+    monkeypatch.setattr("psgrad.workflows.loaded_parts.load_data", lambda *_, **__: found)
     return found
 
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from psgrad.engine.execution.loading import Loader
-from psgrad.storage import files
+from psgrad.storage import durable_files
 from tests.forked_ranks import Plant, die, hasty, run_ranks, slow_chunks
 from tests.influence_workplace import InfluenceWorkplace
 from tests.workflows.same_runs import assert_same_runs
@@ -54,7 +54,7 @@ def refused(place: InfluenceWorkplace, plant: Plant, *words: str) -> list[str]:
 def test_full_disk_of_a_rank_ends_all_and_is_resumed(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch, full: int
 ) -> None:
-    written = files.write_all
+    written = durable_files.write_all
 
     def write(descriptor: int, data: bytes | memoryview) -> None:
         if bytes(data[:4]) == b"PAR1":  # the first shard
@@ -63,7 +63,7 @@ def test_full_disk_of_a_rank_ends_all_and_is_resumed(
 
     def plant(rank: int) -> None:
         if rank == full:
-            monkeypatch.setattr(files, "write_all", write)
+            monkeypatch.setattr(durable_files, "write_all", write)
 
     said = refused(place, plant, *ANALYZE)
     assert "No space left on device" in said[full]
@@ -195,7 +195,7 @@ def test_rank_with_a_slow_disk_or_clock_is_not_taken_for_dead(
     tenth of the speed.
     """
     hasty(monkeypatch)
-    written, clock = files.write_all, time.monotonic
+    written, clock = durable_files.write_all, time.monotonic
 
     def write(descriptor: int, data: bytes | memoryview) -> None:
         time.sleep(5)
@@ -203,7 +203,7 @@ def test_rank_with_a_slow_disk_or_clock_is_not_taken_for_dead(
 
     def plant(rank: int) -> None:
         if rank:
-            monkeypatch.setattr(files, "write_all", write)
+            monkeypatch.setattr(durable_files, "write_all", write)
             monkeypatch.setattr(time, "monotonic", lambda: 86_400 + clock() / 10)
         else:
             slow_chunks(monkeypatch, 0.5)

@@ -156,7 +156,7 @@ def test_what_is_no_part_of_a_number_may_change(quick: Workplace) -> None:
     assert len(run(quick, resume=True).samples) == ROWS
 
 
-def test_a_run_of_another_command_is_told(quick: Workplace) -> None:
+def test_a_run_of_another_command_is_reported(quick: Workplace) -> None:
     interrupted(quick)
     manifest = quick.folder / "out" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"command": "analyze"', '"command": "influence"'))

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import psgrad
-from psgrad.storage.files import written_atomically
+from psgrad.storage.durable_files import written_atomically
 from tests.workplace import ROWS, Workplace
 
 COLUMNS = ["a", "b", "c", "d"]
@@ -172,7 +172,7 @@ def test_images_of_a_folder_come_back_as_a_list(workplace: Workplace) -> None:
     outcome.refused(3, "are not those of the run in out")
 
 
-def test_rows_that_were_not_measured_are_left_out_and_told(workplace: Workplace) -> None:
+def test_rows_that_were_not_measured_are_left_out_and_reported(workplace: Workplace) -> None:
     workplace.succeeded("--no-report", "--limit", "9")
     outcome = workplace.command("select", "out", "--where", "label >= 0", "--output", "some.npz")
     assert "PARTIAL: 15 rows that the run did not measure are left out" in outcome.err
@@ -198,7 +198,7 @@ def test_select_from_python(workplace: Workplace) -> None:
         (("label == 1", "no/such/folder/clean.npz"), 3, "can't be written: No such file or directory"),
     ],
 )
-def test_what_can_not_be_selected_is_told(
+def test_what_can_not_be_selected_is_reported(
     workplace: Workplace, options: tuple[str, ...], code: int, words: str
 ) -> None:
     workplace.succeeded("--no-report")

@@ -15,8 +15,8 @@ from torch import nn
 
 from psgrad.engine.execution.placement import place
 from psgrad.inputs.sources.host_files import shared_on_host, turn
-from psgrad.workflows import shared_weights
-from psgrad.workflows.shared_weights import share_weights
+from psgrad.workflows import residence
+from psgrad.workflows.residence import share_weights
 
 PROCESSES = 4
 _SIDE = 2048  # 16 MiB of float32
@@ -137,7 +137,7 @@ def test_a_process_keeps_its_weights_where_the_disk_is_full(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shared_weights, "_write", full)
+    monkeypatch.setattr(residence, "_write", full)
     model = nn.Linear(3, 2)
     before = _addresses(model)
     assert _addresses(share_weights(model)) == before

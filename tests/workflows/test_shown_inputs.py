@@ -10,8 +10,8 @@ import torch
 
 from psgrad.config import DataConfig
 from psgrad.errors import DataError
+from psgrad.inputs.previews import MAX_VALUES, input_of, values_of, vocabulary_of
 from psgrad.inputs.rows import Block, Samples
-from psgrad.inputs.shown import MAX_VALUES, input_of, values_of, vocabulary_of
 from psgrad.inputs.sources.datasets import DatasetSamples
 from psgrad.results import MeasureResult
 from psgrad.storage import RunFolder
@@ -81,7 +81,7 @@ def test_a_dataset_or_its_tokenizer_tells_the_words_of_ids(dataset: Ids, words: 
     ("dataset", "words"),
     [(OneShort(), "returned 3 texts for 4 ids"), (Failing(), "tokens(ids) of the dataset of")],
 )
-def test_a_vocabulary_that_fails_is_told_as_the_datasets(dataset: Ids, words: str) -> None:
+def test_a_vocabulary_that_fails_is_reported_as_the_datasets(dataset: Ids, words: str) -> None:
     with pytest.raises(DataError, match=words.replace("(", r"\(").replace(")", r"\)")):
         vocabulary_of(samples_of(dataset), [MAPPED])
 

@@ -14,14 +14,14 @@ from torch import nn
 
 from psgrad.config.model import ModelConfig, NewAdapterConfig
 from psgrad.errors import CheckpointError, ConfigError, ModelError
-from psgrad.inputs.models.adapter_folders import (
+from psgrad.inputs.models.hub import library, located, quiet
+from psgrad.inputs.models.model_folders import (
     SETTINGS,
     WEIGHTS,
     adapter_weights,
     base_notes,
     read_adapter_settings,
 )
-from psgrad.inputs.models.hub import library, located, quiet
 from psgrad.inputs.models.pretrained import PretrainedModel
 from psgrad.wording import first_line, first_of
 
@@ -128,12 +128,12 @@ def _other_base(folder: Path, what: str) -> CheckpointError:
 
 
 def _activate(model: Any, names: list[str], given: list[str]) -> None:
-    """Have all adapters in force at once."""
+    """Make all adapters active at once."""
     try:
         model.base_model.set_adapter(names)
     except Exception as error:
         raise ConfigError(
-            f"model.adapter: {', '.join(given)} can't be in force together: {first_line(error)}",
+            f"model.adapter: {', '.join(given)} can't be active together: {first_line(error)}",
             expected="adapters of one kind that add up, such as several of LoRA",
             next_step="name one of them",
         ) from error

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import safetensors
 
 from psgrad.errors import CheckpointError, ConfigError
-from psgrad.inputs.sources.files import require_file
+from psgrad.inputs.sources.file_checks import require_file
 from psgrad.wording import first_line
 
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -21,7 +21,7 @@ from psgrad.inputs.models.checkpoint_headers import (
 from psgrad.inputs.models.distributed_checkpoints import read_distributed
 from psgrad.inputs.models.in_files import fill_from_files
 from psgrad.inputs.models.torch_files import Inert, TorchFile, holds_code, read_torch, refers_to
-from psgrad.inputs.sources.files import require_file
+from psgrad.inputs.sources.file_checks import require_file
 from psgrad.wording import first_of
 
 _PREFIXES = ("module.", "_orig_mod.", "model.")  # put there by DataParallel, torch.compile and Lightning
@@ -179,7 +179,7 @@ def _ways_out(fit: _Fit) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _PartOfStateDict:
     """Tensors of a checkpoint, without the prefix that they had. rest: the names of the others."""
 
     tensors: Mapping[str, Tensor]
@@ -195,12 +195,14 @@ class _Chosen:
         return found
 
 
-def _below(state_dict: Mapping[str, Tensor], prefix: str) -> _Chosen:
+def _below(state_dict: Mapping[str, Tensor], prefix: str) -> _PartOfStateDict:
     chosen = {name.removeprefix(prefix): each for name, each in state_dict.items() if name.startswith(prefix)}
-    return _Chosen(chosen, prefix, tuple(name for name in state_dict if not name.startswith(prefix)))
+    return _PartOfStateDict(chosen, prefix, tuple(name for name in state_dict if not name.startswith(prefix)))
 
 
-def _chosen(model: nn.Module, state_dict: Mapping[str, Tensor], source: str, prefix: str | None) -> _Chosen:
+def _chosen(
+    model: nn.Module, state_dict: Mapping[str, Tensor], source: str, prefix: str | None
+) -> _PartOfStateDict:
     """The part of a state dict that is the model's: that below `prefix`, or below the wrappers' prefix
     without which the match is exact, or all of it.
     """
@@ -213,11 +215,11 @@ def _chosen(model: nn.Module, state_dict: Mapping[str, Tensor], source: str, pre
             )
         return found
     if _fit(model, state_dict).exact:
-        return _Chosen(state_dict)
+        return _PartOfStateDict(state_dict)
     for each in _wrappings(state_dict):
         if _fit(model, (found := _below(state_dict, each)).tensors).exact:
             return found
-    return _Chosen(state_dict)
+    return _PartOfStateDict(state_dict)
 
 
 def _wrappings(state_dict: Mapping[str, Tensor], outer: str = "") -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,20 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from psgrad.config import ModelConfig
+from psgrad.config import ModelConfig, did_you_mean
 from psgrad.errors import ConfigError, ModelError
-from psgrad.inputs.models.adapter_folders import adapter_weights
 from psgrad.inputs.models.adapters import Adapted, with_adapters
 from psgrad.inputs.models.checkpoint_headers import checkpoint_files, require_checkpoint
 from psgrad.inputs.models.checkpoints import StateDict, load_into, read_checkpoint
+from psgrad.inputs.models.hub import library
 from psgrad.inputs.models.in_files import built_without_memory, tensors_in_files
 from psgrad.inputs.models.loaded import LoadedModel
-from psgrad.inputs.models.model_folders import weight_files, weights_file
+from psgrad.inputs.models.model_folders import adapter_weights, weight_files, weights_file
 from psgrad.inputs.models.pretrained import load_pretrained, pick_for
-from psgrad.inputs.models.timm_models import load_timm
-from psgrad.inputs.models.trainable import choose_trainable
-from psgrad.inputs.sources.files import sha256_of
+from psgrad.inputs.sources.file_checks import sha256_of
 from psgrad.results.manifest import ModelOrigin
 from psgrad.user_code import call_factory, module_of
+from psgrad.wording import first_line, first_of
 
 
 def load_model(
@@ -231,4 +231,84 @@ def _require_independent_samples(model: nn.Module) -> None:
         f"the layer {name} ({type(layer).__name__}){more} keeps no running statistics, so even in eval mode "
         "every sample's output depends on its whole batch",
         next_step="build it with track_running_stats=True, or replace it by nn.GroupNorm and train again",
+    )
+
+
+def load_timm(config: ModelConfig) -> LoadedModel:
+    """The model that `config.timm` names, with random weights. Raises ConfigError and ModelError."""
+    assert config.timm is not None
+    if config.kwargs.get("pretrained"):
+        raise ConfigError(
+            "model.kwargs: pretrained would download weights, whatever they are today",
+            next_step="save them once with safetensors, and name the file in model.checkpoint",
+        )
+    timm: Any = library("timm", extra="vision")
+    if not timm.is_model(config.timm):
+        raise ConfigError(
+            f"timm has no model {config.timm!r}{did_you_mean(config.timm, timm.list_models())}",
+            expected="a name that timm.list_models() gives",
+        )
+    try:
+        model = timm.create_model(config.timm, pretrained=False, **config.kwargs)
+    except Exception as error:
+        raise ModelError(
+            f"timm can't build {config.timm}: {type(error).__name__}: {first_line(error)}",
+            cause=f"model.kwargs: {', '.join(config.kwargs)}" if config.kwargs else None,
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"timm built an object of type {type(model).__name__}", expected="a module")
+    origin = ModelOrigin(timm=config.timm, version=str(timm.__version__))
+    return LoadedModel(model, [], [type(model).__module__], None, origin=origin)
+
+
+_SHOWN = 8
+
+
+def choose_trainable(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
+    """Has the parameters that match one of the patterns require a gradient, and no others; the names of the
+    chosen ones.
+
+    Patterns are shell globs over whole names, such as `head.*` or `*lora*`; case counts. A parameter with
+    several names (tied weights) is chosen by any of them, and frozen only if none matches. What the factory
+    had frozen is trained where a pattern names it.
+
+    `key` is the config's name for the patterns. Raises ConfigError for a pattern that no parameter matches,
+    and where there is none; ModelError where a chosen one can't have a gradient.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    names = [name for name, _ in named]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise _no_match(pattern, names, key)
+    matching = {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    chosen = {name: parameter for name, parameter in named if name in matching}
+    if not chosen:
+        raise ConfigError(
+            f"{key} chooses no parameter",
+            expected="at least one pattern, such as head.*",
+            next_step="leave it out to train all that the model's factory left trainable",
+        )
+    for name, parameter in chosen.items():
+        if not parameter.is_floating_point():
+            raise ModelError(
+                f"{key} chooses {name}, which is of type {parameter.dtype} and can't have a gradient",
+                next_step=(
+                    "choose parameters of floating-point numbers, such as adapters beside quantised weights"
+                ),
+            )
+    identities = {id(parameter) for parameter in chosen.values()}
+    for _, parameter in named:
+        parameter.requires_grad_(id(parameter) in identities)
+    return list(chosen)
+
+
+def _no_match(pattern: str, names: list[str], key: str) -> ConfigError:
+    """Near to a pattern are names, and whole modules written as it is written."""
+    modules = dict.fromkeys(
+        ".".join(name.split(".")[:depth]) + ".*" for name in names for depth in range(1, name.count(".") + 1)
+    )
+    return ConfigError(
+        f"{key}: no parameter matches {pattern!r}{did_you_mean(pattern, [*names, *modules])}",
+        expected=f"patterns of the model's parameters: {first_of(names, _SHOWN)}",
+        next_step="a pattern is matched with the whole name: head.* is all inside head",
     )

@@ -13,18 +13,16 @@ from typing import Any
 
 from psgrad.config.model import ModelConfig, NewAdapterConfig
 from psgrad.errors import CheckpointError, ConfigError, ModelError
-from psgrad.inputs.models.adapter_folders import (
+from psgrad.inputs.models.checkpoint_headers import TensorHeader, checkpoint_header
+from psgrad.inputs.models.hub import LocalFolder, is_hub_id, located, not_installed, what_is_fetched
+from psgrad.inputs.models.model_folders import (
     SETTINGS,
     WEIGHTS,
     adapter_headers,
     adapter_weights,
     base_notes,
-    read_adapter_settings,
-)
-from psgrad.inputs.models.checkpoint_headers import TensorHeader, checkpoint_header
-from psgrad.inputs.models.hub import LocalFolder, is_hub_id, located, not_installed, what_is_fetched
-from psgrad.inputs.models.model_folders import (
     config_of,
+    read_adapter_settings,
     require_model_folder,
     saved_as,
     weight_headers,

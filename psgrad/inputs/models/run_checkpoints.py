@@ -13,7 +13,7 @@ from safetensors.torch import save
 from torch import nn
 
 from psgrad.errors import CheckpointError, ConfigError
-from psgrad.storage.files import make_folder, write_atomically
+from psgrad.storage.durable_files import make_folder, write_atomically
 
 _WRAPPINGS = ("_orig_mod.", "module.")
 OPTIMIZER_SUFFIX = ".optimizer"

@@ -22,7 +22,7 @@ from psgrad.inputs.rows import (
     stacked,
     to_tensor,
 )
-from psgrad.inputs.sources.files import (
+from psgrad.inputs.sources.file_checks import (
     files_sha256,
     input_names,
     length_inputs,

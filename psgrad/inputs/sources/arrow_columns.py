@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from psgrad.errors import DataError
-from psgrad.inputs.sources.files import not_numbers
+from psgrad.inputs.sources.file_checks import not_numbers
 from psgrad.wording import first_line
 
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import is_list, plain
 from psgrad.inputs.sources.host_files import arrays_made_once
-from psgrad.inputs.sources.tables import Array, Rows
+from psgrad.inputs.sources.source_rows import Array, SourceRows
 
 RowName = Callable[[int], str]
 _ROWS_PER_PART = 8192
@@ -41,7 +41,7 @@ def numbers(column: pa.ChunkedArray | pa.Array, name: str, row_name: RowName, fi
     return padded
 
 
-def axis_lengths(rows: Rows, names: Sequence[str]) -> dict[str, Array]:
+def axis_lengths(rows: SourceRows, names: Sequence[str]) -> dict[str, Array]:
     """name -> [n, depth] int64: the length of each axis of each row, of columns of lists; all rows are read,
     by one process of this host.
 
@@ -56,7 +56,7 @@ def axis_lengths(rows: Rows, names: Sequence[str]) -> dict[str, Array]:
     return {name: np.broadcast_to(each, (rows.count, each.shape[1])) for name, each in lengths.items()}
 
 
-def _axis_lengths(rows: Rows, names: Sequence[str]) -> dict[str, Array]:
+def _axis_lengths(rows: SourceRows, names: Sequence[str]) -> dict[str, Array]:
     """name -> [n, depth], or [1, depth] where they are those of the type."""
     found: dict[str, list[Array]] = {name: [] for name in names}
     known = all(_is_fixed(rows.schema.field(name).type) for name in names)
@@ -118,7 +118,7 @@ def _name_by_value(lengths: Array, row_name: RowName) -> RowName:
     return lambda place: row_name(int(np.searchsorted(np.cumsum(lengths), place, side="right")))
 
 
-def _name_from(rows: Rows, first: int, place: int) -> str:
+def _name_from(rows: SourceRows, first: int, place: int) -> str:
     return rows.row_name(first + place)
 
 

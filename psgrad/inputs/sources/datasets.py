@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from psgrad.config import DataConfig
 from psgrad.errors import DataError, PsgradError
 from psgrad.inputs.rows import Array, Block, Samples, row_numbers, unique_ids, unit_ids
-from psgrad.inputs.sources.files import input_names, require_rows
+from psgrad.inputs.sources.file_checks import input_names, require_rows
 from psgrad.inputs.sources.items import Item, Items, KeptItems, seed_by_row
 from psgrad.inputs.sources.streams import StreamedItems, is_library_stream
 from psgrad.inputs.targets import Labels

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from psgrad.config import DataConfig
-from psgrad.inputs.images.folder import (
+from psgrad.inputs.image_files import (
     FILE_NAME,
     IMAGE,
     LABEL,

@@ -17,12 +17,12 @@ from psgrad.config import DataConfig, did_you_mean
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.models.hub import is_hub_id, library
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
-from psgrad.inputs.sources.files import Wanted, require_columns
-from psgrad.inputs.sources.tables import Array, Rows
+from psgrad.inputs.sources.file_checks import Wanted, require_columns
+from psgrad.inputs.sources.source_rows import Array, SourceRows
 from psgrad.wording import first_line
 
 
-class LibraryRows(Rows):
+class LibraryRows(SourceRows):
     """The named columns of a `datasets.Dataset`, mapped into memory.
 
     Args:

@@ -16,29 +16,29 @@ from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.rows import Block, Samples
 from psgrad.inputs.sources.arrays import ArraySamples
 from psgrad.inputs.sources.datasets import DatasetSamples, made_by_factory
-from psgrad.inputs.sources.files import Stamp, Wanted, require_rows
+from psgrad.inputs.sources.file_checks import Stamp, Wanted, require_rows
 from psgrad.inputs.sources.host_files import made_once
 from psgrad.inputs.sources.library_datasets import LibraryRows, is_library_dataset, library_dataset
 from psgrad.inputs.sources.source import ArraySource, TableSource, files_read_again, source_of
+from psgrad.inputs.sources.source_rows import SourceRows, joined, save_rows, saved_rows
 from psgrad.inputs.sources.streams import StreamedRows, is_library_stream
 from psgrad.inputs.sources.table_samples import TableSamples
-from psgrad.inputs.sources.tables import Rows, joined, save_rows, saved_rows
 from psgrad.inputs.targets import Labels
 from psgrad.inputs.tasks.labels import HeadLabels
 
-__all__ = ["Block", "Rows", "Samples", "load_data", "open_rows"]
+__all__ = ["Block", "Samples", "SourceRows", "load_data", "open_rows"]
 
 
 def open_rows(
     config: DataConfig, base: Path, unit: str | None = None, *, allow_download: bool = False
-) -> Rows:
+) -> SourceRows:
     """The columns that a config names, of any type, as Arrow tables; paths are relative to `base`.
 
     Raises ConfigError where a file or column is not there, DataError where the data can't be used.
     """
     wanted = Wanted.of(config, unit)
     if config.images is not None:
-        from psgrad.inputs.images.folder import folder_rows
+        from psgrad.inputs.image_files import folder_rows
 
         rows = folder_rows(config, base, unit)
     elif config.dataset is not None or config.factory is not None:
@@ -55,7 +55,7 @@ def open_rows(
     return rows
 
 
-def _rows_of(source: TableSource, path: Path, wanted: Wanted) -> Rows:
+def _rows_of(source: TableSource, path: Path, wanted: Wanted) -> SourceRows:
     """The rows of a file: of a format that is converted, by one process of each host."""
     if source.read_again:
         return source.rows(path, wanted)
@@ -85,7 +85,7 @@ def _arrays_of(source: ArraySource, path: Path, wanted: Wanted) -> dict[str, Any
     }
 
 
-def _library_rows(config: DataConfig, base: Path, wanted: Wanted, allow_download: bool) -> Rows:
+def _library_rows(config: DataConfig, base: Path, wanted: Wanted, allow_download: bool) -> SourceRows:
     if config.dataset is not None:
         found = library_dataset(config, base, allow_download)
     elif not _is_table(found := made_by_factory(config, base)):
@@ -103,7 +103,7 @@ def _is_table(value: object) -> bool:
     return is_library_dataset(value) or is_library_stream(value)
 
 
-def _table(dataset: Any, columns: list[str], config: DataConfig, named: str) -> Rows:
+def _table(dataset: Any, columns: list[str], config: DataConfig, named: str) -> SourceRows:
     """A dataset of the library as a table; of a stream its first rows."""
     if is_library_stream(dataset):
         return StreamedRows(dataset, columns, config.stream_rows, named)
@@ -180,9 +180,9 @@ def _load_images(
     labels: Labels,
     trained: Pretrained | Mapping[str, Any] | None,
 ) -> Samples:
-    from psgrad.inputs.images.folder import with_names
-    from psgrad.inputs.images.preparation import preparation
-    from psgrad.inputs.images.samples import ImageSamples
+    from psgrad.inputs.image_files import with_names
+    from psgrad.inputs.image_preparation import preparation
+    from psgrad.inputs.image_samples import ImageSamples
 
     rows = open_rows(config, base, unit)
     folder = (
@@ -203,7 +203,7 @@ def labels_of_head(labels: Labels, settings: Any, config: DataConfig) -> Labels:
     return replace(labels, names=names, known_by="the model's config (id2label)") if names else labels
 
 
-def _noted(samples: Samples, rows: Rows) -> Samples:
+def _noted(samples: Samples, rows: SourceRows) -> Samples:
     """The samples, with what the rows say of themselves among their notes."""
     samples.notes = (*samples.notes, *rows.notes)
     return samples
@@ -219,7 +219,7 @@ def _load_texts(
             next_step="name columns of numbers in data.inputs for a model of your own",
         )
     from psgrad.inputs.tasks.choice import text_task
-    from psgrad.inputs.text.samples import TextSamples
+    from psgrad.inputs.text_samples import TextSamples
 
     task = text_task(config, base, pretrained)
     rows = open_rows(config, base, unit, allow_download=pretrained.allow_download)

@@ -11,9 +11,9 @@ import pyarrow as pa
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import merged_type, mixed_types
-from psgrad.inputs.sources.files import Wanted, require_columns
+from psgrad.inputs.sources.file_checks import Wanted, require_columns
 from psgrad.inputs.sources.source import Column, DataHeader, column_of
-from psgrad.inputs.sources.tables import MappedRows, RowNumbers
+from psgrad.inputs.sources.source_rows import MappedRows, RowNumbers
 
 Object = dict[str, Any]
 _ROWS_PER_PART = 4096
@@ -139,7 +139,7 @@ def _half_character(values: list[Any], name: str, first: int, place: _Place) -> 
         " \\udfff without its other half",
         expected="texts of whole Unicode characters",
         cause="a text that was cut in the middle of a character, such as an emoji",
-        next_step="mend the text, or remove the row",
+        next_step="correct the text, or remove the row",
     )
 
 

@@ -16,9 +16,9 @@ import pyarrow.csv
 from psgrad.config.data import data_format
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.sources.arrow_columns import errors_of_damage, is_list, kind_of
-from psgrad.inputs.sources.files import as_line
+from psgrad.inputs.sources.file_checks import as_line
 from psgrad.inputs.sources.source import BatchSource, KeptRows, Source, source_for
-from psgrad.inputs.sources.tables import Rows
+from psgrad.inputs.sources.source_rows import SourceRows
 from psgrad.plugins import SOURCES, own_classes
 
 Kept = npt.NDArray[np.bool_]
@@ -80,7 +80,7 @@ def write_selected(files: Sequence[Path], kept: Kept, output: Path, file: Binary
     rows.require_all()
 
 
-def write_table(rows: Rows, schema: pa.Schema, kept: Kept, output: Path, file: BinaryIO) -> None:
+def write_table(rows: SourceRows, schema: pa.Schema, kept: Kept, output: Path, file: BinaryIO) -> None:
     """Write the rows of a table for which `kept` is true as jsonl, parquet or arrow, by the suffix of
     `output`.
 

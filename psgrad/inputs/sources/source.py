@@ -20,7 +20,7 @@ from psgrad.config import DataConfig
 from psgrad.config.data import COMPRESSIONS, data_format
 from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.inputs.sources.arrow_columns import is_list, kind_of
-from psgrad.inputs.sources.files import (
+from psgrad.inputs.sources.file_checks import (
     Wanted,
     as_line,
     not_numbers,
@@ -33,7 +33,7 @@ from psgrad.plugins import SOURCES, configured
 
 if TYPE_CHECKING:
     from psgrad.inputs.rows import Samples
-    from psgrad.inputs.sources.tables import Rows
+    from psgrad.inputs.sources.source_rows import SourceRows
 
 
 class KeptRows:
@@ -104,7 +104,7 @@ class TableSource(Source):
     """A format whose rows can be read as Arrow tables, with columns of any type."""
 
     @abstractmethod
-    def rows(self, path: Path, wanted: Wanted) -> Rows:
+    def rows(self, path: Path, wanted: Wanted) -> SourceRows:
         """The wanted columns. Raises ConfigError for one that is not there, DataError for a damaged file."""
 
 

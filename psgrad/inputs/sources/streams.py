@@ -19,11 +19,10 @@ import pyarrow as pa
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
-from psgrad.inputs.sources.files import require_columns
+from psgrad.inputs.sources.file_checks import TemporaryFolder, require_columns
 from psgrad.inputs.sources.library_datasets import class_names_of
 from psgrad.inputs.sources.objects import table_of
-from psgrad.inputs.sources.tables import JoinedRows, TableRows
-from psgrad.inputs.temporary_folder import TemporaryFolder
+from psgrad.inputs.sources.source_rows import JoinedRows, TableRows
 from psgrad.user_code import describe_failure
 
 _ROWS_PER_PART = 4096

@@ -15,8 +15,8 @@ from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.rows import Block, Samples, checked_weights, ids_and_units, stacked, to_tensor
 from psgrad.inputs.sources.arrow_columns import is_list, is_text, plain, require_numbers
 from psgrad.inputs.sources.columns import RowName, axis_lengths, numbers
-from psgrad.inputs.sources.files import input_names, length_inputs, require_rows, target_names
-from psgrad.inputs.sources.tables import Array, Rows
+from psgrad.inputs.sources.file_checks import input_names, length_inputs, require_rows, target_names
+from psgrad.inputs.sources.source_rows import Array, SourceRows
 from psgrad.inputs.targets import Labels
 from psgrad.ragged import RaggedAxes
 
@@ -41,7 +41,7 @@ class TableSamples(Samples):
     """
 
     def __init__(
-        self, rows: Rows, config: DataConfig, unit: str | None = None, labels: Labels | None = None
+        self, rows: SourceRows, config: DataConfig, unit: str | None = None, labels: Labels | None = None
     ) -> None:
         require_rows(rows.count, rows.source)
         self._rows, self._labels = rows, Labels() if labels is None else labels

@@ -9,15 +9,13 @@ from psgrad.config import DataConfig
 from psgrad.config.model import Task
 from psgrad.errors import ConfigError
 from psgrad.inputs.models.loaded import Pretrained
-from psgrad.inputs.tasks.causal_lm import CausalLM
 from psgrad.inputs.tasks.classification import Regression, SequenceClassification
-from psgrad.inputs.tasks.masked_lm import MaskedLM
+from psgrad.inputs.tasks.language_models import CausalLM, MaskedLM, Seq2SeqLM
 from psgrad.inputs.tasks.multiple_choice import MultipleChoice
 from psgrad.inputs.tasks.question_answering import QuestionAnswering
-from psgrad.inputs.tasks.seq2seq import Seq2SeqLM
 from psgrad.inputs.tasks.task import TextTask
 from psgrad.inputs.tasks.tokens import TokenClassification
-from psgrad.inputs.text.tokenizer import load_tokenizer
+from psgrad.inputs.tokenizer import load_tokenizer
 
 _TASKS: Mapping[Task, type[TextTask]] = {
     "sequence-classification": SequenceClassification,

@@ -13,7 +13,7 @@ from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.sources.arrow_columns import is_list, require_numbers
 from psgrad.inputs.tasks.labels import HeadLabels
 from psgrad.inputs.tasks.task import Array, EncodedRow, TextRows, TextTask
-from psgrad.inputs.text.tokenizer import Tokenizer
+from psgrad.inputs.tokenizer import Tokenizer
 
 
 class _OfTexts(TextTask):

@@ -20,7 +20,7 @@ from psgrad.inputs.tasks.task import (
     require_kind,
     require_text,
 )
-from psgrad.inputs.text.tokenizer import Tokenizer
+from psgrad.inputs.tokenizer import Tokenizer
 
 
 class MultipleChoice(TextTask):

@@ -11,7 +11,7 @@ from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.tasks.task import IGNORED, EncodedRow, TextRows, TextTask, require_kind
-from psgrad.inputs.text.tokenizer import Encoding, Tokenizer
+from psgrad.inputs.tokenizer import Encoding, Tokenizer
 
 
 class QuestionAnswering(TextTask):

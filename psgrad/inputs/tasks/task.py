@@ -15,7 +15,7 @@ from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.sources.arrow_columns import is_list
-from psgrad.inputs.text.tokenizer import Encoding, Tokenizer
+from psgrad.inputs.tokenizer import Encoding, Tokenizer
 
 Array = npt.NDArray[Any]
 

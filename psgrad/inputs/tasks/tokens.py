@@ -21,7 +21,7 @@ from psgrad.inputs.tasks.task import (
     is_texts,
     require_kind,
 )
-from psgrad.inputs.text.tokenizer import Encoding, Tokenizer
+from psgrad.inputs.tokenizer import Encoding, Tokenizer
 
 
 class TokenClassification(TextTask):

@@ -137,7 +137,7 @@ def test_chat_keys_of_other_rows_are_not_there_for_the_template(tmp_path: Path) 
         assert ("film" in "".join(samples.pieces(labels) or [])) == has_word
 
 
-def test_chats_of_another_form_are_told_how_to_rename_their_keys(tmp_path: Path) -> None:
+def test_chats_of_another_form_are_reported_how_to_rename_their_keys(tmp_path: Path) -> None:
     rows = [{"m": [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "sat"}]}]
     options = {"chat_template": CHAT_TEMPLATE}
     said = refusal_of(DataError, tmp_path, "causal-lm", rows, kind="gpt", options=options, messages="m")

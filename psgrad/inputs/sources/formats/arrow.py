@@ -10,9 +10,9 @@ from typing import Any, BinaryIO, ClassVar
 import pyarrow as pa
 
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
-from psgrad.inputs.sources.files import Wanted, require_columns
+from psgrad.inputs.sources.file_checks import Wanted, require_columns
 from psgrad.inputs.sources.source import BatchSource, DataHeader, column_of
-from psgrad.inputs.sources.tables import GroupedRows, Rows, TableRows
+from psgrad.inputs.sources.source_rows import GroupedRows, SourceRows, TableRows
 
 _MAGIC = b"ARROW1"
 _SMALL = 1 << 20
@@ -33,7 +33,7 @@ class Arrow(BatchSource):
         columns = {field.name: column_of(field.type) for field in schema}
         return DataHeader(path, list(schema.names), columns, rows)
 
-    def rows(self, path: Path, wanted: Wanted) -> Rows:
+    def rows(self, path: Path, wanted: Wanted) -> SourceRows:
         with errors_of_damage(path, "arrow"):
             found = _opened(path)
             require_columns(wanted.columns, found.schema.names, str(path))
@@ -59,7 +59,7 @@ class Feather(Arrow):
     name: ClassVar[str] = "feather"
 
 
-def _batches(file: pa.ipc.RecordBatchFileReader, columns: list[str], path: Path) -> Rows:
+def _batches(file: pa.ipc.RecordBatchFileReader, columns: list[str], path: Path) -> SourceRows:
     """The batches of a file: those that are compressed are in memory one at a time."""
 
     def read(group: int, names: list[str]) -> pa.Table:

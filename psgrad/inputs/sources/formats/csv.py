@@ -19,9 +19,9 @@ import pyarrow.csv
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
-from psgrad.inputs.sources.files import Wanted, as_line, not_numbers, open_text, require_columns
+from psgrad.inputs.sources.file_checks import Wanted, as_line, not_numbers, open_text, require_columns
 from psgrad.inputs.sources.source import Column, DataHeader, KeptRows, Source, TableSource
-from psgrad.inputs.sources.tables import MappedRows, Rows
+from psgrad.inputs.sources.source_rows import MappedRows, SourceRows
 
 _CSV_ROWS = 1000  # that the header looks at
 _CSV_BLOCK_BYTES = 8 << 20
@@ -49,7 +49,7 @@ class CSV(TableSource):
         columns = {name: Column(None, "text" if name in texts else "numbers") for name in cells.names}
         return DataHeader(path, cells.names, columns, rows, texts)
 
-    def rows(self, path: Path, wanted: Wanted) -> Rows:
+    def rows(self, path: Path, wanted: Wanted) -> SourceRows:
         with errors_of_damage(path, self.name):
             cells = _Cells(path, self.name, self.delimiter)
             require_columns(wanted.columns, cells.names, str(path))

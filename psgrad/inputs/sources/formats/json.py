@@ -9,10 +9,10 @@ from typing import Any, BinaryIO, ClassVar
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
-from psgrad.inputs.sources.files import Wanted, open_text
+from psgrad.inputs.sources.file_checks import Wanted, open_text
 from psgrad.inputs.sources.objects import distinct_keys, header_of, object_rows, word_for
 from psgrad.inputs.sources.source import DataHeader, KeptRows, Source, TableSource
-from psgrad.inputs.sources.tables import Rows
+from psgrad.inputs.sources.source_rows import SourceRows
 
 
 class JSON(TableSource):
@@ -25,7 +25,7 @@ class JSON(TableSource):
         found = _objects(path)
         return header_of(path, found, len(found))
 
-    def rows(self, path: Path, wanted: Wanted) -> Rows:
+    def rows(self, path: Path, wanted: Wanted) -> SourceRows:
         found = _objects(path)
         with errors_of_damage(path, "json"):
             return object_rows(path, lambda: enumerate(found), wanted, "entry")

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
-from psgrad.inputs.sources.files import Wanted, text_lines
+from psgrad.inputs.sources.file_checks import Wanted, text_lines
 from psgrad.inputs.sources.objects import distinct_keys, header_of, object_rows, word_for
 from psgrad.inputs.sources.source import DataHeader, LineSource
-from psgrad.inputs.sources.tables import Rows
+from psgrad.inputs.sources.source_rows import SourceRows
 
 _ROWS = 1000  # that the header looks at
 
@@ -29,7 +29,7 @@ class JSONL(LineSource):
             found = [each for _, each in islice(_objects(path), _ROWS + 1)]
         return header_of(path, found[:_ROWS], len(found) if len(found) <= _ROWS else None)
 
-    def rows(self, path: Path, wanted: Wanted) -> Rows:
+    def rows(self, path: Path, wanted: Wanted) -> SourceRows:
         with errors_of_damage(path, "jsonl"):
             return object_rows(path, lambda: _objects(path), wanted, "line")
 

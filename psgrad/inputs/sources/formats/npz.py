@@ -11,7 +11,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.sources.files import Wanted, is_archive, require_columns
+from psgrad.inputs.sources.file_checks import Wanted, is_archive, require_columns
 from psgrad.inputs.sources.source import (
     ArraySource,
     Column,

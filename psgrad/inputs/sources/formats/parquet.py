@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
-from psgrad.inputs.sources.files import Wanted, require_columns
+from psgrad.inputs.sources.file_checks import Wanted, require_columns
 from psgrad.inputs.sources.source import BatchSource, DataHeader, column_of
-from psgrad.inputs.sources.tables import GroupedRows, Rows
+from psgrad.inputs.sources.source_rows import GroupedRows, SourceRows
 
 
 class Parquet(BatchSource):
@@ -29,7 +29,7 @@ class Parquet(BatchSource):
         columns = {name: column_of(file.schema_arrow.types[place]) for place, name in enumerate(names)}
         return DataHeader(path, list(names), columns, rows)
 
-    def rows(self, path: Path, wanted: Wanted) -> Rows:
+    def rows(self, path: Path, wanted: Wanted) -> SourceRows:
         with errors_of_damage(path, "parquet"):
             file = pq.ParquetFile(path)
             require_columns(wanted.columns, file.schema_arrow.names, str(path))

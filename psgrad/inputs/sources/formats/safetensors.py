@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, ClassVar
 import safetensors
 
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.sources.files import Wanted, require_columns
+from psgrad.inputs.sources.file_checks import Wanted, require_columns
 from psgrad.inputs.sources.source import (
     ArraySource,
     Column,

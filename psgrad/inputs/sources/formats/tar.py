@@ -22,11 +22,10 @@ import pyarrow as pa
 from psgrad.config.data import COMPRESSIONS
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import errors_of_damage, merged_type, mixed_types
-from psgrad.inputs.sources.files import Stamp, Wanted, require_columns
+from psgrad.inputs.sources.file_checks import Stamp, TemporaryFolder, Wanted, require_columns
 from psgrad.inputs.sources.host_files import made_once
 from psgrad.inputs.sources.source import DataHeader, KeptRows, Source, TableSource, column_of
-from psgrad.inputs.sources.tables import Rows
-from psgrad.inputs.temporary_folder import TemporaryFolder
+from psgrad.inputs.sources.source_rows import SourceRows
 
 KEY = "__key__"
 _ROWS = 100  # that the header looks at
@@ -47,7 +46,7 @@ class Tar(TableSource):
         columns = {field.name: column_of(field.type) for field in rows.schema}
         return DataHeader(path, list(columns), columns, None)
 
-    def rows(self, path: Path, wanted: Wanted) -> Rows:
+    def rows(self, path: Path, wanted: Wanted) -> SourceRows:
         archive = _opened(path, wanted.columns)
         require_columns(wanted.columns, [KEY, *archive.extensions], str(path))
         return _TarRows(path, archive, wanted.columns)
@@ -88,7 +87,7 @@ class _Archive:
         return sorted({extension for each in self.members.values() for extension in each})
 
 
-class _TarRows(Rows):
+class _TarRows(SourceRows):
     """Rows whose files are read from the archive when they are asked for."""
 
     def __init__(self, path: Path, archive: _Archive, columns: list[str]) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
-from psgrad.inputs.sources.files import Wanted, text_lines
+from psgrad.inputs.sources.file_checks import Wanted, text_lines
 from psgrad.inputs.sources.objects import object_rows
 from psgrad.inputs.sources.source import Column, DataHeader, LineSource
-from psgrad.inputs.sources.tables import Rows
+from psgrad.inputs.sources.source_rows import SourceRows
 
 COLUMN = "text"
 
@@ -23,7 +23,7 @@ class TXT(LineSource):
     def header(self, path: Path) -> DataHeader:
         return DataHeader(path, [COLUMN], {COLUMN: Column("text", "text")}, None)
 
-    def rows(self, path: Path, wanted: Wanted) -> Rows:
+    def rows(self, path: Path, wanted: Wanted) -> SourceRows:
         with errors_of_damage(path, "text"):
             return object_rows(
                 path, lambda: ((number, {COLUMN: line}) for number, line in text_lines(path)), wanted, "line"

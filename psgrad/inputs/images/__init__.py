@@ -1,1 +1,0 @@
-"""Images: read by Pillow, prepared as the model wants them."""

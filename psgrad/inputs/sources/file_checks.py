@@ -1,0 +1,271 @@
+"""Checks of every file that a config names, before its content is read.
+
+Which columns a config names, and whether a dataset has them. No torch.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import io
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from psgrad.config import DataConfig, did_you_mean
+from psgrad.config.data import COMPRESSIONS
+from psgrad.errors import ConfigError, DataError, PsgradError
+from psgrad.inputs.sources.host_files import made_once
+from psgrad.wording import first_of
+
+_LFS_POINTER = b"version https://git-lfs"
+_HASH_BLOCK = 1 << 20
+
+
+def require_file(path: Path, what: str, unusable: type[PsgradError]) -> Path:
+    """`path`, once it is known to be a file with content of its own.
+
+    `what` names the file's part ("checkpoint"), `unusable` is the error for a file that is there but holds
+    nothing to read; one that is not there is the config's mistake.
+    """
+    if path.is_dir():
+        raise ConfigError(
+            f"the {what} {path} is a folder", expected="a file", next_step="name the file inside it"
+        )
+    if not path.exists():
+        raise ConfigError(
+            f"there is no {what} {path}",
+            next_step="check the path; it is relative to the config file's folder",
+        )
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(_LFS_POINTER))
+    except OSError as error:
+        raise unusable(f"the {what} {path} can't be read: {error.strerror}") from error
+    if not head:
+        raise unusable(f"the {what} {path} is empty", cause="an interrupted copy or download")
+    if head == _LFS_POINTER:
+        raise unusable(
+            f"the {what} {path} is a git-lfs pointer, not the file itself",
+            cause="the repository was cloned without git-lfs",
+            next_step=f"run `git lfs pull` in {path.parent}",
+        )
+    return path
+
+
+def open_text(path: Path) -> TextIO:
+    """A file of text in UTF-8, decompressed where its suffix says that it is compressed."""
+    if path.suffix.lower() not in COMPRESSIONS:
+        return path.open(encoding="utf-8-sig", newline="")
+    import pyarrow as pa
+
+    return io.TextIOWrapper(pa.input_stream(str(path)), encoding="utf-8-sig", newline="")
+
+
+def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number from 1, text) of each line that is not blank. Raises DataError for bytes that are not UTF-8."""
+    with open_text(path) as file:
+        number = 0
+        try:
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    yield number, line.rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path} can't be read as text from line {number + 1} on: {error}",
+                expected="text in UTF-8",
+                next_step=f"convert it, such as with: iconv -f {_encoding_of(path)} -t UTF-8",
+            ) from error
+
+
+def as_line(text: str) -> bytes:
+    """A text with a line end."""
+    return (text if text.endswith("\n") else f"{text}\n").encode()
+
+
+def _encoding_of(path: Path) -> str:
+    """What a file of text that is no UTF-8 may be written in, by its first bytes."""
+    if path.suffix.lower() in COMPRESSIONS:
+        return "ENCODING"
+    with path.open("rb") as file:
+        return "UTF-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "LATIN1"
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What the system says of a file: its size in bytes, when it was written last, and which file it is."""
+
+    path: Path
+    size: int
+    written: int
+    number: int
+
+    @classmethod
+    def of(cls, path: Path) -> Stamp:
+        """That of a file as it is now. Raises DataError where it is not there."""
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise DataError(f"the file {path} can't be read any more: {error.strerror}") from error
+        return cls(path, found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+def require_unchanged(stamps: Iterable[Stamp]) -> None:
+    """Raises DataError for a file that is not as it was."""
+    for stamp in stamps:
+        if Stamp.of(stamp.path) != stamp:
+            raise DataError(
+                f"the file {stamp.path} was changed while the run read it",
+                expected="the same rows in all passes",
+                next_step="put the file back and go on with --resume, or begin anew with --overwrite",
+            )
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file begins as a zip archive does."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal: of a large one taken once on each host."""
+    if path.stat().st_size <= _HASH_BLOCK:
+        return _sha256_of(path)
+    found = made_once(f"sha256 {Stamp.of(path)}", lambda target: _write_hash(path, target))
+    return _sha256_of(path) if found is None else found.read_text()
+
+
+def _write_hash(path: Path, target: Path) -> None:
+    target.write_text(_sha256_of(path))
+
+
+def _sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASH_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def files_sha256(paths: Sequence[Path]) -> str:
+    """The SHA-256 of one file, or over those of several in order."""
+    found = [sha256_of(path) for path in paths]
+    return found[0] if len(found) == 1 else hashlib.sha256("\n".join(found).encode()).hexdigest()
+
+
+def named_files(paths: Sequence[Path]) -> str:
+    """Files in words: the only one, or the first and how many more."""
+    return str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+
+
+def input_names(config: DataConfig) -> list[str]:
+    """The columns that a file's config names as inputs."""
+    if isinstance(config.inputs, dict):
+        return [each if isinstance(each, str) else each.length_of for each in config.inputs.values()]
+    if config.inputs is None and config.image is not None:
+        return [config.image]
+    return [config.inputs] if isinstance(config.inputs, str) else list(config.inputs or ())
+
+
+def length_inputs(config: DataConfig) -> frozenset[int]:
+    """The places of the inputs that are the lengths of a column."""
+    given = config.inputs.values() if isinstance(config.inputs, dict) else ()
+    return frozenset(place for place, each in enumerate(given) if not isinstance(each, str))
+
+
+def target_names(config: DataConfig) -> list[str]:
+    """The columns that a config names as targets."""
+    return [config.target] if isinstance(config.target, str) else list(config.target or ())
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The columns that a config names, by what they are read as; each in one of the lists.
+
+    Attributes:
+        numbers: inputs and weights: numbers, or lists of them.
+        labels: targets: numbers, or lists of them, or the names of classes.
+        texts: texts, chats and images: kept as they are.
+        ids: ids, users and groups: text where numbers would lose their spelling (007).
+    """
+
+    numbers: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: DataConfig, unit: str | None = None) -> Wanted:
+        """Those of a config, and the column that says whom a row belongs to."""
+        text = [config.text] if isinstance(config.text, str) else list(config.text or ())
+        roles = [*text, config.prompt, config.completion, config.messages, config.image]
+        taken: set[str] = set()
+
+        def new(names: Iterable[str | None]) -> tuple[str, ...]:
+            found = tuple(dict.fromkeys(name for name in names if name is not None and name not in taken))
+            taken.update(found)
+            return found
+
+        texts = new(roles)
+        return cls(
+            numbers=new([*input_names(config), config.weight]),
+            labels=new(target_names(config)),
+            texts=texts,
+            ids=new([config.id, config.group, unit]),
+        )
+
+    @property
+    def columns(self) -> list[str]:
+        """All of them."""
+        return [*self.numbers, *self.labels, *self.texts, *self.ids]
+
+
+def not_numbers(name: str, kind: object, example: str | None = None) -> DataError:
+    """The error for a column of text, dates, objects or anything else that is no number."""
+    return DataError(
+        f"{name!r} is of type {kind}" + (f"; {example}" if example else ""),
+        expected="numbers",
+        next_step="encode classes as 0, 1, 2, ... and texts as token numbers before they are saved",
+    )
+
+
+def require_rows(count: int, source: str) -> None:
+    """Raises DataError for an empty dataset."""
+    if count == 0:
+        raise DataError(f"{source} has no rows", expected="at least one sample")
+
+
+def require_columns(wanted: Iterable[str], known: Sequence[str], source: str) -> None:
+    """Raises ConfigError for the first column that is not there, DataError for one that is there twice."""
+    for name in wanted:
+        if name not in known:
+            mark = next((each for each in ";\t|" if len(known) == 1 and each in known[0]), None)
+            meant = did_you_mean(name, known) if mark is None else ""
+            raise ConfigError(
+                f"{source} has no column {name!r}{meant}",
+                expected=f"one of its columns: {first_of(known, 20)}" if known else None,
+                cause=None if mark is None else f"a file whose columns are separated by {mark!r}",
+                next_step=None if mark is None else "separate them by commas (.csv) or by tabs (.tsv)",
+            )
+        if known.count(name) > 1:
+            raise DataError(
+                f"{source} has {known.count(name)} columns named {name!r}",
+                expected="a name of its own for every column",
+            )
+
+
+class TemporaryFolder:
+    """A folder that is removed with this object, or at the end of the process. Unlike that of
+    `tempfile.TemporaryDirectory`, its removal is no warning, which would come up wherever memory is tidied.
+
+    Attributes:
+        name: its path.
+    """
+
+    def __init__(self) -> None:
+        self.name = tempfile.mkdtemp(prefix="psgrad-")
+        weakref.finalize(self, shutil.rmtree, self.name, ignore_errors=True)

@@ -1,1 +1,0 @@
-"""Texts as tokens: tokenizers, chats, rows of tokens kept in a cache."""

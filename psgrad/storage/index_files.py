@@ -1,0 +1,118 @@
+"""The files of an index: arrays in safetensors. Each file carries the hash of the index that it is of, and
+that of its own numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from mmap import ACCESS_COPY, mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from psgrad.errors import OutputError
+from psgrad.storage import durable_files
+
+SEAL = "psgrad"  # of a file's metadata: which index it is of, and the hash of its numbers
+# Numbers of a file by the names that safetensors has for them.
+_DTYPES = {
+    name: f"<{kind.lower()}{int(bits) // 8}"
+    for name in ("F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
+    for kind, bits in [(name[0], name[1:])]
+}
+
+Arrays = dict[str, np.ndarray]
+
+
+def write(target: Path, arrays: Mapping[str, np.ndarray], seal: str, next_step: str) -> None:
+    """Write a file all at once. Raises OutputError, and leaves no part of it.
+
+    seal: the hash of the index. next_step: where there is no space.
+    """
+    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    # One entry: safetensors writes several in any order, and the bytes of equal indexes would differ.
+    data = save(whole, metadata={SEAL: f"{seal} {_digest(whole)}"})
+    try:
+        durable_files.make_folder(target.parent)
+        durable_files.write_atomically(target, data)
+        for leftover in durable_files.leftovers_of(target):  # of a process that was killed
+            leftover.unlink()
+    except OSError as error:
+        full = error.errno in durable_files.NO_SPACE
+        raise OutputError(
+            f"{target} can't be written: {error.strerror or error}",
+            expected=f"{len(data):,} free bytes for this file" if full else None,
+            cause="no space; the shards that were written before are whole" if full else None,
+            next_step=next_step if full else "check the folder and its permissions",
+        ) from error
+
+
+def opened(path: Path, seal: str, next_step: str) -> Any:
+    """A handle of a file. Raises OutputError for one that can't be read, or is of another index."""
+    try:
+        file: Any = safe_open(path, framework="numpy")
+        own = (file.metadata() or {}).get(SEAL, "").partition(" ")[0] == seal
+    except (OSError, SafetensorError) as error:
+        raise OutputError(
+            f"{path} can't be read: {getattr(error, 'strerror', None) or error}",
+            expected="a file that psgrad wrote",
+            cause="the file was cut short or changed",
+            next_step=next_step,
+        ) from error
+    if not own:
+        raise OutputError(
+            f"{path} is of another index",
+            cause="it was copied here, or left by one",
+            next_step=next_step,
+        )
+    return file
+
+
+def arrays_of(file: Any) -> Arrays:
+    """All arrays of an open file."""
+    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a handle, no dict)
+
+
+def require_as_written(path: Path, file: Any, next_step: str) -> None:
+    """Raises OutputError for an open file with other numbers than were written."""
+    if _digest(arrays_of(file)) != file.metadata()[SEAL].rpartition(" ")[2]:
+        raise OutputError(
+            f"{path} holds other numbers than were written",
+            expected="the numbers that its own hash was made of",
+            cause="a damaged disk, or a file that was changed",
+            next_step=next_step,
+        )
+
+
+def mapped(path: Path, names: Sequence[str]) -> Arrays:
+    """Arrays of a file that safetensors has found in order, without copies, which it makes of each part."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        # Copied where it is written to: PyTorch warns of memory that can't be.
+        content = mmap(file.fileno(), 0, access=ACCESS_COPY)
+    found = {}
+    for name in names:
+        start, stop = header[name]["data_offsets"]
+        data = memoryview(content)[8 + size + start : 8 + size + stop]
+        found[name] = np.frombuffer(data, _DTYPES[header[name]["dtype"]]).reshape(header[name]["shape"])
+    return found
+
+
+def as_slice(rows: np.ndarray) -> np.ndarray | slice:
+    """Rising rows, as a slice where they are neighbours: parts of arrays are then no copies."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
+
+
+def _digest(arrays: Arrays) -> str:
+    digest = sha256()
+    for name in sorted(arrays):
+        digest.update(name.encode())
+        digest.update(arrays[name].data if arrays[name].size else b"")
+    return digest.hexdigest()

@@ -1,0 +1,159 @@
+"""The tables of an analyze run beside those of its passes: the columns of a row that no measure computes (id,
+number, fingerprint, target and length), parameters, results of measures, inputs, and what the manifest says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.measures.gradient_norms import GradientNorms
+from psgrad.engine.measures.measure import Gathered, Measure
+from psgrad.inputs.derived import DrawnSamples
+from psgrad.inputs.previews import input_of
+from psgrad.inputs.reader import digest_of
+from psgrad.inputs.rows import Samples
+from psgrad.results import (
+    PARAMETER_COLUMNS,
+    MeasureResult,
+    TopSample,
+    top_samples,
+)
+from psgrad.results.manifest import Counts, EngineFacts
+from psgrad.wording import listed_names
+from psgrad.workflows.measure_setup import frame_of
+from psgrad.workflows.setup import Setup
+
+ABOUT_COLUMNS = ("id", "index", "dataset_row", "fingerprint", "target")
+About = Callable[[int, int], dict[str, Any]]
+"""(start, stop) to what is known of these rows without the measures: some of ABOUT_COLUMNS -> values."""
+Content = Callable[[Sequence[int]], str]
+
+
+def content_of_made(samples: Samples) -> Content | None:
+    """A hash of some rows, where code makes them; None of rows in files."""
+    return samples.content_of if samples.sources else None
+
+
+def about_rows(run: Setup) -> Callable[[int, int], dict[str, Any]]:
+    """(start, stop) -> id, index, dataset_row of drawn rows, fingerprint, target where there is one, and
+    length, the positions that count, where the loss has some.
+
+    A sample without an id of its own is known by its content.
+    """
+    ids, reader = run.samples.ids, run.reader
+
+    def about(start: int, stop: int) -> dict[str, Any]:
+        rows = slice(start, stop)
+        prints = (
+            [digest_of(each) for each in ids[rows].tolist()]
+            if reader.contents is None
+            else reader.contents[rows]
+        )
+        targets = run.samples.agreed_targets if reader.targets is None else reader.targets
+        target = {} if targets is None else {"target": targets[rows]}
+        length = {} if reader.lengths is None else {"length": reader.lengths[rows]}
+        place = {"index": np.arange(start, stop)}
+        if run.samples.group_sizes is not None:
+            place["rows"] = run.samples.group_sizes[rows]
+        if isinstance(run.samples, DrawnSamples):
+            place["dataset_row"] = run.samples.rows[rows]
+        return {"id": ids[rows], **place, "fingerprint": prints, **target, **length}
+
+    return about
+
+
+def engine_facts(before: EngineFacts, stream: Stream, norms: GradientNorms, processes: int) -> EngineFacts:
+    """What manifest.json says of the engine after the passes. processes: that shared the rows, or parts."""
+    return replace(
+        before,
+        processes=processes if processes > 1 else None,
+        chunk_size=stream.chunk_size,
+        out_of_memory_retries=stream.retries,
+        **stream.replayed,
+        materialised=norms.unfactored,
+    )
+
+
+def counts_of(frame: pd.DataFrame, in_dataset: int) -> Counts:
+    """How many samples the table has, and how many of them are not finite."""
+    return Counts(len(frame), int((frame["status"] == "nonfinite").sum()), in_dataset)
+
+
+def result_of(measure: Measure, gathered: Gathered, unit: str | None) -> MeasureResult:
+    """What a measure gathered, without torch. unit: of the loss; None where it is not known."""
+    unit = unit or "loss"
+    tables = {name: frame_of(table) for name, table in gathered.tables.items()}
+    arrays = {name: array.cpu().numpy() for name, array in gathered.arrays.items()}
+    return MeasureResult(
+        measure.name,
+        measure.title or measure.name,
+        measure.formula,
+        measure.unit.replace("{loss}", unit),
+        measure.source,
+        {column: meaning.replace("{loss}", unit) for column, meaning in measure.meanings.items()},
+        dict(gathered.numbers),
+        tables,
+        arrays,
+    )
+
+
+def unfactored_words(names: list[str]) -> str:
+    """Which parameters' gradients could not be kept as factors, for people."""
+    return (
+        "materialised sample by sample, which takes more time and memory: the gradients of"
+        f" {listed_names(names)}"
+    )
+
+
+def parameter_table(norms: GradientNorms, params: dict[str, torch.Tensor]) -> pd.DataFrame:
+    """One row a parameter: the distribution of the samples' gradient norms in it, and its share of the mean
+    squared norm.
+    """
+    total = sum(d.mean_square for d in norms.parameters.values())
+    rows = [
+        {
+            "parameter": name,
+            "module": name.rpartition(".")[0],
+            "shape": "x".join(map(str, params[name].shape)) or "scalar",
+            "numel": params[name].numel(),
+            "mean_norm": d.mean if d.count else np.nan,
+            "std_norm": d.std,
+            "min_norm": d.minimum if d.count else np.nan,
+            "q05": d.quantile(0.05),
+            "median": d.quantile(0.5),
+            "q95": d.quantile(0.95),
+            "max_norm": d.maximum if d.count else np.nan,
+            "share": d.mean_square / total if total else np.nan,
+            "computed_as": norms.computed_as[name],
+        }
+        for name, d in norms.parameters.items()
+    ]
+    return pd.DataFrame(rows, columns=list(PARAMETER_COLUMNS))
+
+
+def top_inputs(
+    samples: Samples, frame: pd.DataFrame, count: int, measures: Mapping[str, MeasureResult]
+) -> list[TopSample]:
+    """The inputs of the first ranks, and of what measures kept maps of, as far as a person can look
+    at them.
+    """
+    mapped = [
+        row
+        for measure in measures.values()
+        if "rows" in measure.arrays
+        for row in measure.arrays["rows"].tolist()
+    ]
+    rows = dict.fromkeys([*map(int, top_samples(frame, count)["index"]), *map(int, mapped)])
+    found = [input_of(samples, row) for row in rows]
+    return (
+        found
+        if any(sample.image is not None or sample.text is not None or sample.values for sample in found)
+        else []
+    )
