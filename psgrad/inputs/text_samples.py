@@ -18,8 +18,8 @@ from torch import Tensor
 from psgrad.config import DataConfig
 from psgrad.inputs.rows import Block, Samples, checked_weights, ids_and_units
 from psgrad.inputs.sources.arrow_columns import plain, require_numbers
-from psgrad.inputs.sources.file_checks import TemporaryFolder
 from psgrad.inputs.sources.source_rows import Array, SourceRows
+from psgrad.inputs.sources.temporary import TemporaryFolder
 from psgrad.inputs.tasks.task import TARGET, EncodedRow, Field, TextRows, TextTask
 from psgrad.ragged import RaggedAxes
 

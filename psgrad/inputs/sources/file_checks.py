@@ -8,9 +8,6 @@ from __future__ import annotations
 import codecs
 import hashlib
 import io
-import shutil
-import tempfile
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,16 +253,3 @@ def require_columns(wanted: Iterable[str], known: Sequence[str], source: str) ->
                 f"{source} has {known.count(name)} columns named {name!r}",
                 expected="a name of its own for every column",
             )
-
-
-class TemporaryFolder:
-    """A folder that is removed with this object, or at the end of the process. Unlike that of
-    `tempfile.TemporaryDirectory`, its removal is no warning, which would come up wherever memory is tidied.
-
-    Attributes:
-        name: its path.
-    """
-
-    def __init__(self) -> None:
-        self.name = tempfile.mkdtemp(prefix="psgrad-")
-        weakref.finalize(self, shutil.rmtree, self.name, ignore_errors=True)

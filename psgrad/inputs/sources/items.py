@@ -5,7 +5,6 @@ draw from the global generators follows from their row, and nothing else moves o
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import IO, Any
@@ -18,6 +17,7 @@ from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.rows import Array, checked_weights, stacked, to_tensor
 from psgrad.inputs.sources.file_checks import input_names, length_inputs, require_columns, target_names
+from psgrad.inputs.sources.temporary import temporary_file
 from psgrad.inputs.targets import Labels
 from psgrad.user_code import describe_failure
 
@@ -65,7 +65,7 @@ class KeptItems:
             return item
         try:
             if self._file is None:
-                self._file = tempfile.TemporaryFile(prefix="psgrad-")  # noqa: SIM115 - closed with this object
+                self._file = temporary_file(self)
             self._file.seek(self._end)
             self._file.write(content)
             self._file.flush()

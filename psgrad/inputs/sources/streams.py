@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -19,10 +18,11 @@ import pyarrow as pa
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
-from psgrad.inputs.sources.file_checks import TemporaryFolder, require_columns
+from psgrad.inputs.sources.file_checks import require_columns
 from psgrad.inputs.sources.library_datasets import class_names_of
 from psgrad.inputs.sources.objects import table_of
 from psgrad.inputs.sources.source_rows import JoinedRows, TableRows
+from psgrad.inputs.sources.temporary import TemporaryFolder, temporary_file
 from psgrad.user_code import describe_failure
 
 _ROWS_PER_PART = 4096
@@ -85,7 +85,7 @@ class StreamedItems:
 
     def __init__(self, stream: Iterable[Any], most: int, named: str) -> None:
         self.stream = stream
-        self._file = tempfile.TemporaryFile(prefix="psgrad-")  # noqa: SIM115 - closed with this object
+        self._file = temporary_file(self)
         self._ends = [0]
         self._more = False
         for row, item in enumerate(_with_data_errors(islice(iter(stream), most + 1), named)):

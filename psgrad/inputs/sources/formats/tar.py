@@ -22,10 +22,11 @@ import pyarrow as pa
 from psgrad.config.data import COMPRESSIONS
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import errors_of_damage, merged_type, mixed_types
-from psgrad.inputs.sources.file_checks import Stamp, TemporaryFolder, Wanted, require_columns
+from psgrad.inputs.sources.file_checks import Stamp, Wanted, require_columns
 from psgrad.inputs.sources.host_files import made_once
 from psgrad.inputs.sources.source import DataHeader, KeptRows, Source, TableSource, column_of
 from psgrad.inputs.sources.source_rows import SourceRows
+from psgrad.inputs.sources.temporary import TemporaryFolder
 
 KEY = "__key__"
 _ROWS = 100  # that the header looks at
