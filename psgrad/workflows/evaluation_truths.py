@@ -137,7 +137,7 @@ def evaluate_lds(bench: Bench) -> Found:
         )
     scores, names = all_scores(bench, fits, asked)
     truth, reported = outcomes[others:, :, len(set_aside) :], subsets[others:]
-    found = lds(scores, reported, truth, bench.main, wanted.seed)
+    found = lds(scores, reported, truth, bench.main)
     rows = [
         {
             "method": name,
@@ -195,7 +195,7 @@ def evaluate_loo(bench: Bench) -> Found:
     rises = outcomes[1:] - outcomes[0]
     scores, names = all_scores(bench, fits, bench.asked)
     actual = rises.mean(1)
-    found = leave_one_out(scores, removed, actual, wanted.seed)
+    found = leave_one_out(scores, removed, actual)
     rows = []
     for name, score in found.items():
         values = asdict(score)
@@ -267,7 +267,7 @@ def evaluate_removal(bench: Bench) -> Found:
         for name in scores
     }
     rows_found, details = [], []
-    for name, curve in removal(rises, bench.main, wanted.seed).items():
+    for name, curve in removal(rises, bench.main).items():
         for k, score in curve.items():
             ahead = (None, None) if score.ahead_interval is None else score.ahead_interval
             rows_found.append(
