@@ -200,7 +200,7 @@ COMPARISONS = (
         True,
         "damping a tenth of each layer's mean eigenvalue; divided by n",
         lambda s: kronfluence_factored(s.last, None, empirical=True),
-        lambda s: scores(s.last, EKFAC(fisher="empirical", relative_damping=0.1)),
+        lambda s: scores(s.last, EKFAC(fisher="empirical", relative_damping=0.1, exact_blocks=0)),
     ),
     Comparison(
         "kronfluence",
@@ -208,7 +208,7 @@ COMPARISONS = (
         True,
         "its default damping; divided by n",
         lambda s: kronfluence_factored(s.last, 1e-8, empirical=True),
-        lambda s: scores(s.last, EKFAC(fisher="empirical", damping=1e-8)),
+        lambda s: scores(s.last, EKFAC(fisher="empirical", damping=1e-8, exact_blocks=0)),
     ),
     Comparison(
         "traker",

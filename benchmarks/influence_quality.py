@@ -5,9 +5,9 @@ people's, and controls, on digits.
 
 The truth: 100 random halves of the 1,437 training digits, three models trained on each (influence_truth.py),
 and the loss of 300 queries. A method's score is the mean over queries of Spearman's correlation, over the
-halves, of the summed scores with minus the mean loss. Its interval is of resampled halves, which all queries
-share, and that of differences is paired. The other 60 queries and 30 other halves are what dampings are tuned
-on: each method is there with the damping that it has by default, and with the best of a few.
+halves, of the summed scores with minus the mean loss. Its interval is by the jackknife over halves, which all
+queries share, and that of differences is paired. The other 60 queries and 30 other halves are what dampings
+are tuned on: each method is there with the damping that it has by default, and with the best of a few.
 
 Scores are of models of the whole training set, one or the mean of several; TRAK is there with models of
 halves, too. The bars: psgrad's default method at one model at least .58, and ahead of every rival at one

@@ -6,7 +6,8 @@ costs.
 Each case is a network 64-64-10 on 1,437 digits, trained for 80 epochs of SGD with momentum. A run is trained
 again without random subsets of its examples, all else the same: initial weights, order, batches. A score is
 the mean over 60 queries of Spearman's correlation, over the subsets, of the summed scores with the actual
-losses, and its interval is of resampled subsets. `slope` is that of the actual changes on the predicted ones.
+losses, and its interval is by the jackknife over subsets. `slope` is that of the actual changes on the
+predicted ones.
 
 The bars, on the smooth case: a score of .95 with 1 and 5 % left out; the derivative of one query at most 6
 times the time of its training; the derivatives of 60 queries through one step within 5 ms, where the median

@@ -10,9 +10,9 @@
 
 The truth: models that are trained again on random subsets, several on each, and the loss of the queries.
 A score is the mean over queries of Spearman's correlation, over the subsets, of the summed scores with
-minus the mean loss (LDS). Intervals are of resampled subsets, which all queries share. Runs of seeds 0 to
-9 are trained on everything in a plain loop; the scores are of their checkpoints. psgrad's methods have
-their default options, and the weight decay of training. Other libraries have the dampings that were best
+minus the mean loss (LDS). Intervals are by the jackknife over subsets, which all queries share. Runs of
+seeds 0 to 9 are trained on everything in a plain loop; the scores are of their checkpoints. psgrad's methods
+have their default options, and the weight decay of training. Other libraries have the dampings that were best
 on the other halves and queries of influence_quality.py, whose model is that of `digits`: they are not tuned
 for other settings. A library that is not installed has no row; README.md says how to install them.
 
@@ -298,7 +298,7 @@ def of_digits(
         "influence, final model, margin",
     )
     counted = ~bench.tuning_queries
-    counted[np.flatnonzero(counted)[::2]] = False  # as many as intervals take a minute for
+    counted[np.flatnonzero(counted)[::2]] = False
     return Setting(name, words, task, share, subsets, seeds, rows, order, counted, rivals, not_run)
 
 
@@ -522,6 +522,7 @@ def report(setting: Setting) -> dict[str, Any]:
         "ceiling": None if best is None else asdict(best),
         "order": setting.order,
         "not_run": setting.not_run,
+        "intervals": "jackknife",
         "rows": [],
     }
     for name, result in results.items():

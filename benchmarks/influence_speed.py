@@ -95,7 +95,7 @@ def gradient_dot(problem: Problem) -> Ways:
 
 def ekfac(problem: Problem) -> Ways:
     return {
-        "psgrad": lambda: scores(problem, EKFAC(fisher="empirical", damping=EKFAC_DAMPING)),
+        "psgrad": lambda: scores(problem, EKFAC(fisher="empirical", damping=EKFAC_DAMPING, exact_blocks=0)),
         "kronfluence, batches of 256": lambda: kronfluence_factored(
             problem, EKFAC_DAMPING, empirical=True, batch_size=256
         ),

@@ -4,8 +4,8 @@
 
 The truth is that of influence_quality.py: 100 random halves of the 1,437 training digits, three models
 trained on each, and the loss of 300 queries. A score is the mean over queries of Spearman's correlation, over
-the halves, of the summed scores with minus the mean loss. Intervals are of resampled halves; the ceiling is
-what the true expected outcome would score.
+the halves, of the summed scores with minus the mean loss. Intervals are by the jackknife over halves; the
+ceiling is what the true expected outcome would score.
 
 Three runs (seeds 0, 1, 2) are trained by the same recipe in a plain loop, in which psgrad.RunCheckpoints
 saves ten checkpoints each. Nothing here is tuned: all methods have their default options, and the weight

@@ -148,8 +148,16 @@ def _facts(content: Content) -> str:
         f" {content['truth_cpu_seconds']:.0f} s of the processor.\nOne seed's outcomes correlate with"
         f" another's by {best['single']:.2f}, and the true expectation would score {best['best']:.2f}.\n"
         f"Measured on {machine['processor']}, one thread, torch {machine['torch']}."
-        + "".join(f"\n{note}" for note in content.get("notes", ()))
+        + "".join(f"\n{note}" for note in (*content.get("notes", ()), *_earlier(content)))
     )
+
+
+def _earlier(content: Content) -> Iterator[str]:
+    if content.get("intervals") != "jackknife":
+        yield (
+            "Measured with the version before: intervals are basic bootstrap intervals, which correct for the"
+            " bias of a rank correlation and so lie above the score, and ekfac has no exact blocks."
+        )
 
 
 def _methods(content: Content) -> str:

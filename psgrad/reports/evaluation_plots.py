@@ -83,7 +83,7 @@ def intervals(result: EvaluationResult) -> Plot:
     bars = (
         "one standard deviation over the sets of flips"
         if result.kind == "mislabel"
-        else "95 % bootstrap intervals"
+        else "95 % jackknife intervals"
     )
     return Plot(
         "evaluation",
@@ -171,7 +171,7 @@ def curves_of_both_sides(result: EvaluationResult) -> Plot:
 
 
 _SIDES = {"helpful": "helps most", "harmful": "hurts most"}
-_BANDS = "Bands: 95 % bootstrap intervals over the queries. Dashed: controls."
+_BANDS = "Bands: 95 % intervals over the queries. Dashed: controls."
 
 
 def _curve(axes: Axes, result: EvaluationResult, name: str, rows: pd.DataFrame, words: str = "") -> None:

@@ -273,7 +273,7 @@ class IndexResult:
 
 EVALUATION_FILE = "evaluation.json"
 
-# The columns of the table of each kind, after `method` and `control`. Intervals are 95 % bootstrap intervals.
+# The columns of the table of each kind, after `method` and `control`. Intervals are 95 % jackknife intervals.
 EVALUATION_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "lds": ("mean", "low", "high", "ahead", "ahead_low", "ahead_high", "undefined", "damping"),
     "loo": ("pearson", "low", "high", "spearman", "slope", "intercept", "pooled", "undefined"),

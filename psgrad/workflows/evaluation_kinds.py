@@ -152,7 +152,7 @@ def evaluate_lds(evaluation: EvaluationParts) -> Found:
         )
     scores, names = all_scores(evaluation, fits, asked)
     truth, reported = outcomes[others:, :, len(set_aside) :], subsets[others:]
-    found = lds(scores, reported, truth, evaluation.main, wanted.seed)
+    found = lds(scores, reported, truth, evaluation.main)
     rows = [
         {
             "method": name,
@@ -213,7 +213,7 @@ def evaluate_loo(evaluation: EvaluationParts) -> Found:
     rises = outcomes[1:] - outcomes[0]
     scores, names = all_scores(evaluation, fits, evaluation.asked)
     actual = rises.mean(1)
-    found = leave_one_out(scores, removed, actual, wanted.seed)
+    found = leave_one_out(scores, removed, actual)
     rows = []
     for name, score in found.items():
         values = asdict(score)
@@ -285,7 +285,7 @@ def evaluate_removal(evaluation: EvaluationParts) -> Found:
         for name in scores
     }
     rows_found, details = [], []
-    for name, curve in removal(rises, evaluation.main, wanted.seed).items():
+    for name, curve in removal(rises, evaluation.main).items():
         for k, score in curve.items():
             ahead = (None, None) if score.ahead_interval is None else score.ahead_interval
             rows_found.append(

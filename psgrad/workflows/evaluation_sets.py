@@ -62,7 +62,7 @@ def evaluate_groups(evaluation: EvaluationParts) -> Found:
     rises = rises_without(evaluation, left)
     actual = rises.mean(1)
     rows = []
-    for name, score in leave_one_out(sums, removed, actual, wanted.seed).items():
+    for name, score in leave_one_out(sums, removed, actual).items():
         values = asdict(score)
         low, high = values.pop("interval")
         del values["per_query"]
@@ -144,7 +144,7 @@ def evaluate_curve(evaluation: EvaluationParts) -> Found:
     rows_found, details = [], []
     for side in SIDES:
         of_side = {name: {k: rises[name, side, k] for k in counts} for name in (*joined, RANDOM)}
-        for name, curve in removal(of_side, evaluation.main, wanted.seed).items():
+        for name, curve in removal(of_side, evaluation.main).items():
             for k, score in curve.items():
                 ahead = (None, None) if score.ahead_interval is None else score.ahead_interval
                 own = name not in controls and name != RANDOM

@@ -41,6 +41,7 @@ CONTENT = {
     "order": ["checkpoints", "models", "model"],
     "not_run": {"replay": "it takes minutes"},
     "notes": ["Measured on a Tuesday."],
+    "intervals": "jackknife",
     "rows": [
         row("checkpoints", 0.75, -0.05, seconds=9.0),
         row("models", 0.7, 0.0, seconds=8.0),
@@ -70,6 +71,13 @@ def test_a_setting_without_a_result_is_not_measured(results: Path) -> None:
     assert text.count("Not measured yet. This command measures it") == len(TITLES) - 1
     assert "--setting digits --json benchmarks/results/influence-setting-digits-cpu.json" in text
     assert cells(text, "Digits network")[1] == "not measured yet"
+
+
+def test_intervals_of_an_earlier_version_are_named(results: Path) -> None:
+    assert "the version before" not in generated(results)
+    earlier = {key: value for key, value in CONTENT.items() if key != "intervals"}
+    (results / "influence-setting-cnn-cpu.json").write_text(json.dumps(earlier))
+    assert "the version before: intervals are basic bootstrap" in generated(results)
 
 
 def test_the_table_of_a_setting(results: Path) -> None:

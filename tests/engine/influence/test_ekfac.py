@@ -19,7 +19,7 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerRoots, Multiplied
 from psgrad.engine.influence.method import Checkpoint, Preconditioned
 from psgrad.engine.influence.methods.ekfac import EKFAC, KroneckerFactored
-from psgrad.errors import InfluenceError
+from psgrad.errors import ConfigError, InfluenceError
 from tests.engine.influence.kronecker_blocks import Tied, blocks_of, dense, scores
 from tests.engine.influence.problems import (
     classified,
@@ -91,8 +91,8 @@ def problem(case: str, **options: Any) -> tuple[nn.Module, Examples, Examples]:
     )
 
 
-def fitted(training: Examples, **options: Any) -> KroneckerFactored:
-    result = EKFAC(**options).fit(training, Checkpoint())
+def fitted(training: Examples, exact_blocks: int = 0, **options: Any) -> KroneckerFactored:
+    result = EKFAC(exact_blocks=exact_blocks, **options).fit(training, Checkpoint())
     assert isinstance(result, KroneckerFactored)
     return result
 
@@ -184,6 +184,45 @@ def test_ekfac_exact_for_one_layer_squared_error() -> None:
     curvature = gauss_newton(model, squared_error, inputs[:N], targets[:N]) + N * 0.05 * np.eye(21)
     expected = rows[:N] @ np.linalg.solve(curvature, rows[N:].T)
     assert np.abs(result - expected).max() < 1e-10 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ekfac_small_blocks_are_exact(case: str) -> None:
+    """Each weight with its bias has the second moment of its gradients, and a damping of its own."""
+    make, data = CASES[case]
+    model, training, queries = problem(case)
+    method = fitted(training, 1024, fisher="empirical")
+    assert all(block.basis.describe().startswith("exact") for block in method.blocks)
+    x, y = data(N + M)
+    gradients, flat = gradient_rows(make(), cross_entropy, x, y), training.flat
+    expected = np.zeros((N, M))
+    for block in method.blocks:
+        own = np.concatenate([np.arange(flat.size)[flat.columns[name]] for name in block.basis.names])
+        rows = gradients[:N, own]
+        matrix = rows.T @ rows
+        matrix += 0.1 * np.trace(matrix) / len(own) * np.eye(len(own))
+        expected += rows @ np.linalg.solve(matrix, gradients[N:, own].T)
+    assert sum(len(block.basis.names) for block in method.blocks) == len(dict(model.named_parameters()))
+    result = matrix_of(method, queries)[""].numpy()
+    assert np.abs(result - expected).max() < 1e-9 * np.abs(expected).max()
+    own = np.concatenate([each.self_influence for each in method.self_influence()])
+    scores_of_training = matrix_of(method, training)[""].numpy()
+    np.testing.assert_allclose(own, scores_of_training.diagonal(), rtol=1e-9)
+
+
+def test_ekfac_exact_blocks_up_to_a_size() -> None:
+    """The first layer has 35 numbers with its bias, and the second 18."""
+    training = problem("linear")[1]
+    for most, exact in ((17, []), (18, [18]), (34, [18]), (35, [35, 18])):
+        blocks = fitted(training, most).facts["blocks"]
+        assert [told for told in blocks.values() if "exact" in told] == [
+            f"exact, {size} x {size}" for size in exact
+        ]
+
+
+def test_ekfac_exact_blocks_negative_refused() -> None:
+    with pytest.raises(ConfigError, match=r"exact_blocks is -1(?s:.*)0 for none"):
+        EKFAC(exact_blocks=-1)
 
 
 def test_ekfac_weight_used_in_slices() -> None:

@@ -84,7 +84,7 @@ def test_kronecker_tied_table_and_packed_weight() -> None:
 
 
 def test_kronecker_overlapping_slices() -> None:
-    """Though they have as many elements as the weight."""
+    """They are no factors of the weight, though they have as many elements."""
 
     class Overlapping(nn.Module):
         def __init__(self) -> None:
@@ -96,7 +96,7 @@ def test_kronecker_overlapping_slices() -> None:
 
     inputs, labels = classified(9, (4,))
     assert described(fit_blocks(examples(Overlapping().double(), cross_entropy, inputs, labels), 9)) == {
-        "w": "diagonal"
+        "w": "exact, 24 x 24"
     }
 
 

@@ -176,10 +176,9 @@ def test_sums_of_factors_are_sent_as_tensors() -> None:
     layout = AxisLayout((2, 3), (1, 0), (3, 2), (AxisSlice(0, 1, 3), AxisSlice(1, 2, 6)))
     use, other = ("w", Form(layout, (1, 3, 2))), ("v", Form(None, (1, 1, 4)))
     ties = [Tie("b", use, "left"), Tie("c", use, "right")]
-    one = FactorSums({use: {"left": torch.ones(1, 3, 3)}}, {"s": torch.eye(2)}, dict.fromkeys(ties, True))
+    one = FactorSums({use: {"left": torch.ones(1, 3, 3)}}, dict.fromkeys(ties, True))
     two = FactorSums(
         {use: {"left": torch.ones(1, 3, 3)}, other: {"right": torch.ones(1, 4, 4)}},
-        {"s": torch.eye(2)},
         {ties[0]: True, ties[1]: False},
     )
     for first, second in ((one, two), (two, one)):
@@ -188,7 +187,6 @@ def test_sums_of_factors_are_sent_as_tensors() -> None:
         assert whole.ties == {ties[0]: True, ties[1]: False}
         assert set(whole.moments) == {use, other}
         torch.testing.assert_close(whole.moments[use]["left"], torch.full((1, 3, 3), 2.0))
-        torch.testing.assert_close(whole.vectors["s"], 2 * torch.eye(2))
 
 
 def test_an_error_of_one_rank_is_raised_on_all() -> None:

@@ -17,8 +17,8 @@ from psgrad.engine.influence.curvature.kronecker_factors import Form, Side, only
 
 @dataclass(frozen=True)
 class Bias:
-    """A bias whose gradient is one more column (appended 'right') or row ('left') of its weight's
-    matrices.
+    """A bias whose gradient is one more column (appended 'right') or row ('left') of its weight's matrices;
+    where the weight is taken as a single row, the rest of that row ('right').
     """
 
     name: str
@@ -52,8 +52,16 @@ class Basis:
     def size(self) -> tuple[int, int, int]:
         """(g, a, b), the bias's row or column included."""
         groups, rows, columns = self.form.shape
-        appended = self.bias.appended if self.bias is not None else None
-        return groups, rows + (appended == "left"), columns + (appended == "right")
+        if self.bias is None:
+            return self.form.shape
+        if self.bias.appended == "left":
+            return groups, rows + 1, columns
+        return groups, rows, columns + self.bias.shape.numel() // (groups * rows)
+
+    @property
+    def is_row(self) -> bool:
+        """Whether the parameter is taken as a single row, so that a basis of it makes its block exact."""
+        return self.form.layout is None
 
     def describe(self) -> str:
         """The kind of the bases, in a word or two."""
@@ -77,7 +85,8 @@ class Basis:
             return result
         groups, rows, columns = self.form.shape
         left = self.bias.appended == "left"
-        more = vectors[self.bias.name].reshape(len(result), groups, *((1, columns) if left else (rows, 1)))
+        shape = (1, columns) if left else (rows, self.size[2] - columns)
+        more = vectors[self.bias.name].reshape(len(result), groups, *shape)
         return torch.cat([result, more], 2 if left else 3)
 
     def vectors(self, matrices: torch.Tensor) -> Vectors:
@@ -317,6 +326,19 @@ class KroneckerRoots:
             for name, value in each.precondition(gradients, values.clamp_min(least) ** power).items():
                 total[name] = total[name] + value if name in total else value
         return self.flat.join(total)
+
+
+def second_moment(basis: Basis, gradients: PerSampleGradients) -> torch.Tensor:
+    """[1, p, p] float64: the sum over samples of the outer products of their gradients, of a parameter that
+    is taken as a single row and has no bases yet.
+    """
+    columns = basis.size[2]
+    total = torch.zeros(columns, columns, dtype=torch.float64, device=gradients.losses.device)
+    for _, part in gradients.parts:
+        for _, rows in basis.rotated(part, torch.float64):
+            flat = rows.flatten(1)
+            total += flat.t() @ flat
+    return total.unsqueeze(0)
 
 
 def sum_of_squares(basis: Basis, gradients: PerSampleGradients) -> torch.Tensor:

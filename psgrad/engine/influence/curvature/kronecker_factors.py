@@ -106,8 +106,6 @@ Use = tuple[str, Form]
 # A factor with more entries has no basis of its own: 128 MiB for its covariance, and minutes for its
 # eigenvectors.
 LARGEST_SIDE = 4096
-# A parameter without factors has a covariance of its own up to this size.
-LARGEST_VECTOR = 1024
 
 
 @dataclass(frozen=True)
@@ -130,18 +128,15 @@ class FactorSums:
             second moments of its factors (absent where a side is too large); `left_sum` [g, a], `right_sum`
             [g, b] and `positions` [], those with a one that would be appended; `one_hot` [a], how often a
             table's rows were looked up.
-        vectors: name -> [p, p] float64, the second moment of a small parameter's gradient.
         ties: whether each of them held for all of the samples.
     """
 
     moments: dict[Use, dict[str, torch.Tensor]] = field(default_factory=dict)
-    vectors: dict[str, torch.Tensor] = field(default_factory=dict)
     ties: dict[Tie, bool] = field(default_factory=dict)
 
     def add(self, other: FactorSums) -> None:
         for use, moment in other.moments.items():
             _add(self.moments.setdefault(use, {}), moment)
-        _add(self.vectors, other.vectors)
         for tie, held in other.ties.items():
             self.ties[tie] = self.ties.get(tie, True) and held
 
@@ -157,7 +152,7 @@ class FactorSums:
 
     def state(self) -> Arrays:
         """The same as tensors alone, for another process; see `of_state`."""
-        result = {json.dumps(["vector", name]): value for name, value in self.vectors.items()}
+        result: Arrays = {}
         for use, moment in self.moments.items():
             result |= {json.dumps(["moment", *_plain(use), part]): value for part, value in moment.items()}
         for tie, held in self.ties.items():
@@ -170,9 +165,6 @@ class FactorSums:
         for key, value in state.items():
             kind, name, *rest = json.loads(key)
             value = value.to(device)
-            if kind == "vector":
-                result.vectors[name] = value
-                continue
             layout, shape, *which = rest
             use = name, Form(None if layout is None else AxisLayout.of_plain(layout), tuple(shape))
             if kind == "moment":
@@ -222,9 +214,6 @@ class Covariances:
                 sums.moments[name, form] = along.totals
                 if not any(term.is_lookup for term in of_form):
                     sums.ties.update(self._ties(gradients, (name, form), along))
-            if gradient.terms and not terms and gradient.shape.numel() <= LARGEST_VECTOR:
-                flat = gradient.materialise().reshape(len(gradients), -1).double()
-                sums.vectors[name] = flat.t() @ flat
         return sums
 
     def keep(self) -> None:

@@ -30,7 +30,13 @@ from psgrad.engine.gradients.per_sample import per_sample_gradients
 from psgrad.engine.gradients.projections.projection import key_of, signs, streams, words_at
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.gradients.terms import accumulating
-from psgrad.engine.influence.curvature.kronecker_blocks import Basis, Bias, KroneckerBlock, sum_of_squares
+from psgrad.engine.influence.curvature.kronecker_blocks import (
+    Basis,
+    Bias,
+    KroneckerBlock,
+    second_moment,
+    sum_of_squares,
+)
 from psgrad.engine.influence.curvature.kronecker_factors import Covariances, FactorSums, Form, Use, cover
 from psgrad.engine.influence.method import not_finite_gradients
 from psgrad.engine.transforms import grad, vmap
@@ -114,28 +120,53 @@ def sampled_label_rows(training: Examples, draws: int, seed: int) -> SampledLabe
     return rows_like(SampledLabelRows, training, per_sample=draws, seed=seed)
 
 
-def fit_blocks(rows: Examples, count: int) -> list[KroneckerBlock]:
+# A weight with its bias of at most so many numbers has the exact block: 8 MiB, and less than a second for its
+# eigenvectors. So has a parameter without factors in any case.
+EXACT_BLOCK = 1024
+
+
+def fit_blocks(rows: Examples, count: int, exact: int = 0) -> list[KroneckerBlock]:
     """The blocks whose sum over rows, divided by `count`, approximates (1 / count) sum_r j_r j_r^T, one for
     each weight with its bias.
 
-    rows: examples whose gradients are the rows j_r of the curvature: training examples for the empirical
-    Fisher.
+    Args:
+        rows: examples whose gradients are the rows j_r of the curvature: training examples for the empirical
+            Fisher.
+        exact: a weight with its bias of at most so many numbers has a basis of its gradient, which makes the
+            block exact.
 
     The basis of each factor is that of its second moment, summed over rows and positions; of a parameter
-    without factors that of its gradient, which makes its block exact, or none where the parameter is large.
-    The eigenvalues are those of George et al.: the mean squares of the gradients' elements in the bases,
-    positions of a row summed before squaring.
+    without factors that of its gradient, or none where the parameter is large. The eigenvalues are those of
+    George et al.: the mean squares of the gradients' elements in the bases, positions of a row summed before
+    squaring.
 
     Raises InfluenceError where a gradient is not finite.
     """
-    bases = diagonalised(moments_of(rows.params, gather(rows)), rows.processes, rows.device)
+    moments = moments_of(rows.params, gather(rows), exact)
+    whole = [each.is_row and each.size[2] <= max(exact, EXACT_BLOCK) for each in moments]
+    bases = diagonalised(moments, rows.processes, rows.device)
 
     def squares(gradients: PerSampleGradients) -> list[torch.Tensor]:
-        return [sum_of_squares(basis, gradients) for basis in bases]
+        return [
+            (second_moment if is_whole else sum_of_squares)(basis, gradients)
+            for basis, is_whole in zip(bases, whole, strict=True)
+        ]
 
-    return [
-        KroneckerBlock(basis, total / count) for basis, total in zip(bases, rows.fold(squares), strict=True)
+    totals = rows.fold(squares)
+    own = [
+        replace(basis, right=total)
+        for basis, total, is_whole in zip(bases, totals, whole, strict=True)
+        if is_whole
     ]
+    turned = iter(diagonalised(own, rows.processes, rows.device))
+    blocks = []
+    for basis, total, is_whole in zip(bases, totals, whole, strict=True):
+        if is_whole:
+            basis = next(turned)
+            assert basis.right is not None
+            total = (basis.right * (total @ basis.right)).sum(1, keepdim=True)
+        blocks.append(KroneckerBlock(basis, total / count))
+    return blocks
 
 
 def gather(rows: Examples) -> FactorSums:
@@ -167,9 +198,10 @@ def diagonalised(moments: list[Basis], processes: Processes, device: torch.devic
     ]
 
 
-def moments_of(params: Vectors, sums: FactorSums) -> list[Basis]:
+def moments_of(params: Vectors, sums: FactorSums, exact: int) -> list[Basis]:
     """For each part of the parameters, name -> [*shape], in their order, the moments that its basis is of, in
-    the basis's place; biases go with their weights.
+    the basis's place; biases go with their weights. Those without moments are taken as a single row: weights
+    of at most `exact` numbers, and what has no factors.
     """
     shapes = {name: parameter.shape for name, parameter in params.items()}
     forms: dict[str, list[Form]] = {name: [] for name in shapes}
@@ -181,14 +213,17 @@ def moments_of(params: Vectors, sums: FactorSums) -> list[Basis]:
     for name, shape in shapes.items():
         if name in tied:
             continue
-        if forms[name] and cover(forms[name], shape):
+        bias = next((biases[name, form] for form in forms[name] if (name, form) in biases), None)
+        size = shape.numel() + (0 if bias is None else bias.shape.numel())
+        if forms[name] and cover(forms[name], shape) and size > exact:
             bases += [
                 _of_factors((name, form), shape, sums, biases.get((name, form))) for form in forms[name]
             ]
         else:
-            moment = sums.vectors.get(name) if not forms[name] else None
-            right = None if moment is None else moment.unsqueeze(0)
-            bases.append(Basis(name, shape, Form(None, (1, 1, shape.numel())), None, None, right))
+            row = Form(None, (1, 1, shape.numel()))
+            bases.append(
+                Basis(name, shape, row, None if bias is None else replace(bias, appended="right"), None, None)
+            )
     return bases
 
 

@@ -18,13 +18,13 @@ import numpy as np
 
 from psgrad.engine.influence.evaluation.statistics import (
     Interval,
-    drawn_counts,
     interval_of,
     mean_interval,
+    one_left_out,
     pearson,
-    pearson_of_resamples,
+    pearson_of_samples,
     spearman,
-    spearman_of_resamples,
+    spearman_of_samples,
 )
 
 Array = np.ndarray[Any, Any]
@@ -38,7 +38,7 @@ class LDSScore:
 
     Attributes:
         mean: over all queries, of the rank correlation over subsets; one that is not defined counts as 0.
-        interval: of the mean, by resampling the subsets, which all queries share.
+        interval: of the mean, over draws of as many subsets, which all queries share.
         undefined: queries without a correlation: their scores are not finite, or the same for all subsets.
         per_query: [m], NaN where undefined.
         ahead, ahead_interval: how far the main method is ahead, and the interval of this paired difference;
@@ -78,9 +78,7 @@ def lds_mean(scores: Array, subsets: Array, outcomes: Array) -> float:
     return float(np.nan_to_num(spearman(subset_sums(scores, subsets), -outcomes.mean(1))).mean())
 
 
-def lds(
-    scores: Mapping[str, Array], subsets: Array, outcomes: Array, main: str, seed: int = 0
-) -> dict[str, LDSScore]:
+def lds(scores: Mapping[str, Array], subsets: Array, outcomes: Array, main: str) -> dict[str, LDSScore]:
     """The score of each method.
 
     Args:
@@ -88,25 +86,20 @@ def lds(
         subsets: [S, n] bool, the rows that models were trained on.
         outcomes: [S, R, m], the queries' measurements, larger being worse, of R seeds.
         main: the method that the others are compared with.
-        seed: of the resamples.
     """
     truth = -outcomes.mean(1)
     sums = {name: subset_sums(matrix, subsets) for name, matrix in scores.items()}
-    resampled = spearman_of_resamples(sums, truth, drawn_counts(len(subsets), seed))
+    without = spearman_of_samples(sums, truth, one_left_out(len(subsets)))
     per_query = {name: spearman(predicted, truth) for name, predicted in sums.items()}
     means = {name: float(np.nan_to_num(values).mean()) for name, values in per_query.items()}
     return {
         name: LDSScore(
             means[name],
-            interval_of(means[name], resampled[name], limit=1),
+            interval_of(means[name], without[name], correlation=True),
             int(np.isnan(values).sum()),
             values,
             None if name == main else means[main] - means[name],
-            (
-                None
-                if name == main
-                else interval_of(means[main] - means[name], resampled[main] - resampled[name])
-            ),
+            (None if name == main else interval_of(means[main] - means[name], without[main] - without[name])),
         )
         for name, values in per_query.items()
     }
@@ -163,7 +156,7 @@ class LOOScore:
 
     Attributes:
         pearson, spearman: means over the queries; a correlation that is not defined counts as 0.
-        interval: of the mean of the first, by resampling the removals.
+        interval: of the mean of the first, over draws of as many removals.
         slope, intercept: of actual on predicted rises, over all removals and queries: 1 and 0 for a method
             that keeps its unit.
         pooled: the correlation of all removals and queries at once.
@@ -181,20 +174,17 @@ class LOOScore:
     per_query: Array = field(repr=False)
 
 
-def leave_one_out(
-    scores: Mapping[str, Array], removed: Array, rises: Array, seed: int = 0
-) -> dict[str, LOOScore]:
+def leave_one_out(scores: Mapping[str, Array], removed: Array, rises: Array) -> dict[str, LOOScore]:
     """The score of each method.
 
     Args:
         scores: name -> [n, m].
         removed: [k] the rows that were left out, one at a time.
         rises: [k, m] how much larger each query's measurement is without that row.
-        seed: of the resamples.
     """
     from scipy.stats import linregress
 
-    counts = drawn_counts(len(removed), seed)
+    samples = one_left_out(len(removed))
     result = {}
     for name, matrix in scores.items():
         predicted = matrix[removed]
@@ -207,8 +197,8 @@ def leave_one_out(
             pearson=_mean(per_query),
             interval=interval_of(
                 _mean(per_query),
-                np.nan_to_num(pearson_of_resamples(predicted, rises, counts)).mean(1),
-                limit=1,
+                np.nan_to_num(pearson_of_samples(predicted, rises, samples)).mean(1),
+                correlation=True,
             ),
             spearman=_mean(spearman(predicted, rises)),
             slope=float(line.slope) if line else float("nan"),
@@ -236,9 +226,9 @@ def _mean(values: Array) -> float:
 
 @dataclass(frozen=True)
 class RemovalScore:
-    """The mean rise over the queries of one method and one number of removed examples, with its interval, by
-    resampling queries; and how far the main method's rise is above it, paired by query (None for the main
-    one).
+    """The mean rise over the queries of one method and one number of removed examples, with its interval over
+    draws of as many queries; and how far the main method's rise is above it, paired by query (None for the
+    main one).
     """
 
     rise: float
@@ -254,9 +244,7 @@ def strongest(scores: Array, query: int, count: int) -> Array:
     return np.sort(np.argsort(-column, kind="stable")[:count])
 
 
-def removal(
-    rises: Mapping[str, Mapping[int, Array]], main: str, seed: int = 0
-) -> dict[str, dict[int, RemovalScore]]:
+def removal(rises: Mapping[str, Mapping[int, Array]], main: str) -> dict[str, dict[int, RemovalScore]]:
     """name -> number of removed examples -> its score, of the queries' rises [Q], each the mean over the
     seeds.
     """
@@ -267,9 +255,9 @@ def removal(
             paired = rises[main][count] - values
             result[name][count] = RemovalScore(
                 float(values.mean()),
-                mean_interval(values, seed),
+                mean_interval(values),
                 None if name == main else float(paired.mean()),
-                None if name == main else mean_interval(paired, seed),
+                None if name == main else mean_interval(paired),
                 values,
             )
     return result

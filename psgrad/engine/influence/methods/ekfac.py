@@ -13,7 +13,7 @@ from psgrad.engine.gradients.flat import Vectors, as_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.influence.amounts import is_affine
 from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerBlock, Multiplied
-from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows, fit_blocks
+from psgrad.engine.influence.curvature.kronecker_fitting import EXACT_BLOCK, fisher_rows, fit_blocks
 from psgrad.engine.influence.leverage import Damping, default_damping
 from psgrad.engine.influence.method import (
     RELATIVE,
@@ -43,6 +43,8 @@ class EKFAC(Method):
             each training example, which are what gradients for labels that the model draws itself are;
             'exact': all of its rows; 'empirical': the gradients of the training loss.
         draws, seed: of 'sampled'.
+        exact_blocks: a weight that has at most so many numbers with its bias has its whole block, which then
+            is not approximated by factors; 0 for none.
         damping: lam, the same for all blocks; None for `relative_damping` times the mean eigenvalue, block by
             block. Where neither is given: none with a weight decay and a model that is affine in its
             parameters, and a tenth of the mean eigenvalue else.
@@ -58,6 +60,7 @@ class EKFAC(Method):
     fisher: Literal["sampled", "exact", "empirical"] = "sampled"
     draws: int = 1
     seed: int = 0
+    exact_blocks: int = EXACT_BLOCK
     damping: float | None = None
     relative_damping: float | None = None
     weight_decay: float = 0.0
@@ -67,9 +70,14 @@ class EKFAC(Method):
             raise ConfigError(
                 f"draws is {self.draws}", expected="at least one sampled row for each training example"
             )
+        if self.exact_blocks < 0:
+            raise ConfigError(
+                f"exact_blocks is {self.exact_blocks}",
+                expected="the most numbers of a weight with its bias whose block is exact, or 0 for none",
+            )
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
-        blocks = fit_blocks(self._rows(training), len(training))
+        blocks = fit_blocks(self._rows(training), len(training), self.exact_blocks)
         fitted = KroneckerFactored(training, blocks, self.weight_decay, self._damping(training))
         fitted.facts["fisher"] = self.fisher
         return fitted
