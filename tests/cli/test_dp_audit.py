@@ -324,6 +324,7 @@ def test_a_ledger_that_tells_the_size_of_the_dataset_is_a_violation(
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("planted", ["in the model", "in the augmentation"])
 def test_audit_finds_draws_that_go_by_the_place_in_the_batch(
     drawing: Workplace, monkeypatch: pytest.MonkeyPatch, planted: str
@@ -503,6 +504,7 @@ WRITES = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_audit_finds_state_that_is_not_put_back(
     private: Workplace, monkeypatch: pytest.MonkeyPatch, write: str

@@ -82,6 +82,7 @@ def test_what_needs_no_model_loads_no_torch(begun: Path, arguments: list[str]) -
     assert done.stderr.splitlines()[-1] == "LOADED []"
 
 
+@pytest.mark.sweep
 def test_analyze_no_report_loads_no_matplotlib(begun: Path) -> None:
     script = """
         import sys

@@ -775,6 +775,7 @@ def test_the_flipped_digits_are_near_the_top(digits: Path, score: str) -> None:
     assert found[0.1] >= 52
 
 
+@pytest.mark.sweep
 def test_the_text_example_on_its_first_passages(tmp_path: Path) -> None:
     count = 32
     folder = run_example(tmp_path / "text", "text", "--set", f"data.kwargs={{count: {count}}}")

@@ -38,7 +38,8 @@ def sums(groups: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "prepare", [of_a_model, pytest.param(with_checkpoints, marks=pytest.mark.sweep), with_tokens]
+    "prepare",
+    [of_a_model, *(pytest.param(each, marks=pytest.mark.sweep) for each in (with_checkpoints, with_tokens))],
 )
 def test_bytes_that_each_measure_reduces(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, prepare: Callable[[Workplace], None]

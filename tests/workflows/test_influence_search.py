@@ -75,6 +75,7 @@ def training_table(place: InfluenceWorkplace) -> pd.DataFrame:
 # -- The rows that are found ---------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("form", ["float32", "int8"])
 @pytest.mark.parametrize("method", ["gradient_dot", "gradient_cosine", "projected_influence", "trak"])
 def test_index_search_of_all_lists_is_the_exact_scan(

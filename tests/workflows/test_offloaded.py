@@ -61,7 +61,7 @@ def assert_same_bits(one: Path, other: Path, *patterns: str) -> None:
             pd.testing.assert_frame_equal(found, expected, check_exact=True)
 
 
-@pytest.mark.every(2)
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_all_measures(workplace: Workplace, both_ways: Run, dtype: str) -> None:
     own = plugins.own_classes(plugins.MEASURES)
@@ -102,6 +102,7 @@ def test_pretrained_model_has_the_same_numbers_and_identity(
     assert manifests[0]["hashes"] == manifests[1]["hashes"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("method", METHODS)
 def test_influence_method(

@@ -221,6 +221,7 @@ def test_a_real_limit_on_memory_is_met_by_smaller_chunks() -> None:
     assert 1 <= chunk_size < 1024
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read as Linux tells it")
 def test_peak_memory_is_that_of_one_chunk_and_does_not_grow_with_the_dataset() -> None:
     count, chunk, width, layers = 500, 50, 4096, 8

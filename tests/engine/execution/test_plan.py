@@ -78,6 +78,7 @@ PASSES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.every(2)
 @PASSES
 @pytest.mark.parametrize("n", [1, 6])
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
@@ -90,6 +91,7 @@ def test_predicted_memory_of_small_networks(
     hold_peak_against_the_allocator(model, *placed, how, architecture.loss, architecture.randomness)
 
 
+@pytest.mark.every(2)
 @PASSES
 @pytest.mark.parametrize(
     ("build", "draw", "n"),

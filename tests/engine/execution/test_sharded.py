@@ -88,6 +88,7 @@ def over_two_ranks(folder: Path, work: Callable[[Any], None]) -> None:
     assert [rank.code for rank in ended] == [0, 0], "\n".join(rank.err for rank in ended)
 
 
+@pytest.mark.sweep
 def test_weights_in_parts_give_the_numbers_of_weights_in_memory(tmp_path: Path) -> None:
     chosen = [each for each in ARCHITECTURES if each.name in CHOSEN]
     assert len(chosen) == len(CHOSEN)

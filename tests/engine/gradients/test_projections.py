@@ -414,6 +414,7 @@ VARIANCES = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("projection", "variance"),
     VARIANCES,

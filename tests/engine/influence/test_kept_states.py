@@ -46,7 +46,8 @@ def test_states_on_disk_come_back_bit_by_bit(tmp_path: Path) -> None:
         assert found.params["bias"].isnan()
 
 
-@pytest.mark.parametrize("kept", [None, 2, 3])
+@pytest.mark.every(3)
+@pytest.mark.parametrize("kept", [2, None, 3])
 def test_derivatives_with_states_on_disk(kept: int | None, tmp_path: Path) -> None:
     run = run_of(RECIPES["adam"], kept)
     torch.testing.assert_close(derivatives(replace(run, disk=tmp_path)), derivatives(run), rtol=0, atol=0)

@@ -293,6 +293,7 @@ def samples_with_extremes(dtype: torch.dtype, whole: bool) -> Tensor:
     return x.reshape(60, 3, 4).to(dtype)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("whole", [False, True], ids=["any", "whole"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", WHOLE)

@@ -87,6 +87,7 @@ NOT_ON_CHECKED = {
 LONG = {"grid_sampler_3d"}
 
 
+@pytest.mark.every(2)
 @few_or_all_samples
 @pytest.mark.parametrize(
     "name",
