@@ -35,9 +35,7 @@ from psgrad.workflows.private_setup import (
     require_privacy,
     set_up_privately,
 )
-from psgrad.workflows.private_statement import (
-    ledger_header,
-)
+from psgrad.workflows.private_statement import ledger_header
 from psgrad.workflows.private_steps import PrivateRun
 from psgrad.workflows.run_manifest import describe_run, running_manifest
 from psgrad.workflows.run_progress import Clock

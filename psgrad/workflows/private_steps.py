@@ -36,12 +36,8 @@ from psgrad.storage import Ledger, PrivateRunFolder
 from psgrad.storage.folders import PRIVATE
 from psgrad.storage.private_runs import PREFIX
 from psgrad.workflows.dp_plan import curve_points
-from psgrad.workflows.private_setup import (
-    PrivateSetup,
-)
-from psgrad.workflows.private_statement import (
-    Statement,
-)
+from psgrad.workflows.private_setup import PrivateSetup
+from psgrad.workflows.private_statement import Statement
 from psgrad.workflows.run_progress import without_interrupts
 
 MODEL, NOISY_SUM, STATEMENT = "model.safetensors", "noisy_sum.safetensors", "step.json"

@@ -10,9 +10,7 @@ from psgrad.config import (
     DataConfig,
     is_callable_spec,
 )
-from psgrad.errors import (
-    DataError,
-)
+from psgrad.errors import DataError
 from psgrad.inputs.code_checks import spec_problems
 from psgrad.inputs.sources.file_checks import input_names, target_names
 from psgrad.inputs.sources.headers import headers_of

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ def test_the_training_step_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.
     settings = ["influence.method.name=replay", "influence.method.subsets=0", "influence.queries.rows=[1]"]
     arguments = [part for setting in settings for part in ("--set", setting)]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "model", raising=False)  # of another test
     done = CliRunner().invoke(app, ["influence", "config.yaml", *arguments, "--no-report", "--matrix"])
     assert done.exit_code == 0, done.stderr
     scores = load_file(tmp_path / "run" / "matrix.safetensors")["scores"]

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from psgrad.workflows.analyze_passes import Passes
+from psgrad.workflows.analyze_shards import StoredPass
 from tests.workflows.same_runs import assert_same_runs
 from tests.workplace import Workplace
 
@@ -124,7 +124,7 @@ def test_rows_that_are_there_twice_refused(place: Workplace) -> None:
 def test_rows_that_no_part_has_make_no_table(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where the run has taken them for finished."""
     part(place, 1, 2)
-    monkeypatch.setattr(Passes, "_missing", lambda self, name: [])
+    monkeypatch.setattr(StoredPass, "missing", lambda self: [])
     place.command("merge", "parts").refused(3, "the rows 10 to 23 of the pass samples are missing")
     assert not (place.folder / "parts/samples.parquet").exists()
 

@@ -25,7 +25,7 @@ from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.engine.privacy.clipping import MARGIN
 from psgrad.engine.privacy.rounding import residual_epsilon
 from psgrad.results import STEP_COLUMNS, STEP_KEYS
-from psgrad.workflows import dp_step
+from psgrad.workflows import private_steps
 from psgrad.workflows.private_statement import Statement
 from tests.oracles import one_sample_gradients
 from tests.private_workplace import EXACT, PrivateWorkplace
@@ -781,7 +781,7 @@ def test_private_figures_have_the_steps_of_all_processes(
 ) -> None:
     drawn: list[list[int]] = []
     monkeypatch.setattr(
-        dp_step, "write_plots", lambda result, *into: drawn.append(result.steps["step"].tolist())
+        private_steps, "write_plots", lambda result, *into: drawn.append(result.steps["step"].tolist())
     )
     private.succeeded("--steps", "2")
     private.succeeded("--steps", "1", "--resume")
@@ -793,16 +793,16 @@ def test_an_interrupted_process_leaves_the_private_table_of_its_steps(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private.succeeded("--steps", "1")
-    note = dp_step.Run._note
+    note = private_steps.PrivateRun._note
 
     def interrupted(run: Any, noisy: Any) -> None:
         note(run, noisy)
         if run.training.taken == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(dp_step.Run, "_note", interrupted)
+    monkeypatch.setattr(private_steps.PrivateRun, "_note", interrupted)
     assert private.dp_step("--steps", "5", "--resume").code == 130
-    monkeypatch.setattr(dp_step.Run, "_note", note)
+    monkeypatch.setattr(private_steps.PrivateRun, "_note", note)
     private.succeeded("--resume")
     table = pd.read_parquet(private.run_folder / "private" / "NOT_PRIVATE_steps.parquet")
     assert table["step"].tolist() == [1, 2, 3, 4]
