@@ -9,7 +9,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -44,7 +46,8 @@ def launch(count: int, arguments: Sequence[str]) -> int:
         monitor_interval=0.1,
     )
     try:
-        elastic_launch(config, sys.executable)(*arguments)
+        with _signals_as_before():
+            elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:  # an error, which the rank has printed, or a verdict
@@ -58,6 +61,20 @@ def launch(count: int, arguments: Sequence[str]) -> int:
     except SignalException as ended:
         raise Signalled(ended.sigval) from None
     return EXIT_OK
+
+
+@contextmanager
+def _signals_as_before() -> Iterator[None]:
+    """The agent handles the signals that end a process, and would go on to when its ranks have ended."""
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _cores() -> int:
