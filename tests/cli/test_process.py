@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -99,22 +98,31 @@ def test_analyze_no_report_loads_no_matplotlib(begun: Path) -> None:
     assert done.stderr.splitlines()[-1] == "LOADED False"
 
 
+# What the import of typer and rich takes on a quiet machine, in seconds of the processor.
+IMPORT_SECONDS = 0.13
+
+
 @pytest.mark.parametrize(
     ("arguments", "bar"), [(["--help"], 0.4), (["validate", "psgrad.yaml"], 1.5), (["schema"], 1.5)]
 )
 def test_answers_come_at_once(begun: Path, arguments: list[str], bar: float) -> None:
-    def seconds() -> float:
-        """The processor's time, which is the clock's where nothing else runs; here other tests may run beside
-        this one.
-        """
+    """In processor time, the smallest of up to ten: other programs only add to it. On a slow or busy machine
+    the bar is longer by as much as the import of typer and rich is.
+    """
+
+    def seconds(*command: str) -> float:
         before = os.times()
-        subprocess.run(
-            [sys.executable, "-m", "psgrad", *arguments], cwd=begun, capture_output=True, check=True
-        )
+        subprocess.run([sys.executable, *command], cwd=begun, capture_output=True, check=True)
         after = os.times()
         return after.children_user + after.children_system - before.children_user - before.children_system
 
-    assert statistics.median(seconds() for _ in range(5)) < bar
+    found, imports = [], []
+    for _ in range(10):
+        found.append(seconds("-m", "psgrad", *arguments))
+        imports.append(seconds("-c", "import typer, rich.console, rich.table, rich.progress"))
+        if min(found) < bar * max(1.0, min(imports) / IMPORT_SECONDS):
+            return
+    pytest.fail(f"{min(found):.2f} s of the processor, beside {min(imports):.2f} s for the import")
 
 
 @pytest.mark.parametrize("arguments", [["schema"], ["--help"], ["ops"], ["validate", "psgrad.yaml"]])

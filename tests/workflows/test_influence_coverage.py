@@ -94,7 +94,7 @@ def test_influence_coverage_in_manifest_and_page(place: InfluenceWorkplace) -> N
         24,
         ["mlp.bias"],
     )
-    assert (rows["head"]["covered"], rows["head"]["blocks"]) == (21, {"Kronecker factors": 1})
+    assert (rows["head"]["covered"], rows["head"]["blocks"]) == (21, {"exact": 1})
     page = (place.folder / "out" / "report.html").read_text()
     assert "Scores are about 45 of 51 parameters (88.2%)" in page
-    assert "1 Kronecker factors" in page
+    assert "1 exact" in page
