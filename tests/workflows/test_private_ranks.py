@@ -394,6 +394,7 @@ MOMENTS = {
 BY_DEFAULT = {"rank 0 before the ledger", "rank 0 after the ledger", "rank 1 while it sends its share"}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "moment",
     [each if each in BY_DEFAULT else pytest.param(each, marks=pytest.mark.sweep) for each in MOMENTS],

@@ -104,6 +104,7 @@ class Model(nn.Sequential):
 MIB = 1 << 20
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory in use is read as Linux tells it")
 def test_analyze_rank_with_a_limit_of_the_system_backs_off_alone(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch

@@ -311,6 +311,7 @@ def test_a_rank_that_can_not_answer_ends_the_one_that_asks(tmp_path: Path) -> No
     assert first.seconds < 15
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("how", ["dies", "hangs", "fails"])
 def test_a_rank_that_is_gone_ends_the_one_that_needs_its_part(tmp_path: Path, how: str) -> None:
     def work(group: Any) -> None:

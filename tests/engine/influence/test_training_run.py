@@ -77,6 +77,7 @@ def test_training_run_ends_where_torch_optim_does(name: str) -> None:
         torch.testing.assert_close(value, members.state[parameter][0], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", RECIPES)
 def test_weight_derivatives_are_finite_differences_of_retraining(name: str) -> None:
     run, step = run_of(RECIPES[name]), 1e-5

@@ -141,6 +141,7 @@ def test_pld_of_one_sampled_step_equals_integral(event: StepEvent, sides: list[s
     assert exact >= delta * (1 - 1e-3)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("multiplier", "rate"), [(0.5, 0.3), (1.0, 0.05), (2.0, 0.8)])
 def test_pld_of_worst_replacement(multiplier: float, rate: float) -> None:
     """The accounted pair is that of opposite records. Others of the same bound: less far apart, or on one

@@ -90,6 +90,7 @@ def test_clip_bound_hill_climbing(kind: Kind, dtype: torch.dtype) -> None:
     assert worst > 0.99
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("name", "count"),

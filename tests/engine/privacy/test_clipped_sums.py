@@ -54,6 +54,7 @@ def sum_of(
     return batch_source(objective.loss, objective.params, *batch, has_aux=True, **options)(clipping)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 def test_clipped_sum_equals_the_loop(architecture: Architecture, dtype: torch.dtype) -> None:
     model, batch = architecture.build(dtype=dtype), architecture.batch(RECORDS, dtype=dtype)
@@ -85,6 +86,7 @@ def test_clipped_sum_automatic_clipping(
     torch.testing.assert_close(result.records.norms, norms, rtol=1e-10, atol=0)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 def test_clipped_sum_independent_of_order_and_chunks(architecture: Architecture, dtype: torch.dtype) -> None:
     model, (inputs, target) = architecture.build(dtype=dtype), architecture.batch(RECORDS, dtype=dtype)

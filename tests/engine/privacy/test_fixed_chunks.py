@@ -97,6 +97,7 @@ def sum_of(objective: Objective, inputs: Tensor, target: Tensor, how: Any, bound
     return stream_source(stream, len(target))(clipping)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("how", ["in memory", "auto", 1, 3, 16])
 @pytest.mark.parametrize("name", KINKED)
 def test_records_at_a_kink_add_at_most_the_bound(name: str, how: Any) -> None:

@@ -226,6 +226,7 @@ def test_record_draws_of_batch_in_memory() -> None:
         summed([1], randomness="same")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["Noise", "AttentionDropout", "Recurrent"])
 def test_record_draws_predicted_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(self: Stream, gradients: Any) -> None:
