@@ -21,6 +21,8 @@ from psgrad.errors import InfluenceError
 from tests.engine.influence.test_own_steps import adam, adam_state, of_step
 from tests.engine.influence.test_training_run import RECIPES, derivatives, run_of
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 
 def point_of(seed: int) -> TrainingState:
     """Tensors of several types and shapes, one without elements and one that is not contiguous."""

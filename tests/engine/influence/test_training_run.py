@@ -19,6 +19,8 @@ from psgrad.engine.influence.training_run import TrainingRun, training_batches
 from psgrad.engine.transforms import vmap
 from psgrad.errors import InfluenceError
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 ROWS, QUERIES, SEED = 41, 4, 3
 RECIPES = {
     "sgd": Recipe("sgd", epochs=4, batch_size=16, learning_rate=0.1, weight_decay=0.01),
