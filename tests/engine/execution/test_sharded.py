@@ -4,10 +4,12 @@ ranks compute meanwhile; and a rank that dies ends the others with its name.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +226,11 @@ def test_a_written_weight_is_refused() -> None:
 
 
 def anonymous_memory() -> int:
-    """Bytes of this process that are no pages of files."""
+    """Bytes of this process that are no pages of files, without free places in its heap: a forked process
+    fills those of its parent one after another, which is no use of memory.
+    """
+    with suppress(AttributeError):  # no glibc
+        ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
