@@ -49,8 +49,8 @@ from psgrad.engine.execution.loading import Block as Rows
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.recompute import Recompute
-from psgrad.engine.execution.stored import Supply
 from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
 from psgrad.engine.measures.gradient_norms import GradientNorms
 from psgrad.engine.transforms import capture

@@ -79,7 +79,7 @@ def serve(folder: Path, where: str) -> None:
     from psgrad.engine.execution.objective import Forward, Objective
     from psgrad.engine.execution.placement import place
     from psgrad.engine.execution.recompute import Recompute
-    from psgrad.engine.execution.stored import Supply
+    from psgrad.engine.execution.weight_supply import Supply
     from psgrad.engine.gradients.per_sample import per_sample_square_norms
     from psgrad.inputs.models.factory import load_model
 

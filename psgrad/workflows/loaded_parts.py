@@ -19,7 +19,7 @@ from psgrad.engine.execution.objective import Forward
 from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.execution.sharded import shard
-from psgrad.engine.execution.stored import Supply
+from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.gradients import machine
 from psgrad.errors import ConfigError
 from psgrad.inputs.derived import GroupedSamples, SamplesWithColumns

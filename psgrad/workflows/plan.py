@@ -9,8 +9,8 @@ from psgrad.config import Config
 from psgrad.engine.execution.cluster import Cluster, Workload, efficiencies
 from psgrad.engine.execution.machine_calibration import measure
 from psgrad.engine.execution.run_plan import RunPlan, plan_run
-from psgrad.engine.execution.stored import Supply
 from psgrad.engine.execution.streaming import Stream
+from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.gradients import machine
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.per_sample import per_sample_square_norms

@@ -25,7 +25,9 @@ from psgrad.engine.execution.placement import (
 )
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.execution.sharded import WeightParts
-from psgrad.engine.execution.stored import InMemory, Stored, Supply
+from psgrad.engine.execution.stored import Stored
+from psgrad.engine.execution.weight_sources import InMemory
+from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.free_memory import free_host_memory, free_memory
 from psgrad.errors import ConfigError
 from psgrad.inputs.models.checkpoint_headers import checkpoint_files

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.recompute import Recompute
-from psgrad.engine.execution.stored import Stored, Supply, _Arrival
+from psgrad.engine.execution.stored import Stored
+from psgrad.engine.execution.weight_supply import Supply, _Arrival
 from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
 from psgrad.engine.transforms.private_torch import tree_leaves
 from tests.architectures import ARCHITECTURES

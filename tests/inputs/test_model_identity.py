@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from psgrad.engine.execution.stored import WeightFile
+from psgrad.engine.execution.weight_sources import WeightFile
 from psgrad.inputs.models import tensor_digests
 from psgrad.inputs.models.in_files import tensors_in_files
 from psgrad.inputs.models.model_identity import identify

@@ -22,7 +22,8 @@ from safetensors.numpy import load_file, save_file
 
 from psgrad import plugins
 from psgrad.engine.execution.loading import Loader
-from psgrad.engine.execution.stored import Supply, WeightFile
+from psgrad.engine.execution.weight_sources import WeightFile
+from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.privacy.generators import make_generator
 from tests.hugging_face import tiny_model
 from tests.influence_workplace import InfluenceWorkplace

@@ -15,7 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from psgrad.engine.execution.stored import InMemory, Stored, Supply, as_stored
+from psgrad.engine.execution.stored import Stored, as_stored
+from psgrad.engine.execution.weight_sources import InMemory
+from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.transforms.private_torch import buffer_store, parameter_store
 
 Where = Literal["resident", "sharded", "offloaded"]

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from psgrad.engine.execution.placement import is_plain, narrowed_to
 from psgrad.engine.execution.ranks import Processes, Requests
-from psgrad.engine.execution.stored import FEW_ROWS, Stored
+from psgrad.engine.execution.stored import Stored
+from psgrad.engine.execution.weight_sources import FEW_ROWS
 from psgrad.engine.transforms.private_torch import parameter_store
 from psgrad.errors import DistributedError
 

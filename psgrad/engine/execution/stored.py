@@ -4,28 +4,20 @@ memory of the host, or in a checkpoint's file.
 A `Stored` tensor has the shape, the type and the device that operators see. An operator on it brings the
 numbers in, runs, and lets them go; a view of it is a view of what is stored. So a level of a transform holds
 no numbers of a weight, whatever the model does with it, and no module has to be wrapped.
-
-A file is read where a mapping of it would do as well, because a disk that fails or a file that was cut then
-is an error that can be named; a mapping would end the process (see docs/decisions/0052-offloaded-weights.md).
 """
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from psgrad.engine.execution.memory import give_freed_memory_back
+from psgrad.engine.execution.weight_sources import InMemory, WeightSource
+from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.transforms.private_torch import make_wrapper, no_torch_function, schema_of, tree_map
 from psgrad.engine.transforms.rules.casts import with_scaled_cotangent
-from psgrad.errors import CheckpointError, ModelError
+from psgrad.errors import ModelError
 
 _aten = torch.ops.aten
 # What only looks at a weight; an operator that is missing here brings the numbers in, and is as right.
@@ -55,129 +47,6 @@ _VIEWS = {
     _aten.view.default,
 }
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-FEW_ROWS = 1 / 4
-"""Rows of a table are read one by one if they are at most this share of it."""
-
-
-class WeightSource(Protocol):
-    """Where the numbers of one tensor lie.
-
-    Attributes:
-        layout: a tensor of the type that the numbers have where they lie, with their shape and strides. Its
-            values are not used, except for InMemory.
-    """
-
-    layout: Tensor
-
-    def read(self, view: Tensor, *, pinned: bool = False) -> Tensor:
-        """The numbers that `view`, a view of `layout`, sees: a plain tensor with its shape and strides."""
-
-    def rows(self, view: Tensor, rows: Tensor) -> Tensor:
-        """[k, ...]: these rows (int64 [k], on the CPU) of what `view` sees."""
-
-
-class InMemory:
-    """The numbers of a plain tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.layout = tensor
-
-    def read(self, view: Tensor, *, pinned: bool = False) -> Tensor:
-        return view
-
-    def rows(self, view: Tensor, rows: Tensor) -> Tensor:
-        return view[rows.to(view.device)]
-
-
-class WeightFile:
-    """A file that weights are read from as long as it stays what it was.
-
-    Raises CheckpointError where it can't be read, is shorter than it was, or was written to.
-
-    Attributes:
-        stamp: by which it is distinguished from other files, and from itself after a write to it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with self._errors_named():
-            self._descriptor = os.open(path, os.O_RDONLY)
-        self.stamp = self._looks()
-
-    def __del__(self) -> None:
-        with suppress(AttributeError, OSError):
-            os.close(self._descriptor)
-
-    def read_into(self, target: Tensor, offset: int) -> None:
-        """Fill a flat tensor of bytes with those from `offset` on."""
-        memory, done = target.numpy().data, 0
-        while done < len(memory):
-            with self._errors_named():
-                count = os.preadv(self._descriptor, [memory[done:]], offset + done)
-            if not count:
-                raise self._changed("it is shorter than it was")
-            done += count
-        if self._looks() != self.stamp:
-            raise self._changed("it was written to")
-
-    def _looks(self) -> tuple[int, ...]:
-        with self._errors_named():
-            found = os.fstat(self._descriptor)
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-    @contextmanager
-    def _errors_named(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint {self.path} can't be read: {error.strerror or error}",
-                cause="a disk, or the network to it, that failed in the middle of the run",
-                next_step="copy the checkpoint to a disk that works; a run goes on with --resume",
-            ) from error
-
-    def _changed(self, how: str) -> CheckpointError:
-        return CheckpointError(
-            f"the checkpoint {self.path} has changed while weights were read from it: {how}",
-            expected="the file that the run began with",
-            cause="a training run that saves under this name, or a copy that was not done",
-            next_step="name a checkpoint that stays as it is, or set engine.parameters: resident",
-        )
-
-
-class InFile:
-    """Numbers that lie in a file, one after another in their order.
-
-    Args:
-        file: see WeightFile.
-        offset: of the first byte.
-    """
-
-    def __init__(self, file: WeightFile, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.file, self.offset = file, offset
-        self.layout = torch.empty(shape, dtype=dtype, device="meta")
-
-    def read(self, view: Tensor, *, pinned: bool = False) -> Tensor:
-        if not view.numel():
-            return torch.empty(view.shape, dtype=view.dtype)
-        first = int(view.storage_offset())
-        count = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
-        return self._numbers(first, count, pinned).as_strided(view.shape, view.stride())
-
-    def rows(self, view: Tensor, rows: Tensor) -> Tensor:
-        chosen, places = rows.unique(return_inverse=True)
-        if not view.is_contiguous() or len(chosen) > FEW_ROWS * len(view):
-            return self.read(view)[rows]
-        size = view[0].numel()
-        found = [self._numbers(int(view.storage_offset()) + row * size, size) for row in chosen.tolist()]
-        return torch.stack(found).reshape(len(chosen), *view.shape[1:])[places]
-
-    def _numbers(self, first: int, count: int, pinned: bool = False) -> Tensor:
-        kind = self.layout.dtype
-        # in a CPU's memory of PyTorch's own, so that kernels find it aligned as they find a resident weight
-        found = torch.empty(count, dtype=kind, pin_memory=pinned, device="cpu")
-        self.file.read_into(found.view(torch.uint8), self.offset + first * kind.itemsize)
-        return found
 
 
 class Stored(Tensor):
@@ -321,126 +190,3 @@ def as_stored(tensor: Tensor) -> Tensor:
         return tensor
     found = data.as_stored()
     return found if data.dtype == torch.float32 and found.itemsize == 2 else found.to(data.dtype)
-
-
-class Supply:
-    """Brings weights to the device as operators need them, and keeps those that were used last.
-
-    A pass uses the weights from the first to the last and back, so those that were used last are the next
-    ones. The one that followed a weight the last time is read ahead, while operators run on it.
-
-    Args:
-        device: where operators run.
-        budget: bytes that weights may take there, with the one that is read ahead.
-
-    Attributes:
-        moved: bytes that were brought so far.
-    """
-
-    def __init__(self, device: torch.device, budget: int) -> None:
-        self.device, self.budget = device, budget
-        self.moved = 0
-        self._kept: dict[WeightSource, Tensor] = {}  # in their stored type, the one used last at the end
-        self._followed: dict[tuple[WeightSource | None, WeightSource | None], WeightSource] = {}
-        self._last: tuple[WeightSource | None, WeightSource | None] = (None, None)
-        self._ahead: tuple[WeightSource, Future[_Arrival]] | None = None
-        self._reader: ThreadPoolExecutor | None = None
-        self._side = side_stream(device)
-        if device.type == "cpu":
-            give_freed_memory_back()
-        self._using = threading.Lock()
-
-    def bring(self, source: WeightSource, view: Tensor) -> Tensor:
-        """On the device, in the stored type: the numbers that `view`, a view of the source's layout, sees."""
-        layout = source.layout
-        with self._using:
-            if view.numel() < layout.numel() and source not in self._kept:  # a part: the others stay away
-                return self._moved(_Arrival(source.read(view), self.device))
-            whole = self._whole(source)
-        return whole.as_strided(view.shape, view.stride(), view.storage_offset() - layout.storage_offset())
-
-    def bring_rows(self, source: WeightSource, view: Tensor, rows: Tensor) -> Tensor:
-        """These rows (int64 [k]) of what `view` sees, on the device and in the stored type."""
-        with self._using:
-            if source not in self._kept:
-                return self._moved(_Arrival(source.rows(view, rows.cpu()), self.device))
-        return self.bring(source, view)[rows]
-
-    def give_back(self) -> None:
-        """Memory is short: keep nothing."""
-        with self._using:
-            self._kept.clear()
-            self._ahead = None
-
-    def _whole(self, source: WeightSource) -> Tensor:
-        found = self._kept.pop(source, None)
-        if found is None:
-            found = self._arrived(source)
-            self._make_room(found.nbytes)
-        self._kept[source] = found
-        self._followed[self._last] = source
-        self._last = (self._last[1], source)
-        self._read_ahead()
-        return found
-
-    def _make_room(self, size: int) -> None:
-        """Drop the weights that were not used for longest, until so many bytes fit."""
-        while self._kept and sum(each.nbytes for each in self._kept.values()) + size > self.budget:
-            del self._kept[next(iter(self._kept))]
-
-    def _arrived(self, source: WeightSource) -> Tensor:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] is source:
-            return self._moved(ahead[1].result())
-        return self._moved(self._read(source))
-
-    def _moved(self, arrival: _Arrival) -> Tensor:
-        self.moved += arrival.host.nbytes
-        return arrival.on_device()
-
-    def _read_ahead(self) -> None:
-        following = self._followed.get(self._last)
-        if following is None or following in self._kept or self._ahead is not None:
-            return
-        size = following.layout.nbytes
-        if size + self._kept[self._last[1]].nbytes > self.budget:  # type: ignore[index]
-            return
-        self._make_room(size)
-        if self._reader is None:
-            self._reader = ThreadPoolExecutor(1, thread_name_prefix="psgrad-weights")
-        self._ahead = following, self._reader.submit(self._read, following)
-
-    def _read(self, source: WeightSource) -> _Arrival:
-        pinned = self._side is not None
-        return _Arrival(source.read(source.layout, pinned=pinned), self.device, self._side)
-
-
-def side_stream(device: torch.device) -> Any:
-    """A stream for copies beside the one that operators run on; None for a device without streams."""
-    if device.type == "cpu":
-        return None
-    module = torch.get_device_module(device)
-    return module.Stream(device) if hasattr(module, "Stream") else None
-
-
-class _Arrival:
-    """Numbers that were read, on their way to the device: on a GPU by a copy on a stream of its own."""
-
-    def __init__(self, host: Tensor, device: torch.device, side: Any = None) -> None:
-        self.host, self.device = host, device
-        self.copied: Any = None
-        if side is not None:
-            module = torch.get_device_module(device)
-            with module.device(device), module.stream(side):
-                self.there = host.to(device, non_blocking=True)
-                self.copied = module.Event()
-                self.copied.record(side)
-
-    def on_device(self) -> Tensor:
-        """The numbers, for operators of the current stream."""
-        if self.copied is None:
-            return self.host.to(self.device)
-        here = torch.get_device_module(self.device).current_stream(self.device)
-        here.wait_event(self.copied)
-        self.there.record_stream(here)  # its memory was asked for on the other stream
-        return self.there

@@ -23,7 +23,7 @@ from psgrad.engine.execution.loading import Chunk, Loader, Read
 from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
 from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.execution.row_computation import RowComputation, keeps_factors, too_large
-from psgrad.engine.execution.stored import Supply
+from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.per_sample import (
     materialised_for_many,

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from psgrad.engine.execution.stored import InFile, Stored, WeightFile
+from psgrad.engine.execution.stored import Stored
+from psgrad.engine.execution.weight_sources import InFile, WeightFile
 from psgrad.engine.transforms.operators import is_random
 from psgrad.engine.transforms.private_torch import (
     DispatchMode,

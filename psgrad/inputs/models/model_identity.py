@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from psgrad.engine.execution.stored import InFile, Stored
+from psgrad.engine.execution.stored import Stored
+from psgrad.engine.execution.weight_sources import InFile
 from psgrad.inputs.code_identity import is_installed
 from psgrad.inputs.models.tensor_digests import tensor_digest
 from psgrad.inputs.sources.host_files import made_once

@@ -23,7 +23,9 @@ from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.execution.sharded import WeightParts, shard
-from psgrad.engine.execution.stored import InFile, Stored, Supply
+from psgrad.engine.execution.stored import Stored
+from psgrad.engine.execution.weight_sources import InFile
+from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.gradients.per_sample import per_sample_square_norms
 from psgrad.errors import DistributedError, ModelError
 from psgrad.inputs.models.checkpoints import load_into

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.recompute import Recompute, named_modules, repeated_modules
-from psgrad.engine.execution.stored import Stored, Supply
+from psgrad.engine.execution.stored import Stored
+from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.gradients import (
     Sparse,
     per_sample_gradients,
