@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.gradients.flat import Vectors
-from psgrad.engine.influence.training_steps import Inputs, Steps, Target, TrainingState
+from psgrad.engine.influence.training_steps import StepBatch, Steps, TrainingState
 from psgrad.engine.transforms import vjp, vmap
 from psgrad.engine.transforms.private_torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from psgrad.errors import ModelError, TransformError
@@ -66,22 +66,15 @@ class OwnSteps(Steps):
         return tree_map(lambda leaf: leaf.detach().clone(), state)
 
     def after(
-        self, params: Vectors, state: Any, inputs: Inputs, target: Target, weights: torch.Tensor, known: Any
+        self, params: Vectors, state: Any, batch: StepBatch, weights: torch.Tensor
     ) -> tuple[Vectors, Any]:
-        batch = inputs if target is None else (*inputs, target)
+        tensors = batch.inputs if batch.target is None else (*batch.inputs, batch.target)
         # Dicts of its own: a function may put new values into the ones that it gets.
         given = tree_map(lambda leaf: leaf, (dict(params), state))
-        return self._checked(params, state, self.function(*given, batch, weights))
+        return self._checked(params, state, self.function(*given, tensors, weights))
 
     def pulled(
-        self,
-        params: Vectors,
-        state: Any,
-        inputs: Inputs,
-        target: Target,
-        known: Any,
-        of_params: Vectors,
-        of_state: Any,
+        self, params: Vectors, state: Any, batch: StepBatch, of_params: Vectors, of_state: Any
     ) -> tuple[Vectors, Any, torch.Tensor]:
         leaves, tree = tree_flatten(state)
         smooth = [place for place, leaf in enumerate(leaves) if leaf.is_floating_point()]
@@ -92,12 +85,12 @@ class OwnSteps(Steps):
             whole = list(leaves)
             for place, leaf in zip(smooth, smooth_leaves, strict=True):
                 whole[place] = leaf
-            moved, after = self.after(params, tree_unflatten(whole, tree), inputs, target, weights, known)
+            moved, after = self.after(params, tree_unflatten(whole, tree), batch, weights)
             changed = tree_leaves(after)
             return moved, [changed[place] for place in smooth]
 
         like = next(iter(params.values()))
-        weights = torch.ones(len(inputs[0]), dtype=like.dtype, device=like.device)
+        weights = torch.ones(len(batch.inputs[0]), dtype=like.dtype, device=like.device)
         _, pull = vjp(step, params, [leaves[place] for place in smooth], weights)
         cotangents = tree_leaves(of_state)
         before, before_smooth, derivatives = vmap(lambda p, s: pull((p, s)))(
@@ -107,14 +100,11 @@ class OwnSteps(Steps):
             cotangents[place] = leaf
         return before, tree_unflatten(cotangents, tree), derivatives
 
-    def require_same_again(self, point: TrainingState, inputs: Inputs, target: Target, known: Any) -> None:
+    def require_same_again(self, point: TrainingState, batch: StepBatch) -> None:
         like = next(iter(point.params.values()))
-        weights = torch.ones(len(inputs[0]), dtype=like.dtype, device=like.device)
+        weights = torch.ones(len(batch.inputs[0]), dtype=like.dtype, device=like.device)
         begun = [leaf.clone() for leaf in tree_leaves((point.params, point.state))]
-        one, other = (
-            tree_leaves(self.after(point.params, point.state, inputs, target, weights, known))
-            for _ in range(2)
-        )
+        one, other = (tree_leaves(self.after(point.params, point.state, batch, weights)) for _ in range(2))
         if _apart(begun, tree_leaves((point.params, point.state))):
             raise ModelError(
                 f"the training step {self.name} writes into the tensors that it is given",
@@ -133,7 +123,7 @@ class OwnSteps(Steps):
                 next_step=_DRAWS,
             )
 
-    def depends_on_weights(self, point: TrainingState, inputs: Inputs, target: Target, known: Any) -> bool:
+    def depends_on_weights(self, point: TrainingState, batch: StepBatch) -> bool:
         # A random direction: the derivative along it is zero for all examples only where there is none.
         random = torch.Generator().manual_seed(0)
 
@@ -143,9 +133,7 @@ class OwnSteps(Steps):
 
         of_params, of_state = tree_map(direction, (point.params, point.state))
         try:
-            *_, derivatives = self.pulled(
-                point.params, point.state, inputs, target, known, of_params, of_state
-            )
+            *_, derivatives = self.pulled(point.params, point.state, batch, of_params, of_state)
         except TransformError as error:
             raise ModelError(
                 f"the training step {self.name} can't be differentiated: {error.arrived}",

@@ -30,7 +30,7 @@ from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.influence.evaluation.jobs import LoadedRows, Recipe
 from psgrad.engine.influence.kept_states import Kept, OnDisk, room_on_disk
-from psgrad.engine.influence.training_steps import RecipeSteps, Steps, TrainingState
+from psgrad.engine.influence.training_steps import RecipeSteps, StepBatch, Steps, TrainingState
 from psgrad.engine.transforms import capture, vmap
 from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import InfluenceError
@@ -132,9 +132,9 @@ class TrainingRun:
         """(the parameters after the last step, the seconds of a step)."""
         point, seen, begun = self.start, False, perf_counter()
         with self.steps.errors():
-            self.steps.require_same_again(point, *self._arguments(0))
+            self.steps.require_same_again(point, self._batch(0))
             for step in range(len(self.batches)):
-                seen = seen or self.steps.depends_on_weights(point, *self._arguments(step))
+                seen = seen or self.steps.depends_on_weights(point, self._batch(step))
                 point = self._after(point, step)
                 if step == 0:  # which was captured
                     begun = perf_counter()
@@ -229,27 +229,24 @@ class TrainingRun:
         """[m, ...] of the state."""
         return tree_map(lambda leaf: leaf.new_zeros((count, *leaf.shape)), self.start.state)
 
-    def _known(self, step: int) -> Any:
-        return self.steps.known(step, len(self.batches), self._like)
-
-    def _arguments(self, step: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None, Any]:
-        """(inputs, target, the numbers that are known beforehand) of a step."""
-        batch, target = self.batches[step], self.rows.target
-        inputs = tuple(x[batch] for x in self.rows.inputs)
-        return inputs, None if target is None else target[batch], self._known(step)
+    def _batch(self, step: int) -> StepBatch:
+        rows, target = self.batches[step], self.rows.target
+        return StepBatch(
+            tuple(x[rows] for x in self.rows.inputs),
+            None if target is None else target[rows],
+            self.steps.known(step, len(self.batches), self._like),
+        )
 
     def _after(self, point: TrainingState, step: int) -> TrainingState:
-        inputs, target, known = self._arguments(step)
         weights = torch.ones(len(self.batches[step]), dtype=self._like.dtype, device=self.device)
-        return TrainingState(*self._step(point.params, point.state, inputs, target, weights, known))
+        return TrainingState(*self._step(point.params, point.state, self._batch(step), weights))
 
     def _after_stacked(self, point: TrainingState, weights: torch.Tensor, step: int) -> TrainingState:
-        inputs, target, known = self._arguments(step)
         own = weights[:, self.batches[step]]
-        return TrainingState(*self._stacked(point.params, point.state, inputs, target, own, known))
+        return TrainingState(*self._stacked(point.params, point.state, self._batch(step), own))
 
     def _pulled_at(self, step: int, point: TrainingState, of_params: Vectors, of_state: Any) -> Any:
-        return self._pulled(point.params, point.state, *self._arguments(step), of_params, of_state)
+        return self._pulled(point.params, point.state, self._batch(step), of_params, of_state)
 
     @cached_property
     def _step(self) -> Any:
@@ -258,7 +255,7 @@ class TrainingRun:
     @cached_property
     def _stacked(self) -> Any:
         # own steps may draw by a seed: the same numbers for all
-        stacked = vmap(self.steps.after, in_dims=(0, 0, None, None, 0, None), randomness="same")
+        stacked = vmap(self.steps.after, in_dims=(0, 0, None, 0), randomness="same")
         return capture(stacked, say=lambda why: None)
 
     @cached_property

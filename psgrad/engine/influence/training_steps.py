@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,17 @@ from psgrad.engine.influence.optimisers import Optimiser, numbers_of, optimiser_
 from psgrad.engine.transforms import grad, jvp, vjp, vmap
 from psgrad.engine.transforms.private_torch import tree_leaves
 
-Inputs = tuple[torch.Tensor, ...]
-Target = torch.Tensor | None
+
+class StepBatch(NamedTuple):
+    """What a step has besides parameters, state and weights.
+
+    Attributes:
+        inputs, target: of b examples. known: the numbers of the step that do not depend on its examples.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    target: torch.Tensor | None
+    known: Any
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class TrainingState:
 
 class Steps(ABC):
     """How a run steps. The examples of a step are weighted: `after` is the step, `pulled` its derivative
-    where all weights are 1. known: the numbers of the step that do not depend on its examples.
+    where all weights are 1.
     """
 
     errors: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -52,20 +61,13 @@ class Steps(ABC):
 
     @abstractmethod
     def after(
-        self, params: Vectors, state: Any, inputs: Inputs, target: Target, weights: torch.Tensor, known: Any
+        self, params: Vectors, state: Any, batch: StepBatch, weights: torch.Tensor
     ) -> tuple[Vectors, Any]:
         """Parameters and state after a step with these weights [b]."""
 
     @abstractmethod
     def pulled(
-        self,
-        params: Vectors,
-        state: Any,
-        inputs: Inputs,
-        target: Target,
-        known: Any,
-        of_params: Vectors,
-        of_state: Any,
+        self, params: Vectors, state: Any, batch: StepBatch, of_params: Vectors, of_state: Any
     ) -> tuple[Vectors, Any, torch.Tensor]:
         """The cotangents before a step, and the derivatives by the weights [m, b], from the m cotangents
         after it. Of numbers that are not floating-point, cotangents are zero.
@@ -81,11 +83,11 @@ class Steps(ABC):
         return None
 
     def require_same_again(  # noqa: B027 (steps of psgrad's own need no check)
-        self, point: TrainingState, inputs: Inputs, target: Target, known: Any
+        self, point: TrainingState, batch: StepBatch
     ) -> None:
         """Raises ModelError where a step can't be computed again: its code is not a function of tensors."""
 
-    def depends_on_weights(self, point: TrainingState, inputs: Inputs, target: Target, known: Any) -> bool:
+    def depends_on_weights(self, point: TrainingState, batch: StepBatch) -> bool:
         """Whether the weights of its examples change what a step does."""
         return True
 
@@ -115,30 +117,21 @@ class RecipeSteps(Steps):
         return self.optimiser.start(params)
 
     def after(
-        self, params: Vectors, state: Any, inputs: Inputs, target: Target, weights: torch.Tensor, known: Any
+        self, params: Vectors, state: Any, batch: StepBatch, weights: torch.Tensor
     ) -> tuple[Vectors, Any]:
-        gradients, _ = grad(self._weighted, has_aux=True)(params, inputs, target, weights)
-        return self.optimiser.update(params, state, gradients, known)
+        gradients, _ = grad(self._weighted, has_aux=True)(params, batch, weights)
+        return self.optimiser.update(params, state, gradients, batch.known)
 
     def pulled(
-        self,
-        params: Vectors,
-        state: Any,
-        inputs: Inputs,
-        target: Target,
-        known: Any,
-        of_params: Vectors,
-        of_state: Any,
+        self, params: Vectors, state: Any, batch: StepBatch, of_params: Vectors, of_state: Any
     ) -> tuple[Vectors, Any, torch.Tensor]:
         # The derivative of the step's gradient along v, and that of each example's loss along v, come from
         # one forward derivative of the gradient: H v, and <v, g_i>, which is b times the derivative by w_i.
-        size = len(inputs[0])
+        size, known = len(batch.inputs[0]), batch.known
         weights = torch.ones(size, dtype=known.dtype, device=known.device)
 
         def gradient(params: Vectors) -> tuple[Vectors, torch.Tensor]:
-            found: tuple[Vectors, torch.Tensor] = grad(self._weighted, has_aux=True)(
-                params, inputs, target, weights
-            )
+            found: tuple[Vectors, torch.Tensor] = grad(self._weighted, has_aux=True)(params, batch, weights)
             return found
 
         gradients, _ = gradient(params)
@@ -154,11 +147,11 @@ class RecipeSteps(Steps):
         return moved, before_state, slopes / size
 
     def _weighted(
-        self, params: Vectors, inputs: Inputs, target: Target, weights: torch.Tensor
+        self, params: Vectors, batch: StepBatch, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(the mean over a batch of weight times loss, the losses [b])."""
-        dims = (None, 0, None if target is None else 0)
-        losses, _ = vmap(self.objective.loss, in_dims=dims)(params, inputs, target)
+        dims = (None, 0, None if batch.target is None else 0)
+        losses, _ = vmap(self.objective.loss, in_dims=dims)(params, batch.inputs, batch.target)
         return (weights.to(losses.dtype) * losses).mean(), losses
 
 
