@@ -29,6 +29,7 @@ from psgrad.results import ALL_INDEX, InfluenceResult
 from psgrad.results.influence import harmful_rows
 from psgrad.results.influence_details import Array, TokenPair, TokenText
 from psgrad.results.manifest import read_manifest
+from psgrad.wording import listed_names
 
 # Parameters that are named.
 _NAMED = 8
@@ -41,10 +42,9 @@ def coverage_words(rows: list[dict[str, Any]]) -> str:
     if covered == whole:
         return f"Scores are about all {whole:,} parameters."
     names = [name for row in rows for name in row["left_out"]]
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (
         f"Scores are about {covered:,} of {whole:,} parameters ({share}). Left out, as frozen"
-        f" or not named by influence.parameters: {', '.join(map(identifier, names[:_NAMED]))}{more}."
+        f" or not named by influence.parameters: {listed_names(names, _NAMED)}."
     )
 
 

@@ -29,6 +29,7 @@ from psgrad.reports.drawing import (
 from psgrad.reports.ticks import TickWords, count_axis, log_axis
 from psgrad.reports.words import count, identifier, label, number, percent, shorten, shorten_middle, words_of
 from psgrad.results import AnalyzeResult, MeasureResult
+from psgrad.wording import shorten_apart
 
 MAX_PANELS = 6
 MAX_SIDE = 240  # cells of a drawn matrix, in each direction
@@ -249,10 +250,8 @@ def trajectories(measure: MeasureResult, samples: pd.DataFrame) -> Plot:
         axes.set(xlabel="checkpoint, in the order of training", ylabel=words)
         if len(middle):
             said.append(f"the median {words} goes from {number(middle[0])} to {number(middle[-1])}")
-    names = ", ".join(
-        f"{place}: {shorten(identifier(name), 60)}"
-        for place, name in enumerate(checkpoints[:MAX_TICKS], start=1)
-    )
+    named = shorten_apart([identifier(name) for name in checkpoints[:MAX_TICKS]], 60)
+    names = ", ".join(f"{place}: {name}" for place, name in enumerate(named, start=1))
     alt = f"Samples at {count(len(checkpoints), 'checkpoint')}: {' and '.join(said)}."
     caption = (
         f"{alt} Orange: the first {len(worst)} ranks. Checkpoints:"

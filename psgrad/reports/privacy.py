@@ -24,7 +24,8 @@ SHOWN_STEPS = 10
 
 _BESIDE_OTHERS = (
     " a kernel that rounds a record by what other records hold, though it rounded the records that were tried"
-    " alike in each place of a chunk (mechanism: discrete_gaussian computes each record alone),"
+    " alike in each place of a chunk, memory that runs out in the middle of a run, so that chunks are smaller"
+    " from then on (mechanism: discrete_gaussian computes each record alone),"
 )
 
 

@@ -308,7 +308,6 @@ def _compared(
         adaptive=setup.adaptive,
         expected_batch_size=privacy.expected_batch_size,
         public=public,
-        computed_in=_computed_in(setup),
     )
     return _as_pair(found)
 
@@ -323,14 +322,6 @@ def _as_pair(found: Replayed) -> NeighbourPair:
         found.finite,
         found.holds,
     )
-
-
-def _computed_in(setup: PrivateSetup) -> torch.dtype:
-    """The narrowest type that gradients are computed in."""
-    kinds = [value.dtype for value in setup.parameters.values()]
-    if setup.run.objective.autocast is not None:
-        kinds.append(setup.run.objective.autocast)
-    return max(kinds, key=lambda kind: torch.finfo(kind).eps)
 
 
 def _source(mixed: PrivateSetup, records: np.ndarray) -> GradientSource:

@@ -301,6 +301,32 @@ def test_a_bound_that_is_not_kept_to_is_a_violation(
     assert broken["ratio"] > 1
 
 
+def test_half_a_bound_too_much_in_bfloat16_beside_many_records_is_a_violation(
+    private: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records that add up to 300 times the bound: rounding of their sum to bfloat16 would be larger than what
+    one adds too much.
+    """
+    private.save(x=np.ones((200, 4), dtype=np.float32), y=np.zeros(200, dtype=np.int64))
+    private.config["model"] |= {"dtype": "bfloat16"}
+    private.config["privacy"] |= {"expected_batch_size": 200}
+    arguments = "--steps", "1", "--canaries", "100"
+    assert all(pair["holds"] for pair in as_json(private, *arguments)["pairs"])
+
+    plain = Clipping.factors
+    monkeypatch.setattr(
+        Clipping,
+        "factors",
+        lambda self, norms, *rest, **options: (
+            plain(self, norms, *rest, **options) * (1.5 if len(norms) > 8 else 1)
+        ),
+    )
+    pairs = {pair["pair"]: pair for pair in as_json(private, *arguments, "--overwrite")["pairs"]}
+    pair = pairs["the record with the longest gradient goes"]
+    assert not pair["holds"]
+    assert pair["ratio"] == pytest.approx(1.5, rel=1e-3)
+
+
 def test_a_replayed_stream_is_a_violation(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dp_audit, "make_generator", lambda kind: make_generator(kind, seed=3))
     assert (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import sys
@@ -75,6 +76,7 @@ def main() -> int:
     )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--show", type=int, default=10, help="how many failures are made small and printed")
+    parser.add_argument("--json", type=Path, help="write how many came to what to this file")
     parser.add_argument("--one", type=int, help="the program of this very seed, alone")
     parser.add_argument("--plant", type=int, help="make noticed.py again, of so many programs")
     options = parser.parse_args()
@@ -97,6 +99,9 @@ def main() -> int:
     )
     for label, count in counts.most_common():
         print(f"{count:7} {label}")
+    if options.json:
+        found = {"seed": options.seed, "seconds": round(seconds), "torch": torch.__version__, "outcomes": counts}
+        options.json.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     for seed, outcome in sorted(failures, key=lambda failure: failure[0])[: options.show]:
         program = write(seed) if outcome.kind == CRASHED else shrunk(write(seed))
         print(f"\n# {outcome.kind}: {outcome.words}\n{program}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 
 import matplotlib
 import numpy as np
@@ -62,7 +62,7 @@ def test_the_histogram_holds_every_finite_sample_once() -> None:
 
 def test_figures_of_a_run_with_a_reference_call_those_in_orange_by_name() -> None:
     run = frames.result(frames.classification(300))
-    judged = dataclasses.replace(run, manifest={**run.manifest, "outliers": {"decided_by": "reference"}})
+    judged = replace(run, manifest={**run.manifest, "outliers": {"decided_by": "reference"}})
     for result, expected, other in (
         (run, "review list", "unlike the reference"),
         (judged, "unlike the reference", "review list"),
@@ -171,6 +171,20 @@ def drawn() -> list[Plot]:
     for plot in figures:
         plot.png()
     return figures
+
+
+def test_long_names_of_checkpoints_stay_apart_in_the_caption() -> None:
+    """Names that differ at their ends alone, or in the middle alone."""
+    run = frames.result(frames.classification(30))
+    measure = measured(run.samples)["trajectory"]
+    steps = len(measure.numbers["checkpoints"])
+    for end in ("", "/model.safetensors"):
+        names = [f"runs/{'a-long-folder-' * 8}checkpoint-{step}{end}" for step in range(steps)]
+        numbers = {**measure.numbers, "checkpoints": names}
+        caption = trajectories(replace(measure, numbers=numbers), run.samples).caption
+        shown = caption.partition("Checkpoints: ")[2].rstrip(".").split(", ")
+        assert len(shown) == steps >= 3
+        assert len({name.partition(": ")[2] for name in shown}) == steps
 
 
 def test_legends_stand_clear_of_what_is_drawn(drawn: list[Plot]) -> None:

@@ -124,8 +124,9 @@ def test_the_guarantee_is_one_sentence_with_everything_in_it() -> None:
         " record by itself with probability 0.0712; no seed; released numbers are rounded to a public"
         " grid, and what is left of floating point adds at most 2e-6 to epsilon; not covered: how long"
         " steps take and how much memory they need, a kernel that rounds a record by what other records hold,"
-        " though it rounded the records that were tried alike in each place of a chunk (mechanism:"
-        " discrete_gaussian computes each record alone), and what"
+        " though it rounded the records that were tried alike in each place of a chunk, memory that runs out"
+        " in the middle of a run, so that chunks are smaller from then on (mechanism: discrete_gaussian"
+        " computes each record alone), and what"
         " the model's code keeps outside of the model and the loss (global variables, files)"
     )
 

@@ -99,9 +99,39 @@ def _losses() -> Iterator[tuple[str, Program]]:
             "huber": (lambda x, y, r=reduction: F.huber_loss(x, y, reduction=r), (shape, shape)),
             "smooth_l1": (lambda x, y, r=reduction: F.smooth_l1_loss(x, y, reduction=r), (shape, shape)),
             "kl_div": (lambda x, y, r=reduction: F.kl_div(x, y.sigmoid(), reduction=r), (shape, shape)),
+            "kl_div log": (
+                lambda x, y, r=reduction: F.kl_div(x, y, reduction=r, log_target=True),
+                (shape, shape),
+            ),
             "poisson": (
                 lambda x, y, r=reduction: F.poisson_nll_loss(x, y.exp(), reduction=r),
                 (shape, shape),
+            ),
+            "poisson without log": (
+                lambda x, y, r=reduction: F.poisson_nll_loss(
+                    x.exp(), y.exp() + 2, log_input=False, full=True, reduction=r
+                ),
+                (shape, shape),
+            ),
+            "gaussian_nll": (
+                lambda x, y, v, r=reduction: F.gaussian_nll_loss(x, y, v.exp(), reduction=r),
+                (shape, shape, shape),
+            ),
+            "hinge_embedding": (
+                lambda x, k=rows, r=reduction: F.hinge_embedding_loss(
+                    x, torch.tensor([[1.0, -1.0, 1.0]] * k, dtype=DTYPE), reduction=r
+                ),
+                (shape,),
+            ),
+            "margin_ranking": (
+                lambda x, y, r=reduction: F.margin_ranking_loss(x, y, torch.ones(3), 0.5, reduction=r),
+                (shape, shape),
+            ),
+            "multilabel_soft_margin": (
+                lambda x, y, w, r=reduction: F.multilabel_soft_margin_loss(
+                    x, y.sigmoid(), w.detach().exp(), reduction=r
+                ),
+                (shape, shape, (3,)),
             ),
             "soft_margin": (
                 lambda x, y, r=reduction: F.soft_margin_loss(x, y.detach(), reduction=r),
@@ -125,6 +155,12 @@ def _losses() -> Iterator[tuple[str, Program]]:
             ),
             "triplet": (
                 lambda x, y, z, r=reduction: F.triplet_margin_loss(x, y, z, reduction=r),
+                (shape, shape, shape),
+            ),
+            "triplet by a distance": (
+                lambda x, y, z, r=reduction: F.triplet_margin_with_distance_loss(
+                    x, y, z, distance_function=lambda a, b: (a - b).abs().sum(-1), reduction=r
+                ),
                 (shape, shape, shape),
             ),
             "ctc": (
@@ -153,12 +189,16 @@ def _pools() -> Iterator[tuple[str, Program]]:
                     lambda x, f=fractional, p=places: f(x, 2, output_size=2, _random_samples=p), (shape,)
                 ),
             )
-        if axes < 3:
-            powers = getattr(F, f"lp_pool{axes}d")
-            yield (
-                f"lp_pool{axes}d {list(shape)}",
-                Program(lambda x, f=powers: f(x.square() + 0.1, 2, 2), (shape,)),
-            )
+        powers, undone = getattr(F, f"lp_pool{axes}d"), getattr(F, f"max_unpool{axes}d")
+        yield (
+            f"lp_pool{axes}d {list(shape)}",
+            Program(lambda x, f=powers: f(x.square() + 0.1, 2, 2), (shape,)),
+        )
+        places = 3 * torch.arange(2**axes).expand(b, c, -1).reshape(b, c, *(2,) * axes)
+        yield (
+            f"max_unpool{axes}d {list(shape)}",
+            Program(lambda x, f=undone, i=places: f(x, i, 2), ((b, c, *(2,) * axes),)),
+        )
         mode = ("linear", "bilinear", "trilinear")[axes - 1]
         for how in (mode, "nearest"):
             yield (
@@ -202,14 +242,14 @@ def _others() -> Iterator[tuple[str, Program]]:
 FAMILIES = {"norms": _norms, "losses": _losses, "pools": _pools, "others": _others}
 
 
-def tensors(program: Program, mapped: tuple[bool, ...]) -> list[Tensor]:
+def tensors(program: Program, mapped: tuple[bool, ...], samples: int = SAMPLES) -> list[Tensor]:
     """The program's arguments and, last, what its result is multiplied with; a mapped one has a leading axis
     of samples.
     """
     meeting = program.function(*[torch.rand(shape, dtype=DTYPE) for shape in program.shapes]).shape
     shapes = (*program.shapes, meeting)
     return [
-        torch.randn(((SAMPLES,) if own else ()) + shape, dtype=DTYPE)
+        torch.randn(((samples,) if own else ()) + shape, dtype=DTYPE)
         for shape, own in zip(shapes, mapped, strict=True)
     ]
 
@@ -236,13 +276,17 @@ def by_loop(function: Callable[..., Tensor], given: list[Tensor], mapped: tuple[
     other.
     """
     rows = []
-    for n in range(SAMPLES):
+    for n in range(_samples(given, mapped)):
         leaves = [
             (x[n] if own else x).detach().clone().requires_grad_()
             for x, own in zip(given, mapped, strict=True)
         ]
         rows.append(torch.autograd.grad(function(*leaves), leaves, materialize_grads=True))
     return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def _samples(given: list[Tensor], mapped: tuple[bool, ...]) -> int:
+    return next(len(x) for x, own in zip(given, mapped, strict=True) if own)
 
 
 def by_vmap_of_grad(
@@ -259,7 +303,7 @@ def by_jacobian_of_vmap(
     whole = vmap(function, tuple(0 if own else None for own in mapped))
     rows = jacrev(whole, tuple(range(len(given))))(*given)
     return [
-        torch.stack([row[n, n] for n in range(SAMPLES)]) if own else row
+        torch.stack([row[n, n] for n in range(len(row))]) if own else row
         for row, own in zip(rows, mapped, strict=True)
     ]
 
@@ -281,15 +325,15 @@ def norms_differ(
 
     result = per_sample_square_norms(of_parameters, shared, *own_ones).square_norms(per="parameter")
     return any(
-        not torch.allclose(result[name], wanted[int(name)].reshape(SAMPLES, -1).square().sum(1), 1e-9, 1e-10)
+        not torch.allclose(result[name], wanted[int(name)].flatten(1).square().sum(1), 1e-9, 1e-10)
         for name in shared
     )
 
 
-def wrong_ways(program: Program, mapped: tuple[bool, ...]) -> list[str]:
+def wrong_ways(program: Program, mapped: tuple[bool, ...], samples: int = SAMPLES) -> list[str]:
     """The transforms that give other numbers than the loop."""
     torch.manual_seed(0)
-    function, given = loss(program), tensors(program, mapped)
+    function, given = loss(program), tensors(program, mapped, samples)
     wanted = by_loop(function, given, mapped)
     result = []
     for name, way in (("vmap(grad)", by_vmap_of_grad), ("jacrev(vmap)", by_jacobian_of_vmap)):

@@ -32,7 +32,7 @@ from tools.operators_page import judged_rows
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def found_wrong(family: str, *, everything: bool) -> list[str]:
+def found_wrong(family: str, *, everything: bool, samples: int = SAMPLES) -> list[str]:
     """The programs of a family, and which of their arguments are mapped, where a transform gives other
     numbers than the loop.
     """
@@ -41,7 +41,7 @@ def found_wrong(family: str, *, everything: bool) -> list[str]:
         f"{name} mapped {mapped}: {ways}"
         for name, program in list(FAMILIES[family]())[::every]
         for mapped in subsets(len(program.shapes) + 1, everything)
-        if (ways := wrong_ways(program, mapped))
+        if (ways := wrong_ways(program, mapped, samples))
     ]
 
 
@@ -51,9 +51,10 @@ def test_gradients_with_shared_arguments(family: str) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("samples", [1, SAMPLES])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_with_every_subset_of_arguments_shared(family: str) -> None:
-    assert found_wrong(family, everything=True) == []
+def test_gradients_with_every_subset_of_arguments_shared(family: str, samples: int) -> None:
+    assert found_wrong(family, everything=True, samples=samples) == []
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3), (1, 1, 4), (2, 4, 2)])

@@ -27,10 +27,6 @@ from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.step import NoisySum, private_sum
 from psgrad.errors import PsgradError
 
-# As a share of the longer of two sums, how far they may be apart because gradients of common records are
-# rounded differently beside other records: in units of the type in which they are computed.
-_LAST_PLACES = 4
-
 
 class DrawsDiffer(PsgradError):
     """The replayed step requested other random numbers than the first one: the data decide how many are
@@ -127,9 +123,6 @@ class Replayed:
         sensitivity: the largest allowed distance.
         over: by how much the distance in a clipping group exceeds the allowed one, in the worst group; below
             0 if none does.
-        tolerance: how much further the records of both batches may take it, whose gradients are rounded
-            differently beside other records; 0 if one batch is empty, as a record's own part has no
-            tolerance.
         group_ratio: the distance in a clipping group over the allowed one, in the worst group.
         count_distance, count_sensitivity: the same of the count of an adaptive bound; None without one.
         differing: the published values besides the noisy sums that differ.
@@ -140,7 +133,6 @@ class Replayed:
     distance: float
     sensitivity: float
     over: float
-    tolerance: float
     differing: tuple[str, ...]
     finite: bool
     group_ratio: float = 0.0
@@ -159,11 +151,11 @@ class Replayed:
 
     @property
     def holds(self) -> bool:
-        """Whether the sensitivity is respected, all published values are equal, and all released numbers are
-        finite.
+        """Whether the sensitivity is respected, without any tolerance, all published values are equal, and
+        all released numbers are finite.
         """
         # false for NaN
-        near = self.distance <= self.sensitivity + self.tolerance and self.over <= self.tolerance
+        near = self.distance <= self.sensitivity and self.over <= 0
         counted = (
             self.count_distance is None
             or self.count_sensitivity is None
@@ -184,7 +176,6 @@ def compare_neighbours(
     adaptive: AdaptiveBound | None = None,
     expected_batch_size: float | None = None,
     public: Callable[[NoisySum], Mapping[str, Any]] = lambda _: {},
-    computed_in: torch.dtype = torch.float64,
 ) -> Replayed:
     """Take a private step on a drawn batch, and again on the neighbour's, with the noise frozen.
 
@@ -194,7 +185,6 @@ def compare_neighbours(
         public: what would be published of a step besides its noisy sums, as name -> value. The names and
             shapes of the sums, the sensitivity, the noise's standard deviation and the number of random draws
             are compared in any case.
-        computed_in: the narrowest type in which gradients are computed.
 
     The other arguments are those of `private_sum`. An adaptive bound follows from a noised count, so it is
     the count that is measured.
@@ -226,12 +216,6 @@ def compare_neighbours(
         differing += _differing(*({**_shapes(outcome), **public(outcome)} for outcome in outcomes))
     effective = clipping if adaptive is None else clipping.with_bound(adaptive.bound)
     counts = None if adaptive is None else [adaptive.count(clipped.records.counted) for clipped in seen]
-    alone = any(len(clipped.records.norms) == 0 for clipped in seen)
-    tolerance = (
-        0.0
-        if alone or effective.grid is not None
-        else _LAST_PLACES * torch.finfo(computed_in).eps * _longest(seen)
-    )
     sensitivity = effective.sensitivity(relation)
     groups = [_in_group(group, seen, effective.grid, relation) for group in effective.groups]
     return Replayed(
@@ -239,7 +223,6 @@ def compare_neighbours(
         _distance(seen[0].sums, seen[1].sums, effective.grid),
         sensitivity,
         max(apart - allowed for apart, allowed in groups),
-        tolerance,
         tuple(differing),
         all(bool(torch.isfinite(value).all()) for outcome in outcomes for value in outcome.sums.values()),
         max(apart / allowed for apart, allowed in groups),
@@ -279,11 +262,3 @@ def _in_group(
     first, second = ({name: clipped.sums[name] for name in group.parameters} for clipped in seen)
     apart = _distance(first, second, grid)
     return apart if math.isfinite(apart) else math.inf, group.bound * (2 if relation == "replace_one" else 1)
-
-
-def _longest(sums: Sequence[ClippedSum]) -> float:
-    """The L2 norm of the longer of two sums."""
-    return max(
-        math.sqrt(math.fsum(float(value.double().square().sum()) for value in each.sums.values()))
-        for each in sums
-    )
