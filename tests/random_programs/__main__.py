@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from tests.random_programs import noticed
-from tests.random_programs.checking import CRASHED, Outcome, check
+from tests.random_programs.checking import CRASHED, OVERFLOWS, Outcome, check
 from tests.random_programs.planting import written
 from tests.random_programs.shrinking import shrunk
 from tests.random_programs.writer import write
@@ -63,6 +63,8 @@ def run(first: int, programs: int, processes: int) -> tuple[Counter[str], list[t
                 outcome, seed = Outcome(CRASHED, "the process ended"), seeds.popleft()
                 start(seeds)
             counts[outcome.label] += 1
+            if outcome.kind == OVERFLOWS:
+                print(seed, outcome.words, flush=True)
             if outcome.failed:
                 failures.append((seed, outcome))
     return counts, failures
@@ -100,7 +102,7 @@ def main() -> int:
     for label, count in counts.most_common():
         print(f"{count:7} {label}")
     if options.json:
-        found = {"seed": options.seed, "seconds": round(seconds), "torch": torch.__version__, "outcomes": counts}
+        found = {"seed": options.seed, "torch": torch.__version__, "outcomes": counts}
         options.json.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     for seed, outcome in sorted(failures, key=lambda failure: failure[0])[: options.show]:
         program = write(seed) if outcome.kind == CRASHED else shrunk(write(seed))

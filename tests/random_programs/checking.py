@@ -38,6 +38,7 @@ EQUAL, BOTH_RAISED, REFUSED, RANGE, ONLY_OURS = (
     "range",
     "only the loop raised, by a limit of autograd",
 )
+OVERFLOWS = "range, ours not finite where the loop is"
 ROUNDED = "as exact as the type allows, where the loop is more so"
 NO_NUMBER = "a higher derivative of PyTorch's is no number, of finite values"
 BY_PLACE = "PyTorch's kernel returns one number or another, by the place in memory of a NaN"
@@ -261,7 +262,7 @@ def _compared(program: Program, ours: list[Tensor], plain: list[Tensor]) -> Outc
     if program.extreme and not _differences(program, ours, plain, _unless_by_place(program, off)):
         return Outcome(BY_PLACE, found)
     if program.extreme and program.dtype != torch.float64 and _differs_by_range_alone(program, ours, plain):
-        return Outcome(RANGE, found)
+        return Outcome(OVERFLOWS if _overflows(ours, plain) else RANGE, found)
     return Outcome(WRONG, found)
 
 
@@ -484,6 +485,14 @@ def _shrinks_with_the_unit(
 def _same_kind(x: Tensor, y: Tensor) -> Tensor:
     """Where both are finite, or both NaN, or the same infinity."""
     return (x.isfinite() & y.isfinite()) | (x.isnan() & y.isnan()) | (x == y)
+
+
+def _overflows(ours: list[Tensor], plain: list[Tensor]) -> bool:
+    """Whether a number of ours is not finite where the loop's is."""
+    return any(
+        x.is_floating_point() and bool((y.isfinite() & ~x.isfinite()).any())
+        for x, y in zip(ours, plain, strict=False)
+    )
 
 
 def _differs_by_range_alone(program: Program, ours: list[Tensor], plain: list[Tensor]) -> bool:

@@ -129,6 +129,18 @@ def test_draws_that_can_not_be_made_by_record_stop_the_run_before_its_ledger(
     assert not private.run_folder.exists()
 
 
+def test_a_model_that_draws_by_numpy_is_run_on_one_record_at_a_time(private: PrivateWorkplace) -> None:
+    private.workplace.use_model(
+        "import numpy as np\n\n\nclass Model(nn.Linear):\n    def __init__(self):\n        super().__init__(4, 3)\n"
+        "    def forward(self, x):\n        return super().forward(x) * np.random.rand()\n"
+    )
+    private.config["model"]["mode"] = "train"
+    assert (
+        "the model draws random numbers by NumPy or Python's random, so records are computed one by one, each"
+        " with numbers of its own" in private.succeeded("--steps", "1").err
+    )
+
+
 def test_secret_draws_differ_from_run_to_run(private: PrivateWorkplace) -> None:
     private.privacy.update(EXACT)
     private.succeeded()

@@ -23,6 +23,7 @@ from psgrad.engine.gradients.bounded_sums import in_type
 from psgrad.engine.gradients.per_sample import Pass
 from psgrad.engine.gradients.terms import accumulating_dtype, blocks
 from psgrad.engine.privacy.full_precision import in_full_precision
+from psgrad.engine.privacy.record_draws import drawn_outside_of_torch
 from psgrad.errors import PsgradError
 
 # Kernels take so many samples, or numbers, at a time. In a batch of another size the last ones are often
@@ -55,7 +56,12 @@ def settle_samples(stream: Stream, count: int, expected: float | None = None) ->
     except Exception:
         stream.gradients_at(range(min(count, ROWS_TRIED)))  # which names the row that the model fails on
         raise
-    if found == 1 and most > 1:
+    if found == 1 and most > 1 and drawn_outside_of_torch():
+        stream.say(
+            "the model draws random numbers by NumPy or Python's random, so records are computed one by one,"
+            " each with numbers of its own; torch.rand and its like draw for many records at once"
+        )
+    elif found == 1 and most > 1:
         stream.say(
             f"the kernels of this model round a record by its place in a chunk of {sizes[0]}, so records are"
             " computed one by one; a multiple of 64 as engine.chunk_size may be faster"
@@ -103,6 +109,8 @@ def records_stay(
         first: list[list[torch.Tensor]] = []  # of each row, and of each of its numbers, [1, ...]
         for row in range(rows):
             numbers = list(_numbers(gradients(torch.full_like(places, row))))
+            if drawn_outside_of_torch():
+                return False
             if not all(_same(x, x[:1]) for x in numbers):
                 return False
             first.append([x[:1].clone() for x in numbers])

@@ -2,9 +2,10 @@
 
 A record moves the sum of a batch by its bound only if the others' gradients do not change when it comes or
 goes. So each record draws by the run's secret key, the step, its own number and its own program: its dropout
-masks, its augmentations, what a dataset draws for it. Numbers that a model draws outside of PyTorch's
-operators (NumPy, Python's random) cannot be assigned to records; they follow from the step alone, as all
-generators, global ones and the code's own, are seeded alike whenever the model begins to run.
+masks, its augmentations, what a dataset draws for it. What a model draws outside of PyTorch's operators
+(NumPy, Python's random) can't be told apart by record in a run on several records. A model that does so on
+the first rows runs on one record at a time (`fixed_chunks.py`), with generators seeded for it. In a run on
+several records they are seeded by the step alone, so that no record's numbers depend on the others.
 
 `rng = np.random.default_rng(0)` in a dataset or an augmentation advances from call to call, so a record's
 draws would depend on the records that were read before it; and with a known seed the draws are known. Such
@@ -142,12 +143,34 @@ def begin_run(draws: StepDraws, label: torch.Tensor) -> None:
     """Prepares the draws of a run of the model on the row with this label [] (or the batched rows): operators
     draw by it, and global generators start as in each run.
     """
-    if not isinstance(innermost(label), FakeTensor):  # else the run has no values: it predicts memory
+    labels = innermost(label)
+    if not isinstance(labels, FakeTensor):  # else the run has no values: it predicts memory
         if _watch.seeded:
             _require_no_other_draws()
-        draws.seed(0, RUN)
+        _watch.run = draws, _record_alone(labels)
+        draws.seed(_watch.run[1], RUN)
         _watch.seeded = _watch.watching
     draw_by_label(draws.bits, label)
+
+
+def _record_alone(labels: torch.Tensor) -> int:
+    """The label, of no row, of the record that all rows of a run belong to; 0 for several records, or for
+    copies of one, which fill a chunk up.
+    """
+    rows = labels.flatten().tolist()
+    (record, *others) = {row // _PLACES for row in rows} or {0}
+    return 0 if others or len(set(rows)) < len(rows) else record * _PLACES
+
+
+def drawn_outside_of_torch() -> bool:
+    """Whether the last run drew from NumPy's or Python's generators, or from the code's own."""
+    if _watch.run is None:
+        return False
+    draws, label = _watch.run
+    now = draws.states()
+    with draws.kept():
+        draws.seed(label, RUN)
+        return draws.states() != now
 
 
 @contextmanager
@@ -156,17 +179,17 @@ def drawing_by_record(draws: RecordDraws | StepDraws) -> Iterator[None]:
 
     Raises ModelError where an operator drew from PyTorch's: such draws go by the place in the batch.
     """
-    before = _watch.watching, _watch.seeded
+    before = _watch.watching, _watch.seeded, _watch.run
     with random_state.restored(), draws.own.kept():
         random_state.seed_all(0, 0, 0)
         # A second pass restores this state, which must not look as if an operator had drawn from it.
-        _watch.watching, _watch.seeded = True, False
+        _watch.watching, _watch.seeded, _watch.run = True, False, None
         try:
             yield
             if _watch.seeded:
                 _require_no_other_draws()
         finally:
-            _watch.watching, _watch.seeded = before
+            _watch.watching, _watch.seeded, _watch.run = before
 
 
 @contextmanager
@@ -213,11 +236,12 @@ def _no_draws_by_record(arrived: str) -> ModelError:
 
 
 class _SeedWatch:
-    """Whether `drawing_by_record` watches the global generators, and whether a run has seeded them since:
-    they belong to the process, not to a thread.
+    """Whether `drawing_by_record` watches the global generators, whether a run has seeded them since, and by
+    what the last run did: they belong to the process, not to a thread.
     """
 
     watching = seeded = False
+    run: tuple[StepDraws, int] | None = None
 
 
 _watch = _SeedWatch()

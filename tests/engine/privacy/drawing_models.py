@@ -79,6 +79,11 @@ class OutsideOfTorch(Around):
         return F.dropout(x, 0.3) * random.uniform(0.5, 1.5) + float(np.random.randn())
 
 
+class OnlyOutsideOfTorch(Around):
+    def inside(self, x: Tensor) -> Tensor:
+        return x * (np.random.rand() + random.random())
+
+
 class LayerDrop(Around):
     """A layer that is left out at random by an `if`, and draws before and after it."""
 
@@ -139,6 +144,7 @@ MODELS: dict[str, type[Around]] = {
         Noise,
         SeedsItself,
         OutsideOfTorch,
+        OnlyOutsideOfTorch,
         LayerDrop,
         Checkpointed,
         Recurrent,
