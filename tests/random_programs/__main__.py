@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from tests.random_programs import noticed
-from tests.random_programs.checking import CRASHED, OVERFLOWS, Outcome, check
+from tests.random_programs.checking import CRASHED, Outcome, check
 from tests.random_programs.planting import written
 from tests.random_programs.shrinking import shrunk
 from tests.random_programs.writer import write
@@ -63,8 +63,6 @@ def run(first: int, programs: int, processes: int) -> tuple[Counter[str], list[t
                 outcome, seed = Outcome(CRASHED, "the process ended"), seeds.popleft()
                 start(seeds)
             counts[outcome.label] += 1
-            if outcome.kind == OVERFLOWS:
-                print(seed, outcome.words, flush=True)
             if outcome.failed:
                 failures.append((seed, outcome))
     return counts, failures

@@ -31,14 +31,13 @@ from tests.random_programs.rounding import EveryKernelRounds, EveryOperatorRound
 from tests.random_programs.writer import PER_SAMPLE
 from tests.random_programs.written_out import WithVariance, WrittenOut
 
-EQUAL, BOTH_RAISED, REFUSED, RANGE, ONLY_OURS = (
+EQUAL, BOTH_RAISED, REFUSED, ONLY_OURS = (
     "equal",
     "both raised",
     "refused by name",
-    "range",
     "only the loop raised, by a limit of autograd",
 )
-OVERFLOWS = "range, ours not finite where the loop is"
+INFINITE = "infinite where the loop's sum over samples is NaN, and some sample's gradient infinite"
 ROUNDED = "as exact as the type allows, where the loop is more so"
 NO_NUMBER = "a higher derivative of PyTorch's is no number, of finite values"
 BY_PLACE = "PyTorch's kernel returns one number or another, by the place in memory of a NaN"
@@ -49,6 +48,7 @@ CRASHED = "CRASH"
 FAILURES = (WRONG, INTERNAL, ACCEPTED, UNLISTED, CRASHED)
 
 LOOPS = Loops()
+_ADDED = ("grad(vmap)", "autograd of vmap")  # modes that add up the gradients of samples
 ROUNDINGS = 4  # how often the loop runs with moved values
 MULTIPLE = 40.0  # of the largest difference that this makes
 OUR_MULTIPLE = 4.0  # of the largest difference in our own numbers
@@ -146,9 +146,10 @@ def run_loop(
     strictly: bool = False,
     loops: Loops = LOOPS,
     written_out: bool | type[WrittenOut] | None = None,
+    apart: bool = False,
 ) -> list[Tensor]:
     """The loop's results. moved: a seed by which values are moved. strictly: as PyTorch's autograd runs it
-    without our help.
+    without our help. apart: each sample has its own copy of what is differentiated.
     """
     values = program.values(dtype)
     ways: dict[str, Any] = {"plain": not strictly, "written_out": written_out}
@@ -158,6 +159,8 @@ def run_loop(
         ways |= {"after": nudge.after, "again": nudge.again, "inside": nudge}
     f = program.function(**ways)
     case = Case.of(program, f, values)
+    if apart:
+        case = case.apart(program.samples)
     if strictly:
         return _flat(MODES[program.mode](loops, case))
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
@@ -187,13 +190,15 @@ def _of_error(program: Program, error: BaseException, plain_error: BaseException
 
 def _misses_a_write(program: Program) -> bool:
     """Whether the loop is wrong without our help. In float64, as halves of wrong numbers may be as rounded
-    ones; with other arguments, too, as a write may leave some numbers as they are.
+    ones; with other arguments, too, as a write may leave some numbers as they are; and with the derivatives
+    of all arguments, as what is written over may be of no account to some.
     """
     other = [
         replace(a, make=f"-9 * ({a.make})") if a.floating and a.make.startswith("torch.randn") else a
         for a in program.arguments
     ]
-    for arguments in (program.arguments, tuple(other)):
+    followed = [replace(a, differentiated=a.floating) for a in program.arguments]
+    for arguments in (program.arguments, tuple(other), tuple(followed)):
         exact = replace(program, arguments=arguments, dtype=torch.float64)
         strict, error = attempted(lambda exact=exact: run_loop(exact, strictly=True))
         plain, plain_error = attempted(lambda exact=exact: run_loop(exact))
@@ -261,8 +266,10 @@ def _compared(program: Program, ours: list[Tensor], plain: list[Tensor]) -> Outc
         return Outcome(ROUNDED, found)
     if program.extreme and not _differences(program, ours, plain, _unless_by_place(program, off)):
         return Outcome(BY_PLACE, found)
-    if program.extreme and program.dtype != torch.float64 and _differs_by_range_alone(program, ours, plain):
-        return Outcome(OVERFLOWS if _overflows(ours, plain) else RANGE, found)
+    if program.extreme and not _differences(
+        program, ours, plain, _unless_infinite(program, ours, plain, off)
+    ):
+        return Outcome(INFINITE, found)
     return Outcome(WRONG, found)
 
 
@@ -372,6 +379,26 @@ def _unless_by_place(program: Program, off: list[Tensor]) -> list[Tensor]:
     return [
         far.masked_fill(_is_wrong(program, x, y, far, as_gradients=True), math.nan)
         for x, y, far in zip(alone, together, off, strict=True)
+    ]
+
+
+def _unless_infinite(
+    program: Program, ours: list[Tensor], plain: list[Tensor], off: list[Tensor]
+) -> list[Tensor]:
+    """How far numbers may be off; NaN where ours is infinite, as some sample's own gradient is, and the
+    loop's sum over samples is NaN: an infinite value that samples share is multiplied with the sum of its
+    cotangents, and the loop adds the products.
+    """
+    if program.mode not in _ADDED:
+        return off
+    alone, error = attempted(lambda: run_loop(program, apart=True))
+    if error is not None:
+        return off
+    return [
+        far.masked_fill(x.isinf() & y.isnan() & each.isinf().any(0), math.nan)
+        if each.shape == (program.samples, *x.shape)
+        else far
+        for x, y, far, each in zip(ours, plain, off, alone, strict=True)
     ]
 
 
@@ -485,21 +512,3 @@ def _shrinks_with_the_unit(
 def _same_kind(x: Tensor, y: Tensor) -> Tensor:
     """Where both are finite, or both NaN, or the same infinity."""
     return (x.isfinite() & y.isfinite()) | (x.isnan() & y.isnan()) | (x == y)
-
-
-def _overflows(ours: list[Tensor], plain: list[Tensor]) -> bool:
-    """Whether a number of ours is not finite where the loop's is."""
-    return any(
-        x.is_floating_point() and bool((y.isfinite() & ~x.isfinite()).any())
-        for x, y in zip(ours, plain, strict=False)
-    )
-
-
-def _differs_by_range_alone(program: Program, ours: list[Tensor], plain: list[Tensor]) -> bool:
-    """Whether what is wrong in a narrow type is right in float64, whose exponents hold what overflowed."""
-    wide, error = attempted(lambda: run_ours(program, torch.float64))
-    loop, loop_error = attempted(lambda: run_loop(program, torch.float64))
-    if error is not None or loop_error is not None:
-        return False
-    off = [torch.zeros_like(x) + 1e-9 * x.double().abs().nan_to_num(0, 0, 0) for x in loop]
-    return not _differences(replace(program, dtype=torch.float64), wide, loop, off)

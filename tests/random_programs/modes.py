@@ -35,6 +35,18 @@ class Case:
         args = [x if not d else x.movedim(0, d) for x, d in zip(values, dims, strict=True)]
         return cls(f, args, dims, program.places(lambda a: a.differentiated))
 
+    def apart(self, samples: int) -> Case:
+        """The same case, each sample with a copy of its own of what is differentiated, and so with a gradient
+        of its own.
+        """
+        shared = [d is None and i in self.wanted for i, d in enumerate(self.dims)]
+        args = [
+            x.expand(samples, *x.shape).clone() if own else x
+            for x, own in zip(self.args, shared, strict=True)
+        ]
+        dims = [0 if own else d for d, own in zip(self.dims, shared, strict=True)]
+        return Case(self.f, args, dims, self.wanted)
+
     def loss(self, *args: Tensor) -> Tensor:
         """The outputs' entries, each times a number of its own, added up."""
         return total(self.f(*args))

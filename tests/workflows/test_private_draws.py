@@ -131,7 +131,8 @@ def test_draws_that_can_not_be_made_by_record_stop_the_run_before_its_ledger(
 
 def test_a_model_that_draws_by_numpy_is_run_on_one_record_at_a_time(private: PrivateWorkplace) -> None:
     private.workplace.use_model(
-        "import numpy as np\n\n\nclass Model(nn.Linear):\n    def __init__(self):\n        super().__init__(4, 3)\n"
+        "import numpy as np\n\n\n"
+        "class Model(nn.Linear):\n    def __init__(self):\n        super().__init__(4, 3)\n"
         "    def forward(self, x):\n        return super().forward(x) * np.random.rand()\n"
     )
     private.config["model"]["mode"] = "train"

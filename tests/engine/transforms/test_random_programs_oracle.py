@@ -13,7 +13,7 @@ import torch
 from psgrad.engine.transforms.rules import registry
 from tests.random_programs import __main__ as running
 from tests.random_programs import checking
-from tests.random_programs.checking import BOTH_RAISED, BY_PLACE, EQUAL, NOT_NOTICED, Outcome, check
+from tests.random_programs.checking import BOTH_RAISED, BY_PLACE, EQUAL, INFINITE, NOT_NOTICED, Outcome, check
 from tests.random_programs.programs import Argument, Program, Statement
 from tests.random_programs.writer import Writer
 
@@ -136,6 +136,12 @@ BETWEEN = {
         ),
         EQUAL,
     ),
+    "an infinite value that samples share, times the sum of their cotangents": (
+        program(
+            ("torch.full((2, 3), -torch.inf) * a1", "F.linear(a0, t0)"), "autograd of vmap", extreme=True
+        ),
+        INFINITE,
+    ),
 }
 
 
@@ -143,6 +149,15 @@ BETWEEN = {
 def test_oracle_says_what_a_difference_is(name: str) -> None:
     one, kind = BETWEEN[name]
     assert check(one).kind == kind
+
+
+def test_oracle_infinite_sum_of_finite_gradients_is_wrong() -> None:
+    one = program(("a0 * a1",), "grad(vmap)", extreme=True)
+    sums = [torch.zeros(3, 2, 3), torch.zeros(3)]
+    (_, off) = checking._unless_infinite(
+        one, [sums[0], sums[1] + torch.inf], [sums[0], sums[1] * torch.nan], sums
+    )
+    assert not off.isnan().any()
 
 
 @pytest.mark.parametrize(("off_by", "rounding"), [(1e-11, True), (1e-6, False)])
@@ -170,6 +185,19 @@ def test_oracle_write_that_autograd_notices_in_one_of_two_ways(line: str, dtype:
         Statement("t0.sub_(a1 * 0.1)", "t0", writes=True),
     )
     one = replace(program(("a0",), "autograd of vmap", dtype=dtype), statements=lines, outputs=("t1",))
+    assert check(one).kind in (BOTH_RAISED, NOT_NOTICED)
+
+
+def test_oracle_write_that_changes_no_derivative_and_that_autograd_notices_in_one_of_two_ways() -> None:
+    lines = (
+        Statement("t0 = a0.clone()", "t0"),
+        Statement("t0.copy_(a2.sin())", "t0", writes=True),
+        Statement("t1 = torch.kron(t0, t0)", "t1"),
+        Statement("t0.index_fill_(-1, torch.tensor([0]), -1.0)", "t0", writes=True),
+    )
+    one = program(("a0",), "autograd of vmap", dtype=torch.float32)
+    number = Argument("a2", (), "torch.randn({shape}, dtype=torch.float64)", seed=3)
+    one = replace(one, arguments=(*one.arguments, number), samples=1, statements=lines, outputs=("t1",))
     assert check(one).kind in (BOTH_RAISED, NOT_NOTICED)
 
 
