@@ -85,6 +85,7 @@ def names(two_steps: tuple[Path, str, float], monkeypatch: pytest.MonkeyPatch) -
 # -- The page ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_the_code_of_the_page(names: dict[str, Any], two_steps: tuple[Path, str, float]) -> None:
     stated = json.loads((two_steps[0] / "public" / "step.json").read_text(encoding="utf-8"))
     # dp-accounting rounds the losses to a grid of its own; both are upper bounds.

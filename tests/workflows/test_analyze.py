@@ -348,6 +348,7 @@ def test_a_run_without_a_finite_row_still_ends_well_and_says_so(workplace: Workp
 # -- All kinds of data, models and losses --------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_regression_from_a_csv_file(workplace: Workplace) -> None:
     table = pd.DataFrame(workplace.arrays["x"], columns=list("abcd")).assign(
         y=np.linspace(-1, 1, ROWS), uid=workplace.arrays["uid"]

@@ -177,6 +177,7 @@ def test_a_run_does_not_go_on_with_other_checkpoints(
     )
 
 
+@pytest.mark.sweep
 def test_the_example_of_checkpoints_finds_flipped_labels(tmp_path: Path) -> None:
     config = load_config(CONFIGS / "digits-checkpoints.yaml", [f"output={tmp_path / 'run'}"])
     result = analyze(config, report=False)

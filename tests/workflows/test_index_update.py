@@ -89,6 +89,7 @@ def test_index_update_of_unchanged_data(place: InfluenceWorkplace) -> None:
     assert GradientIndex.open(place.folder / "index").layout.updates == 0
 
 
+@pytest.mark.sweep
 def test_index_update_twice_and_back(place: InfluenceWorkplace) -> None:
     expected = scores_with_index(place, EVERY, "--overwrite")
     for rows in ([*EVERY[3:], 24], [25, *EVERY[:20]], EVERY):

@@ -572,6 +572,7 @@ def test_removals_without_a_step_that_lowers_the_loss_are_not_reported(
     assert place.manifest()["influence"]["check"] is None
 
 
+@pytest.mark.sweep
 def test_scores_beyond_the_loss_of_a_query_are_marked(place: InfluenceWorkplace) -> None:
     """A loss of zero or more falls by no more than it is."""
     place.section["method"] = {"name": "influence", "damping": 1e-9}
@@ -591,6 +592,7 @@ def test_scores_beyond_the_loss_of_a_query_are_marked(place: InfluenceWorkplace)
     assert "beyond_loss" not in place.ranked("--overwrite")
 
 
+@pytest.mark.sweep
 def test_self_influence_by_solves_follows_its_predicted_time(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -636,6 +638,7 @@ def test_phases_that_last_have_progress(
     assert re.search(r"(fit|scores): pass 1, row \d+ of 24", heard)
 
 
+@pytest.mark.sweep
 def test_solve_of_queries_tells_its_predicted_time(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -655,6 +658,7 @@ def Model():
 OWN_LOSS = "def loss(output, target):\n    return (output - target).square().mean()\n"
 
 
+@pytest.mark.sweep
 def test_large_output_names_cheaper_methods_that_run(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def place(
     return found
 
 
+@pytest.mark.sweep
 def test_influence_coverage_in_manifest_and_page(place: InfluenceWorkplace) -> None:
     place.use_model(
         "class Model(nn.Module):\n"

@@ -26,6 +26,7 @@ def place(
     return found
 
 
+@pytest.mark.sweep
 def test_influence_damping_on_terminal_page_and_in_manifest(place: InfluenceWorkplace) -> None:
     outcome = place.influence()
     assert outcome.code == 0, outcome.err

@@ -249,6 +249,7 @@ def test_removal_curves_are_what_numpy_retrains(place: EvaluationWorkplace) -> N
 # -- dampings ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_damping_is_chosen_on_other_subsets_and_other_queries(place: EvaluationWorkplace) -> None:
     place.section["method"] = {"name": "influence", "weight_decay": DECAY}
     place.evaluate["tuning"] = {"subsets": 6, "queries": 2, "dampings": [1e-3, 0.1, 10.0]}
@@ -372,6 +373,7 @@ def test_retraining_that_takes_long_is_predicted_from_its_first_batch(
     assert "the other 8 models are predicted to take 1 min 40 s" in told[0]
 
 
+@pytest.mark.sweep
 def test_models_of_other_labels_of_the_same_file_are_trained_anew(place: EvaluationWorkplace) -> None:
     place.save(other=(place.arrays["y"] + 1) % CLASSES)
     first = place.evaluated("lds")

@@ -139,6 +139,7 @@ def test_parts_write_the_matrix_of_all_queries(place: InfluenceWorkplace) -> Non
         np.testing.assert_allclose(other[name], value, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.sweep
 def test_merged_parts_have_a_report(place: InfluenceWorkplace) -> None:
     part(place, 1, 2)
     part(place, 2, 2)

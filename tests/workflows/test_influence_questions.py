@@ -112,6 +112,7 @@ def test_evaluate_groups_needs_three(place: EvaluationWorkplace) -> None:
 # -- removal curves ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_evaluate_curve_is_what_numpy_retrains(place: EvaluationWorkplace) -> None:
     place.section["method"] = {"name": "influence", "weight_decay": DECAY, "curvature": "hessian"}
     found = place.evaluated("curve", "--remove", "5%", "--remove", "6")["curve"]
@@ -230,6 +231,7 @@ def test_influence_harmful_rows_are_a_list_with_predicted_changes(place: Evaluat
     np.testing.assert_allclose(found["predicted_change"], np.cumsum(overall[order]), rtol=1e-5)
 
 
+@pytest.mark.sweep
 def test_influence_page_ends_in_a_next_step_with_measured_trust(place: EvaluationWorkplace) -> None:
     place.section["groups"] = "doc"
 

@@ -88,6 +88,7 @@ def test_replay_scores_are_the_run_with_less_of_an_example(replay: InfluenceWork
         assert row.score == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.sweep
 def test_replay_model_is_the_end_of_the_run(replay: InfluenceWorkplace) -> None:
     replay.ranked("--no-report")
     queries = pd.read_parquet(replay.folder / "out" / "queries.parquet")
@@ -107,6 +108,7 @@ def test_replay_says_how_far_to_trust_it(replay: InfluenceWorkplace) -> None:
     assert (replay.folder / "out" / "report.html").exists()
 
 
+@pytest.mark.sweep
 def test_replay_of_a_run_that_is_not_smooth_is_called_a_guess(replay: InfluenceWorkplace) -> None:
     replay.section["method"] = {"name": "replay", "subsets": 5}
     replay.section["training"] |= {"learning_rate": 30.0, "epochs": 20}
@@ -116,6 +118,7 @@ def test_replay_of_a_run_that_is_not_smooth_is_called_a_guess(replay: InfluenceW
     assert "uncalibrated" in replay.manifest()["influence"]["unit"]
 
 
+@pytest.mark.sweep
 def test_replay_that_ends_at_the_checkpoint(replay: InfluenceWorkplace) -> None:
     save_file(trained(replay).state_dict(), replay.folder / "end.safetensors")
     replay.config["model"]["checkpoint"] = "end.safetensors"
@@ -252,6 +255,7 @@ def matrix(place: InfluenceWorkplace) -> torch.Tensor:
     return load_file(place.folder / "out" / "matrix.safetensors")["scores"]
 
 
+@pytest.mark.sweep
 def test_replay_by_own_step_is_that_of_the_recipe(own: InfluenceWorkplace) -> None:
     found = matrix(own)
     manifest = own.manifest()
@@ -266,6 +270,7 @@ def test_replay_by_own_step_is_that_of_the_recipe(own: InfluenceWorkplace) -> No
     assert torch.equal(matrix(own), built_in)
 
 
+@pytest.mark.sweep
 def test_replay_by_own_step_that_ends_elsewhere_is_refused(own: InfluenceWorkplace) -> None:
     save_file(trained(own).state_dict(), own.folder / "end.safetensors")
     own.config["model"]["checkpoint"] = "end.safetensors"
@@ -311,6 +316,7 @@ def test_validate_names_code_of_a_training_run_that_is_missing(own: InfluenceWor
     assert "influence.training.batches" in outcome.out + outcome.err
 
 
+@pytest.mark.sweep
 def test_replay_by_own_step_from_python(own: InfluenceWorkplace) -> None:
     expected = own.ranked("--no-report")
     names: dict[str, Any] = {}
@@ -335,6 +341,7 @@ def test_replay_by_own_step_from_python(own: InfluenceWorkplace) -> None:
 # -- where states are kept, and what it will take ------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_replay_with_states_on_disk_is_bit_identical(own: InfluenceWorkplace) -> None:
     in_memory = matrix(own)
     own.section["training"]["states"] = "disk"
@@ -342,6 +349,7 @@ def test_replay_with_states_on_disk_is_bit_identical(own: InfluenceWorkplace) ->
     assert not [path for path in own.folder.rglob("*") if path.name.startswith("tmp")]
 
 
+@pytest.mark.sweep
 def test_replay_tells_what_it_will_take(replay: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
     replay.section["method"] = {"name": "replay", "subsets": 3}
     assert "predicted to take" not in replay.influence("--no-report").err

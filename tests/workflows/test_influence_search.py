@@ -164,6 +164,7 @@ def test_index_search_leaves_out_rows_that_are_not_finite(place: InfluenceWorkpl
     assert training_table(place).loc[3, "status"] == "nonfinite"
 
 
+@pytest.mark.sweep
 @pytest.mark.report
 def test_index_search_on_the_page(place: InfluenceWorkplace) -> None:
     assert place.index().code == 0
@@ -185,6 +186,7 @@ def test_index_search_on_the_page(place: InfluenceWorkplace) -> None:
 LISTS = Path("index") / "checkpoint-000" / "lists.safetensors"
 
 
+@pytest.mark.sweep
 def test_index_search_makes_its_lists_once(place: InfluenceWorkplace) -> None:
     assert place.index().code == 0
     place.section["index_search"] = ALL_LISTS
@@ -213,6 +215,7 @@ def with_lists_of_other_rows(place: InfluenceWorkplace) -> pd.DataFrame:
     return expected
 
 
+@pytest.mark.sweep
 def test_index_search_makes_lists_of_other_rows_anew(place: InfluenceWorkplace) -> None:
     expected = with_lists_of_other_rows(place)
     before = (place.folder / LISTS).read_bytes()
@@ -220,6 +223,7 @@ def test_index_search_makes_lists_of_other_rows_anew(place: InfluenceWorkplace) 
     assert (place.folder / LISTS).read_bytes() != before
 
 
+@pytest.mark.sweep
 def test_index_search_by_lists_of_other_rows_would_be_wrong(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +238,7 @@ def test_index_search_by_lists_of_other_rows_would_be_wrong(
     assert search_facts(place)["recall"] < 0.5
 
 
+@pytest.mark.sweep
 def test_index_search_makes_damaged_lists_anew(place: InfluenceWorkplace) -> None:
     assert place.index().code == 0
     expected = exact(place)

@@ -142,6 +142,7 @@ def test_ekfac_layers_add_up_to_the_total(per: str) -> None:
     assert set(parts) == set(names)
 
 
+@pytest.mark.sweep
 @given(
     size=st.integers(1, N),
     case=st.sampled_from(list(CASES)),

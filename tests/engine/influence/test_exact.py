@@ -101,6 +101,7 @@ def test_exact_independent_of_chunks(chunk_size: int, query_chunk: int, solver: 
     np.testing.assert_allclose(result, want, rtol=0, atol=1e-10 * np.abs(want).max())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("solver", ["exact", "dual"])
 def test_exact_float32_nearly_independent_of_chunks(solver: Any) -> None:
     model = mlp().float()

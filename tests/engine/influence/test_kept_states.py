@@ -55,6 +55,7 @@ def test_derivatives_with_states_on_disk(kept: int | None, tmp_path: Path) -> No
     torch.testing.assert_close(derivatives(replace(run, disk=tmp_path)), derivatives(run), rtol=0, atol=0)
 
 
+@pytest.mark.sweep
 def test_derivatives_of_own_steps_with_states_on_disk(tmp_path: Path) -> None:
     run = of_step(adam, adam_state, "adam")
     torch.testing.assert_close(derivatives(replace(run, disk=tmp_path)), derivatives(run), rtol=0, atol=0)

@@ -211,6 +211,7 @@ def test_leverage_by_output_of_one_number() -> None:
     assert np.abs(result[0]).min() > 0
 
 
+@pytest.mark.sweep
 def test_leverage_estimate_error() -> None:
     """By conjugate gradients: solved for where it is largest, and of the others by random vectors, within
     their error.

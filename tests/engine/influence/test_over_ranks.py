@@ -151,6 +151,7 @@ def test_more_ranks_than_rows() -> None:
         np.testing.assert_allclose(each, found(None), rtol=1e-9)
 
 
+@pytest.mark.sweep
 def test_rows_of_an_output_keep_their_places_over_ranks() -> None:
     def found(rank: ThreadRank | None) -> tuple[torch.Tensor, torch.Tensor]:
         rows = gauss_newton_rows(problem(rank)[0])

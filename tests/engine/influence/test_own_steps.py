@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Step, Any, str]] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", CASES)
 def test_own_step_is_the_recipe_of_the_same_optimiser(name: str) -> None:
     step, state, recipe = CASES[name]

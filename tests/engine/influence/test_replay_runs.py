@@ -44,7 +44,7 @@ def losses_after(rows: torch.Tensor, weights: torch.Tensor, seed: int) -> torch.
     return nn.functional.cross_entropy(model(inputs[:2]), labels[:2], reduction="none").detach()
 
 
-@pytest.mark.every(2)
+@pytest.mark.sweep
 @pytest.mark.parametrize("runs", [2, 3])
 def test_replay_runs_are_averaged(runs: int) -> None:
     inputs, labels = classified(ROWS, (5,))

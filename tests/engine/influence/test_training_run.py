@@ -92,7 +92,7 @@ def test_weight_derivatives_are_finite_differences_of_retraining(name: str) -> N
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.every(3)
+@pytest.mark.sweep
 @pytest.mark.parametrize("kept", [2, 3, 5])
 def test_weight_derivatives_with_few_states_kept(kept: int) -> None:
     torch.testing.assert_close(

@@ -221,6 +221,7 @@ def test_checkpoints_columns_by_kind_of_target() -> None:
     assert over_checkpoints.checkpoint_summary("custom")(torch.randn(3), torch.tensor(1)) == {}
 
 
+@pytest.mark.sweep
 def test_checkpoints_grouping_of_models() -> None:
     x, y = vectors()
     examples = of_checkpoints([perceptron(0)], F.cross_entropy, (x,), y, kind="class").examples

@@ -131,6 +131,7 @@ def test_hessian_products_of_every_architecture(architecture: Architecture) -> N
         )
 
 
+@pytest.mark.sweep
 @settings(deadline=None, max_examples=8)
 @given(chunk=st.integers(1, 40), start=st.integers(0, N - 1))
 def test_hessian_independent_of_chunks_and_resume(chunk: int, start: int) -> None:
@@ -198,6 +199,7 @@ def test_hessian_lanczos_extreme_eigenvalues(k: int, p: int, seed: int) -> None:
     torch.testing.assert_close(result.highest, values[:, -1], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.sweep
 def test_hessian_float32() -> None:
     model, inputs, target = small()
     values = torch.linalg.eigvalsh(dense(model, F.cross_entropy, inputs, target))

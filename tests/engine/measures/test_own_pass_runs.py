@@ -56,6 +56,7 @@ def test_own_pass_columns_and_nonfinite_row(workplace: Workplace) -> None:
     assert samples["input_gradient"][0] == pytest.approx(gradient.norm().item(), rel=1e-5)
 
 
+@pytest.mark.sweep
 def test_own_pass_no_maps_without_inputs(workplace: Workplace) -> None:
     workplace.config |= {"analyze": {"measures": ["gradient_x_input"]}, "report": {"include_inputs": False}}
     workplace.succeeded()

@@ -76,6 +76,7 @@ def test_calibration_of_schedule(kind: str) -> None:
     assert events_for(base)[0][0].noise_multiplier == base
 
 
+@pytest.mark.sweep
 def test_calibration_calls_pld_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
 

@@ -141,7 +141,7 @@ def test_pld_of_one_sampled_step_equals_integral(event: StepEvent, sides: list[s
     assert exact >= delta * (1 - 1e-3)
 
 
-@pytest.mark.every(3)
+@pytest.mark.sweep
 @pytest.mark.parametrize(("multiplier", "rate"), [(0.5, 0.3), (1.0, 0.05), (2.0, 0.8)])
 def test_pld_of_worst_replacement(multiplier: float, rate: float) -> None:
     """The accounted pair is that of opposite records. Others of the same bound: less far apart, or on one
@@ -215,6 +215,7 @@ def test_pld_of_unlike_steps_equals_dp_accounting() -> None:
     assert fine <= result.value <= fine * 1.001  # type: ignore[operator]
 
 
+@pytest.mark.sweep
 def test_pld_of_schedule_between_extremes() -> None:
     schedule = Schedule("exponential", factor=0.999)
     events = [(poisson(multiplier, 0.02), steps) for multiplier, steps in schedule.runs(2.0, 300)]

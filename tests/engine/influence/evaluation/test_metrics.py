@@ -96,6 +96,7 @@ def test_metrics_interval_of_one_item() -> None:
     assert np.isnan(mean_interval(np.ones(1))).all()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("noise", [1.0, 0.4])
 def test_metrics_interval_coverage(noise: float) -> None:
     """Over 200 draws of 20 subsets a 95 % interval of the score misses the mean score of such draws as seldom

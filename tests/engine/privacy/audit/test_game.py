@@ -90,6 +90,7 @@ def test_audit_game_correct_mechanism(game: Game) -> None:
     assert all(bound.epsilon <= result.epsilon for bound in result.bounds)
 
 
+@pytest.mark.sweep
 def test_audit_game_false_alarm_rate() -> None:
     """At a confidence of 80 % up to a fifth of correct runs may be refuted; more than 18 of 40 would be one
     chance in 10^4.
