@@ -127,9 +127,7 @@ def _listed(folder: Path, classes: Set[str]) -> tuple[list[tuple[str, ...]], lis
     return images, others
 
 
-def _files(
-    folder: str, above: tuple[str, ...], followed: Set[str]
-) -> Iterator[tuple[tuple[str, ...], bool]]:
+def _files(folder: str, above: tuple[str, ...], followed: Set[str]) -> Iterator[tuple[tuple[str, ...], bool]]:
     """(the parts of its path, whether it is a file) of all that is in a folder and below it, and neither
     hidden nor a folder. Of links to folders those with a name in `followed` are looked into.
 

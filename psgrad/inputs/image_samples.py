@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,19 +29,21 @@ from psgrad.inputs.image_files import (
 from psgrad.inputs.image_preparation import Preparation
 from psgrad.inputs.sources.arrow_columns import plain
 from psgrad.inputs.sources.columns import RowName
-from psgrad.inputs.sources.host_files import arrays_made_once
+from psgrad.inputs.sources.host_files import arrays_made_once, in_pieces
 from psgrad.inputs.sources.source_rows import Array, SourceRows
 from psgrad.inputs.sources.table_samples import TableSamples
 from psgrad.inputs.targets import Labels
 
 _ROWS_PER_PART = 256
+_PIECES, _MOST_IN_PIECE = 8, 1 << 14  # of the first look, for each process, and the rows of one
 _DIGEST = 16  # bytes
 
 
 class ImageSamples(TableSamples):
     """Rows of a table with a column of images: paths, bytes, or datasets' {bytes, path}.
 
-    The headers of all images are read once, with their fingerprint; pixels are decoded when a row is read.
+    The headers of all images are read once, with their fingerprint, by all processes of a run together;
+    pixels are decoded when a row is read, of an image with the same bytes.
 
     Args:
         folder: paths are relative to it.
@@ -58,7 +63,14 @@ class ImageSamples(TableSamples):
         assert config.image is not None
         self._image, self._folder, self._prepared = config.image, folder, prepared
         of = f"images of {rows.fingerprint} in {folder}"
-        looks = arrays_made_once(of, lambda: self._looked_at(rows))
+        step = _rows_per_piece(rows.count)
+        starts = range(0, rows.count, step)
+
+        def look() -> Iterator[bytes]:
+            return in_pieces(of, len(starts), lambda k: self._look(rows, starts[k], step))
+
+        look()  # this process's share, where work is divided
+        looks = arrays_made_once(of, lambda: _joined(look()))
         modes = Counter({mode: int(count) for mode, count in looks["modes"]})
         self._digests = looks["digests"]
         digest = hashlib.sha256(self._digests.tobytes()).hexdigest()
@@ -85,13 +97,20 @@ class ImageSamples(TableSamples):
         return torch.stack(list(found))
 
     def _tensor(self, table: pa.Table, place: int, row: int, where: str) -> Tensor:
-        content, named = self._content(table, place, where)
+        broken = None
+        try:
+            content, named = self._content(table, place, where)
+        except BrokenImage as error:
+            content, named, broken = str(error).encode(), f"the image in {where}", error
         if _digest(content) != bytes(self._digests[row]):
             raise DataError(
-                f"{named} was changed while the run read it",
-                expected="the same images in all passes",
+                f"{named} was changed while the run read it, or is another one on this machine",
+                expected="the same images in all passes, and on all machines",
+                cause="a file that was written or removed meanwhile, or a machine with a copy of its own",
                 next_step="put the file back and go on with --resume, or begin anew with --overwrite",
             )
+        if broken is not None:
+            raise broken
         found = self._prepared.tensor(decoded(content, named, self._channels), named)
         shape = tuple(found.shape)
         self._shape = shape if self._shape is None else self._shape
@@ -106,14 +125,15 @@ class ImageSamples(TableSamples):
     def _content(self, table: pa.Table, place: int, where: str) -> tuple[bytes, str]:
         return content_of(plain(table.column(self._image))[place].as_py(), self._folder, where)
 
-    def _looked_at(self, rows: SourceRows) -> dict[str, Array]:
-        """`modes` [k, 2] text: how many images have which; `digests` [n, 16] bytes: of each image. A broken
-        image is an error when its row is read, and not here.
+    def _look(self, rows: SourceRows, first: int, count: int) -> bytes:
+        """A line with the modes of so many images, JSON {mode: how many} in the order of the rows, and the
+        digest of each image. A broken image is an error when its row is read, and not here.
         """
         modes: Counter[str] = Counter()
-        digests = np.zeros((rows.count, _DIGEST), np.uint8)
-        for start in range(0, rows.count, _ROWS_PER_PART):
-            table = rows.read(start, min(start + _ROWS_PER_PART, rows.count)).select([self._image])
+        digests = []
+        last = min(first + count, rows.count)
+        for start in range(first, last, _ROWS_PER_PART):
+            table = rows.read(start, min(start + _ROWS_PER_PART, last)).select([self._image])
             for place in range(table.num_rows):
                 try:
                     content, named = self._content(table, place, rows.row_name(start + place))
@@ -122,8 +142,28 @@ class ImageSamples(TableSamples):
                 else:
                     with suppress(BrokenImage):
                         modes[opened(content, named).mode] += 1
-                digests[start + place] = np.frombuffer(_digest(content), np.uint8)
-        return {"digests": digests, "modes": np.array(list(modes.items()), dtype="U32").reshape(-1, 2)}
+                digests.append(_digest(content))
+        return json.dumps(modes).encode() + b"\n" + b"".join(digests)
+
+
+def _rows_per_piece(count: int) -> int:
+    """So that each process gets a few pieces, and reads few groups of rows twice."""
+    wanted = -(-count // (_PIECES * int(os.environ.get("WORLD_SIZE") or 1)))
+    return max(_ROWS_PER_PART, min(_MOST_IN_PIECE, wanted))
+
+
+def _joined(pieces: Iterable[bytes]) -> dict[str, Array]:
+    """`modes` [k, 2] text: how many images have which; `digests` [n, 16] bytes: of each image."""
+    modes: Counter[str] = Counter()
+    digests = []
+    for piece in pieces:
+        head, _, rest = piece.partition(b"\n")
+        modes.update(json.loads(head))
+        digests.append(np.frombuffer(rest, np.uint8).reshape(-1, _DIGEST))
+    return {
+        "digests": np.concatenate(digests),
+        "modes": np.array(list(modes.items()), dtype="U32").reshape(-1, 2),
+    }
 
 
 def _digest(content: bytes) -> bytes:

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from psgrad.inputs.sources.arrow_columns import common_schema, errors_of_damage, plain
-from psgrad.inputs.sources.file_checks import files_sha256, named_files
+from psgrad.inputs.sources.file_checks import named_files
+from psgrad.inputs.sources.file_hashes import files_sha256
 from psgrad.inputs.sources.temporary import TemporaryFolder
 
 Array = npt.NDArray[Any]
