@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -30,12 +29,11 @@ from psgrad.inputs.image_preparation import Preparation
 from psgrad.inputs.sources.arrow_columns import plain
 from psgrad.inputs.sources.columns import RowName
 from psgrad.inputs.sources.host_files import arrays_made_once, in_pieces
-from psgrad.inputs.sources.source_rows import Array, SourceRows
+from psgrad.inputs.sources.source_rows import Array, SourceRows, pieces_of
 from psgrad.inputs.sources.table_samples import TableSamples
 from psgrad.inputs.targets import Labels
 
 _ROWS_PER_PART = 256
-_PIECES, _MOST_IN_PIECE = 8, 1 << 14  # of the first look, for each process, and the rows of one
 _DIGEST = 16  # bytes
 
 
@@ -63,11 +61,10 @@ class ImageSamples(TableSamples):
         assert config.image is not None
         self._image, self._folder, self._prepared = config.image, folder, prepared
         of = f"images of {rows.fingerprint} in {folder}"
-        step = _rows_per_piece(rows.count)
-        starts = range(0, rows.count, step)
+        parts = pieces_of(rows, _ROWS_PER_PART)
 
         def look() -> Iterator[bytes]:
-            return in_pieces(of, len(starts), lambda k: self._look(rows, starts[k], step))
+            return in_pieces(of, len(parts), lambda k: self._look(rows, parts[k]))
 
         look()  # this process's share, where work is divided
         looks = arrays_made_once(of, lambda: _joined(look()))
@@ -97,14 +94,15 @@ class ImageSamples(TableSamples):
         return torch.stack(list(found))
 
     def _tensor(self, table: pa.Table, place: int, row: int, where: str) -> Tensor:
-        broken = None
+        broken, differs = None, "was changed while the run read it, or is another one on this machine"
         try:
             content, named = self._content(table, place, where)
         except BrokenImage as error:
-            content, named, broken = str(error).encode(), f"the image in {where}", error
+            content, named, broken = str(error).encode(), error.arrived, error
+            differs = "now; it was not so when the run began"
         if _digest(content) != bytes(self._digests[row]):
             raise DataError(
-                f"{named} was changed while the run read it, or is another one on this machine",
+                f"{named} {differs}",
                 expected="the same images in all passes, and on all machines",
                 cause="a file that was written or removed meanwhile, or a machine with a copy of its own",
                 next_step="put the file back and go on with --resume, or begin anew with --overwrite",
@@ -125,15 +123,14 @@ class ImageSamples(TableSamples):
     def _content(self, table: pa.Table, place: int, where: str) -> tuple[bytes, str]:
         return content_of(plain(table.column(self._image))[place].as_py(), self._folder, where)
 
-    def _look(self, rows: SourceRows, first: int, count: int) -> bytes:
-        """A line with the modes of so many images, JSON {mode: how many} in the order of the rows, and the
+    def _look(self, rows: SourceRows, part: range) -> bytes:
+        """A line with the modes of these images, JSON {mode: how many} in the order of the rows, and the
         digest of each image. A broken image is an error when its row is read, and not here.
         """
         modes: Counter[str] = Counter()
-        digests = []
-        last = min(first + count, rows.count)
-        for start in range(first, last, _ROWS_PER_PART):
-            table = rows.read(start, min(start + _ROWS_PER_PART, last)).select([self._image])
+        digests = bytearray()
+        for start in range(part.start, part.stop, _ROWS_PER_PART):
+            table = rows.read(start, min(start + _ROWS_PER_PART, part.stop)).select([self._image])
             for place in range(table.num_rows):
                 try:
                     content, named = self._content(table, place, rows.row_name(start + place))
@@ -142,14 +139,8 @@ class ImageSamples(TableSamples):
                 else:
                     with suppress(BrokenImage):
                         modes[opened(content, named).mode] += 1
-                digests.append(_digest(content))
-        return json.dumps(modes).encode() + b"\n" + b"".join(digests)
-
-
-def _rows_per_piece(count: int) -> int:
-    """So that each process gets a few pieces, and reads few groups of rows twice."""
-    wanted = -(-count // (_PIECES * int(os.environ.get("WORLD_SIZE") or 1)))
-    return max(_ROWS_PER_PART, min(_MOST_IN_PIECE, wanted))
+                digests += _digest(content)
+        return json.dumps(modes).encode() + b"\n" + digests
 
 
 def _joined(pieces: Iterable[bytes]) -> dict[str, Array]:

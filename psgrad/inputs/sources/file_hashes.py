@@ -6,18 +6,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from psgrad.errors import DistributedError
 from psgrad.inputs.sources.file_checks import Stamp, sha256_of
-from psgrad.inputs.sources.host_files import in_pieces, is_divided, made_once
+from psgrad.inputs.sources.host_files import in_pieces, is_divided, made_once, pieces_wanted
 
 BLOCK = 1 << 30
 """Bytes of a file that are hashed together; part of the definition of a hash: see `file_hashes`."""
@@ -29,7 +28,6 @@ SAMPLES, SAMPLE = 256, 1 << 16
 """Places in a larger dataset that each host reads for a comparison, and the bytes of each."""
 
 _READ = 1 << 20  # bytes at a time
-_PIECES = 8  # for each process, so that a slow one does not hold up the others
 _DIGITS = 64  # of a hash
 
 
@@ -57,16 +55,15 @@ def file_hashes(paths: Sequence[Path]) -> list[str]:
             sha256_of(found[0].path) if len(found) == 1 else _joined([_digest(each).hex() for each in found])
             for found in blocks
         ]
-    named = f"{[(str(each.path), each.size) for each in files]}"
 
     def compare(target: Path) -> None:
-        _require_alike(files, named)
+        _require_alike(files)
         target.touch()
 
     if made_once(f"a sample of {files}", compare) is None:
-        _require_alike(files, named)
+        _require_alike(files)
     pieces = _pieces([block for found in blocks for block in found], size)
-    made = in_pieces(f"hashes of {named}", len(pieces), lambda k: b"".join(map(_digest, pieces[k])))
+    made = in_pieces(f"hashes of {_named(files)}", len(pieces), lambda k: b"".join(map(_digest, pieces[k])))
     digests = b"".join(made).hex()
     found = iter([digests[start : start + _DIGITS] for start in range(0, len(digests), _DIGITS)])
     return [_joined([next(found) for _ in each]) for each in blocks]
@@ -93,7 +90,7 @@ def _digest(block: _Block) -> bytes:
 
 def _pieces(blocks: Sequence[_Block], size: int) -> list[list[_Block]]:
     """The blocks in order, so many together that each process gets a few pieces of about the same size."""
-    least = size // (_PIECES * int(os.environ.get("WORLD_SIZE") or 1))
+    least = size // pieces_wanted()
     pieces, held = list[list[_Block]](), least
     for block in blocks:
         if held >= least:
@@ -104,29 +101,35 @@ def _pieces(blocks: Sequence[_Block], size: int) -> list[list[_Block]]:
     return pieces
 
 
-def _require_alike(files: Sequence[Stamp], named: str) -> None:
+def _named(files: Sequence[Stamp]) -> str:
+    return f"{[str(each.path) for each in files]}"
+
+
+def _require_alike(files: Sequence[Stamp]) -> None:
     """Compare this host's files with those of the process that comes here first."""
     here, own = socket.gethostname(), _sampled(files)
-    (first,) = in_pieces(f"a sample of {named}", 1, lambda _: json.dumps([here, own]).encode())
+    (first,) = in_pieces(f"a sample of {_named(files)}", 1, lambda _: json.dumps([here, own]).encode())
     there, others = json.loads(first)
-    for file, one, other in zip(files, own, others, strict=True):
-        if one != other:
+    for file, (size, content), (other_size, other_content) in zip(files, own, others, strict=True):
+        if (size, content) != (other_size, other_content):
+            sizes = f": {size:,} bytes, and {other_size:,} there" if size != other_size else ""
             raise DistributedError(
-                f"the file {file.path} on {here} has other content than the one on {there}",
+                f"the file {file.path} on {here} differs from the one on {there}{sizes}",
                 expected="the same files on all machines",
                 cause="machines with copies of their own, or a file that was changed in between",
                 next_step="give all processes the same files, and run again",
             )
 
 
-def _sampled(files: Sequence[Stamp]) -> list[str]:
-    """Of each file a hash of what it has at places that are evenly spread over all files."""
+def _sampled(files: Sequence[Stamp]) -> list[tuple[int, str]]:
+    """Of each file its size, and a hash of what it has at places that are evenly spread over all files."""
     ends = list(accumulate(each.size for each in files))
-    found = defaultdict[int, "hashlib._Hash"](hashlib.sha256)
+    found = defaultdict[int, Any](hashlib.sha256)
     for place in range(SAMPLES):
         start = place * (ends[-1] - SAMPLE) // (SAMPLES - 1)
         number = bisect_right(ends, start)
         with files[number].path.open("rb") as file:
             file.seek(start - ends[number] + files[number].size)
             found[number].update(file.read(SAMPLE))
-    return [found[number].hexdigest()[:16] if number in found else "" for number in range(len(files))]
+    digests = {number: each.hexdigest()[:16] for number, each in found.items()}
+    return [(each.size, digests.get(number, "")) for number, each in enumerate(files)]

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 Arrays = dict[str, npt.NDArray[Any]]
 
+_PIECES = 8  # for each process
 _POLL = 0.02  # seconds between two looks for a file that another process makes
 
 Waiting = Callable[[str], Callable[[], None]]
@@ -46,9 +47,9 @@ def shared_on_host(
 
     run: a name that no other run has, nor the same run when it is started again. removes: whether this
     process removes the folder at its end. Processes that still read its files go on. waiting: for another
-    process of this host.
+    process of this host. pieces: divides work; without it each process does all of it.
     """
-    global _folder, _waiting
+    global _folder, _waiting, _pieces
     folder = Path(tempfile.gettempdir()) / f"psgrad-{hashlib.sha256(run.encode()).hexdigest()[:24]}"
     _folder, _waiting, _pieces = folder if _is_own(folder) else None, waiting, pieces
     try:
@@ -78,6 +79,13 @@ def is_shared() -> bool:
 def is_divided() -> bool:
     """Whether there are other processes, of any host, to divide work with."""
     return _pieces is not None
+
+
+def pieces_wanted() -> int:
+    """How many pieces work is divided into: a few for each process, so that a slow one does not hold up the
+    others.
+    """
+    return _PIECES * int(os.environ.get("WORLD_SIZE") or 1) if is_divided() else 1
 
 
 def in_pieces(content: str, count: int, make: Callable[[int], bytes]) -> Iterator[bytes]:
