@@ -34,7 +34,8 @@ from psgrad.inputs.sources.table_samples import TableSamples
 from psgrad.inputs.targets import Labels
 
 _ROWS_PER_PART = 256
-_DIGEST = 16  # bytes
+DIGEST = 16
+"""Bytes of the digest of an image."""
 
 
 class ImageSamples(TableSamples):
@@ -150,7 +151,7 @@ def _joined(pieces: Iterable[bytes]) -> dict[str, Array]:
     for piece in pieces:
         head, _, rest = piece.partition(b"\n")
         modes.update(json.loads(head))
-        digests.append(np.frombuffer(rest, np.uint8).reshape(-1, _DIGEST))
+        digests.append(np.frombuffer(rest, np.uint8).reshape(-1, DIGEST))
     return {
         "digests": np.concatenate(digests),
         "modes": np.array(list(modes.items()), dtype="U32").reshape(-1, 2),
@@ -158,4 +159,4 @@ def _joined(pieces: Iterable[bytes]) -> dict[str, Array]:
 
 
 def _digest(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()[:_DIGEST]
+    return hashlib.sha256(content).digest()[:DIGEST]

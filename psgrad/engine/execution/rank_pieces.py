@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 
 from psgrad.engine.execution.rank_waits import Heartbeats
 
+PIECES_OF_A_RANK = 8
+"""Pieces that work is divided into for each rank, so that a slow one does not hold up the others."""
+
 _AT_ONCE = 64  # pieces that are fetched by one request
 
 
@@ -16,6 +19,7 @@ class RankPieces:
 
     def __init__(self, heartbeats: Heartbeats) -> None:
         self._heartbeats = heartbeats
+        self.wanted = PIECES_OF_A_RANK * heartbeats.size
 
     def __call__(self, name: str, count: int, make: Callable[[int], bytes]) -> Iterator[bytes]:
         """The pieces 0, ..., count - 1 in order, fetched as they are asked for, once all are made.

@@ -16,21 +16,30 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Arrays = dict[str, npt.NDArray[Any]]
 
-_PIECES = 8  # for each process
 _POLL = 0.02  # seconds between two looks for a file that another process makes
 
 Waiting = Callable[[str], Callable[[], None]]
 """(what is waited for) to a function that is called again and again meanwhile, and raises to end the wait."""
 
-Pieces = Callable[[str, int, Callable[[int], bytes]], Iterator[bytes]]
-"""(name, how many pieces there are, what makes a piece) to the pieces; see `in_pieces`."""
+
+class Pieces(Protocol):
+    """Divides work among the processes of a run; see `in_pieces`.
+
+    wanted: how many pieces work is best divided into: a few for each process, so that a slow one does not
+    hold up the others.
+    """
+
+    wanted: int
+
+    def __call__(self, name: str, count: int, make: Callable[[int], bytes]) -> Iterator[bytes]: ...
+
 
 # Of the run that this process is one of; None for a process alone.
 _folder: Path | None = None
@@ -82,10 +91,8 @@ def is_divided() -> bool:
 
 
 def pieces_wanted() -> int:
-    """How many pieces work is divided into: a few for each process, so that a slow one does not hold up the
-    others.
-    """
-    return _PIECES * int(os.environ.get("WORLD_SIZE") or 1) if is_divided() else 1
+    """How many pieces work is best divided into; one where it is not divided."""
+    return 1 if _pieces is None else _pieces.wanted
 
 
 def in_pieces(content: str, count: int, make: Callable[[int], bytes]) -> Iterator[bytes]:
