@@ -547,7 +547,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
             left.plot(RANKS, values, line, color=colour, marker=marker, label=label)
     for ranks, least in BARS.items():
         left.plot(ranks, least, marker="_", markersize=22, color="#444444")
-        left.annotate(f"at least {least}", (ranks, least), (11, -12), textcoords="offset points", ha="right")
+        left.annotate(f"at least {least}", (ranks, least), (-8, -14), textcoords="offset points", ha="right")
     left.set(xscale="log", xlabel="ranks", ylabel="efficiency", ylim=(0, 1.05))
     left.set_xticks(RANKS, labels=[str(count) for count in RANKS])
     left.set_title(f"efficiency, simulated; dotted: ranks {FASTER:,} times as fast")
