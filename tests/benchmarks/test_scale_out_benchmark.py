@@ -63,8 +63,22 @@ def test_the_stored_jobs_look_at_the_whole_dataset() -> None:
 
 def test_the_file_says_on_which_day_what_was_measured() -> None:
     assert set(STORED["when"]) == {"runs, constants and chunks", "looks"}
-    assert f"measured on {STORED['when']['runs, constants and chunks']}" in PAGE
-    assert f"the first look on {STORED['when']['looks']}" in PAGE
+    page = " ".join(PAGE.split())
+    assert (
+        f"Runs, constants and chunks were measured on {STORED['when']['runs, constants and chunks']}" in page
+    )
+    assert f"the first look on {STORED['when']['looks']}" in page
+
+
+def test_the_page_has_the_least_efficiencies_and_how_far_the_simulation_is_off() -> None:
+    every = [job["ranks"] for job in STORED["jobs"].values()]
+    least = [min(ranks[count]["efficiency"] for ranks in every) for count in ("64", "512")]
+    assert f"at least {least[0]:.3f} on 64 ranks and {least[1]:.3f} on 512" in PAGE
+    assert all(each["passed"] for ranks in every for each in ranks.values())
+    below = [
+        1 - STORED["measured"][count]["simulated"] / STORED["measured"][count]["measured"] for count in "12"
+    ]
+    assert f"{100 * below[0]:.0f} % below one measured process and {100 * below[1]:.0f} % below two" in PAGE
 
 
 @pytest.mark.parametrize("job", STORED["jobs"])
