@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -34,7 +35,7 @@ from psgrad.inputs.sources import columns, file_hashes, source_rows
 from psgrad.inputs.sources.file_hashes import file_hashes as hashes_of
 from psgrad.inputs.sources.load import load_data, open_rows
 from psgrad.inputs.sources.source_rows import TableRows, pieces_of
-from tests.forked_ranks import fork_ranks, run_ranks, slow_chunks
+from tests.forked_ranks import die, fork_ranks, hasty, run_ranks, slow_chunks
 from tests.workflows.test_rows_read_by_ranks import bytes_read
 from tests.workplace import CLASSES, Workplace
 
@@ -149,6 +150,26 @@ def test_a_block_is_a_gibibyte(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another one would be other hashes than those of stored runs."""
     monkeypatch.undo()
     assert file_hashes.BLOCK == 2**30
+
+
+def test_a_rank_that_dies_with_a_piece_ends_the_run(
+    tmp_path: Path, files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for a piece that does not come."""
+    hasty(monkeypatch)
+
+    def run(rank: int) -> None:
+        be_on_a_host(tmp_path, rank)
+        with joined(tmp_path):
+            if rank == 1:
+                monkeypatch.setattr(file_hashes, "_digest", lambda block: die())
+            hashes_of(files)
+
+    first, second, *_ = fork_ranks(tmp_path, 3, run)
+    assert second.code == -signal.SIGKILL
+    assert first.code == 99  # the error has left the function
+    assert "rank 1 has sent no heartbeat" in first.err
+    assert first.seconds < 30
 
 
 # -- hosts with other files ----------------------------------------------------------------------------------
