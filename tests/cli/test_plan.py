@@ -176,8 +176,11 @@ def test_plan_of_processes_follows_the_simulation(reluctant: Workplace) -> None:
     assert found["processes"]["network_bytes"] == 2 * found["processes"]["gathered_bytes"]
 
 
-def test_plan_of_processes_counts_what_is_read_for_hashes_and_by_each_host(workplace: Workplace) -> None:
-    """64 processes are eight hosts, each of which converts the file."""
+def test_plan_of_processes_counts_what_is_read_for_hashes_and_by_each_host(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 processes are eight hosts, each of which converts the file, and takes no sample here."""
+    monkeypatch.setattr("psgrad.workflows.plan.SAMPLES", 0)
     found = json.loads(planned(workplace, "--json", "--processes", "64").out)
     size = (workplace.folder / "data.npz").stat().st_size
     rows = found["rows"] * (found["input_bytes"] / found["chunk_size"] + 200)
