@@ -1,10 +1,12 @@
 """The time of a run on many processes: measured with one and two, simulated for up to 512.
 
     python benchmarks/scale_out.py [--rows 768] [--rounds 3] [--json FILE] [--plot FILE] [--tiny]
+    python benchmarks/scale_out.py --stored FILE [--json FILE] [--plot FILE]
 
 First the constants of `psgrad.engine.execution.cluster` are measured on this machine: the time until a
 process computes, of a chunk alone and beside a second process, of a request to the key-value store, the rate
-of gloo between two processes, and the time of tables and a report, by itself and for each row. Then
+of gloo between two processes, the time of tables and a report, by itself and for each row, and that of the
+first look at a dataset: of a hash, of an image, and of an image's name. Then
 `psgrad analyze` runs with one and with two processes of one thread each, and the simulation has to agree
 within 15 %.
 
@@ -13,11 +15,16 @@ under ResNet-50, an index of 10^9 rows. The time of one chunk of each is measure
 this machine can't measure is assumed, and printed: see ASSUMED. The bars: efficiency 0.9 with 64 ranks, 0.8
 with 512. The same jobs with ranks a thousand times as fast, as a GPU may be, show what holds up such ranks;
 without bars.
+
+`--stored` simulates the jobs again with the constants of an earlier run. Of them the first look at a dataset
+is measured again, on this machine, in processor time, which other programs do not lengthen much. The JSON
+file says on which day and machine what was measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import statistics
@@ -25,9 +32,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +48,16 @@ from models import GPT
 from norms import machine
 from torch import Tensor, nn
 
+from psgrad.config import DataConfig
+from psgrad.config.shared_sections import LossConfig
 from psgrad.engine.execution.cluster import Cluster, RankTimes, Workload, efficiencies, simulate
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import Sparse, per_sample_gradients, per_sample_square_norms
+from psgrad.inputs.image_samples import DIGEST, ImageSamples
+from psgrad.inputs.loss import resolve_loss
+from psgrad.inputs.sources.file_hashes import SAMPLE, SAMPLES, file_hashes
+from psgrad.inputs.sources.load import load_data
+from psgrad.inputs.sources.source_rows import SourceRows
 
 RANKS = (1, 2, 8, 64, 512)
 BARS = {64: 0.9, 512: 0.8}
@@ -252,6 +268,112 @@ def group_constants() -> tuple[float, float]:
     return request, rate
 
 
+# -- the first look at a dataset -----------------------------------------------------------------------------
+
+IMAGE_BYTES = 110_000
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Seconds of a process for a dataset, before its first chunk.
+
+    Attributes:
+        byte: to hash a byte of a file.
+        image: to read, hash and open an image of IMAGE_BYTES.
+        name: for what each process does by itself with the name and the class of an image, in a folder.
+    """
+
+    byte: float
+    image: float
+    name: float
+
+    def of_files(self, work: Workload) -> Workload:
+        """The work with the hashes of files that have `work.read` bytes for each row."""
+        size = work.rows * work.read
+        sample = min(size, SAMPLES * SAMPLE)
+        return replace(work, looked_at=size, look_seconds=size * self.byte, loaded=work.loaded + sample)
+
+    def of_images(self, work: Workload) -> Workload:
+        """The work with the looks at a folder of images. Rank 0 reads the names once more for the manifest,
+        while the others wait.
+        """
+        return replace(
+            work,
+            looked_at=work.rows * work.read,
+            look_seconds=work.rows * self.image,
+            listing_seconds=2 * work.rows * self.name,
+            told=DIGEST * work.rows,
+        )
+
+
+def processor_seconds(compute: Callable[[], Any], rounds: int) -> float:
+    """The fewest of several measurements."""
+    times = []
+    for _ in range(rounds):
+        start = time.process_time()
+        compute()
+        times.append(time.process_time() - start)
+    return min(times)
+
+
+def looks(rounds: int, tiny: bool) -> Looks:
+    """Of files that were just written, so that the time is that of the processor."""
+    few, many, names, size = (5, 10, 100, 1 << 20) if tiny else (20, 220, 20_000, 1 << 26)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "bytes").write_bytes(os.urandom(size))
+        byte = processor_seconds(lambda: file_hashes([folder / "bytes"]), rounds) / size
+        for count in (few, many):
+            save_images(folder / f"images-{count}", count, image_bytes())
+        images = [processor_seconds(partial(load_images, folder, f"images-{n}"), rounds) for n in (few, many)]
+        for count in (names // 10, names):
+            save_images(folder / f"names-{count}", count, image_bytes(8, 0))
+        with looks_left_out():
+            listed = [
+                processor_seconds(partial(load_images, folder, f"names-{count}"), rounds)
+                for count in (names // 10, names)
+            ]
+    a_name = max(0.0, listed[1] - listed[0]) / (names - names // 10)
+    return Looks(byte, max(0.0, (images[1] - images[0]) / (many - few) - a_name), a_name)
+
+
+def save_images(folder: Path, count: int, content: bytes) -> None:
+    for number in range(count):
+        path = folder / f"class-{number % 10}" / f"{number:08d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def image_bytes(width: int = 224, size: int = IMAGE_BYTES) -> bytes:
+    """A square image in so many bytes: what follows its end nobody decodes."""
+    from PIL import Image
+
+    content = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (width, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(content, "jpeg", quality=75)
+    return content.getvalue().ljust(size, b"\0")
+
+
+def load_images(folder: Path, name: str) -> Any:
+    loss = resolve_loss(LossConfig(name="cross_entropy"), folder)
+    return load_data(DataConfig(images=name), folder, criterion=loss)
+
+
+@contextmanager
+def looks_left_out() -> Iterator[None]:
+    """Inside, the first image alone is looked at: what is left is what each process does by itself."""
+    look = ImageSamples._look
+
+    def look_at_first(self: ImageSamples, rows: SourceRows, part: range) -> bytes:
+        return look(self, rows, range(1)) + bytes(DIGEST * (len(part) - 1))
+
+    ImageSamples._look = look_at_first  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ImageSamples._look = look  # type: ignore[method-assign]
+
+
 # -- three jobs ----------------------------------------------------------------------------------------------
 
 
@@ -289,7 +411,7 @@ def language_model(tiny: bool) -> tuple[Workload, Callable[[], Any]]:
 
 
 def images(tiny: bool) -> tuple[Workload, Callable[[], Any]]:
-    """Norms of 10^7 images of 224 x 224 under ResNet-50; a file of an image has 110 kB."""
+    """Norms of 10^7 images of 224 x 224 under ResNet-50; a file of an image has IMAGE_BYTES."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     small = {"embedding_size": 8, "hidden_sizes": [16, 16, 16, 16], "depths": [1, 1, 1, 1]}
@@ -306,7 +428,7 @@ def images(tiny: bool) -> tuple[Workload, Callable[[], Any]]:
 
     n, width = 8, 32 if tiny else 224
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    work = Workload(10**7, n, 0.0, read=110e3, written=100, loaded=size)
+    work = Workload(10**7, n, 0.0, read=IMAGE_BYTES, written=100, loaded=size)
     return work, norms_of(
         Logits(), torch.randn(n, 3, width, width), torch.randint(0, 1000, (n,)), F.cross_entropy
     )
@@ -338,9 +460,9 @@ JOBS = {
 }
 
 
-def extrapolate(rounds: int, tiny: bool, found: Constants, cluster: Cluster) -> dict[str, Any]:
-    """The times and efficiencies of each job, for each number of ranks."""
-    result: dict[str, Any] = {}
+def measured_jobs(rounds: int, tiny: bool, found: Constants) -> dict[str, tuple[Workload, float]]:
+    """Of each job its work, without the first look at its dataset, and how much a chunk's time varies."""
+    result = {}
     for name, job in JOBS.items():
         torch.manual_seed(0)
         work, compute = job(tiny)
@@ -348,11 +470,33 @@ def extrapolate(rounds: int, tiny: bool, found: Constants, cluster: Cluster) -> 
         del compute
         if job is not index:  # which rank 0 finishes without a table
             work = replace(work, table_seconds=found.table, report_seconds=found.report)
-        work, on = replace(work, chunk_seconds=seconds), replace(cluster, variation=variation)
-        print(f"\n{name}: {seconds:.3f} s for {work.chunk_size} rows, by one thread")
-        result[name] = {"work": asdict(work), "cluster": asdict(on), "ranks": simulated(work, on, BARS)}
+        result[name] = replace(work, chunk_seconds=seconds), variation
+    return result
+
+
+def stored_jobs(stored: dict[str, Any]) -> dict[str, tuple[Workload, float]]:
+    """The same, of an earlier run."""
+    return {
+        name: (Workload(**job["before_looks"]), job["cluster"]["variation"])
+        for name, job in stored["jobs"].items()
+    }
+
+
+def extrapolate(jobs: dict[str, tuple[Workload, float]], look: Looks, cluster: Cluster) -> dict[str, Any]:
+    """The times and efficiencies of each job, for each number of ranks."""
+    result: dict[str, Any] = {}
+    for name, (alone, variation) in jobs.items():
+        work = look.of_images(alone) if JOBS[name] is images else look.of_files(alone)
+        on = replace(cluster, variation=variation)
+        print(f"\n{name}: {work.chunk_seconds:.3f} s for {work.chunk_size} rows, by one thread")
+        print(
+            f"  {work.looked_at / 1e9:,.1f} GB are looked at, in {work.look_seconds:,.0f} s of one thread;"
+            f" each process lists for {work.listing_seconds:,.0f} s"
+        )
+        result[name] = {"before_looks": asdict(alone), "work": asdict(work), "cluster": asdict(on)}
+        result[name]["ranks"] = simulated(work, on, BARS)
         print(f"  with ranks {FASTER:,} times as fast:")
-        fast = replace(work, chunk_seconds=seconds / FASTER)
+        fast = replace(work, chunk_seconds=work.chunk_seconds / FASTER)
         result[name]["faster"] = simulated(fast, on, {})
     return result
 
@@ -403,7 +547,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
             left.plot(RANKS, values, line, color=colour, marker=marker, label=label)
     for ranks, least in BARS.items():
         left.plot(ranks, least, marker="_", markersize=22, color="#444444")
-        left.annotate(f"at least {least}", (ranks, least), (11, -12), textcoords="offset points", ha="right")
+        left.annotate(f"at least {least}", (ranks, least), (-8, -14), textcoords="offset points", ha="right")
     left.set(xscale="log", xlabel="ranks", ylabel="efficiency", ylim=(0, 1.05))
     left.set_xticks(RANKS, labels=[str(count) for count in RANKS])
     left.set_title(f"efficiency, simulated; dotted: ranks {FASTER:,} times as fast")
@@ -431,17 +575,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=768, help="of the measured runs (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="small models, to see the script run")
+    parser.add_argument("--stored", type=Path, metavar="FILE", help="take what an earlier run has measured")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the efficiencies (PNG)")
     return parser.parse_args()
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    torch.set_num_threads(1)
-    facts = machine(torch.device("cpu"))
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
-    content: dict[str, Any] = {"machine": facts, "assumed": ASSUMED}
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The constants of this machine, and runs of one and two processes beside the simulation."""
+    content: dict[str, Any] = {"machine": machine(torch.device("cpu")), "assumed": ASSUMED}
     request, rate = group_constants()
     cluster = Cluster(request=request, network=rate, latency=ASSUMED["latency"])
     print(f"a request to the store {1e6 * request:.0f} us, gloo on this host {rate / 1e6:,.0f} MB/s")
@@ -456,9 +598,35 @@ def main() -> None:
         )
         content |= {"constants": asdict(found) | {"request": request, "gloo": rate}}
         content["measured"] = compare(folder, rows, arguments.rounds, found, cluster)
-    assumed = Cluster(startup=found.startup[1], request=request, **ASSUMED)
+    content["when"] = {"runs, constants and chunks": date.today().isoformat()}
+    return content
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.set_num_threads(1)
+    facts = machine(torch.device("cpu"))
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    if arguments.stored is None:
+        content = measured(arguments)
+        known = {
+            name: value for name, value in content["constants"].items() if name not in ("request", "gloo")
+        }
+        jobs = measured_jobs(arguments.rounds, arguments.tiny, Constants(**known))
+    else:
+        content = json.loads(arguments.stored.read_text(encoding="utf-8"))
+        print(f"constants of {arguments.stored}: {content['machine']}")
+        jobs = stored_jobs(content)
+    look = looks(arguments.rounds, arguments.tiny)
+    print(
+        f"a look at a dataset: {1e-9 / look.byte:.2f} GB/s are hashed, an image takes"
+        f" {1e6 * look.image:.0f} us, its name {1e6 * look.name:.1f} us"
+    )
+    content["looks"] = asdict(look) | {"machine": facts}
+    content["when"] |= {"looks": date.today().isoformat()}
+    startup, request = content["constants"]["startup"][1], content["constants"]["request"]
     print("\nassumed: " + ", ".join(f"{name} {value:,.3g}" for name, value in ASSUMED.items()))
-    content["jobs"] = extrapolate(arguments.rounds, arguments.tiny, found, assumed)
+    content["jobs"] = extrapolate(jobs, look, Cluster(startup=startup, request=request, **ASSUMED))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if arguments.plot is not None:

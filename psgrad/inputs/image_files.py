@@ -9,7 +9,7 @@ import io
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,32 +65,28 @@ def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> Sour
     assert config.image is not None
     if metadata is not None:
         return _of_metadata(metadata, config, unit)
-    found: list[tuple[Path, str | None]] = []
     classes = class_folders(folder)
-    for name in (*classes,) or (None,):
-        images = list(_images(folder if name is None else folder / name))
-        if not images:
-            raise DataError(
-                f"the folder {folder if name is None else folder / name} has no images",
-                expected=f"files that end in one of {', '.join(SUFFIXES)}, in a folder for each class",
-            )
-        found += [(path, name) for path in images]
-    paths = [path.relative_to(folder).as_posix() for path, _ in found]
+    images, others = _listed(folder, {*classes})
+    there = {parts[0] for parts in images}
+    if empty := [name for name in classes if name not in there] or ([] if images else [""]):
+        raise DataError(
+            f"the folder {folder / empty[0]} has no images",
+            expected=f"files that end in one of {', '.join(SUFFIXES)}, in a folder for each class",
+        )
+    paths = ["/".join(parts) for parts in images]
     columns = {config.image: paths, FILE_NAME: paths}
-    if found[0][1] is not None:
-        columns[LABEL] = [str(name) for _, name in found]
+    if classes:
+        columns[LABEL] = [parts[0] for parts in images]
     wanted = Wanted.of(config, unit).columns
     require_columns(wanted, list(columns), str(folder))
     rows = FolderRows(pa.table({name: columns[name] for name in wanted}), [])
     rows.source = str(folder)
-    rows.notes = _left_out(folder, set(paths), bool(classes))
+    rows.notes = _left_out(others, bool(classes))
     return rows
 
 
-def _left_out(folder: Path, paths: Set[str], classes: bool) -> tuple[str, ...]:
-    """What is to be said of the files of a folder that are no rows; hidden ones are not named."""
-    files = (path for path in sorted(folder.rglob("*")) if not path.is_dir() and path.name[0] != ".")
-    others = [name for path in files if (name := path.relative_to(folder).as_posix()) not in paths]
+def _left_out(others: Sequence[str], classes: bool) -> tuple[str, ...]:
+    """What is to be said of the files of a folder that are no rows."""
     if not others:
         return ()
     where = " in the folder of a class" if classes else ""
@@ -118,11 +114,33 @@ def class_folders(folder: Path) -> list[str]:
     return sorted(each.name for each in os.scandir(folder) if each.is_dir() and not each.name.startswith("."))
 
 
-def _images(folder: Path) -> Iterator[Path]:
-    """The images in a folder and below it, in the order of their paths."""
-    for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file():
-            yield path
+def _listed(folder: Path, classes: Set[str]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The images in a folder and below it, in the folder of a class where there are classes: the parts of
+    their paths, in order. And the paths of all other files that are not hidden.
+    """
+    images, others = [], []
+    for parts, is_file in sorted(_files(str(folder), (), classes)):
+        if is_file and (not classes or parts[0] in classes) and parts[-1].lower().endswith(SUFFIXES):
+            images.append(parts)
+        else:
+            others.append("/".join(parts))
+    return images, others
+
+
+def _files(folder: str, above: tuple[str, ...], followed: Set[str]) -> Iterator[tuple[tuple[str, ...], bool]]:
+    """(the parts of its path, whether it is a file) of all that is in a folder and below it, and neither
+    hidden nor a folder. Of links to folders those with a name in `followed` are looked into.
+
+    A folder is read once, and the system is not asked about each file: there may be millions.
+    """
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            parts = (*above, entry.name)
+            if entry.is_dir():
+                if entry.name in followed or not entry.is_symlink():
+                    yield from _files(entry.path, parts, frozenset())
+            elif not entry.name.startswith("."):
+                yield parts, entry.is_file()
 
 
 def _of_metadata(metadata: Path, config: DataConfig, unit: str | None) -> SourceRows:

@@ -180,7 +180,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """The dataset. source: its path, or the factory that makes it. files: each file's SHA-256, in order."""
+    """The dataset. source: its path, or the factory that makes it. files: each file's hash, in order."""
 
     source: Path | str | None = None
     fingerprint: str | None = None

@@ -14,7 +14,7 @@ import pandas as pd
 
 from psgrad.config import GateConfig
 from psgrad.config.reading import load_gate
-from psgrad.errors import ConfigError, OutputError
+from psgrad.errors import ConfigError, DataError, OutputError
 from psgrad.quality.baselines import changed, gone, mark_known, read_baseline, written
 from psgrad.quality.findings import (
     NEEDED,
@@ -199,19 +199,14 @@ def _located(
     lines: dict[int, int] = {}
     if path.suffix.lower() == ".csv" and len(ordered):
         rows = samples["index"].to_numpy(int)[ordered["row"].to_numpy(int)]
+        from psgrad.inputs.sources.file_hashes import files_sha256  # which is needed for these files alone
+
         try:
-            if _sha256(path) == run.data.fingerprint:
+            if files_sha256([path]) == run.data.fingerprint:
                 lines = csv_lines(path, rows.tolist())
-        except OSError:
+        except (OSError, DataError):
             pass  # a run outlives its data: the path alone says enough
     return Location(_shown(path)), lines
-
-
-def _sha256(path: Path) -> str:
-    import hashlib
-
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _shown(path: Path) -> str:

@@ -25,7 +25,7 @@ from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.engine.gradients.machine import device_name
 from psgrad.inputs.image_files import folder_rows
-from psgrad.inputs.sources.file_checks import sha256_of
+from psgrad.inputs.sources.file_hashes import file_hashes
 from psgrad.inputs.sources.library_datasets import library_dataset, library_hashes
 from psgrad.inputs.sources.source import data_files
 from psgrad.results.manifest import Counts, DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
@@ -148,7 +148,7 @@ def describe_run(
 
 
 def _hashes_of_files(config: Config) -> list[str] | None:
-    """The SHA-256 of each file of the dataset, of a folder of images that of its listing; None where the
+    """The hash of each file of the dataset, of a folder of images that of its listing; None where the
     dataset is not in files. Of a dataset of the datasets library that of the columns that are named.
     """
     if config.data.dataset is not None and not config.data.streaming:
@@ -157,7 +157,7 @@ def _hashes_of_files(config: Config) -> list[str] | None:
         return [folder_rows(config.data, config.base).fingerprint]
     if config.data.path is None:
         return None
-    return [sha256_of(file) for file in data_files(config.data, config.base)]
+    return file_hashes(data_files(config.data, config.base))
 
 
 class RunningManifest:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.image_files import folder_rows, metadata_of, with_names
-from psgrad.inputs.sources.file_checks import sha256_of
+from psgrad.inputs.sources.file_hashes import file_hashes
 from psgrad.inputs.sources.library_datasets import LibraryRows, library_dataset, library_hashes, saved_to_disk
 from psgrad.inputs.sources.selection import (
     Kept,
@@ -80,7 +80,7 @@ class _Files(Origin):
         self.files = data_files(data, base)
 
     def hashes(self) -> list[str]:
-        return [sha256_of(file) for file in self.files]
+        return file_hashes(self.files)
 
     def require(self, output: Path) -> None:
         require_format(self.files, output)

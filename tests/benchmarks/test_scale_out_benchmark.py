@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from psgrad.engine.execution.cluster import Cluster, Workload, simulate
+from psgrad.workflows import plan
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 STORED = json.loads((FOLDER / "results" / "scale-out-cpu.json").read_text(encoding="utf-8"))
+IMAGE_BYTES = 110_000  # of the measured images
 PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
@@ -40,6 +42,43 @@ def test_the_defaults_are_the_measured_constants() -> None:
     assert defaults.startup == pytest.approx(measured["startup"][1], abs=0.05)
     assert defaults.request == pytest.approx(measured["request"], rel=0.02)
     assert {name: getattr(defaults, name) for name in STORED["assumed"]} == STORED["assumed"]
+
+
+def test_the_plan_has_the_measured_seconds() -> None:
+    measured, constants = STORED["looks"], STORED["constants"]
+    assert pytest.approx(constants["table"], rel=0.01) == plan._TABLE_SECONDS
+    assert pytest.approx(constants["report"], abs=0.05) == plan._REPORT_SECONDS
+    image = plan._IMAGE_SECONDS + IMAGE_BYTES * plan._BYTE_SECONDS
+    assert pytest.approx(measured["byte"], rel=0.01) == plan._BYTE_SECONDS
+    assert image == pytest.approx(measured["image"], rel=0.01)
+    assert pytest.approx(measured["name"], rel=0.03) == plan._NAME_SECONDS
+
+
+def test_the_stored_jobs_look_at_the_whole_dataset() -> None:
+    for job in STORED["jobs"].values():
+        work = Workload(**job["work"])
+        assert work.looked_at == work.rows * work.read
+        assert work.look_seconds >= work.looked_at * STORED["looks"]["byte"]
+
+
+def test_the_file_says_on_which_day_what_was_measured() -> None:
+    assert set(STORED["when"]) == {"runs, constants and chunks", "looks"}
+    page = " ".join(PAGE.split())
+    assert (
+        f"Runs, constants and chunks were measured on {STORED['when']['runs, constants and chunks']}" in page
+    )
+    assert f"the first look on {STORED['when']['looks']}" in page
+
+
+def test_the_page_has_the_least_efficiencies_and_how_far_the_simulation_is_off() -> None:
+    every = [job["ranks"] for job in STORED["jobs"].values()]
+    least = [min(ranks[count]["efficiency"] for ranks in every) for count in ("64", "512")]
+    assert f"at least {least[0]:.3f} on 64 ranks and {least[1]:.3f} on 512" in PAGE
+    assert all(each["passed"] for ranks in every for each in ranks.values())
+    below = [
+        1 - STORED["measured"][count]["simulated"] / STORED["measured"][count]["measured"] for count in "12"
+    ]
+    assert f"{100 * below[0]:.0f} % below one measured process and {100 * below[1]:.0f} % below two" in PAGE
 
 
 @pytest.mark.parametrize("job", STORED["jobs"])

@@ -176,6 +176,46 @@ def test_plan_of_processes_follows_the_simulation(reluctant: Workplace) -> None:
     assert found["processes"]["network_bytes"] == 2 * found["processes"]["gathered_bytes"]
 
 
+def test_plan_of_processes_counts_what_is_read_for_hashes_and_by_each_host(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 processes are eight hosts, each of which converts the file, and takes no sample here."""
+    monkeypatch.setattr("psgrad.workflows.plan.SAMPLES", 0)
+    found = json.loads(planned(workplace, "--json", "--processes", "64").out)
+    size = (workplace.folder / "data.npz").stat().st_size
+    rows = found["rows"] * (found["input_bytes"] / found["chunk_size"] + 200)
+    wanted = 8 * (found["parameter_bytes"] + size) + size + rows
+    assert found["processes"]["storage_bytes"] == pytest.approx(wanted, abs=1)
+    assert 0 < found["processes"]["spent"]["identity"] < 1e-3
+
+
+FLAT = """
+def Model():
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+"""
+
+
+def test_plan_of_processes_counts_the_first_look_at_images(workplace: Workplace) -> None:
+    """At all of them, as large as the mean of a few."""
+    image = pytest.importorskip("PIL.Image")
+    (workplace.folder / "images").mkdir()
+    rows, sizes = 392, (10_000, 20_000)  # of which 8 are looked at, as many of each size
+    for number, size in enumerate(sizes):
+        file = workplace.folder / "images" / f"{number}.png"
+        image.new("L", (2, 2), number).save(file)
+        file.write_bytes(file.read_bytes().ljust(size, b"\0"))
+    lines = ["file_name,label,uid", *(f"{row % 2}.png,{row % 3},{row}" for row in range(rows))]
+    (workplace.folder / "images" / "metadata.csv").write_text("\n".join(lines))
+    workplace.use_model(FLAT)
+    workplace.config["data"] = {"images": "images", "target": "label", "id": "uid"}
+    found = json.loads(planned(workplace, "--json", "--processes", "1").out)
+    every = rows * sum(sizes) / 2
+    written = rows * 200 + found["parameter_bytes"]
+    assert found["processes"]["storage_bytes"] == pytest.approx(2 * every + written, abs=1)
+    looking = rows * (194e-6 + 2 * 3.6e-6) + every * 0.83e-9
+    assert found["processes"]["spent"]["identity"] == pytest.approx(looking, rel=1e-6)
+
+
 def test_plan_of_processes_is_four_lines(reluctant: Workplace) -> None:
     lines = planned(reluctant, "--processes", "64").out.splitlines()[-4:]
     assert lines[0].startswith("processes    64: ")

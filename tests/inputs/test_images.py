@@ -23,7 +23,7 @@ from psgrad.inputs.loss import resolve_loss
 from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.previews import input_of
 from psgrad.inputs.sources.host_files import shared_on_host
-from psgrad.inputs.sources.load import Samples, load_data
+from psgrad.inputs.sources.load import Samples, load_data, open_rows
 
 GENERATOR = np.random.default_rng(0)
 
@@ -197,13 +197,31 @@ def test_the_processes_of_a_host_look_at_all_images_once(
     with shared_on_host("a run", removes=True):
         first = load(folder, images="images")
         monkeypatch.setattr(
-            samples_of_images.ImageSamples, "_looked_at", lambda self, rows: pytest.fail("a second look")
+            samples_of_images.ImageSamples, "_look", lambda *arguments: pytest.fail("a second look")
         )
         second = load(folder, images="images")
         for samples in (first, second):
             assert samples.notes == alone.notes
             assert samples.fingerprint == alone.fingerprint
             assert torch.equal(samples.read(0, 4).inputs[0], alone.read(0, 4).inputs[0])
+
+
+def test_a_folder_is_listed_in_order_with_links_to_classes_and_without_hidden_files(tmp_path: Path) -> None:
+    """In the order of the parts of paths, in which a folder comes before files whose names it begins."""
+    images, elsewhere = tmp_path / "images", tmp_path / "elsewhere"
+    kept = ["cat/a/2.png", "cat/a-1.png", "cat/b.PNG", "dog/0.png"]
+    for name in [*kept, "cat/.hidden.png", "top.png", ".cache/3.png"]:
+        save(images / name, pixels())
+    (images / "cat" / "notes.txt").write_text("no image")
+    (images / "cat" / "gone.png").symlink_to(tmp_path / "nothing")
+    save(elsewhere / "1.png", pixels())
+    (images / "fox").symlink_to(elsewhere)
+    (images / "cat" / "again").symlink_to(images)  # below a class no link to a folder is followed
+    rows = open_rows(DataConfig(images="images"), tmp_path)
+    assert rows.column("image").to_pylist() == [*kept, "fox/1.png"]
+    assert rows.column("label").to_pylist() == ["cat", "cat", "cat", "dog", "fox"]
+    left_out = ".cache/3.png, cat/gone.png, cat/notes.txt, top.png"
+    assert rows.notes == (f"4 files were left out, as no image in the folder of a class by name: {left_out}",)
 
 
 def test_size_crop_mean_and_std(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from psgrad.engine.execution.rank_pieces import PIECES_OF_A_RANK
 from psgrad.engine.execution.ranks import PROGRESS_EVERY, guided_ranges
 
 _REQUESTS_A_RANGE = 2  # which place is next, and whether it is free
@@ -48,8 +49,12 @@ class Workload:
 
     Attributes:
         rows: of the dataset. chunk_size: rows at a time. chunk_seconds: of one rank for a chunk.
-        read, written: bytes of storage for each row. loaded: bytes that each rank reads before its first
+        read, written: bytes of storage for each row. loaded: bytes that each host reads before its first
             chunk, such as the checkpoint.
+        looked_at: bytes that all ranks together read once before the first chunk: the files of the dataset,
+            for their hashes. look_seconds: of one rank for all of it.
+        listing_seconds: of each rank by itself before its first chunk, such as for the names of images.
+        told: bytes that each host fetches from that of rank 0, such as the digests of images.
         gathered: bytes of what the measures of a rank have gathered.
         table_seconds: for each row, of rank 0 alone, at the end: verdicts, tables and the report.
         report_seconds: of the same, beside what each row takes.
@@ -61,6 +66,10 @@ class Workload:
     read: float = 0.0
     written: float = 0.0
     loaded: float = 0.0
+    looked_at: float = 0.0
+    look_seconds: float = 0.0
+    listing_seconds: float = 0.0
+    told: float = 0.0
     gathered: float = 0.0
     table_seconds: float = 0.0
     report_seconds: float = 0.0
@@ -73,8 +82,9 @@ class RankTimes:
     Attributes:
         seconds: from the start to the last file.
         parts: what the run's seconds were spent on, as a mean of the ranks: `startup`, `computing`, `storage`
-            (waiting for it), `store` (for the key-value store), `other ranks` (for the slowest of them),
-            `merging` (what measures have gathered) and `tables` (of rank 0).
+            (waiting for it), `identity` (of the dataset, before the first chunk), `store` (for the key-value
+            store), `other ranks` (for the slowest of them), `merging` (what measures have gathered) and
+            `tables` (of rank 0).
         sent: bytes over the network. stored: bytes read from and written to the storage.
     """
 
@@ -105,7 +115,8 @@ def simulate(work: Workload, cluster: Cluster, ranks: int, seed: int = 0) -> Ran
     store = 0.0 if ranks == 1 else _excess(told * cluster.request, ranks, work.chunk_seconds)
     storage = _excess(bytes_a_chunk / cluster.storage, ranks, work.chunk_seconds)
     spent = dict.fromkeys(("computing", "storage", "store"), 0.0) | {"storage": ranks * loading}
-    ready = [(cluster.startup + loading, rank) for rank in range(ranks)]
+    identity = _identity(work, cluster, ranks, hosts)
+    ready = [(cluster.startup + loading + identity, rank) for rank in range(ranks)]
     served = 0.0  # until when the store answers the requests for ranges
     finished = list[float]()
     while ready:
@@ -128,10 +139,20 @@ def simulate(work: Workload, cluster: Cluster, ranks: int, seed: int = 0) -> Ran
     last = max(finished)
     merging, sent = _merging(work, cluster, ranks)
     tables = work.report_seconds + work.rows * work.table_seconds
-    parts = {"startup": cluster.startup} | {name: seconds / ranks for name, seconds in spent.items()}
+    parts = {"startup": cluster.startup, "identity": identity}
+    parts |= {name: seconds / ranks for name, seconds in spent.items()}
     parts |= {"other ranks": last - sum(finished) / ranks, "merging": merging, "tables": tables}
-    stored = hosts * work.loaded + work.rows * (work.read + work.written)
-    return RankTimes(ranks, last + merging + tables, parts, sent, stored)
+    stored = hosts * work.loaded + work.looked_at + work.rows * (work.read + work.written)
+    return RankTimes(ranks, last + merging + tables, parts, sent + (hosts - 1) * work.told, stored)
+
+
+def _identity(work: Workload, cluster: Cluster, ranks: int, hosts: int) -> float:
+    """Seconds until all ranks know what their dataset is. They take pieces of it, a few each, so that the
+    last to end is at most one piece late.
+    """
+    late = 0.0 if ranks == 1 else 1 / PIECES_OF_A_RANK
+    looking = max(work.looked_at / cluster.storage, (1 + late) * work.look_seconds / ranks)
+    return work.listing_seconds + looking + (hosts - 1) * work.told / cluster.network
 
 
 def _excess(service: float, ranks: int, between: float) -> float:

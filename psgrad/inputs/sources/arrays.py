@@ -23,13 +23,13 @@ from psgrad.inputs.rows import (
     to_tensor,
 )
 from psgrad.inputs.sources.file_checks import (
-    files_sha256,
     input_names,
     length_inputs,
     named_files,
     require_rows,
     target_names,
 )
+from psgrad.inputs.sources.file_hashes import files_sha256
 from psgrad.inputs.sources.source import common_length
 from psgrad.inputs.targets import Labels
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -11,8 +12,8 @@ import pyarrow.compute as pc
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import is_list, plain
-from psgrad.inputs.sources.host_files import arrays_made_once
-from psgrad.inputs.sources.source_rows import Array, SourceRows
+from psgrad.inputs.sources.host_files import arrays_made_once, in_pieces, is_divided
+from psgrad.inputs.sources.source_rows import Array, SourceRows, pieces_of
 
 RowName = Callable[[int], str]
 _ROWS_PER_PART = 8192
@@ -43,29 +44,42 @@ def numbers(column: pa.ChunkedArray | pa.Array, name: str, row_name: RowName, fi
 
 def axis_lengths(rows: SourceRows, names: Sequence[str]) -> dict[str, Array]:
     """name -> [n, depth] int64: the length of each axis of each row, of columns of lists; all rows are read,
-    by one process of this host.
+    by all processes of a run together.
 
     Raises DataError for a row that is missing, whose lists differ in length among themselves, or that is
     empty where others are not.
     """
     if not names:
         return {}
-    lengths = arrays_made_once(
-        f"lengths of {list(names)} in {rows.fingerprint}", lambda: _axis_lengths(rows, names)
-    )
+    known = all(_is_fixed(rows.schema.field(name).type) for name in names)
+    of, parts = f"lengths of {list(names)} in {rows.fingerprint}", pieces_of(rows, _ROWS_PER_PART)
+
+    def look() -> Iterator[dict[str, Array]]:
+        if known or not is_divided():
+            return (_axis_lengths(rows, names, part) for part in ([range(1)] if known else parts))
+        made = in_pieces(of, len(parts), lambda k: _saved(_axis_lengths(rows, names, parts[k])))
+        return map(_loaded, made)
+
+    look()  # this process's share, where work is divided
+    lengths = arrays_made_once(of, lambda: _checked(rows, look()))
     return {name: np.broadcast_to(each, (rows.count, each.shape[1])) for name, each in lengths.items()}
 
 
-def _axis_lengths(rows: SourceRows, names: Sequence[str]) -> dict[str, Array]:
-    """name -> [n, depth], or [1, depth] where they are those of the type."""
+def _axis_lengths(rows: SourceRows, names: Sequence[str], part: range) -> dict[str, Array]:
+    """name -> [rows of the part, depth]."""
     found: dict[str, list[Array]] = {name: [] for name in names}
-    known = all(_is_fixed(rows.schema.field(name).type) for name in names)
-    for start in range(0, 1 if known else rows.count, _ROWS_PER_PART):
-        table = rows.read(start, 1 if known else min(start + _ROWS_PER_PART, rows.count))
+    for start in range(part.start, part.stop, _ROWS_PER_PART):
+        table = rows.read(start, min(start + _ROWS_PER_PART, part.stop))
         for name in names:
             array = plain(table.column(name))
             found[name].append(_shapes(array, name, partial(_name_from, rows, start)))
-    lengths = {name: np.concatenate(parts) for name, parts in found.items()}
+    return {name: np.concatenate(each) for name, each in found.items()}
+
+
+def _checked(rows: SourceRows, parts: Iterable[dict[str, Array]]) -> dict[str, Array]:
+    """The parts one after another. Raises DataError for a row that is empty where others are not."""
+    every = list(parts)
+    lengths = {name: np.concatenate([part[name] for part in every]) for name in every[0]}
     for name, each in lengths.items():
         if (empty := (each == 0).any(axis=1)).any() and not (each == 0).any(axis=1).all():
             raise DataError(
@@ -73,6 +87,18 @@ def _axis_lengths(rows: SourceRows, names: Sequence[str]) -> dict[str, Array]:
                 expected="at least one value in each row",
             )
     return lengths
+
+
+def _saved(arrays: dict[str, Array]) -> bytes:
+    """Compressed: rows of one length are most of them."""
+    found = io.BytesIO()
+    np.savez_compressed(found, **arrays)  # type: ignore[arg-type]
+    return found.getvalue()
+
+
+def _loaded(content: bytes) -> dict[str, Array]:
+    with np.load(io.BytesIO(content), allow_pickle=False) as found:
+        return dict(found)
 
 
 def _shapes(array: pa.Array, name: str, row_name: RowName) -> Array:

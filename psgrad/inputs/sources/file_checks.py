@@ -148,12 +148,6 @@ def _sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def files_sha256(paths: Sequence[Path]) -> str:
-    """The SHA-256 of one file, or over those of several in order."""
-    found = [sha256_of(path) for path in paths]
-    return found[0] if len(found) == 1 else hashlib.sha256("\n".join(found).encode()).hexdigest()
-
-
 def named_files(paths: Sequence[Path]) -> str:
     """Files in words: the only one, or the first and how many more."""
     return str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from psgrad.config import DataConfig
+from psgrad.engine.execution.ranks import spread_rows
 from psgrad.errors import ConfigError
 from psgrad.inputs.loss import Criterion
 from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.rows import Block, Samples
 from psgrad.inputs.sources.arrays import ArraySamples
+from psgrad.inputs.sources.arrow_columns import plain
 from psgrad.inputs.sources.datasets import DatasetSamples, made_by_factory
 from psgrad.inputs.sources.file_checks import Stamp, Wanted, require_rows
 from psgrad.inputs.sources.host_files import made_once
@@ -185,9 +188,7 @@ def _load_images(
     from psgrad.inputs.image_samples import ImageSamples
 
     rows = open_rows(config, base, unit)
-    folder = (
-        base / config.images if config.images is not None else rows.files[0].parent if rows.files else base
-    )
+    folder = _folder_of_images(config, base, rows)
     config = config if config.images is None else with_names(config, base)
     if isinstance(trained, Pretrained):
         labels = labels_of_head(labels, trained.config, config)
@@ -195,6 +196,29 @@ def _load_images(
             config = config.model_copy(update={"inputs": {"pixel_values": config.image}})
     found = ImageSamples(rows, config, labels, unit, folder=folder, prepared=preparation(config, trained))
     return _noted(found, rows)
+
+
+def _folder_of_images(config: DataConfig, base: Path, rows: SourceRows) -> Path:
+    """The folder that paths of images are relative to."""
+    if config.images is not None:
+        return base / config.images
+    return rows.files[0].parent if rows.files else base
+
+
+def image_bytes(config: DataConfig, base: Path, count: int, allow_download: bool) -> float:
+    """The mean of the bytes of so many images, evenly spread over the dataset, without those that can't be
+    read.
+    """
+    from psgrad.inputs.image_files import BrokenImage, content_of, with_names
+
+    rows = open_rows(config, base, allow_download=allow_download)
+    name = (config if config.images is None else with_names(config, base)).image
+    places, folder = spread_rows(rows.count, count), _folder_of_images(config, base, rows)
+    sizes = []
+    for value in plain(rows.take(np.array(places)).column(name)).to_pylist():
+        with suppress(BrokenImage):
+            sizes.append(len(content_of(value, folder, "a row")[0]))
+    return float(np.mean(sizes)) if sizes else 0.0
 
 
 def labels_of_head(labels: Labels, settings: Any, config: DataConfig) -> Labels:

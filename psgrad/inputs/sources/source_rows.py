@@ -17,12 +17,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from psgrad.inputs.sources.arrow_columns import common_schema, errors_of_damage, plain
-from psgrad.inputs.sources.file_checks import files_sha256, named_files
+from psgrad.inputs.sources.file_checks import named_files
+from psgrad.inputs.sources.file_hashes import files_sha256
+from psgrad.inputs.sources.host_files import pieces_wanted
 from psgrad.inputs.sources.temporary import TemporaryFolder
 
 Array = npt.NDArray[Any]
 
 _ROWS_PER_PART = 4096
+_MOST_IN_PIECE = 1 << 17  # rows: a value in the store of torch.distributed has at most 8 MiB
 _UNIT, _NUMBER = b"psgrad.unit", "psgrad.number"  # of saved rows
 
 
@@ -37,9 +40,11 @@ class SourceRows(ABC):
         class_names: column -> names of its labels 0, 1, 2, ..., where the data tell them.
         notes: sentences for the manifest.
         numbers: of the rows in their file, where they are not 0, 1, 2, ...
+        groups: the first row of each group that is read as a whole; none where any rows are read alone.
     """
 
     notes: tuple[str, ...] = ()
+    groups: Sequence[int] = ()
     numbers: RowNumbers | None = None
 
     def __init__(self, schema: pa.Schema, count: int, files: Sequence[Path]) -> None:
@@ -185,6 +190,7 @@ class GroupedRows(SourceRows):
     ) -> None:
         self._starts = [0, *accumulate(sizes)]
         super().__init__(schema, self._starts[-1], [path])
+        self.groups = self._starts[:-1]
         self._kind, self._read_group = kind, read_group
         self._held: tuple[int, pa.Table] | None = None
         self._mapped: MappedRows | None = None
@@ -245,6 +251,9 @@ class JoinedRows(SourceRows):
         self._starts = [0, *accumulate(part.count for part in parts)]
         schema = common_schema([(part.source, part.schema) for part in parts if part.count], texts)
         super().__init__(schema, self._starts[-1], [file for part in parts for file in part.files])
+        if any(part.groups for part in parts):
+            begun = zip(self._starts, parts, strict=False)
+            self.groups = [start + first for start, part in begun for first in part.groups or (0,)]
 
     def read(self, start: int, stop: int) -> pa.Table:
         found = []
@@ -281,6 +290,16 @@ class JoinedRows(SourceRows):
 def joined(parts: Sequence[SourceRows], texts: Iterable[str] = ()) -> SourceRows:
     """The rows of one file, or of several one after another."""
     return parts[0] if len(parts) == 1 else JoinedRows(parts, texts)
+
+
+def pieces_of(rows: SourceRows, least: int) -> list[range]:
+    """All rows in ranges for `in_pieces`, of `least` rows at least, that begin where groups do."""
+    step = max(least, min(_MOST_IN_PIECE, -(-rows.count // pieces_wanted())))
+    starts = np.arange(0, rows.count, step)
+    if len(rows.groups):
+        starts = np.unique(np.array(rows.groups)[np.searchsorted(rows.groups, starts, side="right") - 1])
+    stops = [*starts[1:].tolist(), rows.count]
+    return [range(start, stop) for start, stop in zip(starts.tolist(), stops, strict=True)]
 
 
 def runs(rows: Array) -> list[tuple[int, int]]:

@@ -26,11 +26,13 @@ def test_rows_that_divide_evenly_take_their_share_of_the_time(ranks: int, chunks
     read=st.floats(0, 1e9),
     request=st.floats(0, 0.1),
     gathered=st.floats(0, 1e9),
+    looked_at=st.floats(0, 1e12),
 )
 def test_parts_add_up_to_the_seconds_of_the_run(
-    ranks: int, rows: int, chunk: int, read: float, request: float, gathered: float
+    ranks: int, rows: int, chunk: int, read: float, request: float, gathered: float, looked_at: float
 ) -> None:
-    work = Workload(rows, chunk, 0.1, read=read, loaded=1e8, gathered=gathered, table_seconds=1e-5)
+    before = {"loaded": 1e8, "looked_at": looked_at, "listing_seconds": 1.0, "told": gathered}
+    work = Workload(rows, chunk, 0.1, read=read, gathered=gathered, table_seconds=1e-5, **before)
     found = simulate(work, Cluster(request=request, variation=0.3), ranks)
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
     assert min(found.parts.values()) >= -1e-9
@@ -80,3 +82,22 @@ def test_work_of_rank_0_alone_is_not_shared() -> None:
     found = simulate(Workload(1_000, 10, 1.0, table_seconds=1.0, report_seconds=7.0), Cluster(), 50)
     assert found.bottleneck == "tables"
     assert found.parts["tables"] == 1_007
+
+
+@pytest.mark.parametrize(("ranks", "seconds"), [(1, 80.0), (2, 45.0), (4, 22.5), (16, 20.0), (64, 20.0)])
+def test_a_dataset_is_looked_at_by_all_ranks_together_and_as_fast_as_the_storage(
+    ranks: int, seconds: float
+) -> None:
+    """80 s of work, in eight pieces for each rank, of which one may be late; the storage takes 20 s."""
+    work = Workload(1_000, 10, 1.0, looked_at=100e9, look_seconds=80.0)
+    found = simulate(work, Cluster(), ranks)
+    assert found.parts["identity"] == pytest.approx(seconds)
+    assert found.stored == 100e9
+    assert found.seconds >= seconds + simulate(Workload(1_000, 10, 1.0), Cluster(), ranks).seconds - 1e-6
+
+
+def test_each_host_is_told_what_all_have_found_and_each_rank_lists_by_itself() -> None:
+    work = Workload(1_000, 10, 1.0, listing_seconds=7.0, told=1.25e9)
+    found = [simulate(work, Cluster(ranks_per_host=8), ranks) for ranks in (1, 8, 9, 64)]
+    assert [each.parts["identity"] for each in found] == pytest.approx([7, 7, 8, 14])
+    assert [each.sent for each in found] == pytest.approx([0, 0, 1.25e9, 7 * 1.25e9])
