@@ -73,8 +73,6 @@ from psgrad.workflows.run_progress import LOADING, Clock, PassProgress
 # What the report shows in pictures: so many queries, and of each so many examples of either sign.
 _SHOWN_QUERIES = 6
 _SHOWN_EXAMPLES = 8
-# What the check of a few removals may take after its first step: seconds, or a share of what the scores took.
-_CHECK_SECONDS, _CHECK_SHARE = 10.0, 0.5
 # What self-influence by a solve an example may be predicted to take, where the config leaves it open.
 _SELF_SECONDS = 30.0
 
@@ -258,9 +256,7 @@ def scored_by_all(
     removals: RemovalCheck | None = None
     if described(setup).predicts_removal:
         with clock("check"), errors_of_own_method(wanted.method.name):
-            before = setup.agreed_seconds(clock.seconds["fit"]) + spent
-            seconds = max(_CHECK_SECONDS, _CHECK_SHARE * before)
-            removals = check_removals(setup, fitted, rankings.scores, own, seconds, warnings)
+            removals = check_removals(setup, fitted, rankings.scores, own, warnings)
     training = with_overall(training_table(everything, screening, own), setup.training_rows, rankings.overall)
     facts, unit = [each.facts for each in fitted], unit_of(setup, fitted)
     seconds, waited = setup.processes.spent()

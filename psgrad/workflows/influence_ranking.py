@@ -6,6 +6,7 @@ row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
-from psgrad.engine.influence.amounts import continued
+from psgrad.engine.influence.amounts import affordable_steps, continued
 from psgrad.engine.influence.method import Fitted, with_total
 from psgrad.engine.influence.ranking import (
     CheckpointAgreement,
@@ -244,6 +245,8 @@ def _pairs(
 
 # Pairs of the largest scores, each of another training example, that are checked.
 _PAIRS = 3
+# What the check of a few removals may take, in numbers of single examples' gradients.
+_CHECKED_NUMBERS = 1e10
 # Losses that are never negative, by name.
 _NEVER_NEGATIVE = (
     "cross_entropy",
@@ -283,15 +286,13 @@ def check_removals(
     fitted: Sequence[Fitted],
     scores: pd.DataFrame,
     own: np.ndarray | None,
-    seconds: float,
     say: Callable[[str], None],
 ) -> RemovalCheck | None:
     """Of the largest scores, and of the largest self-influence, what training that goes on without the
     example finds; of several checkpoints the mean. None where the config leaves it out, or the method has no
     inverse to take steps by.
 
-    own: [n] self-influences. seconds: what the steps after the first may take, unless the config has all of
-    them taken.
+    own: [n] self-influences.
     """
     wanted, solvers = setup.run.config.influence.check, [each.solver() for each in fitted]
     pairs = _largest(scores)
@@ -300,10 +301,14 @@ def check_removals(
     places = np.searchsorted(setup.training_rows, pairs["train_index"]).tolist()
     largest = [] if own is None or not np.isfinite(own).any() else [int(np.nanargmax(own))]
     rows = list(dict.fromkeys([*places, *largest]))
-    budget = None if wanted == "always" else seconds / len(fitted)
+    numbers = math.inf if wanted == "always" else _CHECKED_NUMBERS / len(fitted)
     decay = getattr(setup.method, "weight_decay", 0.0)
     try:
-        found = [continued(solver, rows, decay, seconds=budget) for solver in solvers if solver is not None]
+        found = [
+            continued(solver, rows, decay, steps=affordable_steps(solver, len(rows), numbers))
+            for solver in solvers
+            if solver is not None
+        ]
     except InfluenceError as error:
         say(f"no removal was tried by training on: {error.arrived}")
         return None

@@ -152,6 +152,34 @@ def test_the_table_is_the_one_shown(page: str, top: int, digits_run: tuple[Path,
         )
 
 
+@pytest.mark.sweep
+def test_the_influence_run_prints_what_is_shown(tmp_path: Path) -> None:
+    """Words to the letter; numbers may differ in the last digit on other processors."""
+    guide = (DOCS / "guides" / "influence.md").read_text(encoding="utf-8")
+    arguments, lines = shown(guide, "influence.queries.rows=[5] --top 5")
+    done = psgrad(*arguments[1:], "--output", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    printed = (done.stderr + done.stdout).splitlines()
+    for expected in lines[1:-1]:
+        assert any(alike(expected, line) for line in printed), expected
+    short = shown(README, "influence.queries.rows=[5] --top 3")[1]
+    assert set(short[1:-1]) <= set(lines)
+
+
+def alike(one: str, other: str) -> bool:
+    """Whether two lines have the same words, and numbers that are within 2 percent."""
+    pairs = list(zip(one.split(), other.split(), strict=False))
+    same = all(a == b or _near(a.strip("+,"), b.strip("+,")) for a, b in pairs)
+    return same and len(one.split()) == len(other.split())
+
+
+def _near(a: str, b: str) -> bool:
+    try:
+        return float(a) == pytest.approx(float(b), rel=0.02)
+    except ValueError:
+        return False
+
+
 def test_the_rankings_are_compared_as_shown(digits_run: tuple[Path, str]) -> None:
     outliers = json.loads((digits_run[0] / "manifest.json").read_bytes())["outliers"]
     found = rankings_of(read(OutlierFacts, outliers))

@@ -63,7 +63,6 @@ def continued(
     weight_decay: float,
     *,
     steps: int = STEPS,
-    seconds: float | None = None,
 ) -> Continued:
     """Train on from the fit's weights with all rows, and without each of `rows`: steps of the full gradient
     times the fit's inverse.
@@ -73,7 +72,6 @@ def continued(
         rows: [k] places in the training set.
         weight_decay: of training, on the mean loss.
         steps: at most.
-        seconds: after the first step so many more are taken as fit into these, by the time that one took.
 
     All 1 + k trainings take the same steps, so that the weights differ by the row alone. A step that raises
     an objective is halved, and the next one is tried at twice its length; where no length lowers the
@@ -92,7 +90,6 @@ def continued(
     values, gradients = search.at(here, same=True)
     size, lengths, first, taken, converged = 1.0, 0.0, 0.0, 0, False
     while taken < steps:
-        begun = training.seconds()
         slope = training.flat.split(gradients.to(training.device))
         step = training.flat.join(fitted.precondition(slope)).double().cpu()
         decrement = float((step * gradients).sum(1).abs().max())
@@ -110,9 +107,17 @@ def continued(
             break
         here, values, gradients, taken, lengths = there, after, slopes, taken + 1, lengths + size
         size = min(1.0, 2 * size)
-        if taken == 1 and seconds is not None:
-            steps = min(steps, 1 + int(seconds / max(training.seconds() - begun, 1e-9)))
     return Continued(training.flat.split(here.to(training.device)), taken, converged, lengths / max(taken, 1))
+
+
+def affordable_steps(fitted: Preconditioned, rows: int, numbers: float) -> int:
+    """How many steps `continued` may take without so many rows, one at least, for about so many numbers of
+    single examples' gradients. It follows from the problem alone, and not from the time that a step takes: so
+    what is found is the same on a slow machine.
+    """
+    training = fitted.training
+    passes = 1 + int(fitted.facts.get("iterations", 0))  # of a solve, too
+    return int(max(1, min(STEPS, numbers / (len(training) * training.flat.size * (1 + rows) * passes))))
 
 
 def slopes_without(

@@ -4,11 +4,13 @@ amount.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
 from psgrad.engine.gradients.flat import Vectors
-from psgrad.engine.influence.amounts import Continued, continued
+from psgrad.engine.influence.amounts import Continued, affordable_steps, continued
 from psgrad.engine.influence.method import Preconditioned
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.influence import Influence
@@ -89,11 +91,23 @@ def test_removal_check_fall_bounded_by_loss() -> None:
     assert -losses[query] <= change < 0.1 * abs(predicted[row, query])
 
 
-def test_removal_check_time_limit() -> None:
+def test_removal_check_steps_follow_from_the_size_of_the_problem() -> None:
     inputs, labels = classified(50)
     training = examples(mlp(), cross_entropy, inputs, labels)
-    result: Continued = continued(inverse(Influence(), training), [5], 0.0, seconds=0.0)
-    assert (result.steps, result.converged) == (1, False)
+    numbers = 50 * training.flat.size
+    exact = inverse(Influence(), training)
+    assert [affordable_steps(exact, 1, limit * numbers) for limit in (0, 4, 7, 1e9, math.inf)] == [
+        1,
+        2,
+        3,
+        10,
+        10,
+    ]
+    solved = inverse(Influence(solver="conjugate_gradient"), training)
+    solved.facts["iterations"] = 2
+    assert affordable_steps(solved, 1, 12 * numbers) == 2
+    result: Continued = continued(exact, [5], 0.0, steps=2)
+    assert (result.steps, result.converged) == (2, False)
 
 
 class Overflowing(Preconditioned):
