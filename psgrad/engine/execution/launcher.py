@@ -20,6 +20,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from psgrad.errors import EXIT_OK, DistributedError
 
 
+# How long a rank that a signal asks to end may take for its chunk. PyTorch's own default is 30, then it kills;
+# PyTorch 2.11 knows no other.
+_SECONDS_TO_END = 600
+
+
 class Signalled(Exception):
     """SIGTERM or SIGINT arrived here; the ranks have ended."""
 
@@ -35,6 +40,7 @@ def launch(count: int, arguments: Sequence[str]) -> int:
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # each rank says what failed
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // count)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SECONDS_TO_END))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

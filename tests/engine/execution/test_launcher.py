@@ -1,11 +1,15 @@
-"""The start of a run's processes leaves this process as it was."""
+"""The start of a run's processes: what they are given, and that this process stays as it was."""
 
 from __future__ import annotations
 
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.launcher.api import LaunchConfig
 
+from psgrad.engine.execution import launcher
 from psgrad.engine.execution.launcher import launch
 
 
@@ -15,3 +19,36 @@ def test_launch_leaves_the_handlers_of_signals(code: int) -> None:
     before = [signal.getsignal(number) for number in numbers]
     assert launch(1, ["-c", f"raise SystemExit({code})"]) == code
     assert [signal.getsignal(number) for number in numbers] == before
+
+
+@pytest.mark.skipif(
+    "shutdown_timeout" not in LaunchConfig.__dataclass_fields__,
+    reason="before PyTorch 2.12 the time is 30 seconds, whatever anybody says",
+)
+@pytest.mark.parametrize(("given", "seconds"), [(None, 600), ("7", 7)])
+def test_ranks_that_are_asked_to_end_have_time_for_their_chunk(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, seconds: int
+) -> None:
+    """More than PyTorch gives them, unless the user says otherwise."""
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", given or "")
+    if given is None:
+        monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    found: list[Any] = []
+    monkeypatch.setattr(launcher, "elastic_launch", lambda config, _: lambda *_: found.append(config))
+    launch(2, [])
+    assert found[0].shutdown_timeout == seconds
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, 3), ("2", 2)])
+def test_ranks_divide_the_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None, threads: int
+) -> None:
+    """Unless the user says otherwise: seven cores for two processes."""
+    monkeypatch.setattr(launcher, "_cores", lambda: 7)
+    monkeypatch.setenv("OMP_NUM_THREADS", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    write = "import os; open('threads-' + os.environ['RANK'], 'w').write(os.environ['OMP_NUM_THREADS'])"
+    monkeypatch.chdir(tmp_path)
+    assert launch(2, ["-c", write]) == 0
+    assert [(tmp_path / f"threads-{rank}").read_text() for rank in (0, 1)] == [str(threads)] * 2
