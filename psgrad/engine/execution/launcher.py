@@ -19,9 +19,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from psgrad.errors import EXIT_OK, DistributedError
 
-
-# How long a rank that a signal asks to end may take for its chunk. PyTorch's own default is 30, then it kills;
-# PyTorch 2.11 knows no other.
+# How long a rank that a signal asks to end may take for its chunk. PyTorch kills it after 30 by default, and
+# PyTorch 2.11 knows no other time.
 _SECONDS_TO_END = 600
 
 
