@@ -97,10 +97,12 @@ def test_every_measure_by_processes(workplace: Workplace, count: int, prepare: A
     [*(pytest.param(name, marks=SWEPT) for name in ("digits", "digits-checkpoints", "text")), "digits-gate"],
 )
 def test_config_of_an_example_by_processes(workplace: Workplace, name: str, count: int) -> None:
-    """With the verdict of its gate, where it has one."""
+    """With the verdict of its gate, where it has one: 200 rows fail it if no outlier is allowed."""
     options = ["--no-report", "--limit", "200", "--set", "engine.chunk_size=32"]
-    check = ["--check"] if name == "digits-gate" else []
-    run_both(workplace, count, "analyze", str(CONFIGS / f"{name}.yaml"), *options, *check)
+    gated = name == "digits-gate"
+    check = ["--check", "--set", "gate.max_outliers=0"] if gated else []
+    ended = run_both(workplace, count, "analyze", str(CONFIGS / f"{name}.yaml"), *options, *check)
+    assert ended[0].code == (1 if gated else 0)
     assert_same_runs(workplace.folder / "one", workplace.folder / "several")
 
 
