@@ -122,6 +122,6 @@ def test_influence_tokens_in_parts(place: InfluenceWorkplace) -> None:
 
 
 def test_influence_tokens_by_several_processes_are_refused(place: InfluenceWorkplace) -> None:
-    with pytest.raises(ConfigError, match="influence.level: token: 2 processes share this run"):
+    with pytest.raises(ConfigError, match=r"influence\.level: token: 2 processes share this run"):
         place.first_of_two()
     assert not (place.folder / "out").exists()

@@ -127,7 +127,9 @@ def test_dp_step_of_ranks_equals_one_process(
     lines = (private.folder / "several/logs/rank-1.log").read_text().splitlines()
     assert lines[0].startswith(f"rank 1 of {size} on ")
     assert lines[1:] == ["step 1", "step 2", "step 3", "step 4"]
-    each = manifest(private.folder / "several")["ranks"]["each"]
+    facts = manifest(private.folder / "several")["ranks"]
+    each = facts["each"]
+    assert 0 < facts["balance"] <= 1
     assert sum(rank["records"] for rank in each) == steps[0]["batch_size"].sum()
     assert all(rank["host"] and rank["seconds"] >= 0 for rank in each)
 
