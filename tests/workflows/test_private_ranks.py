@@ -279,7 +279,7 @@ def noisy_rank(rank: int) -> None:
 
 
 def one_more(mine: np.ndarray) -> np.ndarray:
-    return np.append(mine, mine[-1] - 1)  # of rank 0: records are dealt out one by one
+    return np.append(mine, mine[-1] - 1)  # of rank 0, which has the records of even numbers
 
 
 def others(mine: np.ndarray) -> np.ndarray:
