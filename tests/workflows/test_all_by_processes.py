@@ -28,6 +28,7 @@ SWEPT = pytest.mark.sweep
 CHECKPOINTS = ["first.safetensors", "second.safetensors", "third.safetensors"]
 OF_CHECKPOINTS = ["trajectory", "grand", "el2n_over_checkpoints", "forgetting", "vog", "moments"]
 OF_TOKENS = ["token_loss", "token_share"]
+TWICE = ["cosine_to_mean", "cosine_to_class_mean", "loo_mean_change"]
 OF_A_MODEL = sorted({*own_classes(MEASURES)} - {*OF_CHECKPOINTS, *OF_TOKENS})
 TOKENS = """
 class Model(nn.Module):
@@ -88,6 +89,17 @@ def test_every_measure_by_processes(workplace: Workplace, count: int, prepare: A
     prepare(workplace)
     run_both(workplace, count, "analyze", "config.yaml", "--no-report")
     assert_same_runs(workplace.folder / "one", workplace.folder / "several")
+
+
+@SWEPT
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_columns_of_a_second_pass_in_float64_by_processes(workplace: Workplace, count: int) -> None:
+    """They are compared with sums over all samples, which are added in another order."""
+    workplace.config["engine"] = {"chunk_size": 4, "dtype": "float64"}
+    workplace.config["analyze"] = {"measures": TWICE}
+    run_both(workplace, count, "analyze", "config.yaml", "--no-report")
+    assert_same_runs(workplace.folder / "one", workplace.folder / "several", rounded=TWICE)
 
 
 @pytest.mark.timeout(600)
