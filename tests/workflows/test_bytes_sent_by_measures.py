@@ -69,8 +69,8 @@ def test_bytes_that_each_measure_reduces(
 
 def bytes_sent(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> dict[str, Counter[str]]:
     """Measure -> what rank 1 of 2 sends in a run of it alone: `wire`, all bytes; `stream`, those of the chunk
-    size; `norms.*`, those that each run sends for its table of parameters; and those of the measure's state by
-    their last name.
+    size; `norms.*`, those that each run sends for its table of parameters; and those of the measure's state
+    by their last name.
     """
     files = {}
     for measure in place.config["analyze"].pop("measures"):

@@ -70,6 +70,17 @@ def test_parts_in_any_order_equal_one_run(place: InfluenceWorkplace, count: int)
     assert_same_scores(place)
 
 
+def test_parts_that_were_made_in_folders_of_their_own_equal_one_run(place: InfluenceWorkplace) -> None:
+    part(place, 1, 2)
+    shutil.move(place.folder / "parts", place.folder / "elsewhere")
+    part(place, 2, 2)
+    name = "parts/part-1-of-2"
+    shutil.copytree(place.folder / "elsewhere" / name, place.folder / "parts" / name)
+    merged(place)
+    place.ranked("--no-report")
+    assert_same_scores(place)
+
+
 SECTIONS: dict[str, dict[str, Any]] = {
     "a solve": {"method": {"name": "influence", "damping": 0.1}},
     "layers": {"layers": "parameter"},
