@@ -32,13 +32,15 @@ class Signalled(Exception):
         self.number = number
 
 
-def launch(count: int, arguments: Sequence[str]) -> int:
+def launch(count: int, arguments: Sequence[str], cores: int) -> int:
     """The exit code of `count` processes of this Python with these arguments: that of the first that failed.
+
+    cores: those that the processes divide, unless OMP_NUM_THREADS is set.
 
     Raises DistributedError for a rank that a signal ended, and Signalled.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # each rank says what failed
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // count)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SECONDS_TO_END))
     config = LaunchConfig(
         min_nodes=1,
@@ -80,7 +82,3 @@ def _signals_as_before() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
