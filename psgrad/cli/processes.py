@@ -177,14 +177,9 @@ def joined(folder: Path) -> Iterator[Processes | None]:
         yield None
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a rank says in its own words what was lost
-    import torch
-
     from psgrad.engine.execution.process_group import RankGroup
     from psgrad.inputs.sources.host_files import shared_on_host
 
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if "SLURM_PROCID" in os.environ and threads.isdecimal():  # which take_slurm has set when torch was there
-        torch.set_num_threads(int(threads))
     group = RankGroup.join(_STARTED_BY if "TORCHELASTIC_RUN_ID" in os.environ else None)
     try:
         (run,) = group.agreed("host files", lambda: [secrets.randbits(62)])

@@ -100,7 +100,12 @@ def main() -> int:
     for label, count in counts.most_common():
         print(f"{count:7} {label}")
     if options.json:
-        found = {"seed": options.seed, "seconds": round(seconds), "torch": torch.__version__, "outcomes": counts}
+        found = {
+            "seed": options.seed,
+            "seconds": round(seconds),
+            "torch": torch.__version__,
+            "outcomes": counts,
+        }
         options.json.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     for seed, outcome in sorted(failures, key=lambda failure: failure[0])[: options.show]:
         program = write(seed) if outcome.kind == CRASHED else shrunk(write(seed))
