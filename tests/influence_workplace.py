@@ -11,6 +11,9 @@ import yaml
 from safetensors.torch import save_file
 from torch import nn
 
+from psgrad.config import load_config
+from psgrad.engine.execution.ranks import OneProcess
+from psgrad.workflows.influence import influence
 from tests.workplace import CLASSES, FEATURES, Outcome, Workplace
 
 QUERIES = 5
@@ -55,6 +58,15 @@ class InfluenceWorkplace(Workplace):
     def index(self, *options: str) -> Outcome:
         """`psgrad influence index config.yaml`."""
         return self._run("influence", "index", "config.yaml", *options)
+
+    def first_of_two(self) -> None:
+        """What rank 0 of two does at the beginning, until it needs the other one."""
+
+        class FirstOfTwo(OneProcess):
+            size = 2
+
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(self.config))
+        influence(load_config(self.folder / "config.yaml"), report=False, processes=FirstOfTwo())
 
     def _run(self, *arguments: str) -> Outcome:
         (self.folder / "config.yaml").write_text(yaml.safe_dump(self.config))

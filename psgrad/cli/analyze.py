@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +23,7 @@ from psgrad.cli.options import (
 )
 from psgrad.cli.processes import ProcessesOption, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
+from psgrad.cli.verbose import Verbose, say_computed
 from psgrad.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -68,9 +69,6 @@ Report = Annotated[
 Quiet = Annotated[
     bool,
     typer.Option("-q", "--quiet", help="Print nothing on stderr except errors and the verdict of --check."),
-]
-Verbose = Annotated[
-    bool, typer.Option("-v", "--verbose", help="Also print how it was computed, and the time of each part.")
 ]
 
 
@@ -169,22 +167,7 @@ def _say(result: AnalyzeResult, quiet: bool, verbose: bool) -> None:
         typer.echo(f"PARTIAL: {which}", err=True)
     typer.echo(summary(result), err=True)
     if verbose:
-        _say_ranks(result)
-        for about in ("versions", "engine", "timings"):
-            facts: dict[str, Any] = result.manifest.get(about) or {}
-            words = ", ".join(f"{key} {_brief(value)}" for key, value in facts.items())
-            typer.echo(f"{about}: {words}", err=True)
-
-
-def _say_ranks(result: AnalyzeResult) -> None:
-    from psgrad.workflows.run_manifest import words_for
-
-    for line in words_for(result.manifest["ranks"]) if result.manifest.get("ranks") else ():
-        typer.echo(line, err=True)
-
-
-def _brief(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+        say_computed(result.manifest)
 
 
 def _show(result: AnalyzeResult, top: int, check: bool) -> None:

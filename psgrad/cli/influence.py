@@ -29,6 +29,7 @@ from psgrad.cli.options import (
 )
 from psgrad.cli.processes import ProcessesOption, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
+from psgrad.cli.verbose import Verbose, say_computed
 
 if TYPE_CHECKING:
     from psgrad.config import Config
@@ -144,6 +145,7 @@ def influence(
     as_json: AsJson = False,
     processes: ProcessesOption = 1,
     part: QueriesPart = None,
+    verbose: Verbose = False,
     shown: ProgressOption = ProgressStyle.auto,
 ) -> None:
     """Rank the training examples by their influence on each query, and on all queries together.
@@ -184,6 +186,8 @@ def influence(
                 processes=group,
             )
         if evaluation is not None:  # on the first rank
+            if verbose:
+                say_computed(evaluation.manifest)
             write_evaluation(evaluation, style, sys.stdout)
         return
     resolved = _read(config, settings, output, method, top)
@@ -206,6 +210,8 @@ def influence(
             processes=group,
         )
     if result is not None:  # on the first rank
+        if verbose:
+            say_computed(result.manifest)
         show_scores(result, resolved.influence.top, style)
 
 
@@ -218,6 +224,7 @@ def influence_index(
     overwrite: OverwriteIndex = False,
     processes: ProcessesOption = 1,
     part: Part = None,
+    verbose: Verbose = False,
     shown: ProgressOption = ProgressStyle.auto,
 ) -> None:
     """Build the index of a config: its training gradients on disk, computed once for many queries.
@@ -250,6 +257,8 @@ def influence_index(
         )
     if result is not None:  # on the first rank
         typer.echo(index_summary(result), err=True)
+        if verbose:
+            say_computed({"ranks": result.ranks, "timings": result.timings})
         typer.echo(str(result.folder))
     elif which is not None:
         typer.echo(str(folder))

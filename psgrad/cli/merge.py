@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from psgrad.cli.analyze import Check, Quiet, Report, Verbose, show_result
+from psgrad.cli.analyze import Check, Quiet, Report, show_result
 from psgrad.cli.command import Panel, command
 from psgrad.cli.influence import show_scores
 from psgrad.cli.options import AsJson
 from psgrad.cli.processes import require_one
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
+from psgrad.cli.verbose import Verbose, say_computed
 
 Run = Annotated[
     Path,
@@ -58,6 +59,8 @@ def merge(
 
         with progress_display(style) as progress:
             scores = merge_influence(output, report=report, progress=progress)
+        if verbose:
+            say_computed(scores.manifest)
         show_scores(scores, scores.manifest["config"]["influence"]["top"], "json" if as_json else "terminal")
         return
     from psgrad.workflows.parts import merge as run_merge

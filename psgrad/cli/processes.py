@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -82,9 +82,25 @@ def take_slurm(environment: MutableMapping[str, str]) -> None:
         "LOCAL_WORLD_SIZE": here,
         "MASTER_ADDR": first_host(hosts),
         "MASTER_PORT": str(_FIRST_PORT + job % _PORTS),
+        **_threads_of_srun(environment, int(here)),
     }
     for name, value in found.items():
         environment.setdefault(name, value)
+
+
+def _threads_of_srun(environment: Mapping[str, str], here: int) -> dict[str, str]:
+    """OMP_NUM_THREADS of one of `here` processes of srun on this host: the cores that were asked for; without
+    that an equal share of all, where srun has not bound processes to cores. Empty where it has.
+    """
+    asked, cores = environment.get("SLURM_CPUS_PER_TASK"), usable_cores()
+    if asked is None and cores < int(environment.get("SLURM_CPUS_ON_NODE") or os.cpu_count() or 1):
+        return {}
+    return {"OMP_NUM_THREADS": asked or str(max(1, cores // here))}
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def first_host(hosts: str) -> str:
@@ -122,7 +138,7 @@ def start(count: int, folder: Path) -> None:
     from psgrad.engine.execution.launcher import Signalled, launch
 
     try:
-        exit_code = launch(count, ["-m", "psgrad", *_without_option(sys.argv[1:])])
+        exit_code = launch(count, ["-m", "psgrad", *_without_option(sys.argv[1:])], usable_cores())
     except Signalled as ended:
         raise (Terminated if ended.number == signal.SIGTERM else KeyboardInterrupt) from None
     except DistributedError as error:

@@ -260,7 +260,7 @@ class IndexResult:
     """What `psgrad influence index` built: rows of `columns` numbers for each of `checkpoints`, `size` bytes
     in `folder`.
 
-    timings: seconds of each phase.
+    timings: seconds of each phase. ranks: as in a manifest, of an index that several processes built.
     """
 
     folder: Path
@@ -269,6 +269,7 @@ class IndexResult:
     checkpoints: int
     size: int
     timings: dict[str, float]
+    ranks: dict[str, Any] | None = None
 
 
 EVALUATION_FILE = "evaluation.json"

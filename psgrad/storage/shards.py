@@ -127,17 +127,22 @@ class Shards:
         if arrays is None or rows != len(table):
             return None
         if run != self._run:
-            raise DataError(
-                f"{self._path('table', number)} is of another run",
-                expected="parts of one config, model and dataset",
-                cause="the files of another run were copied into this folder",
-                next_step=f"remove {self._path('table', number).parent}, and run that part again",
-            )
+            raise part_of_another_run(self._path("table", number))
         return Shard(first, table, arrays)
 
     def _state(self, number: int, shard: Shard) -> Arrays | None:
         state, first, rows, _ = _unpacked(self._path("state", number))
         return state if (first, rows) == (shard.first, len(shard.table)) else None
+
+
+def part_of_another_run(file: Path) -> DataError:
+    """The error for a file of a part that lies in the folder of another run."""
+    return DataError(
+        f"{file} is of another run",
+        expected="parts of one config, model and dataset",
+        cause="the files of another run were copied into this folder",
+        next_step=f"remove {file.parent}, and run that part again",
+    )
 
 
 def _unpacked(path: Path) -> tuple[Arrays | None, int, int, str]:

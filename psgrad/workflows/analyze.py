@@ -39,7 +39,7 @@ from psgrad.workflows.analyze_tables import (
 )
 from psgrad.workflows.analyze_verdict import Judging
 from psgrad.workflows.check import GateFiles, check_samples, gate_files
-from psgrad.workflows.measure_setup import measures_of, prepare
+from psgrad.workflows.measure_setup import measures_of, prepare, require_mergeable
 from psgrad.workflows.residence import Ranks
 from psgrad.workflows.run_identity import (
     NAMES,
@@ -191,6 +191,7 @@ def analyze(
         start = prepared(config, limit, sample, progress, processes)
     run, every, stream = start.run, start.every, start.stream
     if processes.size > 1:
+        require_mergeable(every)
         require_same_on_ranks(_RUN, start.identity(all_rows=False) | start.sample_of_rows(), processes)
     if not processes.leads:
         begun_as = bytes(processes.agreed(_RUN, list)).hex()  # the first rank has made the folder by then

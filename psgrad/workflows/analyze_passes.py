@@ -87,6 +87,7 @@ class Passes:
         self.processes, self.identity, self.prefix = processes, run, prefix
         self._content = content
         self._work, self._rows = RankReport(), 0
+        self._of_first: Arrays | None = None  # what the first pass gathered, where processes share the rows
 
     def run(self) -> Measured | None:
         """All passes, and what the measures gathered; None for processes that do not lead. A part of a run
@@ -111,9 +112,9 @@ class Passes:
         if again:
             for measure in again:
                 measure.between()
-            before = self._state(again)
+            if self.processes.size > 1 or self.processes.parts is not None:
+                self._of_first = {key: value.clone() for key, value in self._state(again).items()}
             self._take(_SECOND, again, second.run, as_in=_FIRST, stored=second.stored_rows)
-            self._require_unchanged(again, before)
             names.append((_SECOND, "its second pass"))
             self.stream.fix_chunk_size(chunk_size)
         for measure in self.measures:
@@ -222,7 +223,10 @@ class Passes:
                 table = pd.concat([frame for frame, _ in waiting], ignore_index=True)
                 arrays = {key: torch.cat([part[key] for _, part in waiting]) for key in waiting[0][1]}
                 values = {key: value.numpy() for key, value in arrays.items()}
-                shards.append(first, table, values, _as_numpy(self._state(measures)))
+                state = self._state(measures)
+                if name == _SECOND:
+                    self._require_unchanged(measures, state)
+                shards.append(first, table, values, _as_numpy(state))
                 first += len(table)
                 waiting.clear()
 
@@ -314,16 +318,15 @@ class Passes:
         if processes.rank:
             self._restore(measures, _as_numpy(state))
 
-    def _require_unchanged(self, measures: Sequence[Measure], before: Arrays) -> None:
+    def _require_unchanged(self, measures: Sequence[Measure], state: Arrays) -> None:
         """Raises MeasureError for a measure that gathers in its second pass, where several processes share
         the rows: each has the sums of all by then, and would add its own.
         """
-        if self.processes.size == 1:
+        if self._of_first is None:
             return
-        after = self._state(measures)
         for place, measure in enumerate(measures):
-            own = [key for key in after if key.startswith(f"{place}.")]
-            if any(key not in before or not torch.equal(before[key], after[key]) for key in own):
+            own = [key for key in state if key.startswith(f"{place}.")]
+            if not all(key in self._of_first and torch.equal(self._of_first[key], state[key]) for key in own):
                 raise MeasureError(
                     f"the measure {measure.name} gathers over the samples in its second pass",
                     expected="gathering in the first pass alone, where several processes share the samples",

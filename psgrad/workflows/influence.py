@@ -62,10 +62,9 @@ from psgrad.workflows.influence_tables import (
 )
 from psgrad.workflows.influence_tokens import require_tokens, token_pairs
 from psgrad.workflows.run_manifest import (
-    RankReport,
     RunningManifest,
     describe_run,
-    rank_facts,
+    rank_facts_of_steps,
     running_manifest,
 )
 from psgrad.workflows.run_progress import LOADING, Clock, PassProgress
@@ -259,8 +258,7 @@ def scored_by_all(
             removals = check_removals(setup, fitted, rankings.scores, own, warnings)
     training = with_overall(training_table(everything, screening, own), setup.training_rows, rankings.overall)
     facts, unit = [each.facts for each in fitted], unit_of(setup, fitted)
-    seconds, waited = setup.processes.spent()
-    ranks = rank_facts(setup.processes, "influence.", RankReport(seconds, waited))
+    ranks = rank_facts_of_steps(setup.processes, "influence.")
     found = None if search is None else search.facts
     return Scored(setup, queries, training, rankings, facts, unit, removals, ranks, matrix, tokens, found)
 

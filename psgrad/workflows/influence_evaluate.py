@@ -49,7 +49,7 @@ from psgrad.workflows.evaluation_sets import evaluate_curve, evaluate_groups
 from psgrad.workflows.influence import described
 from psgrad.workflows.influence_screening import without_nonfinite
 from psgrad.workflows.influence_setup import set_up_influence
-from psgrad.workflows.run_manifest import describe_run, running_manifest
+from psgrad.workflows.run_manifest import describe_run, rank_facts_of_steps, running_manifest
 from psgrad.workflows.run_progress import Clock
 
 CROSS_VALIDATED = f"1 - p(label), {FOLDS}-fold cross-validated"
@@ -269,6 +269,7 @@ def evaluate_influence(
         setup, _ = without_nonfinite(setup, None, say)
         processes.agreed(processes.step("the folder"), list)
         _EVALUATIONS[kind](evaluation_of(setup, RunFolder(path), progress))
+        rank_facts_of_steps(processes, "evaluation.")
         return None
     with clock("self-check"):
         check = setup.run.self_check(setup.views[0].training.stream)
@@ -281,6 +282,7 @@ def evaluate_influence(
         with clock("evaluation"):
             evaluation = evaluation_of(setup, folder, progress)
             found = _EVALUATIONS[kind](evaluation)
+        running.add(ranks=rank_facts_of_steps(processes, "evaluation."))
         result = EvaluationResult(
             kind=kind,
             method=evaluation.main,

@@ -6,6 +6,7 @@ answers.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,11 +26,13 @@ from psgrad.engine.influence.method import Screened
 from psgrad.errors import ConfigError, DistributedError, OutputError
 from psgrad.inputs.reader import CheckedReader
 from psgrad.results import IndexResult, Progress, Say
+from psgrad.storage import RunFolder
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.influence_checkpoints import first_run, later_run, sha256_at
 from psgrad.workflows.influence_queries import chosen_rows
 from psgrad.workflows.run_identity import hashes_of
+from psgrad.workflows.run_manifest import RankReport, rank_facts
 from psgrad.workflows.run_progress import LOADING, Clock, read_ahead
 from psgrad.workflows.setup import Setup
 
@@ -93,7 +96,8 @@ def influence_index(
         return Examples(there.objective, read, len(new), there.stream_options(say), numbers)
 
     with clock("gradients"):
-        build_index(
+        began = time.monotonic()
+        rows, waited = build_index(
             store,
             load,
             say=say,
@@ -101,11 +105,15 @@ def influence_index(
             processes=processes,
             digests=digests_read(run.reader, new),
         )
+        seconds = time.monotonic() - began - waited
+    ranks = rank_facts(processes, "index.", RankReport(seconds, waited, rows))
     if not processes.leads:
         return None
     if update:
         store.finish_update()
-    return result_of(store, clock)
+    if ranks is not None:
+        RunFolder(store.path).write_json("logs/ranks.json", ranks)
+    return replace(result_of(store, clock), ranks=ranks)
 
 
 def _made_by_first(

@@ -26,6 +26,7 @@ from psgrad.results import InfluenceResult, Progress, Say
 from psgrad.results.manifest import read_manifest
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import SHARDS, packed
+from psgrad.storage.shards import part_of_another_run
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.influence import (
     Scored,
@@ -171,7 +172,7 @@ def _name(number: int, count: int) -> str:
 
 def _store(folder: RunFolder, place: str, scored: Scored | None, warnings: list[str]) -> None:
     """scored: None of a part without queries."""
-    about: dict[str, Any] = {"warnings": warnings, "fit": None}
+    about: dict[str, Any] = {"run": folder.manifest().get("run"), "warnings": warnings, "fit": None}
     if scored is not None:
         rankings = scored.rankings
         for name, table in zip(_TABLES, (rankings.pairs, scored.queries, scored.training), strict=True):
@@ -186,8 +187,8 @@ def _store(folder: RunFolder, place: str, scored: Scored | None, warnings: list[
 
 
 def _stored(folder: RunFolder, count: int, say: Callable[[str], None]) -> list[_StoredPart]:
-    """All parts with queries, in order; their warnings are said again. Raises DataError where one is
-    missing.
+    """All parts with queries, in order; their warnings are said again. Raises DataError where one is missing,
+    or is of another run.
     """
     places = [folder.path / SHARDS / _name(number, count) for number in range(1, count + 1)]
     missing = [number for number, place in enumerate(places, 1) if not (place / _ABOUT).exists()]
@@ -202,6 +203,8 @@ def _stored(folder: RunFolder, count: int, say: Callable[[str], None]) -> list[_
     found = []
     for place in places:
         about = json.loads((place / _ABOUT).read_bytes())
+        if about.pop("run", None) != folder.manifest().get("run"):
+            raise part_of_another_run(place / _ABOUT)
         for message in about.pop("warnings"):
             say(message)
         if about["fit"] is not None:

@@ -310,6 +310,16 @@ def prepare(
     return setting, every
 
 
+def require_mergeable(measures: Sequence[Measure]) -> None:
+    """Raises MeasureError for a measure that gathers over the samples and can't add what another process
+    gathered; before the first pass, at whose end that is done.
+    """
+    for each in measures:
+        kind = type(each.inner if isinstance(each, OwnMeasure) else each)
+        if kind.state is not Measure.state and kind.merge is Measure.merge:
+            raise each.without_merge()
+
+
 # Measures of a sample's gradient alone, whatever rows it is the sum of.
 _OF_GROUPS = frozenset(
     {

@@ -19,6 +19,7 @@ from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.analyze import analyze, new_folder, prepared
+from psgrad.workflows.measure_setup import require_mergeable
 from psgrad.workflows.run_identity import NUMBER_OF_PARTS, reopen
 from psgrad.workflows.setup import Setup
 
@@ -42,6 +43,7 @@ def measure_part(
     A part that is run again goes on where it ended. Raises PsgradError.
     """
     start = prepared(config, limit, sample, progress)
+    require_mergeable(start.every)
     size = config.engine.chunk_size
     rows = len(start.setting)
     part = RowPart.of(number, count, rows, size if isinstance(size, int) else 1)

@@ -28,6 +28,7 @@ from psgrad.storage.private_runs import WARNING
 from psgrad.workflows.private_resume import private_hashes
 from psgrad.workflows.private_setup import PrivateSetup, set_up_privately
 from psgrad.workflows.private_statement import ledger_header, software
+from psgrad.workflows.run_manifest import balance_of
 from psgrad.workflows.run_progress import without_interrupts
 
 _LOADED, _AGREED = "loaded", "agreed"  # where ranks meet
@@ -114,7 +115,12 @@ def facts_of(lead: LeadingRank | None, hosts: list[str], processes: Processes) -
         {"rank": rank, "host": host, "records": work.records, "seconds": round(work.seconds, 3)}
         for rank, (host, work) in enumerate(zip(hosts, lead.work, strict=True))
     ]
-    return {"processes": processes.size, "backend": processes.backend, "each": each}
+    return {
+        "processes": processes.size,
+        "backend": processes.backend,
+        "balance": balance_of([work.seconds for work in lead.work]),
+        "each": each,
+    }
 
 
 def follow(

@@ -10,7 +10,7 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -214,32 +214,39 @@ class RankReport:
 
 
 def rank_facts(processes: Processes, name: str, own: RankReport) -> dict[str, Any] | None:
-    """The work of all processes, on the first of several.
-
-    balance: the mean of their seconds over the largest, 1 where all took as long.
-    """
+    """The work of all processes, on the first of several."""
     if processes.size == 1:
         return None
     said = {"rank": processes.rank, "host": socket.gethostname(), **asdict(own)}
     each = [json.loads(text) for text in processes.texts(f"{name}ranks", json.dumps(said))]
     if not each:
         return None
-    seconds = [rank["seconds"] for rank in each]
+    balance = balance_of([rank["seconds"] for rank in each])
     for rank in each:
         rank |= {key: round(rank[key], 3) for key in ("seconds", "waited")}
-    balance = sum(seconds) / len(seconds) / max(*seconds, 1e-9)
     return {
         "processes": processes.size,
         "backend": processes.backend,
-        "balance": round(balance, 3),
+        "balance": balance,
         "each": each,
     }
+
+
+def rank_facts_of_steps(processes: Processes, name: str) -> dict[str, Any] | None:
+    """The same of what the processes have computed step by step, together."""
+    return rank_facts(processes, name, RankReport(*processes.spent()))
+
+
+def balance_of(seconds: Sequence[float]) -> float:
+    """The mean of the seconds of several processes over the largest: 1 where all took as long."""
+    return round(sum(seconds) / len(seconds) / max(*seconds, 1e-9), 3)
 
 
 def words_for(ranks: dict[str, Any]) -> list[str]:
     """A line for each process, for `-v`."""
     return [
-        f"rank {each['rank']} on {each['host']}: {each['rows']:,} rows in {each['seconds']:.1f} s, waited"
-        f" {each['waited']:.1f} s"
+        f"rank {each['rank']} on {each['host']}: "
+        + ("" if each["rows"] is None else f"{each['rows']:,} rows in ")
+        + f"{each['seconds']:.1f} s, waited {each['waited']:.1f} s"
         for each in ranks["each"]
     ]

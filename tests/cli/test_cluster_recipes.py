@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from psgrad.cli import processes
 from psgrad.cli.processes import first_host, in_a_group, take_slurm
 from psgrad.errors import ConfigError
 from tests.workflows.same_runs import assert_same_runs
@@ -67,10 +68,11 @@ def test_rank_that_can_not_be_is_refused(monkeypatch: pytest.MonkeyPatch, rank: 
         in_a_group()
 
 
-def test_a_process_of_srun_is_a_rank() -> None:
-    environment = dict(STEP)
+def test_a_process_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "usable_cores", lambda: 4)
+    environment = {**STEP, "SLURM_CPUS_ON_NODE": "32"}  # each process is bound to its cores
     take_slurm(environment)
-    assert {name: environment[name] for name in environment.keys() - STEP.keys()} == {
+    assert {name: environment[name] for name in environment.keys() - {*STEP, "SLURM_CPUS_ON_NODE"}} == {
         "RANK": "9",
         "WORLD_SIZE": "32",
         "LOCAL_RANK": "1",
@@ -78,6 +80,25 @@ def test_a_process_of_srun_is_a_rank() -> None:
         "MASTER_ADDR": "gpu07",
         "MASTER_PORT": "24569",
     }
+
+
+@pytest.mark.parametrize(
+    ("change", "threads"),
+    [
+        ({"SLURM_CPUS_ON_NODE": "64"}, "8"),
+        ({"SLURM_CPUS_ON_NODE": "64", "SLURM_CPUS_PER_TASK": "3"}, "3"),
+        ({"SLURM_CPUS_ON_NODE": "64", "OMP_NUM_THREADS": "5"}, "5"),
+        ({"SLURM_CPUS_ON_NODE": "4", "SLURM_STEP_TASKS_PER_NODE": "128"}, "1"),
+    ],
+    ids=["not bound", "cores asked for", "user's own", "more processes than cores"],
+)
+def test_processes_of_srun_that_are_not_bound_divide_the_cores(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, str], threads: str
+) -> None:
+    monkeypatch.setattr(processes, "usable_cores", lambda: 64)
+    environment = {**STEP, **change}
+    take_slurm(environment)
+    assert environment["OMP_NUM_THREADS"] == threads
 
 
 @pytest.mark.parametrize(
@@ -138,13 +159,15 @@ def pods(place: Workplace, name: str, count: int, changes: dict[str, str]) -> No
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1200)
-def test_the_scripts_of_the_guide_run(workplace: Workplace) -> None:
+def test_the_scripts_of_the_guide_run(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     workplace.config["engine"] = {"chunk_size": 4}
     workplace.succeeded("--no-report")
     workplace.config["output"] = "together"
     workplace.refused(2, "", options=("--part", "0/1"))  # which writes the config
-    script(workplace, "analyze.sbatch", STAND_IN_TASKS="2")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    script(workplace, "analyze.sbatch", STAND_IN_TASKS="2", SLURM_CPUS_PER_TASK="3")
     assert_same_runs(workplace.folder / "out", workplace.folder / "together")
+    assert workplace.manifest("together")["engine"]["threads"] == 3
     workplace.config["output"] = "parts"
     workplace.refused(2, "", options=("--part", "0/1"))
     for part in ("2", "1"):

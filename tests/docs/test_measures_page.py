@@ -16,6 +16,8 @@ from psgrad.config import load_config
 from psgrad.plugins import MEASURES, own_classes
 from psgrad.workflows.analyze import analyze
 from psgrad.workflows.measure_setup import RESERVED
+from tests.forked_ranks import run_ranks
+from tests.workflows.same_runs import assert_same_runs
 from tools import measures_page
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +71,8 @@ def test_the_config_of_the_page_runs(folder: Path) -> None:
     assert result.measures["noise_scale"].numbers["resamples"] == 500
 
 
-def test_the_measure_of_the_page_runs_and_is_what_it_says(folder: Path) -> None:
+def write_measure_of_the_page(folder: Path) -> None:
+    """The module, and a config that uses it."""
     (folder / "measures_of_mine.py").write_text(block("python", "WeightDecayPull"), encoding="utf-8")
     config = (
         block("yaml", "version: 1").partition("analyze:")[0]
@@ -77,6 +80,20 @@ def test_the_measure_of_the_page_runs_and_is_what_it_says(folder: Path) -> None:
         + "output: run\n"
     )
     (folder / "config.yaml").write_text(config, encoding="utf-8")
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.sweep)])
+def test_the_measure_of_the_page_by_ranks_is_that_of_one_process(folder: Path, count: int) -> None:
+    write_measure_of_the_page(folder)
+    options = ("--no-report", "--limit", "40", "--set", "engine.chunk_size=8")
+    analyze(load_config(folder / "config.yaml", ["engine.chunk_size=8"]), limit=40, report=False)
+    ended = run_ranks(folder, count, "analyze", "config.yaml", *options, "--output", "ranks")
+    assert [each.code for each in ended] == [0] * count, ended
+    assert_same_runs(folder / "run", folder / "ranks")
+
+
+def test_the_measure_of_the_page_runs_and_is_what_it_says(folder: Path) -> None:
+    write_measure_of_the_page(folder)
     result = analyze(load_config(folder / "config.yaml"), limit=40, report=False)
     model = module_at(folder / "digits" / "model.py").build().double()
     model.load_state_dict(

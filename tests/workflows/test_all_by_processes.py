@@ -28,6 +28,7 @@ SWEPT = pytest.mark.sweep
 CHECKPOINTS = ["first.safetensors", "second.safetensors", "third.safetensors"]
 OF_CHECKPOINTS = ["trajectory", "grand", "el2n_over_checkpoints", "forgetting", "vog", "moments"]
 OF_TOKENS = ["token_loss", "token_share"]
+TWICE = ["cosine_to_mean", "cosine_to_class_mean", "loo_mean_change"]
 OF_A_MODEL = sorted({*own_classes(MEASURES)} - {*OF_CHECKPOINTS, *OF_TOKENS})
 TOKENS = """
 class Model(nn.Module):
@@ -90,6 +91,17 @@ def test_every_measure_by_processes(workplace: Workplace, count: int, prepare: A
     assert_same_runs(workplace.folder / "one", workplace.folder / "several")
 
 
+@SWEPT
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_columns_of_a_second_pass_in_float64_by_processes(workplace: Workplace, count: int) -> None:
+    """They are compared with sums over all samples, which are added in another order."""
+    workplace.config["engine"] = {"chunk_size": 4, "dtype": "float64"}
+    workplace.config["analyze"] = {"measures": TWICE}
+    run_both(workplace, count, "analyze", "config.yaml", "--no-report")
+    assert_same_runs(workplace.folder / "one", workplace.folder / "several", rounded=TWICE)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize(
@@ -97,10 +109,12 @@ def test_every_measure_by_processes(workplace: Workplace, count: int, prepare: A
     [*(pytest.param(name, marks=SWEPT) for name in ("digits", "digits-checkpoints", "text")), "digits-gate"],
 )
 def test_config_of_an_example_by_processes(workplace: Workplace, name: str, count: int) -> None:
-    """With the verdict of its gate, where it has one."""
+    """With the verdict of its gate, where it has one: 200 rows fail it if no outlier is allowed."""
     options = ["--no-report", "--limit", "200", "--set", "engine.chunk_size=32"]
-    check = ["--check"] if name == "digits-gate" else []
-    run_both(workplace, count, "analyze", str(CONFIGS / f"{name}.yaml"), *options, *check)
+    gated = name == "digits-gate"
+    check = ["--check", "--set", "gate.max_outliers=0"] if gated else []
+    ended = run_both(workplace, count, "analyze", str(CONFIGS / f"{name}.yaml"), *options, *check)
+    assert ended[0].code == (1 if gated else 0)
     assert_same_runs(workplace.folder / "one", workplace.folder / "several")
 
 

@@ -27,6 +27,7 @@ SENDS = ("send", "isend")
 LAYERS = [(FEATURES + 1) * 5, (5 + 1) * 3]  # parameters of the model
 TENSORS, PARAMETERS = 4, sum(LAYERS)
 OF_THE_MEAN = {"cosine_to_mean", "covariance_spectrum", "loo_mean_change", "noise_scale", "signal_to_noise"}
+NAMES = 100  # bytes, at most, for the name of a parameter tensor and how its norms are computed
 FRAME = 1_000  # bytes, at most, for the names and shapes of what is sent, and for its length
 
 
@@ -48,8 +49,13 @@ def test_bytes_that_each_measure_reduces(
     prepare(workplace)
     found = bytes_sent(workplace, monkeypatch)
     for name, sent in found.items():
-        wire, always = sent.pop("wire"), sent.pop("always")
-        assert sum(sent.values()) + always < wire < sum(sent.values()) + always + FRAME, name
+        wire = sent.pop("wire")
+        assert sum(sent.values()) < wire < sum(sent.values()) + FRAME, name
+        tensors = 3 if prepare is with_tokens else TENSORS
+        assert sent.pop("norms.numbers") == 48 * tensors, name
+        assert 16 * tensors <= sent.pop("norms.bins") <= 16 * ROWS * tensors, name
+        assert sent.pop("norms.words") <= NAMES * tensors, name
+        assert sent.pop("stream") <= 32, name
         runs_of_chunks, bins = sent.pop("chunks", 0), sent.pop("bins", 0)
         assert runs_of_chunks <= 24 * ROWS / CHUNK, name
         assert bins <= (16 * ROWS * TENSORS if name == "relative_norm" else 0), name
@@ -62,8 +68,9 @@ def test_bytes_that_each_measure_reduces(
 
 
 def bytes_sent(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> dict[str, Counter[str]]:
-    """Measure -> what rank 1 of 2 sends in a run of it alone: `wire`, all bytes; `always`, those that each
-    run sends for its table of parameters; and those of the measure's state by their last name.
+    """Measure -> what rank 1 of 2 sends in a run of it alone: `wire`, all bytes; `stream`, those of the chunk
+    size; `norms.*`, those that each run sends for its table of parameters; and those of the measure's state
+    by their last name.
     """
     files = {}
     for measure in place.config["analyze"].pop("measures"):
@@ -82,8 +89,11 @@ def bytes_sent(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> dict[str, C
             def count_state(arrays: Mapping[str, torch.Tensor], to: Sequence[int], of: str = name) -> None:
                 for key, value in arrays.items():
                     measure, _, last = key.rpartition(".")
-                    always = measure == "stream" or key.startswith("0.")  # the first measure is of each run
-                    sent[of]["always" if always else last] += value.nbytes
+                    if measure == "stream":
+                        last = measure
+                    elif key.startswith("0."):  # the first measure is of each run
+                        last = f"norms.{last}"
+                    sent[of][last] += value.nbytes
                 send_state(arrays, to)  # type: ignore[arg-type]
 
             def count_tensor(each: str, value: torch.Tensor, to: int, of: str = name) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,17 @@ def assert_same_scores(place: InfluenceWorkplace) -> None:
 def test_parts_in_any_order_equal_one_run(place: InfluenceWorkplace, count: int) -> None:
     """Seven parts of five queries: two of them have none."""
     in_parts(place, count)
+    place.ranked("--no-report")
+    assert_same_scores(place)
+
+
+def test_parts_that_were_made_in_folders_of_their_own_equal_one_run(place: InfluenceWorkplace) -> None:
+    part(place, 1, 2)
+    shutil.move(place.folder / "parts", place.folder / "elsewhere")
+    part(place, 2, 2)
+    name = "parts/part-1-of-2"
+    shutil.copytree(place.folder / "elsewhere" / name, place.folder / "parts" / name)
+    merged(place)
     place.ranked("--no-report")
     assert_same_scores(place)
 
@@ -204,6 +216,22 @@ def test_merge_refuses_other_queries_than_the_parts_had(place: InfluenceWorkplac
     part(place, 1, 1)
     place.save_queries(x=place.queries["x"] + 1)
     place.command("merge", "parts").refused(2, "queries (their content)")
+
+
+def test_merge_refuses_a_part_of_another_run(place: InfluenceWorkplace) -> None:
+    """It has the shape of the right one."""
+    part(place, 2, 2)
+    shutil.move(place.folder / "parts", place.folder / "first")
+    place.config["influence"]["method"] = "gradient_cosine"
+    part(place, 1, 2)
+    other = "parts/part-2-of-2"
+    shutil.copytree(place.folder / "first" / other, place.folder / "parts" / other)
+    place.command("merge", "parts", "--no-report").refused(
+        3, "part-2-of-2/part.json is of another run", "run that part again"
+    )
+    shutil.rmtree(place.folder / "parts" / other)
+    part(place, 2, 2)
+    merged(place)
 
 
 def test_merged_parts_take_no_part_more(place: InfluenceWorkplace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file
 
 from tests.forked_ranks import run_ranks
 from tests.influence_workplace import InfluenceWorkplace
+from tests.workplace import ROWS
 
 PARTS = 3
 
@@ -55,7 +57,7 @@ def assert_same_scores(one: Path, other: Path) -> None:
 def test_two_processes_rank_as_one(place: InfluenceWorkplace) -> None:
     place.config["influence"] |= {"method": {"name": "ekfac", "damping": 0.1}, "queries": {"worst": 3}}
     write(place)
-    options = ["influence", "config.yaml", "--no-report", "--matrix", "--output"]
+    options = ["influence", "config.yaml", "--no-report", "--matrix", "-v", "--output"]
     ended = run_ranks(place.folder, 2, *options, "two")
     assert [rank.code for rank in ended] == [0, 0], ended
     assert [rank.out.count("two\n") for rank in ended] == [1, 0]  # one process alone prints
@@ -68,6 +70,9 @@ def test_two_processes_rank_as_one(place: InfluenceWorkplace) -> None:
     assert (ranks["processes"], ranks["backend"]) == (2, "gloo")
     assert [each["rank"] for each in ranks["each"]] == [0, 1]
     assert all(each["seconds"] > 0 for each in ranks["each"])
+    assert 0 < ranks["balance"] <= 1
+    lines = [line.split()[:3] for line in ended[0].err.splitlines() if line.startswith("rank ")]
+    assert lines == [["rank", "0", "on"], ["rank", "1", "on"]]
     assert "ranks" not in place.manifest("one")
 
 
@@ -78,8 +83,16 @@ def test_index_by_processes_answers_as_that_of_one(place: InfluenceWorkplace, co
     for name, processes in (("one", 1), ("several", count)):
         with_index(place, f"index-{name}")
         write(place)
-        run("influence", "index", "config.yaml", "--processes", str(processes))
+        said = run("influence", "index", "config.yaml", "-v", "--processes", str(processes)).stderr
         run("influence", "config.yaml", "--no-report", "--output", name, "--processes", str(processes))
+    ranks = json.loads((place.folder / "index-several/logs/ranks.json").read_text())
+    assert (ranks["processes"], ranks["backend"]) == (count, "gloo")
+    assert sum(each["rows"] for each in ranks["each"]) == ROWS
+    assert all(each["host"] and each["seconds"] > 0 for each in ranks["each"])
+    assert 0 < ranks["balance"] <= 1
+    assert [line.split()[:2] for line in said.splitlines() if line.startswith("rank ")] == [
+        ["rank", str(rank)] for rank in range(count)
+    ]
     folders = [place.folder / f"index-{name}" for name in ("one", "several")]
     shards = sorted(path.relative_to(folders[0]) for path in folders[0].rglob("gradients*"))
     assert len(shards) > count
@@ -90,16 +103,21 @@ def test_index_by_processes_answers_as_that_of_one(place: InfluenceWorkplace, co
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("kind", ["lds", "loo", "mislabel", "removal"])
-def test_evaluation_by_two_processes_is_that_of_one(place: InfluenceWorkplace, kind: str) -> None:
+def test_evaluation_by_processes_is_that_of_one(place: InfluenceWorkplace, kind: str, count: int) -> None:
     train = {"optimizer": "sgd", "epochs": 3, "learning_rate": 0.1}
     place.config["influence"]["evaluate"] = {"subsets": 6, "seeds": 2, "ks": [2, 4], "train": train}
     write(place)
     options = ["influence", "config.yaml", "--evaluate", kind, "--output"]
-    for name, processes in (("one", "1"), ("two", "2")):
-        run(*options, name, "--processes", processes)
-    one, two = (pd.read_csv(place.folder / name / "evaluation.csv") for name in ("one", "two"))
-    pd.testing.assert_frame_equal(two, one, rtol=1e-3, atol=1e-4)
+    assert place.command(*options, "one").code == 0
+    ended = run_ranks(place.folder, count, *options, "several")
+    assert [rank.code for rank in ended] == [0] * count, ended
+    ranks = place.manifest("several")["ranks"]
+    assert [each["rank"] for each in ranks["each"]] == list(range(count))
+    assert 0 < ranks["balance"] <= 1
+    one, several = (pd.read_csv(place.folder / name / "evaluation.csv") for name in ("one", "several"))
+    pd.testing.assert_frame_equal(several, one, rtol=1e-6, atol=1e-9)
 
 
 # -- parts ---------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch import nn
 import psgrad
 from psgrad.engine.influence.methods import replay as replay_method
 from psgrad.engine.influence.training_run import TrainingRun, training_batches
+from psgrad.errors import ConfigError
 from tests.influence_workplace import QUERIES, InfluenceWorkplace
 from tests.workplace import CLASSES, FEATURES, ROWS
 
@@ -362,3 +363,9 @@ def test_replay_tells_what_it_will_take(replay: InfluenceWorkplace, monkeypatch:
     assert outcome.err.index(words) < outcome.err.index("left out for real")  # before it is done
     for cheaper in ("fewer influence.queries", "influence.method.subsets: 0 saves", "states: disk keeps"):
         assert cheaper in outcome.err
+
+
+def test_replay_by_several_processes_is_refused(replay: InfluenceWorkplace) -> None:
+    with pytest.raises(ConfigError, match="can't be shared by several processes"):
+        replay.first_of_two()
+    assert not (replay.folder / "out").exists()

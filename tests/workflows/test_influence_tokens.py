@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from psgrad.errors import ConfigError
 from tests.influence_workplace import InfluenceWorkplace
 from tests.workplace import CLASSES, ROWS
 
@@ -118,3 +119,9 @@ def test_influence_tokens_of_a_loss_of_samples(place: InfluenceWorkplace) -> Non
 
 def test_influence_tokens_in_parts(place: InfluenceWorkplace) -> None:
     place.influence("--part", "1/2").refused(2, "the parts of a run store scores of samples")
+
+
+def test_influence_tokens_by_several_processes_are_refused(place: InfluenceWorkplace) -> None:
+    with pytest.raises(ConfigError, match=r"influence\.level: token: 2 processes share this run"):
+        place.first_of_two()
+    assert not (place.folder / "out").exists()

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
+import yaml
 
+from tests.forked_ranks import EndedRank, run_ranks
 from tests.workplace import Workplace
 
 HEAD = """\
@@ -178,3 +180,69 @@ def columns(self, gradients):
     workplace.succeeded()
     assert (workplace.samples()["mine"] > 0).all()
     assert workplace.manifest()["engine"]["out_of_memory_retries"] > 0
+
+
+# -- where several processes share the samples ---------------------------------------------------------------
+
+NO_MERGE = "the measure mine gathers over all samples, and has no method merge"
+SECOND_PASS = "the measure mine gathers over the samples in its second pass"
+# A measure that gathers where it is told to, into a tensor that it changes in place.
+GATHERING = """
+looks_twice = True
+
+def prepare(self, setting):
+    self.total = torch.zeros(1, dtype=torch.float64)
+
+def {where}(self, gradients):
+    self.total += gradients.losses.double().sum()
+    return {{}}
+
+def state(self):
+    return {{"total": self.total}}
+
+def restore(self, state):
+    self.total = state["total"]
+
+def gather(self, rows):
+    return Gathered(numbers={{"total": float(self.total)}})
+"""
+MERGE = "\ndef merge(self, state):\n    self.total += state['total']\n"
+
+
+def in_ranks(place: Workplace) -> list[EndedRank]:
+    """`psgrad analyze` by two ranks."""
+    (place.folder / "config.yaml").write_text(yaml.safe_dump(place.config))
+    return run_ranks(place.folder, 2, "analyze", "config.yaml", "--no-report", "--output", "ranks")
+
+
+def test_part_of_one_without_merge_is_refused_before_the_first_pass(workplace: Workplace) -> None:
+    use(workplace, GATHERING.format(where="columns"))
+    workplace.refused(3, NO_MERGE, "add the method, or run", options=("--part", "1/2"))
+    assert not (workplace.folder / "out").exists()
+
+
+@pytest.mark.sweep
+def test_ranks_with_one_without_merge_are_refused_before_the_first_pass(workplace: Workplace) -> None:
+    use(workplace, GATHERING.format(where="columns"))
+    ended = in_ranks(workplace)
+    assert [each.code for each in ended] == [3, 3], ended
+    assert NO_MERGE in ended[0].err + ended[1].err
+    assert not (workplace.folder / "ranks").exists()
+
+
+def test_part_of_one_that_gathers_in_its_second_pass_is_refused(workplace: Workplace) -> None:
+    """Also where it changes the tensor of its state; and so is the merge, as no row of that pass is kept."""
+    use(workplace, GATHERING.format(where="columns_again") + MERGE)
+    workplace.succeeded("--part", "1/2")
+    workplace.refused(3, SECOND_PASS, "run it in one process", options=("--part", "2/2"))
+    workplace.refused(3, SECOND_PASS, options=("--part", "1/2"))
+    workplace.command("merge", "out").refused(3, "rows of the pass samples-again are missing")
+
+
+@pytest.mark.sweep
+def test_ranks_with_one_that_gathers_in_its_second_pass_are_refused(workplace: Workplace) -> None:
+    use(workplace, GATHERING.format(where="columns_again") + MERGE)
+    workplace.config["engine"] = {"chunk_size": 4}
+    ended = in_ranks(workplace)
+    assert {each.code for each in ended} == {3}, ended
+    assert SECOND_PASS in ended[0].err + ended[1].err

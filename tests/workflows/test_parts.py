@@ -72,6 +72,17 @@ def test_parts_of_measures_that_look_twice_run_again(place: Workplace) -> None:
     assert_same_runs(place.folder / "out", place.folder / "parts")
 
 
+def test_parts_that_were_made_in_folders_of_their_own_equal_one_run(place: Workplace) -> None:
+    """On machines without shared storage: one folder is merged, and gets the parts of the others."""
+    part(place, 1, 2)
+    place.succeeded("--part", "2/2", "--output", "elsewhere")
+    name = "parts/samples/part-2-of-2"
+    shutil.copytree(place.folder / "elsewhere" / name, place.folder / "parts" / name)
+    merged(place)
+    place.succeeded("--no-report")
+    assert_same_runs(place.folder / "out", place.folder / "parts")
+
+
 def test_merge_names_a_missing_part(place: Workplace) -> None:
     part(place, 1, 3)
     part(place, 3, 3)

@@ -102,6 +102,7 @@ FEW = {"sampling": {"scheme": "poisson", "sample_rate": 0.04}, "expected_batch_s
     [
         (2, {}),
         pytest.param(3, {}, marks=pytest.mark.sweep),
+        pytest.param(4, {}, marks=pytest.mark.sweep),
         pytest.param(2, UNITS, marks=pytest.mark.sweep, id="units"),
         pytest.param(2, DISCRETE, marks=pytest.mark.sweep, id="discrete"),
         pytest.param(3, FEW, marks=pytest.mark.sweep, id="empty shares"),
@@ -126,7 +127,9 @@ def test_dp_step_of_ranks_equals_one_process(
     lines = (private.folder / "several/logs/rank-1.log").read_text().splitlines()
     assert lines[0].startswith(f"rank 1 of {size} on ")
     assert lines[1:] == ["step 1", "step 2", "step 3", "step 4"]
-    each = manifest(private.folder / "several")["ranks"]["each"]
+    facts = manifest(private.folder / "several")["ranks"]
+    each = facts["each"]
+    assert 0 < facts["balance"] <= 1
     assert sum(rank["records"] for rank in each) == steps[0]["batch_size"].sum()
     assert all(rank["host"] and rank["seconds"] >= 0 for rank in each)
 
@@ -211,22 +214,22 @@ def test_records_draw_by_the_key_of_rank_0(
 
 
 @pytest.mark.sweep
-def test_config_of_digits_by_two_ranks_equals_one_process(
-    private: PrivateWorkplace,
-) -> None:
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_config_of_digits_by_ranks_equals_one_process(private: PrivateWorkplace, count: int) -> None:
     """Its factory draws the weights, in float32: sums differ by rounding, and after noise by a step of the
     grid.
     """
     config = str(Path(__file__).parents[2] / "configs" / "digits-dp.yaml")
-    for size in (1, 2):
+    for size in (1, count):
         output = private.folder / f"by-{size}"
-        ended = run_ranks(private.folder, size, "dp-step", config, "--output", str(output), *SEEDED)
-        assert ended[0].code == 0, ended[0].err
-    (line,) = private_ledger(private.folder / "by-1")
-    one, two = (released(private.folder / f"by-{size}") for size in (1, 2))
+        options = ("--steps", "3", "--output", str(output), *SEEDED)
+        ended = run_ranks(private.folder, size, "dp-step", config, *options)
+        assert [rank.code for rank in ended] == [0] * size, [rank.err for rank in ended]
+    lines = private_ledger(private.folder / "by-1")
+    one, several = (released(private.folder / f"by-{size}") for size in (1, count))
     for name, value in one.items():
-        bound = line["noise_grid"] if name.startswith("sum ") else 1e-6
-        assert (two[name] - value).abs().max() <= bound, name
+        bound = lines[-1]["noise_grid"] if name.startswith("sum ") else 1e-6
+        assert (several[name] - value).abs().max() <= bound, name
 
 
 def test_messages_of_a_rank_are_private_and_wait_for_the_folder(tmp_path: Path) -> None:
@@ -276,7 +279,7 @@ def noisy_rank(rank: int) -> None:
 
 
 def one_more(mine: np.ndarray) -> np.ndarray:
-    return np.append(mine, mine[-1] - 1)  # of rank 0: records are dealt out one by one
+    return np.append(mine, mine[-1] - 1)  # of rank 0, which has the records of even numbers
 
 
 def others(mine: np.ndarray) -> np.ndarray:

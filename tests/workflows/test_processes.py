@@ -149,14 +149,23 @@ def test_error_of_one_process_ends_all(place: Workplace, monkeypatch: pytest.Mon
 def test_sigterm_to_the_launcher_ends_the_run_with_143(
     place: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (place.folder / "own.py").write_text(SLOW)
+    """Each rank has finished and kept the chunk that it was in; the run goes on from there."""
+    begun = "open(f'begun-{os.environ.get(\"RANK\")}', 'w').close()"
+    (place.folder / "own.py").write_text(SLOW.replace("time.sleep", f"{begun}; time.sleep"))
     place.config["analyze"] = {"measures": ["own.py:Slow"]}
-    monkeypatch.setenv("SECONDS_A_ROW", "1")
+    monkeypatch.setenv("SECONDS_A_ROW", "5")
     launcher = subprocess.Popen(command(place, "--processes", "2", "--output", "two"))
     ranks = wait_for_ranks(launcher, place.folder / "two/parts/samples")
+    wait_for(*(place.folder / f"begun-{rank}" for rank in range(2)))
     launcher.terminate()
     assert launcher.wait(timeout=150) == 143
     assert not any(alive(rank) for rank in ranks)
+    kept = sorted((place.folder / "two/parts/slow").glob("rank-*/*.parquet"))
+    assert len({file.parent for file in kept}) == 2, kept
+    monkeypatch.setenv("SECONDS_A_ROW", "0")
+    place.succeeded("--no-report")
+    place.succeeded("--no-report", "--output", "two", "--resume")
+    assert_same_runs(place.folder / "out", place.folder / "two")
 
 
 @pytest.mark.sweep
@@ -252,6 +261,13 @@ def wait_for_ranks(launcher: subprocess.Popen[str], reached: Path) -> list[int]:
             return [int(child) for child in children]
         time.sleep(0.1)
     raise AssertionError("the ranks did not begin")
+
+
+def wait_for(*files: Path) -> None:
+    end = time.monotonic() + 100
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < end, f"{files} were not all made"
+        time.sleep(0.05)
 
 
 def alive(process: int) -> bool:

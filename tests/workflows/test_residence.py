@@ -12,6 +12,7 @@ from torch import nn
 from psgrad.config import load_config
 from psgrad.errors import ConfigError
 from psgrad.workflows import residence
+from psgrad.workflows.loaded_parts import pick_device
 from psgrad.workflows.residence import Ranks, Residence, residence_of
 from tests.workplace import Workplace
 
@@ -99,3 +100,27 @@ def test_plan_says_what_other_ranks_send(workplace: Workplace) -> None:
     )
     assert moved > 0
     assert sent == moved - moved // 4
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "expected"),
+    [
+        ("auto", "3", "cuda:3"),
+        ("cuda", "3", "cuda:3"),
+        ("cuda", "9", "cuda:1"),  # of more processes than GPUs
+        ("cuda:2", "3", "cuda:2"),
+        ("cpu", "3", "cpu"),
+        ("auto", None, "cuda"),
+    ],
+)
+def test_process_takes_the_gpu_of_its_own_number(
+    monkeypatch: pytest.MonkeyPatch, name: str, rank: str | None, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch, "empty", lambda *_, device: None)
+    if rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    assert str(pick_device(name)) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import re
@@ -13,10 +14,13 @@ import pytest
 import torch
 from torch import nn
 
+from psgrad.config import load_config
 from psgrad.engine.execution.placement import place
 from psgrad.inputs.sources.host_files import shared_on_host, turn
-from psgrad.workflows import residence
+from psgrad.workflows import loaded_parts, residence
+from psgrad.workflows.loaded_parts import Trained, load
 from psgrad.workflows.residence import share_weights
+from tests.workplace import Workplace
 
 PROCESSES = 4
 _SIDE = 2048  # 16 MiB of float32
@@ -183,3 +187,39 @@ def test_so_many_processes_of_a_host_have_their_turn_at_a_time(
         rank.join()
     assert [rank.exitcode for rank in ranks] == [0] * 4
     assert max(found) == most
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the memory is read from /proc")
+def test_model_of_a_config_and_those_of_its_checkpoints_are_shared(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(workplace.folder))
+    workplace.refused(2, "", options=("--part", "0/1"))  # which writes the config
+    with shared_on_host("a run", removes=True):
+        loaded = load(load_config(workplace.folder / "config.yaml"), trained=Trained(None, "parameters"))
+        other = loaded.placed(_model(), "float32")
+        for model in (loaded.model, other):
+            files = {_of_mapping(value.data_ptr())[0] for value in model.parameters()}
+            assert len(files) == 1
+            assert "psgrad-" in files.pop()
+
+
+def test_model_of_a_config_is_read_in_turn(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two processes at a time, where there is no memory for more."""
+    monkeypatch.setattr("tempfile.tempdir", str(workplace.folder))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(residence, "free_host_memory", lambda: 0)
+    workplace.refused(2, "", options=("--part", "0/1"))  # which writes the config
+    read, held = loaded_parts.load_model, []
+
+    def load_model(*arguments: Any, **options: Any) -> Any:
+        (turn,) = workplace.folder.glob("psgrad-*/model-*.turn")
+        with turn.open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held.append(turn)
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(loaded_parts, "load_model", load_model)
+    with shared_on_host("a run", removes=True):
+        load(load_config(workplace.folder / "config.yaml"), trained=Trained(None, "parameters"))
+    assert held

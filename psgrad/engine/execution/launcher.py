@@ -19,6 +19,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from psgrad.errors import EXIT_OK, DistributedError
 
+# How long a rank that a signal asks to end may take for its chunk. PyTorch kills it after 30 by default, and
+# PyTorch 2.11 knows no other time.
+_SECONDS_TO_END = 600
+
 
 class Signalled(Exception):
     """SIGTERM or SIGINT arrived here; the ranks have ended."""
@@ -28,13 +32,16 @@ class Signalled(Exception):
         self.number = number
 
 
-def launch(count: int, arguments: Sequence[str]) -> int:
+def launch(count: int, arguments: Sequence[str], cores: int) -> int:
     """The exit code of `count` processes of this Python with these arguments: that of the first that failed.
+
+    cores: those that the processes divide, unless OMP_NUM_THREADS is set.
 
     Raises DistributedError for a rank that a signal ended, and Signalled.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # each rank says what failed
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // count)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SECONDS_TO_END))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -75,7 +82,3 @@ def _signals_as_before() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -110,6 +110,9 @@ class RankGroup:
                     next_step="run again with --resume: what is finished is kept",
                 )
 
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        if "SLURM_PROCID" in os.environ and threads.isdecimal():  # set after torch was loaded
+            torch.set_num_threads(int(threads))
         limits = Limits.of(os.environ)
         timeout = timedelta(seconds=limits.exchange)
 

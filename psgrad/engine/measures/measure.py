@@ -177,11 +177,17 @@ class Measure:
         processes share the samples. Raises MeasureError if a measure that gathers does not define it.
         """
         if state:
-            raise MeasureError(
-                f"the measure {self.name} gathers over all samples, and has no method merge",
-                expected="merge(state), which adds what another process gathered, a result of `state`",
-                next_step="add the method, or run the measure in one process",
-            )
+            raise self.without_merge()
+
+    def without_merge(self) -> MeasureError:
+        """The error for a measure that gathers and defines no `merge`, where several processes share the
+        samples.
+        """
+        return MeasureError(
+            f"the measure {self.name} gathers over all samples, and has no method merge",
+            expected="merge(state), which adds what another process gathered, a result of `state`",
+            next_step="add the method, or run the measure in one process",
+        )
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
         """The results, after all passes; rows: every column of every measure, name -> [n, ...], those of this
