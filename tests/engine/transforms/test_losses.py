@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -120,3 +121,18 @@ def test_multi_margin_loss_gradient_in_class_weights() -> None:
         [torch.stack([f(unit, x) for unit in torch.eye(4, dtype=torch.float64)]) for x in X]
     )
     torch.testing.assert_close(vmap(grad(f), (None, 0))(WEIGHTS, X), expected)
+
+
+@pytest.mark.parametrize("weight", [None, torch.ones(3)])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_loss_of_zero_has_the_sign_that_pytorch_gives_it(reduction: str, weight: Tensor | None) -> None:
+    """Which a program may copy."""
+    x = torch.tensor([[0.0, -5.0, -6.0], [-1.0, 0.0, -3.0]])
+
+    for shape, label in (((3,), 0), ((1, 3), [0]), ((1, 3, 1, 1), [[[0]]])):
+
+        def loss(row: Tensor, shape: tuple[int, ...] = shape, label: Any = label) -> Tensor:
+            return F.nll_loss(row.reshape(shape), torch.tensor(label), weight, reduction=reduction)
+
+        one_by_one = torch.stack([loss(row) for row in x])
+        assert torch.equal(vmap(loss)(x).signbit(), one_by_one.signbit())

@@ -158,6 +158,8 @@ def _nll_batch(
     losses = labels.losses(values)
     positions = list(range(1, losses.dim()))
     total = labels.weights.sum(positions) if positions else labels.weights
+    if reduction or not positions:
+        losses = losses + 0  # as in _nll_by_kernel
     if reduction == 0:
         return losses, torch.zeros_like(total)
     summed = losses.sum(positions) if positions else losses
@@ -171,6 +173,8 @@ def _nll_by_kernel(
     values, labels = batch.physical(x), batch.physical(target).long()
     flat = values.reshape(labels.numel(), values.shape[-1])
     losses = aten.nll_loss_forward.default(flat, labels.reshape(-1), None, 0, ignore_index)[0]
+    if reduction or labels.dim() == 1:
+        losses = losses + 0  # PyTorch adds the losses of a sample to zero, so that their sum is never -0
     if reduction == 0:
         return losses.reshape(labels.shape), values.new_zeros(labels.shape[0])
     total = (labels != ignore_index).to(values.dtype)
