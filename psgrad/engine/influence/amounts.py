@@ -112,12 +112,13 @@ def continued(
 
 def affordable_steps(fitted: Preconditioned, rows: int, numbers: float) -> int:
     """How many steps `continued` may take without so many rows, one at least, for about so many numbers of
-    single examples' gradients. It follows from the problem alone, and not from the time that a step takes: so
-    what is found is the same on a slow machine.
+    single examples' gradients; one where each step is a solve with passes of its own. It follows from the
+    problem alone, and not from the time that a step takes: so what is found is the same on a slow machine.
     """
     training = fitted.training
-    passes = 1 + int(fitted.facts.get("iterations", 0))  # of a solve, too
-    return int(max(1, min(STEPS, numbers / (len(training) * training.flat.size * (1 + rows) * passes))))
+    if fitted.makes_passes and math.isfinite(numbers):
+        return 1
+    return int(max(1, min(STEPS, numbers / (len(training) * training.flat.size * (1 + rows)))))
 
 
 def slopes_without(
