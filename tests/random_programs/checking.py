@@ -37,6 +37,7 @@ EQUAL, BOTH_RAISED, REFUSED, ONLY_OURS = (
     "refused by name",
     "only the loop raised, by a limit of autograd",
 )
+UNDERFLOW = "as exact as the type's exponents allow, and right in float64"
 INFINITE = "infinite where the loop's sum over samples is NaN, and some sample's gradient infinite"
 ROUNDED = "as exact as the type allows, where the loop is more so"
 NO_NUMBER = "a higher derivative of PyTorch's is no number, of finite values"
@@ -270,6 +271,8 @@ def _compared(program: Program, ours: list[Tensor], plain: list[Tensor]) -> Outc
         program, ours, plain, _unless_infinite(program, ours, plain, off)
     ):
         return Outcome(INFINITE, found)
+    if program.extreme and program.dtype != torch.float64 and _underflows(program, ours, plain):
+        return Outcome(UNDERFLOW, found)
     return Outcome(WRONG, found)
 
 
@@ -512,3 +515,20 @@ def _shrinks_with_the_unit(
 def _same_kind(x: Tensor, y: Tensor) -> Tensor:
     """Where both are finite, or both NaN, or the same infinity."""
     return (x.isfinite() & y.isfinite()) | (x.isnan() & y.isnan()) | (x == y)
+
+
+def _underflows(program: Program, ours: list[Tensor], plain: list[Tensor]) -> bool:
+    """Whether what is wrong in a narrow type is right in float64, whose exponents hold what lost its digits
+    there. Finite numbers alone are excused: none is infinite or NaN where the loop's is not, nor the reverse.
+    """
+    if not all(bool(_same_kind(x, y).all()) for x, y in zip(ours, plain, strict=False)):
+        return False
+    wide, error = attempted(lambda: run_ours(program, torch.float64))
+    loop, loop_error = attempted(lambda: run_loop(program, torch.float64))
+    if error is not None or loop_error is not None:
+        return False
+    queries_of_both = zip(ours[len(plain) :], wide[len(plain) :], strict=True)
+    if any(bool((x.isfinite() != y.isfinite()).any()) for x, y in queries_of_both):
+        return False
+    off = [torch.zeros_like(x) + 1e-9 * x.double().abs().nan_to_num(0, 0, 0) for x in loop]
+    return not _differences(replace(program, dtype=torch.float64), wide, loop, off)

@@ -518,3 +518,18 @@ def test_per_sample_gradients_no_sample_and_one_sample(n: int, device: torch.dev
     for name, value in grads.weighted_sum(torch.ones(n, device=device)).items():
         assert value.shape == params[name].shape
         assert n or not value.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dot_of_a_sample_whose_gradient_is_nan_where_padding_leaves_its_input_out(dtype: torch.dtype) -> None:
+    """As the gradient multiplies that input with zeros."""
+    inputs, weight = torch.randn(3, 2, 2, 3, dtype=dtype), torch.randn(2, 2, 1, 2, dtype=dtype)
+    inputs[1, 1, 0, 2] = torch.nan
+
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return F.conv_transpose2d(x[None], params["w"], stride=2, padding=1).sin().sum()
+
+    gradients = per_sample_gradients(loss, {"w": weight}, inputs)
+    of_nan = gradients.materialise()["w"].isnan().flatten(1).any(1)
+    assert of_nan.tolist() == [False, True, False]
+    assert torch.equal(gradients.dot({"w": torch.ones_like(weight)}).isnan(), of_nan)

@@ -13,7 +13,16 @@ import torch
 from psgrad.engine.transforms.rules import registry
 from tests.random_programs import __main__ as running
 from tests.random_programs import checking
-from tests.random_programs.checking import BOTH_RAISED, BY_PLACE, EQUAL, INFINITE, NOT_NOTICED, Outcome, check
+from tests.random_programs.checking import (
+    BOTH_RAISED,
+    BY_PLACE,
+    EQUAL,
+    INFINITE,
+    NOT_NOTICED,
+    UNDERFLOW,
+    Outcome,
+    check,
+)
 from tests.random_programs.programs import Argument, Program, Statement
 from tests.random_programs.writer import Writer
 
@@ -142,6 +151,22 @@ BETWEEN = {
         ),
         INFINITE,
     ),
+    "numbers on the way that are below the normal ones of float32": (
+        replace(
+            program(("a1 / (a1.square() + 0.5)",), "autograd of vmap", extreme=True, dtype=torch.float32),
+            arguments=(
+                Argument("a0", (2, 3), "torch.randn({shape}, dtype=torch.float64)", batched=True, seed=8551),
+                Argument(
+                    "a1",
+                    (3, 4),
+                    "torch.randn({shape}, dtype=torch.float64) * 1e15",
+                    differentiated=True,
+                    seed=406392,
+                ),
+            ),
+        ),
+        UNDERFLOW,
+    ),
 }
 
 
@@ -149,6 +174,15 @@ BETWEEN = {
 def test_oracle_says_what_a_difference_is(name: str) -> None:
     one, kind = BETWEEN[name]
     assert check(one).kind == kind
+
+
+def test_oracle_excuses_no_infinity_by_underflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, numbers = program(("a0",), "vmap", extreme=True, dtype=torch.float32), [torch.ones(3)]
+    monkeypatch.setattr(checking, "run_ours", lambda *_: [torch.ones(3).double()])
+    monkeypatch.setattr(checking, "run_loop", lambda *_: [torch.ones(3).double()])
+    assert checking._underflows(one, [numbers[0] * 1.1], numbers)
+    assert not checking._underflows(one, [numbers[0] * torch.inf], numbers)
+    assert not checking._underflows(one, numbers, [numbers[0] * torch.nan])
 
 
 def test_oracle_infinite_sum_of_finite_gradients_is_wrong() -> None:

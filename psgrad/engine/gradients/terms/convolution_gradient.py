@@ -169,7 +169,11 @@ class Convolution(Term):
     def dot(self, vector: torch.Tensor) -> torch.Tensor:
         g, x = accumulating(self.cotangents), accumulating(self.inputs)
         moved = aten.convolution.default(x.flatten(0, 1), vector.to(x.dtype), None, *self.geometry)
-        return sum_of_products(moved.reshape(g.shape), g)
+        result = sum_of_products(moved.reshape(g.shape), g)
+        if self.geometry.transposed and any(self.geometry.padding) and x.numel():
+            # What falls on padding is left out here. The gradient has it times zero, which may be NaN.
+            result = result + 0 * x.flatten(1).abs().amax(1)
+        return result
 
     def scaled(self, factor: float) -> Convolution:
         return Convolution(self.cotangents * factor, self.inputs, self.weight_shape, self.geometry)
