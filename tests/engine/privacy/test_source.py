@@ -266,9 +266,12 @@ def test_clipped_source_all_records_nonfinite(model: nn.Module, batch: tuple[Ten
         assert not result.records.below.any()
 
 
-def test_clipped_source_cancelling_record_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("left", "right"), [(1e38, 1e30), (1e3, 1e3)], ids=["beyond float32", "moderate"])
+def test_clipped_source_cancelling_record_recomputed(
+    monkeypatch: pytest.MonkeyPatch, left: float, right: float
+) -> None:
     """Of 64 records one cancels: it takes a pass of its own, and the others one together."""
-    x, k = planted([1e38, 1e38], [1e30, -1e30])
+    x, k = planted([left, left], [right, -right])
     rows = torch.tensor([0] * 40 + [PLACE] + [1] * 23)
     sizes: dict[str, list[int]] = {"per_sample_weighted_sum": [], "per_sample_gradients": []}
     for name, seen in sizes.items():
