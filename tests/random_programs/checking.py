@@ -242,15 +242,16 @@ def _compared(program: Program, ours: list[Tensor], plain: list[Tensor]) -> Outc
     if program.mode not in FIRST_ORDER or (
         program.extreme and "jacrev" in program.mode
     ):  # whose rows hold cotangents of zero
-        unsaid = [far.masked_fill(y.isnan(), math.nan) for y, far in zip(plain, off, strict=True)]
+        # from here on, also beside rounding
+        off = [far.masked_fill(y.isnan(), math.nan) for y, far in zip(plain, off, strict=True)]
         if program.extreme and (
             "jvp" in program.mode or "jacfwd" in program.mode
         ):  # the loop's two passes back meet zeros times infinity
-            unsaid = [
+            off = [
                 far.masked_fill(~(x.isfinite() & y.isfinite()), math.nan)
-                for x, y, far in zip(ours, plain, unsaid, strict=True)
+                for x, y, far in zip(ours, plain, off, strict=True)
             ]
-        if not _differences(program, ours, plain, unsaid):
+        if not _differences(program, ours, plain, off):
             return Outcome(NO_NUMBER)
     if _agrees_the_other_way(program, ours, off):
         return Outcome(EQUAL)
