@@ -325,7 +325,9 @@ def norms_differ(
 
     result = per_sample_square_norms(of_parameters, shared, *own_ones).square_norms(per="parameter")
     return any(
-        not torch.allclose(result[name], wanted[int(name)].flatten(1).square().sum(1), 1e-9, 1e-10)
+        not torch.allclose(
+            result[name], wanted[int(name)].square().reshape(len(result[name]), -1).sum(1), 1e-9, 1e-10
+        )
         for name in shared
     )
 
