@@ -124,7 +124,9 @@ def _losses() -> Iterator[tuple[str, Program]]:
                 (shape,),
             ),
             "margin_ranking": (
-                lambda x, y, r=reduction: F.margin_ranking_loss(x, y, torch.ones(3), 0.5, reduction=r),
+                lambda x, y, k=rows, r=reduction: F.margin_ranking_loss(
+                    x, y, torch.ones(k, 3), 0.5, reduction=r
+                ),
                 (shape, shape),
             ),
             "multilabel_soft_margin": (
