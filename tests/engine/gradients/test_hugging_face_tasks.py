@@ -36,10 +36,12 @@ each_dtype = pytest.mark.parametrize("dtype", list(TOLERANCES), ids=["float32", 
 
 
 class WithoutFloat32(TorchFunctionMode):
-    """float64 wherever a model asks for float32: those numbers differ with the shape of a kernel's arguments."""
+    """float64 wherever a model asks for float32, which differs with the shape of a kernel's arguments."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(lambda value: torch.float64 if value is torch.float32 else value, (args, kwargs or {}))
+        args, kwargs = tree_map(
+            lambda value: torch.float64 if value is torch.float32 else value, (args, kwargs or {})
+        )
         return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
 
 
