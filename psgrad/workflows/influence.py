@@ -102,9 +102,11 @@ def influence(
     progress(LOADING)
     with clock("load"):
         setup, store = loaded(config, warnings, progress, processes)
-    setup = setup.watched(PassProgress(clock, progress))
+    setup = setup.watched(PassProgress(clock, progress, processes))
     if not processes.leads:
-        scored_by_all(*without_nonfinite(setup, store, warnings), matrix, clock, warnings, progress)
+        with clock("screening"):
+            finite = without_nonfinite(setup, store, warnings)
+        scored_by_all(*finite, matrix, clock, warnings, progress)
         return None
     with clock("self-check"):
         manifest = manifest_for(setup)

@@ -70,7 +70,7 @@ def influence_part(
             "influence.level: token: the parts of a run store scores of samples",
             next_step="leave --part out, or set influence.level: sample",
         )
-    setup = setup.watched(PassProgress(clock, progress))
+    setup = setup.watched(PassProgress(clock, progress, setup.processes))
     now = _identity(setup, count, matrix)
     manifest = replace(manifest_for(setup), identity=now, run=digest(now))
     folder = shared_folder(config.output, setup.run, manifest)

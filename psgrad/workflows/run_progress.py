@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from psgrad.engine.execution.ranks import Processes
 from psgrad.inputs.rows import Samples
 from psgrad.results import Progress, Say
 
@@ -52,27 +53,28 @@ class Clock:
 
 
 class PassProgress:
-    """How far the present phase has come, where it lasts: its passes over rows, counted, and the row of the
-    present one. Called as `Examples.watch` is.
+    """How far the present phase has come, where it lasts: its passes over rows, counted, the row of the
+    present one, and rows per second, of all processes together. Called as `Examples.watch` is.
     """
 
-    def __init__(self, clock: Clock, say: Say) -> None:
-        self._clock, self._say = clock, say
-        self._phase_began = self._said = self._done = 0.0
-        self._passes = 0
+    def __init__(self, clock: Clock, say: Say, processes: Processes) -> None:
+        self._clock, self._say, self._processes = clock, say, processes
+        self._phase_began = self._said = 0.0
+        self._done: dict[int, int] = {}
 
-    def __call__(self, done: int, of: int) -> None:
+    def __call__(self, rows: int, of: int) -> None:
         if self._clock.began != self._phase_began:
-            self._phase_began, self._passes, self._done = self._clock.began, 0, 0
-        if done == 0 or done < self._done:
-            self._passes += 1
-        self._done = done
+            self._phase_began, self._done = self._clock.began, {}
+        done = self._processes.progress(f"passes.{self._clock.phase}.{of}", rows)
+        self._done[of] = done
         now = time.perf_counter()
         if now - self._phase_began < _SECONDS_OF_SILENCE or now - self._said < _SECONDS_BETWEEN:
             return
         self._said = now
-        where = f"pass {self._passes:,}, row {done:,} of {of:,}"
-        self._say(Progress(0, 0, self._clock.phase, detail=where))
+        passes = (done - 1 if rows else done) // of  # finished before this one
+        where = f"pass {passes + 1:,}, row {done - passes * of:,} of {of:,}"
+        rate = sum(self._done.values()) / (now - self._phase_began)
+        self._say(Progress(0, 0, self._clock.phase, detail=f"{where}, {rate:,.0f} rows/s"))
 
 
 @contextmanager

@@ -47,8 +47,8 @@ class Examples:
             compile, say).
         numbers: [n], which rows of their dataset they are, for messages; None where they are rows 0 to n - 1.
         processes: those that share the rows of each pass.
-        watch: called as a pass goes on, at its first row and after each chunk, with how many rows are done
-            and how many there are.
+        watch: called as a pass goes on, where this process begins and after each chunk, with how many rows it
+            has done since the call before (0 at first) and how many there are.
 
     Numbers depend on neither chunks nor processes, but for rounding. Passes over the same examples may not be
     interleaved, and a query makes no pass itself.
@@ -60,7 +60,7 @@ class Examples:
     options: Mapping[str, Any] = field(default_factory=dict)
     numbers: torch.Tensor | None = None
     processes: Processes = field(default_factory=OneProcess)
-    watch: Callable[[int, int], None] = lambda done, of: None
+    watch: Callable[[int, int], None] = lambda rows, of: None
 
     def __len__(self) -> int:
         return self.count
@@ -265,9 +265,9 @@ class Examples:
     ) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """The columns of these rows, computed by this process."""
         stream, how, each = self._pass(compute)
-        self.watch(start // each, self.count)
+        self.watch(0, self.count)
         for columns in stream.run(stop // each, [measure], how, start // each):
-            self.watch(columns.stop, self.count)
+            self.watch(columns.stop - columns.start, self.count)
             yield slice(columns.start * each, columns.stop * each), columns.values
 
     def _of_own_rows(

@@ -169,6 +169,6 @@ def _rows_of(training: Examples, rows: Sequence[int]) -> Examples:
         read=read,
         count=len(rows),
         numbers=training.numbers_of(torch.tensor(rows)),
-        watch=lambda done, of: None,
+        watch=lambda rows, of: None,
     )
     return some.sized(training.stream.chunk_size)
