@@ -7,8 +7,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import zlib
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,9 @@ class TorchRandom:
 torch_random = TorchRandom()  # hypothesis keeps a weak reference only
 register_random(torch_random)
 
+# The part of the sweep that runs, such as 2/4; None for all of it.
+SWEEP_PART = os.environ.get("PSGRAD_SWEEP_PART")
+
 # The device that the tests with a device take. PyTorch's autograd counts devices when it first runs.
 DEVICE = os.environ.get("PSGRAD_TEST_DEVICE")
 if DEVICE == CHECKED:
@@ -78,8 +82,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put cases into the sweep for `every`. Where PSGRAD_TEST_DEVICE names a device, leave only tests that
-    have one, and those of tests/device.
+    """Put cases into the sweep for `every`. Of the sweep leave the part that PSGRAD_SWEEP_PART names, "2/4"
+    being the second of four. Where PSGRAD_TEST_DEVICE names a device, leave only tests that have one, and
+    those of tests/device.
     """
     cases = Counter[str]()
     for item in items:
@@ -89,15 +94,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if cases[test] % every.args[0]:
                 item.add_marker(pytest.mark.sweep)
             cases[test] += 1
-    if DEVICE is None:
-        return
-    others = [
-        item
-        for item in items
-        if "device" not in getattr(item, "fixturenames", ()) and item.path.parent.name != "device"
-    ]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in set(others)]
+    if SWEEP_PART is not None:
+        number, count = map(int, SWEEP_PART.split("/"))
+        _leave_out(
+            config,
+            items,
+            lambda item: (
+                item.get_closest_marker("sweep") is not None
+                and zlib.crc32(item.nodeid.encode()) % count != number % count
+            ),
+        )
+    if DEVICE is not None:
+        _leave_out(
+            config,
+            items,
+            lambda item: (
+                "device" not in getattr(item, "fixturenames", ()) and item.path.parent.name != "device"
+            ),
+        )
+
+
+def _leave_out(
+    config: pytest.Config, items: list[pytest.Item], is_out: Callable[[pytest.Item], bool]
+) -> None:
+    others = {item for item in items if is_out(item)}
+    config.hook.pytest_deselected(items=[item for item in items if item in others])
+    items[:] = [item for item in items if item not in others]
 
 
 def pytest_collection_finish() -> None:

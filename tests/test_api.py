@@ -104,6 +104,7 @@ def test_progress_is_reported(workplace: Workplace) -> None:
     assert told[-1] == ROWS
 
 
+@pytest.mark.sweep
 def test_the_pages_examples_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

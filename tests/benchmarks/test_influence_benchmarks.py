@@ -334,6 +334,7 @@ def test_approximate_search_of_all_lists_finds_all(script: Any, tmp_path: Path) 
         assert share[0] < share[1] == 1
 
 
+@pytest.mark.sweep
 def test_quality_of_an_index_by_its_bytes(script: Any) -> None:
     quality, truth = script("index_quality"), script("influence_truth")
     torch.manual_seed(0)

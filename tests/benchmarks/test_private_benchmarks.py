@@ -108,6 +108,7 @@ def test_the_verdict_is_on_the_fastest_rival(script: Any, monkeypatch: pytest.Mo
 # -- the training --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_private_training_in_pieces_releases_a_model_and_an_epsilon_each(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

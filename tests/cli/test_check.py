@@ -241,6 +241,7 @@ def test_two_runs_are_compared(workplace: Workplace) -> None:
     workplace.command("diff", "run", "nowhere").refused(3, "nowhere holds no run of psgrad")
 
 
+@pytest.mark.sweep
 def test_check_and_diff_do_without_torch(workplace: Workplace) -> None:
     judged(workplace)
     code = (

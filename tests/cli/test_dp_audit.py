@@ -147,6 +147,7 @@ def test_canaries_alone_make_a_result_that_may_be_shown(private: Workplace) -> N
     assert "warning" not in found
 
 
+@pytest.mark.sweep
 def test_a_run_in_the_output_folder_stays_as_it_is(private: Workplace) -> None:
     (private.folder / "config.yaml").write_text(yaml.safe_dump(private.config))
     assert private.command("dp-step", "config.yaml").code == 0
@@ -192,6 +193,7 @@ def test_every_kind_of_run_can_be_audited(private: Workplace, change: dict[str, 
         assert found["reach"] < 1
 
 
+@pytest.mark.sweep
 def test_a_seed_is_left_aside_and_that_is_said(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dp_audit, "make_generator", make_generator)
     private.config["privacy"]["noise"] = {"multiplier": 1.0, "seed": 3}
@@ -345,7 +347,7 @@ def test_a_ledger_that_tells_the_size_of_the_dataset_is_a_violation(
     )
 
 
-@pytest.mark.every(2)
+@pytest.mark.sweep
 @pytest.mark.parametrize("planted", ["in the model", "in the augmentation"])
 def test_audit_finds_draws_that_go_by_the_place_in_the_batch(
     drawing: Workplace, monkeypatch: pytest.MonkeyPatch, planted: str
@@ -474,6 +476,7 @@ def plant_float32_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("groups", ["flat", "parameter"])
 def test_audit_finds_float32_clipped_sums_of_cancelling_positions(
     private: Workplace, monkeypatch: pytest.MonkeyPatch, groups: str

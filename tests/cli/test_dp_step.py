@@ -142,6 +142,7 @@ privacy:
 """
 
 
+@pytest.mark.sweep
 def test_a_plan_is_what_dp_accounting_says_and_needs_neither_model_nor_data(
     config: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

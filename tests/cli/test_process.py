@@ -125,6 +125,7 @@ def test_answers_come_at_once(begun: Path, arguments: list[str], bar: float) -> 
     pytest.fail(f"{min(found):.2f} s of the processor, beside {min(imports):.2f} s for the import")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("arguments", [["schema"], ["--help"], ["ops"], ["validate", "psgrad.yaml"]])
 def test_a_pipe_that_closes_early_is_no_error(begun: Path, arguments: list[str]) -> None:
     process = subprocess.Popen(
@@ -149,6 +150,7 @@ def test_a_closed_output_is_no_error(begun: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.sweep
 def test_completion_knows_commands_options_and_values() -> None:
     def completed(words: str) -> str:
         environment = {**os.environ, "_PSGRAD_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": words}

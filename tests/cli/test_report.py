@@ -28,6 +28,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.sweep
 def test_the_report_made_again_is_the_same_byte_for_byte(workplace: Workplace) -> None:
     workplace.config["data"]["class_names"] = ["a", "<b>", "c"]
     workplace.config["gate"] = {"max_outliers": 3}
@@ -57,6 +58,7 @@ def test_another_folder_takes_the_report_and_the_run_stays_as_it_was(workplace: 
     }
 
 
+@pytest.mark.sweep
 def test_inputs_stay_out_where_the_run_left_them_out(workplace: Workplace) -> None:
     workplace.config["report"] = {"include_inputs": False}
     workplace.succeeded()
@@ -65,6 +67,7 @@ def test_inputs_stay_out_where_the_run_left_them_out(workplace: Workplace) -> No
     assert 'id="inputs"' not in (workplace.folder / "out" / "report.html").read_text()
 
 
+@pytest.mark.sweep
 def test_an_older_run_without_what_came_later_still_has_its_page(workplace: Workplace) -> None:
     workplace.succeeded()
     run = workplace.folder / "out"
@@ -111,6 +114,7 @@ def test_a_folder_that_is_no_finished_run_is_refused(
     assert not (workplace.folder / "out" / "report.html").exists()
 
 
+@pytest.mark.sweep
 def test_no_torch_is_loaded(workplace: Workplace) -> None:
     workplace.succeeded()
     script = (

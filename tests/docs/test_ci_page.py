@@ -103,6 +103,7 @@ def workflow_steps() -> list[dict[str, Any]]:
     return steps
 
 
+@pytest.mark.sweep
 @pytest.mark.report
 def test_the_commands_run_in_an_empty_folder(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     job = yaml.safe_load(block("GitLab CI"))["data-quality"]

@@ -142,6 +142,7 @@ print(loss.function(torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0])).item())
 """
 
 
+@pytest.mark.sweep
 def test_the_loss_is_found_by_its_file(tmp_path: Path) -> None:
     described, value = run_with(
         "psgrad.inputs.losses", "log_cosh", block(PAGE, "LogCosh"), LOSS_PROGRAM, tmp_path
@@ -162,6 +163,7 @@ print(block.inputs[0].tolist(), block.target.tolist())
 """
 
 
+@pytest.mark.sweep
 def test_the_source_is_found_by_its_file(tmp_path: Path) -> None:
     rows = np.zeros(3, dtype=[("x", np.float32, (2,)), ("y", np.int64)])
     rows["x"], rows["y"] = np.arange(6).reshape(3, 2), [0, 1, 2]
@@ -171,6 +173,7 @@ def test_the_source_is_found_by_its_file(tmp_path: Path) -> None:
     assert printed.splitlines() == ["3 []", "[[2.0, 3.0], [4.0, 5.0]] [1, 2]"]
 
 
+@pytest.mark.sweep
 def test_the_command_is_found_by_its_file(workplace: Workplace, tmp_path: Path) -> None:
     script = "import importlib, sys\n"
     for package, words in (

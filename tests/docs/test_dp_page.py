@@ -131,6 +131,7 @@ def test_each_alternative_of_the_page_is_a_config(tmp_path: Path) -> None:
         assert getattr(privacy_of("\n".join([*kept, other]), tmp_path), name) is not None
 
 
+@pytest.mark.sweep
 def test_the_plan_is_the_one_shown(tmp_path: Path) -> None:
     _, lines = shown("--plan")
     told = psgrad("dp-step", str(CONFIG), "--plan", "--output", str(tmp_path / "run")).splitlines()
@@ -140,6 +141,7 @@ def test_the_plan_is_the_one_shown(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.sweep
 def test_what_the_run_says_is_what_the_config_leads_to(two_steps: tuple[Path, str, float]) -> None:
     """The figures of the run that the page shows follow from the config: those of the plan hold here, too."""
     stated = json.loads(two_steps[1])

@@ -155,6 +155,7 @@ def test_every_method_and_option_is_on_the_page() -> None:
         assert f"`{option}`" in TEXT
 
 
+@pytest.mark.sweep
 def test_every_column_and_file_is_on_the_page(run: tuple[Path, str]) -> None:
     for column in SCORE_COLUMNS:
         assert column in TEXT

@@ -61,6 +61,7 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
+@pytest.mark.sweep
 @pytest.mark.report
 def test_from_an_empty_folder_to_a_gate(tmp_path: Path) -> None:
     before = children()

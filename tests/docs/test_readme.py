@@ -212,6 +212,7 @@ def test_init_and_validate_print_what_the_tutorial_shows(tmp_path: Path) -> None
         assert [*done.stdout.splitlines(), *done.stderr.splitlines()] == lines
 
 
+@pytest.mark.sweep
 def test_the_gate_prints_what_the_tutorial_shows(tmp_path: Path) -> None:
     (_, *arguments), expected = shown(TUTORIAL, "digits-gate")
     done = psgrad(*arguments, "--output", str(tmp_path / "run"))
@@ -222,6 +223,7 @@ def test_the_gate_prints_what_the_tutorial_shows(tmp_path: Path) -> None:
     assert lines == said[: len(lines)]
 
 
+@pytest.mark.sweep
 def test_the_plan_has_the_parameters_shown() -> None:
     """Times are those of a machine; parameters, shapes and kinds of terms are not."""
     (_, *arguments), expected = shown(ANALYZE, "psgrad plan")

@@ -62,6 +62,7 @@ def run(code: str, tmp_path: Path, *arguments: str) -> subprocess.CompletedProce
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("code", [ALL_OF_IT, A_RUN], ids=["imports", "a run"])
 def test_engine_with_torch_alone(tmp_path: Path, code: str) -> None:
     done = run(code, tmp_path)
@@ -73,6 +74,7 @@ def test_hidden_library_is_missed(tmp_path: Path) -> None:
     assert "No module named 'pydantic'" in done.stderr
 
 
+@pytest.mark.sweep
 def test_engine_tests_with_torch_alone(tmp_path: Path) -> None:
     """The tests that a GPU runs (benchmarks/gpu.py), of which one file stands for all here."""
     tests = "tests/engine/gradients/test_accuracy.py"

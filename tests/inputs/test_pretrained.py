@@ -45,7 +45,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.every(2)
+@pytest.mark.sweep
 @pytest.mark.parametrize("task", AUTO)
 def test_each_task_gives_the_outputs_of_transformers(task: str, tmp_path: Path) -> None:
     expected = tiny_model(task, tmp_path / "model")(**(inputs := inputs_of(task)))

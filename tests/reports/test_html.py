@@ -172,7 +172,7 @@ def test_control_characters_are_spelled_out() -> None:
     assert "a\\x00\\x1b[2J\\u202e0" in _page(frames.result(samples)).text
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "result",
     [

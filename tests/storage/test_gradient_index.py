@@ -74,6 +74,7 @@ def check(path: Path, told: list[Any], finished: bool) -> None:
             GradientIndex.open(path / "index")
 
 
+@pytest.mark.sweep
 def test_gradient_index_killed_at_every_operation(tmp_path: Path) -> None:
     points = points_of(go, tmp_path / "undisturbed")
     for at in range(1, points + 1):
@@ -181,6 +182,7 @@ def test_gradient_index_follows_any_rows(
     assert len(shards) == len(GradientIndex.open(path).shards), "a row that was there was written again"
 
 
+@pytest.mark.sweep
 def test_gradient_index_update_killed_at_every_operation(tmp_path: Path) -> None:
     # Rows are kept, deleted and added. Until it is finished, the index answers as before.
     before, after = [1, 2, 3], [3, 1, 4]

@@ -81,6 +81,7 @@ def of_a_model(place: Workplace) -> None:
     place.config["analyze"] = {"measures": measures}
 
 
+@pytest.mark.every(3)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("prepare", [of_a_model, with_checkpoints, with_tokens])
 @pytest.mark.parametrize("count", COUNTS)

@@ -808,6 +808,7 @@ def test_the_text_example_on_its_first_passages(tmp_path: Path) -> None:
     assert parameters.loc["embedding.weight", "computed_as"].count("+") == 1  # looked up, and the output head
 
 
+@pytest.mark.sweep
 def test_influence_workflow_imports_no_library_of_other_commands() -> None:
     code = (
         "import sys; from psgrad.workflows.influence import influence;"

@@ -147,6 +147,7 @@ def test_results_are_short_as_text_and_tables_in_notebooks(workplace: Workplace)
     assert len(html) < 20_000
 
 
+@pytest.mark.sweep
 def test_engine_names_come_with_torch_only_when_asked_for() -> None:
     script = (
         "import sys, psgrad; before = 'torch' in sys.modules; f = psgrad.per_sample_gradients;"

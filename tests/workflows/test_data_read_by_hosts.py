@@ -121,6 +121,7 @@ def test_files_are_read_once_by_all_hosts_together(tmp_path: Path, files: list[P
     assert max(read) < SIZE / 2, read
 
 
+@pytest.mark.sweep
 def test_a_rank_that_comes_alone_hashes_all_and_who_comes_late_reads_a_sample(
     tmp_path: Path, files: list[Path]
 ) -> None:
@@ -236,6 +237,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], tuple[str
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_host_with_another_file_is_refused_by_name(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, name: str

@@ -623,6 +623,7 @@ def test_self_influence_by_solves_follows_its_predicted_time(
     np.testing.assert_allclose(run("auto")[1]["self_influence"], own, rtol=1e-4)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "method",
     ["influence", "ekfac", "datainf", "trak", "gradient_dot", {"name": "influence", "solver": "dual"}],

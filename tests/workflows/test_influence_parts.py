@@ -62,6 +62,7 @@ def assert_same_scores(place: InfluenceWorkplace) -> None:
     assert not (other / "parts").exists()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("count", [1, 3, 7])
 def test_parts_in_any_order_equal_one_run(place: InfluenceWorkplace, count: int) -> None:
     """Seven parts of five queries: two of them have none."""
@@ -89,6 +90,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("changed", SECTIONS.values(), ids=SECTIONS)
 def test_parts_equal_one_run(place: InfluenceWorkplace, changed: dict[str, Any]) -> None:
     place.config["influence"] |= changed

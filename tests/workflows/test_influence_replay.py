@@ -96,6 +96,7 @@ def test_replay_model_is_the_end_of_the_run(replay: InfluenceWorkplace) -> None:
     np.testing.assert_allclose(queries["measurement"], losses_of_queries(replay, trained(replay)), rtol=1e-6)
 
 
+@pytest.mark.sweep
 def test_replay_says_how_far_to_trust_it(replay: InfluenceWorkplace) -> None:
     replay.section["method"] = {"name": "replay", "subsets": 5}
     outcome = replay.influence()

@@ -106,6 +106,7 @@ def test_index_search_of_one_checkpoint_by_tracin(place: InfluenceWorkplace) -> 
     pd.testing.assert_frame_equal(approximate(place, ALL_LISTS), expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.sweep
 def test_index_search_of_few_lists_says_what_it_misses(place: InfluenceWorkplace) -> None:
     with_many_rows(place)
     place.section["method"] = "trak"
@@ -336,6 +337,7 @@ def test_index_search_without_faiss(place: InfluenceWorkplace, monkeypatch: pyte
     assert "approximate needs faiss, and there is no module faiss" in validated.err
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("options", "what"),
     [

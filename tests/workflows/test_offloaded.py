@@ -124,6 +124,7 @@ def test_influence_method(
     assert (matrices[0] == matrices[1]).all()
 
 
+@pytest.mark.sweep
 def test_influence_over_checkpoints_and_from_an_index(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -161,6 +162,7 @@ def test_parts_and_their_merge(workplace: Workplace) -> None:
     assert_same_bits(workplace.folder / "whole", workplace.folder / "parts", "samples.parquet")
 
 
+@pytest.mark.sweep
 def test_validate_and_plan(workplace: Workplace) -> None:
     """The same words as for weights in memory, but for where the weights live."""
     found = []
@@ -181,6 +183,7 @@ def test_validate_and_plan(workplace: Workplace) -> None:
     assert one["moved_bytes"] == 0
 
 
+@pytest.mark.sweep
 def test_audit_of_a_private_step(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     """The canaries, the noise and the verdict of the audit are the same numbers."""
     place = PrivateWorkplace(workplace)
@@ -207,6 +210,7 @@ def test_audit_of_a_private_step(workplace: Workplace, monkeypatch: pytest.Monke
     assert found[0] == found[1]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_private_step_keeps_what_it_trains_in_memory(
     workplace: Workplace, both_ways: Run, dtype: str

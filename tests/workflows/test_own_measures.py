@@ -50,6 +50,7 @@ def columns(value: str) -> str:
     return f"def columns(self, gradients):\n    return {value}"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -168,6 +169,7 @@ def passes(self):
     )
 
 
+@pytest.mark.sweep
 def test_memory_that_runs_out_in_it_is_no_mistake_of_its_own(workplace: Workplace) -> None:
     body = """
 def columns(self, gradients):

@@ -37,6 +37,7 @@ def merged(place: Workplace) -> None:
     assert outcome.out.splitlines()[-1].endswith("parts")
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("count", [1, 3, 7])
 def test_parts_in_any_order_equal_one_run(place: Workplace, count: int) -> None:
     order = list(range(1, count + 1))

@@ -53,6 +53,7 @@ def as_the_factory_leaves_it() -> None:
     nn.Linear(4, 40), nn.Linear(40, 3)
 
 
+@pytest.mark.sweep
 def test_dp_step_does_not_reveal_a_member_to_one_with_the_seed_of_the_factory(
     private: PrivateWorkplace,
 ) -> None:
@@ -221,6 +222,7 @@ def test_rows_that_follow_from_what_was_read_before_are_refused(private: Private
     assert not private.run_folder.exists()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("drawn", ["np.random.rand()", "random.random()", "self.rng.random()"])
 def test_a_dataset_that_draws_is_the_same_when_a_run_goes_on(private: PrivateWorkplace, drawn: str) -> None:
     own(private, drawn, "import random")

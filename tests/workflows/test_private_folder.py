@@ -66,6 +66,7 @@ def place_file_gone(private: PrivateWorkplace) -> None:
 CASES = [copied, moved, replaced_by_a_backup, ledger_and_checkpoint_restored, place_file_gone]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("happened", CASES)
 def test_dp_resume_in_a_folder_that_may_be_a_copy_is_refused_until_owned(
     private: PrivateWorkplace, happened: Callable[[PrivateWorkplace], None]
@@ -121,6 +122,7 @@ def test_dp_resume_from_another_folder_or_by_a_link_or_after_touch_is_accepted(
     assert private.step()["steps"] == 3
 
 
+@pytest.mark.sweep
 def test_dp_resume_on_another_machine_is_reported(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +146,7 @@ def test_dp_resume_of_an_older_ledger_is_refused(private: PrivateWorkplace) -> N
     private.refused(2, "begun by an older psgrad", "--output", options=("--resume",))
 
 
+@pytest.mark.sweep
 def test_dp_resume_with_the_private_folder_of_another_run_is_refused(private: PrivateWorkplace) -> None:
     private.succeeded()
     private.config["output"] = "other"

@@ -134,6 +134,7 @@ def test_dp_step_of_ranks_equals_one_process(
     assert all(rank["host"] and rank["seconds"] >= 0 for rank in each)
 
 
+@pytest.mark.sweep
 def test_noise_of_ranks_is_the_one_of_rank_0(private: PrivateWorkplace) -> None:
     """With the same seed the noisy sum is that of one process, to a step of the grid that both are rounded
     to. An adaptive bound follows the norms of all ranks.
@@ -151,6 +152,7 @@ def test_noise_of_ranks_is_the_one_of_rank_0(private: PrivateWorkplace) -> None:
     assert bounds[0] == bounds[1] != 0.5
 
 
+@pytest.mark.sweep
 def test_one_record_more_moves_the_sum_of_ranks_by_at_most_the_bound(private: PrivateWorkplace) -> None:
     """A record that comes gives all that follow it to other ranks."""
     private.config["engine"]["dtype"] = "float32"
@@ -176,6 +178,7 @@ class Model(nn.Sequential):
 """
 
 
+@pytest.mark.sweep
 def test_records_draw_by_the_key_of_rank_0(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -340,6 +340,7 @@ def test_an_adaptive_bound_is_kept_from_step_to_step_and_over_a_resume(private: 
     assert len({line["clipping_sha256"] for line in lines}) == 4
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "Adafactor"])
 def test_a_resumed_optimiser_goes_on_as_one_that_never_stopped(private: PrivateWorkplace, name: str) -> None:
     private.privacy.update(EXACT, optimizer={"name": name, "kwargs": {"lr": 0.01}})
@@ -375,6 +376,7 @@ def test_a_run_leaves_what_is_public_apart_from_what_is_not(whole: PrivateWorkpl
     assert steps["step"].tolist() == [1, 2, 3]
 
 
+@pytest.mark.sweep
 def test_epsilon_can_be_computed_from_the_ledger_by_dp_accounting_alone(whole: PrivateWorkplace) -> None:
     import dp_accounting
     from dp_accounting import pld, rdp
@@ -458,6 +460,7 @@ def test_private_diagnostics_only_when_asked_for(private: PrivateWorkplace) -> N
     assert "median norm" in private.succeeded("--resume", "--show-private").err
 
 
+@pytest.mark.sweep
 def test_what_makes_an_epsilon_larger_than_it_need_be_is_reported(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,6 +488,7 @@ def test_a_list_of_multipliers_is_taken_to_its_end(private: PrivateWorkplace) ->
     assert private.step()["steps"] == 3
 
 
+@pytest.mark.sweep
 def test_a_target_is_met_and_not_exceeded(whole: PrivateWorkplace) -> None:
     whole.privacy["noise"] = {"target_epsilon": 1.5}
     whole.succeeded("--steps", "20")

@@ -82,6 +82,7 @@ def assert_same_table(one: Path, other: Path) -> None:
     pd.testing.assert_frame_equal(found, wanted, rtol=CLOSE, atol=CLOSE)
 
 
+@pytest.mark.sweep
 def test_analyze_rank_out_of_memory_backs_off_alone(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +149,7 @@ def test_index_rank_out_of_memory_backs_off_alone(
             np.testing.assert_allclose(other[name], value, rtol=CLOSE, atol=CLOSE)
 
 
+@pytest.mark.sweep
 def test_dp_step_rank_out_of_memory_backs_off_alone(
     private: PrivateWorkplace,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

@@ -119,6 +119,7 @@ def test_reference_refuses_other_weights_and_tells_other_code(
     assert not any("code" in each or "hash" in each for each in caveats)
 
 
+@pytest.mark.sweep
 @some_or_all
 def test_diff_tells_every_change_and_nothing_where_none_is(
     place: IdentityWorkplace, names: list[str]
@@ -162,6 +163,7 @@ def test_index_open_and_resume_refuse_every_change(place: IdentityWorkplace) -> 
         influence(place.read(), report=False, overwrite=True)
 
 
+@pytest.mark.sweep
 def test_dp_step_resume_refuses_every_change_but_weights_that_the_checkpoint_replaces(
     place: IdentityWorkplace,
 ) -> None:

@@ -126,6 +126,7 @@ def test_values_of_long_rows_are_bounded() -> None:
     assert str(words).endswith("0 and 4,800 more")
 
 
+@pytest.mark.sweep
 def test_the_page_of_a_table_shows_its_rows_and_a_report_made_again_is_the_same(workplace: Workplace) -> None:
     workplace.succeeded()
     folder = workplace.folder / "out"

@@ -134,6 +134,7 @@ def test_analyze_an_adapter_that_a_trainer_saved(trained: Path, tmp_path: Path) 
     torch.testing.assert_close(grad_norms(found), expected, rtol=1e-4, atol=0)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["run", "lora"])
 def test_influence_sums_over_a_trainers_checkpoints(kind: str, trained: Path, tmp_path: Path) -> None:
     model = CONFIG["model"] if kind == "run" else {**CONFIG["model"], "adapter": "lora/checkpoint-2"}

@@ -206,6 +206,7 @@ def in_a_process(script: str) -> list[int]:
     return [int(word) for word in done.stdout.split()]
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on the address space are Linux's")
 def test_a_real_limit_on_memory_is_met_by_smaller_chunks() -> None:
     done, retries, chunk_size = in_a_process("""

@@ -128,6 +128,7 @@ def test_an_automatic_chunk_starts_small_and_grows_to_what_fits(
     assert 1 <= sizes[1] < ROWS - 8
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", OUT_OF_MEMORY)
 @pytest.mark.parametrize("chunk_size", [20, "auto"])
 def test_want_of_memory_halves_the_rows_that_failed_and_changes_nothing_else(

@@ -100,7 +100,7 @@ def assert_rows_are_those_alone(case: Case, dtype: torch.dtype, batch: Row | Non
     assert error.max() <= tolerance
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @each(*CASES, *MIXTURES)
 @each_dtype
 def test_padded_rows_have_the_gradients_of_rows_alone(case: Case, dtype: torch.dtype) -> None:

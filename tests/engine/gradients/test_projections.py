@@ -414,7 +414,7 @@ VARIANCES = [
 ]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("projection", "variance"),
     VARIANCES,
@@ -461,6 +461,7 @@ def test_projection_segment_fills_its_columns() -> None:
 # -- How little they hold ------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("projection", "positions"),
     [(Rademacher(64), 1), (Sparse(4096), 1), (Sparse(4096), 3), (TwoSided(64, 64), 1), (TwoSided(64, 64), 3)],

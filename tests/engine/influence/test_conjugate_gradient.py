@@ -62,6 +62,7 @@ def test_conjugate_gradient_dependent_right_hand_sides() -> None:
     torch.testing.assert_close(x[4], -1e6 * x[2], rtol=1e-5, atol=1e-2)
 
 
+@pytest.mark.sweep
 def test_conjugate_gradient_block_needs_fewer_products() -> None:
     matrix = symmetric(torch.logspace(-3, 1, 150))
     rhs = torch.randn(30, 150, dtype=torch.float64)

@@ -246,7 +246,7 @@ def pixel_cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Ten
     return F.cross_entropy(output.reshape(1, 6, 10), target.reshape(1, 10))
 
 
-@pytest.mark.every(2)
+@pytest.mark.sweep
 @pytest.mark.parametrize("weighted", [True, False])
 def test_gauss_newton_trace_unbiased(weighted: bool) -> None:
     """Over many seeds: its mean is the exact trace, and its spread the stated error."""

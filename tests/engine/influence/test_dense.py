@@ -48,6 +48,7 @@ MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk_size", ["auto", 1, 4])
 def test_curvature_matrix_equals_that_of_summed_loss(name: str, chunk_size: Any) -> None:

@@ -90,6 +90,7 @@ def test_exact_scores_by_layer(per: Any) -> None:
     np.testing.assert_allclose(sum(result.values()), scores(fitted, queries()), rtol=0, atol=1e-11)
 
 
+@pytest.mark.sweep
 @settings(max_examples=6, deadline=None)
 @given(
     chunk_size=st.integers(1, 41), query_chunk=st.integers(1, 8), solver=st.sampled_from(["exact", "dual"])

@@ -48,7 +48,7 @@ def test_states_on_disk_come_back_bit_by_bit(tmp_path: Path) -> None:
         assert found.params["bias"].isnan()
 
 
-@pytest.mark.every(3)
+@pytest.mark.sweep
 @pytest.mark.parametrize("kept", [2, None, 3])
 def test_derivatives_with_states_on_disk(kept: int | None, tmp_path: Path) -> None:
     run = run_of(RECIPES["adam"], kept)

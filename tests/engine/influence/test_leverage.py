@@ -56,6 +56,7 @@ LOSSES: dict[str, Any] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("solver", ["exact", "dual"])
 def test_leverage_scores_equal_one_newton_step(name: str, solver: Any) -> None:

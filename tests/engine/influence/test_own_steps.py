@@ -89,6 +89,7 @@ def test_own_step_is_the_recipe_of_the_same_optimiser(name: str) -> None:
     torch.testing.assert_close(derivatives(own), derivatives(recipes), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["sgd, torch.func", "adam"])
 def test_own_step_derivatives_are_finite_differences_of_retraining(name: str) -> None:
     run, change = of_step(*CASES[name]), 1e-5

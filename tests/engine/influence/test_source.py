@@ -72,6 +72,7 @@ def scores(method: Source, momentum: float = 0.0) -> np.ndarray:
     return score_matrix(method, method.fit_run(run), queries)
 
 
+@pytest.mark.sweep
 def test_source_is_the_derivative_of_gradient_descent_in_many_segments() -> None:
     found, expected = scores(EXACT), truth()
     assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > 0.999

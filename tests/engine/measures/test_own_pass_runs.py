@@ -37,6 +37,7 @@ def loss(output, target):
 """
 
 
+@pytest.mark.sweep
 def test_own_pass_columns_and_nonfinite_row(workplace: Workplace) -> None:
     x = workplace.arrays["x"].copy()
     x[5, 2] = np.nan

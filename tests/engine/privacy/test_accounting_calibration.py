@@ -91,7 +91,7 @@ def test_calibration_calls_pld_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 1 <= len(looks) <= 4
 
 
-@pytest.mark.every(2)
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("target", "make", "steps", "wording"),
     [

@@ -122,6 +122,7 @@ def integrated_delta(event: StepEvent, side: str, epsilon: float) -> float:
     return float(integrate.simpson(np.maximum(first(grid) - math.exp(epsilon) * second(grid), 0.0), x=grid))
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("event", "sides"),
     [
@@ -206,6 +207,7 @@ def test_pld_epsilon_below_rdp() -> None:
 # -- many unlike steps ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_pld_of_unlike_steps_equals_dp_accounting() -> None:
     counts = {poisson(2.0 + place / 10, 0.05): 3 + place for place in range(composition._FEW + 4)}
     result = epsilon_pld(list(counts.items()), 1e-5)
@@ -330,6 +332,7 @@ def test_pld_closed_form_of_tests() -> None:
         assert gaussian_delta(epsilon, distance) == pytest.approx(true, rel=1e-9)
 
 
+@pytest.mark.sweep
 def test_pld_curve_interpolation_error() -> None:
     """Even in the square root of the steps, as the figure has it; the first steps of a low sampling rate are
     the hardest.

@@ -41,6 +41,7 @@ def test_rdp_orders_equal_dp_accounting() -> None:
     np.testing.assert_array_equal(RdpAccountant().orders, ORDERS)
 
 
+@pytest.mark.sweep
 @settings(max_examples=12)
 @given(
     rate=st.floats(1e-4, 0.999),

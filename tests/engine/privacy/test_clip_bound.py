@@ -30,6 +30,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_clip_bound_cancelling_positions(kind: Kind, dtype: torch.dtype) -> None:
     """Positions that cancel to one part in 10^2 to 10^9, or exactly but for a remainder; alone and in
@@ -90,7 +91,7 @@ def test_clip_bound_hill_climbing(kind: Kind, dtype: torch.dtype) -> None:
     assert worst > 0.99
 
 
-@pytest.mark.every(3)
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("name", "count"),

@@ -54,7 +54,7 @@ def sum_of(
     return batch_source(objective.loss, objective.params, *batch, has_aux=True, **options)(clipping)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 def test_clipped_sum_equals_the_loop(architecture: Architecture, dtype: torch.dtype) -> None:
     model, batch = architecture.build(dtype=dtype), architecture.batch(RECORDS, dtype=dtype)
@@ -86,7 +86,7 @@ def test_clipped_sum_automatic_clipping(
     torch.testing.assert_close(result.records.norms, norms, rtol=1e-10, atol=0)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 def test_clipped_sum_independent_of_order_and_chunks(architecture: Architecture, dtype: torch.dtype) -> None:
     model, (inputs, target) = architecture.build(dtype=dtype), architecture.batch(RECORDS, dtype=dtype)
@@ -180,6 +180,7 @@ KINDS = {
 }
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_clipped_sum_bound_at_every_scale(
     architecture: Architecture, kind: str, request: pytest.FixtureRequest
@@ -210,6 +211,7 @@ def test_clipped_sum_bound_at_every_scale(
             assert norms[0] >= 0.999999 * clipping.groups[0].bound
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("positions", [16, 64, 256])
 def test_clipped_sum_bound_with_rounding(
     positions: int,

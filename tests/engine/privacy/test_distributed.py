@@ -82,6 +82,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"found{rank}.pt", weights_only=False) for rank in range(2)]  # our own file
 
 
+@pytest.mark.sweep
 def test_distributed_same_records_in_all_processes(found: list[dict[str, Any]]) -> None:
     assert found[0]["drawn"].tolist() == found[1]["drawn"].tolist()
     assert found[0]["secure"]

@@ -141,7 +141,7 @@ def seeded_anew() -> None:
 # -- What a record adds --------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_record_draws_sum_equals_single_records(name: str, kind: str) -> None:
     run = Run(kind, name)
@@ -180,6 +180,7 @@ def test_record_draws_sensitivity_of_neighbours(data: st.DataObject) -> None:
         assert (first - somehow(replaced)).norm() <= 2 * BOUND * (1 + 1e-9)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_record_draws_differ_by_record_step_and_key(name: str) -> None:
     """Rows that hold the same numbers: what differs is what they draw."""

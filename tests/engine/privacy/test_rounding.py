@@ -123,6 +123,7 @@ def unrounded(values: Tensor, deviation: float, generator: Generator) -> Tensor:
     return generator.normal(values.shape, values.dtype, values.device).mul_(deviation).add_(values)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("released", "dtype"),
     [(noisy_column, torch.float32), (noisy_column, torch.float64), (weights_column, torch.float64)],

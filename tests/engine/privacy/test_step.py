@@ -88,6 +88,7 @@ print(statistics.median(new_pages_of_a_step() for _ in range(11)))
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="what is kept of freed memory is the C library's choice"
 )

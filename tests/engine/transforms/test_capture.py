@@ -585,6 +585,7 @@ def test_capture_of_a_softmax_derivative_with_strides():
     torch.testing.assert_close(capture(function)(cotangents, output), function(cotangents, output))
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_capture_inductor_equals_replay():
     model = perceptron(dropout=0.5)
