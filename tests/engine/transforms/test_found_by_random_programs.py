@@ -238,3 +238,18 @@ def test_grad_of_vmap_write_to_argument() -> None:
     with pytest.raises(TransformError, match="writes in place into a tensor from outside"):
         grad(lambda a: vmap(lambda x: ((a * x).sum(), x[:2].mul_(2))[0])(x).sum())(a)
     assert x.tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("outer", [grad, lambda f: lambda x: jacrev(f)(x)], ids=["grad", "jacrev"])
+@pytest.mark.parametrize("name", ["max", "min", "median", "nanmedian"])
+def test_grad_of_vmap_order_statistic_of_equal_and_missing_numbers(name: str, outer: Any) -> None:
+    """Outside of vmap, too, elements that are equal to the result share the gradient; NaN is equal to NaN."""
+    f = lambda x: getattr(x, name)().square()
+    nan, inf = torch.nan, torch.inf
+    x = torch.tensor(
+        [[1.0, 1, 1, 1], [0, 2, 2, 1], [nan, 1, nan, 3], [-inf, nan, nan, 2], [inf, inf, -inf, -inf]]
+    )
+    torch.testing.assert_close(outer(lambda x: vmap(f)(x).sum())(x), by_loop(f, x), equal_nan=True)
+    nested = torch.stack([x, x.flip(0)])
+    result = outer(lambda x: vmap(vmap(f))(x).sum())(nested)
+    torch.testing.assert_close(result, torch.stack([by_loop(f, each) for each in nested]), equal_nan=True)

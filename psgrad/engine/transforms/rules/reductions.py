@@ -129,21 +129,53 @@ def _max_all_back(out: torch.Tensor, x: torch.Tensor) -> Any:
     return back if len(shape) else lambda g: g
 
 
-def _order_statistic(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Batching of an order statistic over all elements, by a kernel of rows [n, k] that returns [n].
+_STATISTICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "max": lambda rows: rows.amax(1),
+    "min": lambda rows: rows.amin(1),
+    # these kernels read memory that stands for several elements (expand) as if it were contiguous
+    "median": lambda rows: rows.contiguous().median(1).values,
+    "nanmedian": lambda rows: rows.contiguous().nanmedian(1).values,
+}
+_library = torch.library.Library("psgrad", "FRAGMENT")
+_library.define("order_statistic(Tensor rows, str kind) -> Tensor")
+_library.impl("order_statistic", lambda rows, kind: _STATISTICS[kind](rows), "CompositeExplicitAutograd")
+# [n, k] -> [n]: an order statistic of each row, with the derivative of one over all elements of a tensor:
+# those equal to the result share the cotangent. PyTorch's derivatives of the kernels of rows differ.
+_order_statistic = torch.ops.psgrad.order_statistic.default
 
-    All elements equal to the result share the cotangent, and others get none. PyTorch's derivatives of the
-    kernels differ. So if PyTorch's autograd records, it gets the mean of those elements, with the result
-    written into it.
+
+def _equal_to(out: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return (rows == out.unsqueeze(1)) | (rows.isnan() & out.isnan().unsqueeze(1))
+
+
+def _order_statistic_back(out: torch.Tensor, rows: torch.Tensor, kind: str) -> Any:
+    def back(g: torch.Tensor) -> torch.Tensor:
+        hit = _equal_to(out, rows)
+        return torch.where(hit, (g / hit.sum(1)).unsqueeze(1), 0)
+
+    return back
+
+
+def _order_statistic_of_batches(batch: Any, _: Op, rows: torch.Tensor, kind: str) -> torch.Tensor:
+    batches = batch.physical(rows)
+    return run(_order_statistic, batches.flatten(0, 1), kind).unflatten(0, batches.shape[:2])
+
+
+define(_order_statistic, vjp={0: _order_statistic_back}, batch=_order_statistic_of_batches)
+
+
+def _of_samples(kind: str) -> Callable[..., Any]:
+    """Batching of an order statistic over all elements. If PyTorch's autograd records, it gets the mean of
+    the elements that are equal to the result, with the result written into it.
     """
 
     def rule(batch: Any, _: Op, x: torch.Tensor) -> torch.Tensor:
         rows = batch.physical(x).flatten(1) if x.dim() else batch.physical(x).unsqueeze(1)
         if not (state.attached and x.is_floating_point()):
-            return kernel(rows)
+            return run(_order_statistic, rows, kind)
         with torch.no_grad():
-            out = kernel(rows)
-            hit = (rows == out.unsqueeze(1)) | (rows.isnan() & out.isnan().unsqueeze(1))
+            out = run(_order_statistic, rows, kind)
+            hit = _equal_to(out, rows)
         shown = torch.where(hit, rows / hit.sum(1, keepdim=True), 0).sum(1)
         with torch.no_grad():
             shown.copy_(out)
@@ -152,13 +184,8 @@ def _order_statistic(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-for _whole, _kernel in (
-    (aten.max.default, lambda rows: aten.amax.default(rows, [1])),
-    (aten.min.default, lambda rows: aten.amin.default(rows, [1])),
-    (aten.median.default, lambda rows: run(aten.median.dim, rows, 1)[0]),
-    (aten.nanmedian.default, lambda rows: run(aten.nanmedian.dim, rows, 1)[0]),
-):
-    define(_whole, vjp={0: _max_all_back}, batch=_order_statistic(_kernel))
+for _kind in _STATISTICS:
+    define(getattr(aten, _kind).default, vjp={0: _max_all_back}, batch=_of_samples(_kind))
 
 
 def _pick_back(dim_position: int) -> Any:
