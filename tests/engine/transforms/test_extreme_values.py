@@ -292,8 +292,8 @@ WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
     ),
 }
 # Where PyTorch has no number for a sample alone, by a branch that looks at the whole tensor (a division by an
-# infinite factor, unless there is a zero; all axes in place of given ones), a derivative outside of vmap may have
-# the finite one, or another that is no number.
+# infinite factor, unless there is a zero; all axes in place of given ones), a derivative outside of vmap may
+# have the finite one, or another that is no number.
 FINITE_ALONE_OUTSIDE = ("prod", "prod(-1)", "cumprod", "cumprod(0)", "var of one number")
 PLANTED = [NAN, INF, -INF, 0.0, 1e30, -1e30, 1e-30, 0.0]
 
