@@ -12,6 +12,8 @@ from psgrad.config.config import Config as Config
 from psgrad.config.data import DATA_SUFFIXES as DATA_SUFFIXES
 from psgrad.config.data import DataConfig as DataConfig
 from psgrad.config.influence import CheckpointConfig as CheckpointConfig
+from psgrad.config.influence import IndexConfig as IndexConfig
+from psgrad.config.influence import IndexSearchConfig as IndexSearchConfig
 from psgrad.config.influence import InfluenceConfig as InfluenceConfig
 from psgrad.config.influence_evaluation import EvaluationConfig as EvaluationConfig
 from psgrad.config.influence_evaluation import EvaluationKind as EvaluationKind
@@ -19,8 +21,6 @@ from psgrad.config.influence_evaluation import MethodConfig as MethodConfig
 from psgrad.config.influence_evaluation import TrainConfig as TrainConfig
 from psgrad.config.influence_evaluation import TrainingConfig as TrainingConfig
 from psgrad.config.influence_evaluation import TuningConfig as TuningConfig
-from psgrad.config.influence_index import IndexConfig as IndexConfig
-from psgrad.config.influence_index import IndexSearchConfig as IndexSearchConfig
 from psgrad.config.influence_queries import MEASUREMENTS as MEASUREMENTS
 from psgrad.config.influence_queries import MeasurementConfig as MeasurementConfig
 from psgrad.config.influence_queries import QueriesConfig as QueriesConfig

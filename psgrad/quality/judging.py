@@ -15,7 +15,6 @@ import pandas as pd
 
 from psgrad.config import AnalyzeConfig, did_you_mean
 from psgrad.errors import ConfigError
-from psgrad.quality.comparison_groups import OTHER, join_small, labels_of, robust_z
 from psgrad.quality.conformal import grouped_p_values, q_values, resolution
 from psgrad.quality.detector import DetectorScores, detector_scores
 from psgrad.quality.gates import (
@@ -26,7 +25,7 @@ from psgrad.quality.gates import (
     share_of,
     why_not_evaluable,
 )
-from psgrad.quality.references import Reference, scored_by
+from psgrad.quality.references import OTHER, Reference, join_small, labels_of, robust_z, scored_by
 from psgrad.results import SAMPLE_COLUMNS
 from psgrad.results.manifest import (
     DetectorFacts,

@@ -16,8 +16,8 @@ from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.measures.measure import Measure
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.derived import DrawnSamples
-from psgrad.quality.baselines import read_baseline
 from psgrad.quality.detector import detector_from
+from psgrad.quality.gates import read_baseline
 from psgrad.quality.judging import Judged, judge
 from psgrad.quality.references import (
     Reference,

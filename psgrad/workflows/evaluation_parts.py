@@ -31,13 +31,13 @@ from psgrad.engine.influence.evaluation.statistics import CheckpointExamples
 from psgrad.engine.influence.method import Fitted, Method
 from psgrad.engine.influence.ranking import Average, Normalize, is_relative
 from psgrad.engine.transforms.private_torch import tree_leaves
-from psgrad.inputs.models.training_function import resolve_training
+from psgrad.inputs.models.training_functions import resolve_training
 from psgrad.reports.words import duration
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
+from psgrad.workflows.influence_checkpoints import fresh_models
 from psgrad.workflows.influence_queries import chosen_rows
 from psgrad.workflows.influence_setup import InfluenceSetup, method_from
-from psgrad.workflows.influence_training import fresh_models
 from psgrad.workflows.run_identity import code_of
 
 Array = np.ndarray[Any, Any]

@@ -47,8 +47,8 @@ from psgrad.workflows.evaluation_kinds import Found, evaluate_lds, evaluate_loo,
 from psgrad.workflows.evaluation_parts import Array, EvaluationParts, evaluation_of
 from psgrad.workflows.evaluation_sets import evaluate_curve, evaluate_groups
 from psgrad.workflows.influence import described
-from psgrad.workflows.influence_screening import without_nonfinite
 from psgrad.workflows.influence_setup import set_up_influence
+from psgrad.workflows.influence_tables import without_nonfinite
 from psgrad.workflows.run_manifest import describe_run, rank_facts_of_steps, running_manifest
 from psgrad.workflows.run_progress import Clock
 

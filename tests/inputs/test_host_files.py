@@ -18,7 +18,7 @@ from psgrad.config import DataConfig
 from psgrad.errors import DataError
 from psgrad.inputs.sources import file_checks, host_files
 from psgrad.inputs.sources.file_checks import sha256_of
-from psgrad.inputs.sources.formats.jsonl import JSONL
+from psgrad.inputs.sources.formats.json import JSONL
 from psgrad.inputs.sources.host_files import made_once, shared_on_host
 from psgrad.inputs.sources.load import load_data, open_rows
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from psgrad.errors import CheckpointError
-from psgrad.inputs.models.optimizer_states import second_moments
-from psgrad.inputs.models.run_checkpoints import RunCheckpoints
+from psgrad.inputs.models.run_checkpoints import RunCheckpoints, second_moments
 
 
 class Small(nn.Module):
