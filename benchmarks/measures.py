@@ -35,8 +35,8 @@ from script import command_line, print_facts, write_json
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective, Summary
+from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.measures.builtin.outputs import Predictions, summary_for
-from psgrad.engine.measures.gradient_norms import GradientNorms
 from psgrad.engine.measures.measure import Measure, Setting
 from psgrad.engine.measures.passes import SecondPass
 from psgrad.errors import MeasureError

@@ -32,10 +32,9 @@ from psgrad.inputs.image_files import (
 from psgrad.inputs.models.hub import library
 from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.sources.arrow_columns import plain
-from psgrad.inputs.sources.columns import RowName
 from psgrad.inputs.sources.host_files import arrays_made_once, in_pieces
 from psgrad.inputs.sources.source_rows import Array, SourceRows, pieces_of
-from psgrad.inputs.sources.table_samples import TableSamples
+from psgrad.inputs.sources.table_samples import RowName, TableSamples
 from psgrad.inputs.targets import Labels
 from psgrad.wording import first_line
 

@@ -17,7 +17,7 @@ import torch
 from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.execution.ranks import gaps, overlap
 from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.measures.gradient_norms import GradientNorms
+from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure
 from psgrad.errors import DataError
 from psgrad.inputs.derived import DrawnSamples
