@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
+from psgrad.engine.transforms.adoption import AdoptingLevel
 from psgrad.engine.transforms.aliasing import laid_out
 from psgrad.engine.transforms.interpreter import InterpretedTracer
-from psgrad.engine.transforms.levels import AdoptingLevel
 from psgrad.engine.transforms.private_torch import make_wrapper
 from psgrad.engine.transforms.tracer import rewritten, strides_of
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 
 from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.adoption import AdoptingLevel
 from psgrad.engine.transforms.interpreter import InterpretedTracer
-from psgrad.engine.transforms.levels import AdoptingLevel
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
