@@ -173,7 +173,7 @@ def influence(
         # The folder of an evaluation is its own: the config's is that of the scores.
         resolved = _read(config, settings, None, method, top)
         from psgrad.reports.evaluation import write_evaluation
-        from psgrad.workflows.earlier_evaluations import evaluation_folder
+        from psgrad.workflows.evaluation_parts import evaluation_folder
         from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
 
         folder = evaluation_folder(resolved, evaluate.value, output)

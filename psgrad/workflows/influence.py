@@ -32,7 +32,7 @@ from psgrad.results.manifest import Counts, InfluenceFacts, RunManifest
 from psgrad.storage import RunFolder
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
-from psgrad.workflows.earlier_evaluations import earlier_evaluations
+from psgrad.workflows.evaluation_parts import earlier_evaluations
 from psgrad.workflows.influence_index import open_index
 from psgrad.workflows.influence_questions import answered, require_room, require_tokens, token_pairs
 from psgrad.workflows.influence_ranking import QueryRankings, check_removals, marked_beyond_loss, rank
