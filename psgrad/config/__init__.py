@@ -8,7 +8,11 @@ from psgrad.config.analysis import GateConfig as GateConfig
 from psgrad.config.analysis import MeasureConfig as MeasureConfig
 from psgrad.config.analysis import OutlierConfig as OutlierConfig
 from psgrad.config.analysis import ReferenceConfig as ReferenceConfig
+from psgrad.config.config import LOSS_OPTIONS as LOSS_OPTIONS
 from psgrad.config.config import Config as Config
+from psgrad.config.config import EngineConfig as EngineConfig
+from psgrad.config.config import LossConfig as LossConfig
+from psgrad.config.config import ReportConfig as ReportConfig
 from psgrad.config.data import DATA_SUFFIXES as DATA_SUFFIXES
 from psgrad.config.data import DataConfig as DataConfig
 from psgrad.config.influence import CheckpointConfig as CheckpointConfig
@@ -41,10 +45,6 @@ from psgrad.config.privacy import PrivacyConfig as PrivacyConfig
 from psgrad.config.reading import config_from as config_from
 from psgrad.config.reading import load_config as load_config
 from psgrad.config.reading import read_config as read_config
-from psgrad.config.shared_sections import LOSS_OPTIONS as LOSS_OPTIONS
-from psgrad.config.shared_sections import EngineConfig as EngineConfig
-from psgrad.config.shared_sections import LossConfig as LossConfig
-from psgrad.config.shared_sections import ReportConfig as ReportConfig
 from psgrad.config.values import NamedSection as NamedSection
 from psgrad.config.values import did_you_mean as did_you_mean
 from psgrad.config.values import is_callable_spec as is_callable_spec

@@ -172,7 +172,7 @@ def test_arrays_are_read_into_memory_once_and_mapped(
     def again(self: Any, *arguments: Any) -> None:
         raise AssertionError("the file was read again")
 
-    monkeypatch.setattr("psgrad.inputs.sources.formats.npz.NPZ.arrays", again)
+    monkeypatch.setattr("psgrad.inputs.sources.formats.arrays.NPZ.arrays", again)
     second = load_data(config, tmp_path)
     for samples in (first, second):
         block, expected = samples.read(0, 4), alone.read(0, 4)

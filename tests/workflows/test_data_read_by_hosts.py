@@ -26,7 +26,7 @@ from PIL import Image
 
 from psgrad.cli.processes import joined
 from psgrad.config import DataConfig
-from psgrad.config.shared_sections import LossConfig
+from psgrad.config.config import LossConfig
 from psgrad.engine.execution.rank_pieces import RankPieces
 from psgrad.errors import PsgradError
 from psgrad.inputs import image_samples

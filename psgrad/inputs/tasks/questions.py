@@ -1,5 +1,5 @@
-"""Answers that a text has or goes on with: one of several continuations, the task multiple-choice; and where
-the answer to a question stands, the task question-answering.
+"""Tasks that find an answer: one of several continuations of a text, the task multiple-choice; and where the
+answer to a question stands in a text, the task question-answering.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Datasets as text without columns of their own: json, a list of objects, read at once (larger ones are
-better saved as jsonl); jsonl, an object a line; and txt, a row a line.
+"""Rows in text files that give them no types: json, a list of objects, read at once (larger ones are better
+saved as jsonl); jsonl, an object a line; and txt, a row a line. All are in UTF-8.
 """
 
 from __future__ import annotations
