@@ -52,7 +52,7 @@ from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
-from psgrad.engine.measures.gradient_norms import GradientNorms
+from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.transforms import capture
 
 Facts = dict[str, Any]

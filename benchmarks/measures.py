@@ -35,9 +35,9 @@ from script import command_line, print_facts, write_json
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective, Summary
-from psgrad.engine.measures.gradient_norms import GradientNorms
+from psgrad.engine.measures.builtin.norms import GradientNorms
+from psgrad.engine.measures.builtin.outputs import Predictions, summary_for
 from psgrad.engine.measures.measure import Measure, Setting
-from psgrad.engine.measures.output_values import Predictions, summary_for
 from psgrad.engine.measures.passes import SecondPass
 from psgrad.errors import MeasureError
 from psgrad.plugins import MEASURES, own_classes

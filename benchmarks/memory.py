@@ -41,7 +41,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.measures.gradient_norms import GradientNorms
+from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.ragged import Block
 
 # At most so many times plain's peak.

@@ -49,7 +49,7 @@ from norms import machine
 from torch import Tensor, nn
 
 from psgrad.config import DataConfig
-from psgrad.config.shared_sections import LossConfig
+from psgrad.config.config import LossConfig
 from psgrad.engine.execution.cluster import Cluster, RankTimes, Workload, efficiencies, simulate
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import Sparse, per_sample_gradients, per_sample_square_norms

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_square_norms
-from psgrad.engine.measures.gradient_norms import GradientNorms
+from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.ragged import Block
 
 DIGITS = Path(__file__).parents[1] / "configs" / "digits"

@@ -19,7 +19,7 @@ OTHER_PACKAGE = """
 from dataclasses import dataclass
 from psgrad.engine.measures.measure import Measure
 from psgrad.inputs.losses.value_losses import MSE
-from psgrad.inputs.sources.formats.npz import NPZ
+from psgrad.inputs.sources.formats.arrays import NPZ
 
 @dataclass
 class Halved(Measure):

@@ -17,13 +17,14 @@ from psgrad.cli.options import (
     Overwrite,
     Part,
     Settings,
+    Verbose,
     part_of,
     read_config,
     require_one_of,
+    say_computed,
 )
 from psgrad.cli.processes import ProcessesOption, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
-from psgrad.cli.verbose import Verbose, say_computed
 from psgrad.errors import EXIT_OK
 
 if TYPE_CHECKING:

@@ -86,7 +86,7 @@ def show_check(result: CheckResult, style: str, output: Path | None = None) -> N
 
     write_text(render_check(result, style), output)
     if style != "terminal" or output is not None:
-        from psgrad.reports.ci_words import clean, headline, outcome_line
+        from psgrad.reports.ci_text import clean, headline, outcome_line
 
         for line in (
             headline(result),

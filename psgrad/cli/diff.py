@@ -72,7 +72,7 @@ def diff(
 
 
 def _draw(result: Comparison, output: Path, suffix: str) -> None:
-    from psgrad.reports.comparison_page import draw_comparison, render_page
+    from psgrad.reports.comparison import draw_comparison, render_page
     from psgrad.storage import RunFolder
 
     if suffix == ".html":

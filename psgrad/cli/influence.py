@@ -21,15 +21,16 @@ from psgrad.cli.options import (
     Overwrite,
     Part,
     Settings,
+    Verbose,
     complete_method,
     part_of,
     read_config,
     require_alone,
     require_one_of,
+    say_computed,
 )
 from psgrad.cli.processes import ProcessesOption, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
-from psgrad.cli.verbose import Verbose, say_computed
 
 if TYPE_CHECKING:
     from psgrad.config import Config
@@ -172,7 +173,7 @@ def influence(
         # The folder of an evaluation is its own: the config's is that of the scores.
         resolved = _read(config, settings, None, method, top)
         from psgrad.reports.evaluation import write_evaluation
-        from psgrad.workflows.earlier_evaluations import evaluation_folder
+        from psgrad.workflows.evaluation_parts import evaluation_folder
         from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
 
         folder = evaluation_folder(resolved, evaluate.value, output)
@@ -192,7 +193,7 @@ def influence(
         return
     resolved = _read(config, settings, output, method, top)
     if part is not None:
-        from psgrad.workflows.influence_parts import influence_part
+        from psgrad.workflows.parts import influence_part
 
         with progress_display(shown) as progress:
             folder = influence_part(resolved, *part_of(part), matrix=matrix, progress=progress)

@@ -10,10 +10,9 @@ import typer
 from psgrad.cli.analyze import Check, Quiet, Report, show_result
 from psgrad.cli.command import Panel, command
 from psgrad.cli.influence import show_scores
-from psgrad.cli.options import AsJson
+from psgrad.cli.options import AsJson, Verbose, say_computed
 from psgrad.cli.processes import require_one
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
-from psgrad.cli.verbose import Verbose, say_computed
 
 Run = Annotated[
     Path,
@@ -55,7 +54,7 @@ def merge(
 
     style = ProgressStyle.none if quiet else shown
     if (manifest_of(output) or {}).get("command") == "influence":
-        from psgrad.workflows.influence_parts import merge_influence
+        from psgrad.workflows.parts import merge_influence
 
         with progress_display(style) as progress:
             scores = merge_influence(output, report=report, progress=progress)

@@ -1,4 +1,4 @@
-"""The arguments that every command takes, declared once.
+"""The arguments that commands share, declared once, and what `-v` prints.
 
 What a shell completes: keys of a config, measures, methods. No torch.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +17,6 @@ from psgrad.errors import ConfigError
 if TYPE_CHECKING:
     from psgrad.config import Config
     from psgrad.config.values import ConfigSection
-
 
 _MEASURES = "analyze.measures=["
 
@@ -130,3 +129,25 @@ def settings_of(settings: list[str] | None, output: Path | None) -> list[str]:
         # A JSON string is a YAML string: a folder named `no` or `1e3` stays text.
         overrides.append(f"output={json.dumps(str(output), ensure_ascii=False)}")
     return overrides
+
+
+Verbose = Annotated[
+    bool, typer.Option("-v", "--verbose", help="Also print how it was computed, and the time of each part.")
+]
+
+
+def say_computed(manifest: dict[str, Any]) -> None:
+    """The processes of a finished run, a line each, its versions, engine and times."""
+    if manifest.get("ranks"):
+        from psgrad.workflows.run_manifest import words_for
+
+        typer.echo("\n".join(words_for(manifest["ranks"])), err=True)
+    for about in ("versions", "engine", "timings"):
+        facts: dict[str, Any] = manifest.get(about) or {}
+        if facts:
+            words = ", ".join(f"{key} {_brief(value)}" for key, value in facts.items())
+            typer.echo(f"{about}: {words}", err=True)
+
+
+def _brief(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -8,10 +8,16 @@ from psgrad.config.analysis import GateConfig as GateConfig
 from psgrad.config.analysis import MeasureConfig as MeasureConfig
 from psgrad.config.analysis import OutlierConfig as OutlierConfig
 from psgrad.config.analysis import ReferenceConfig as ReferenceConfig
+from psgrad.config.config import LOSS_OPTIONS as LOSS_OPTIONS
 from psgrad.config.config import Config as Config
+from psgrad.config.config import EngineConfig as EngineConfig
+from psgrad.config.config import LossConfig as LossConfig
+from psgrad.config.config import ReportConfig as ReportConfig
 from psgrad.config.data import DATA_SUFFIXES as DATA_SUFFIXES
 from psgrad.config.data import DataConfig as DataConfig
 from psgrad.config.influence import CheckpointConfig as CheckpointConfig
+from psgrad.config.influence import IndexConfig as IndexConfig
+from psgrad.config.influence import IndexSearchConfig as IndexSearchConfig
 from psgrad.config.influence import InfluenceConfig as InfluenceConfig
 from psgrad.config.influence_evaluation import EvaluationConfig as EvaluationConfig
 from psgrad.config.influence_evaluation import EvaluationKind as EvaluationKind
@@ -19,8 +25,6 @@ from psgrad.config.influence_evaluation import MethodConfig as MethodConfig
 from psgrad.config.influence_evaluation import TrainConfig as TrainConfig
 from psgrad.config.influence_evaluation import TrainingConfig as TrainingConfig
 from psgrad.config.influence_evaluation import TuningConfig as TuningConfig
-from psgrad.config.influence_index import IndexConfig as IndexConfig
-from psgrad.config.influence_index import IndexSearchConfig as IndexSearchConfig
 from psgrad.config.influence_queries import MEASUREMENTS as MEASUREMENTS
 from psgrad.config.influence_queries import MeasurementConfig as MeasurementConfig
 from psgrad.config.influence_queries import QueriesConfig as QueriesConfig
@@ -41,10 +45,6 @@ from psgrad.config.privacy import PrivacyConfig as PrivacyConfig
 from psgrad.config.reading import config_from as config_from
 from psgrad.config.reading import load_config as load_config
 from psgrad.config.reading import read_config as read_config
-from psgrad.config.shared_sections import LOSS_OPTIONS as LOSS_OPTIONS
-from psgrad.config.shared_sections import EngineConfig as EngineConfig
-from psgrad.config.shared_sections import LossConfig as LossConfig
-from psgrad.config.shared_sections import ReportConfig as ReportConfig
 from psgrad.config.values import NamedSection as NamedSection
 from psgrad.config.values import did_you_mean as did_you_mean
 from psgrad.config.values import is_callable_spec as is_callable_spec

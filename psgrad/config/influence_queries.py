@@ -6,9 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from psgrad.config.conditions import names_in_condition
 from psgrad.config.data import DataConfig
-from psgrad.config.values import ConfigSection, is_callable_spec, nearest
+from psgrad.config.values import ConfigSection, is_callable_spec, names_in_condition, nearest
 
 _CHOICES = ("rows", "ids", "where", "wrong", "worst")
 QUERY_NAMES = ("id", "index", "target", "label", "loss", "prediction", "confidence", "correct")

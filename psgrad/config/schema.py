@@ -19,9 +19,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from psgrad.config.config import Config
+from psgrad.config.config import LOSS_OPTIONS, Config
 from psgrad.config.plugin_options import Group, own_plugins
-from psgrad.config.shared_sections import LOSS_OPTIONS
 from psgrad.config.values import ConfigSection
 from psgrad.yaml12 import parse
 

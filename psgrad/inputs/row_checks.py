@@ -21,8 +21,7 @@ def text_facts(model: ModelConfig, data: DataConfig, base: Path) -> str:
     """The lengths of the first rows in tokens, in words. The columns, all labels that are one number or name
     a row, and these rows are looked at. Raises ConfigError and DataError as loading and reading them would.
     """
-    from psgrad.inputs.tasks.choice import text_task
-    from psgrad.inputs.text_samples import TextSamples
+    from psgrad.inputs.text_samples import TextSamples, text_task
 
     task = text_task(data, base, _settings(model, base))
     samples = TextSamples(open_rows(data, base), task, data)

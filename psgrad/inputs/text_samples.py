@@ -1,4 +1,6 @@
-"""A dataset of texts: tokens of rows, made when asked for, kept without padding in mapped Arrow tables."""
+"""A dataset of texts: the task that makes tokens of rows, by its name in a config, and the tokens, made when
+asked for, kept without padding in mapped Arrow tables.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import hashlib
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,12 +18,44 @@ import torch
 from torch import Tensor
 
 from psgrad.config import DataConfig
+from psgrad.config.model import Task
+from psgrad.errors import ConfigError
+from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.rows import Block, Samples, checked_weights, ids_and_units
 from psgrad.inputs.sources.arrow_columns import plain, require_numbers
-from psgrad.inputs.sources.source_rows import Array, SourceRows
-from psgrad.inputs.sources.temporary import TemporaryFolder
+from psgrad.inputs.sources.source_rows import Array, SourceRows, TemporaryFolder
+from psgrad.inputs.tasks.classification import Regression, SequenceClassification, TokenClassification
+from psgrad.inputs.tasks.language_models import CausalLM, MaskedLM, Seq2SeqLM
+from psgrad.inputs.tasks.questions import MultipleChoice, QuestionAnswering
 from psgrad.inputs.tasks.task import TARGET, EncodedRow, Field, TextRows, TextTask
+from psgrad.inputs.tokenizer import load_tokenizer
 from psgrad.ragged import RaggedAxes
+
+_TASKS: Mapping[Task, type[TextTask]] = {
+    "sequence-classification": SequenceClassification,
+    "regression": Regression,
+    "token-classification": TokenClassification,
+    "causal-lm": CausalLM,
+    "masked-lm": MaskedLM,
+    "seq2seq-lm": Seq2SeqLM,
+    "multiple-choice": MultipleChoice,
+    "question-answering": QuestionAnswering,
+}
+
+
+def text_task(data: DataConfig, base: Path, pretrained: Pretrained) -> TextTask:
+    """What makes tensors of rows of text for a pretrained model, with its tokenizer.
+
+    Raises ConfigError for keys that the task does not take, DataError where there is no tokenizer.
+    """
+    kind = _TASKS.get(pretrained.task)
+    if kind is None:
+        raise ConfigError(
+            f"data.text is given, and model.task is {pretrained.task}",
+            expected=f"one of the tasks of text: {', '.join(_TASKS)}",
+        )
+    return kind(data, load_tokenizer(data, base, pretrained), pretrained)
+
 
 _WEIGHT = "weight"
 BLOCK = 256  # rows that are tokenised together

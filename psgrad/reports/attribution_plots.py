@@ -10,17 +10,20 @@ from matplotlib.patches import Rectangle
 
 from psgrad.reports.attribution_section import (
     ADDITIVE,
+    LOWERS,
+    RAISES,
     Passage,
     attribution_measures,
     input_of,
     maps_of,
     passages_of,
     picture_of,
+    scale_of,
+    shade,
     shown_rows,
     unit_of,
     unit_words,
 )
-from psgrad.reports.colour_scale import LOWERS, RAISES, scale_of, shade
 from psgrad.reports.drawing import (
     GRID,
     INK,

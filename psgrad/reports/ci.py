@@ -1,14 +1,274 @@
-"""A verdict in the formats of hosts and shells, by name. All are made of the entries of findings.jsonl and
-check.json alone.
+"""A verdict in the formats of hosts and shells, by name; and here those that programs read: JSON, CSV, JUnit,
+SARIF and the code quality report of GitLab. All are made of the entries of findings.jsonl and check.json
+alone.
 """
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import io
+import json
 from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any
+from urllib.parse import quote
+from xml.etree import ElementTree as ET
 
-from psgrad.reports.ci_data import render_csv, render_gitlab, render_json, render_junit, render_sarif
-from psgrad.reports.ci_text import render_github, render_markdown, render_terminal
-from psgrad.results import CheckResult
+from psgrad import __version__
+from psgrad.reports.ci_text import (
+    clean,
+    headline,
+    more,
+    outcome_line,
+    place,
+    render_github,
+    render_markdown,
+    render_terminal,
+    sentence,
+    who,
+)
+from psgrad.results import RULES, CheckResult, Finding, GateOutcome
+from psgrad.results.findings import check_content, finding_content
+
+
+def render_json(result: CheckResult) -> str:
+    """All of a verdict as one JSON object: check.json with every finding that is kept. ASCII alone, so that
+    no text in it can be anything but text.
+    """
+    content = {**check_content(result), "findings": [finding_content(finding) for finding in result.findings]}
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+
+_FORMULA_STARTS = ("=", "+", "-", "@")
+_CSV_COLUMNS = (
+    "rule",
+    "level",
+    "state",
+    "id",
+    "index",
+    "path",
+    "line",
+    "fingerprint",
+    "message",
+    "reasons",
+    "group",
+    "ignored_because",
+)
+
+
+def render_csv(result: CheckResult) -> str:
+    """A line for each finding that is kept, with its numbers, for spreadsheets: no cell is run as a
+    formula.
+    """
+    numbers = list(dict.fromkeys(column for finding in result.findings for column in finding.values))
+    lines = io.StringIO()
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow([*_CSV_COLUMNS, *map(cell, numbers)])
+    for finding in result.findings:
+        texts = (
+            finding.rule,
+            finding.level,
+            finding.state,
+            finding.id,
+            finding.index,
+            finding.location.path,
+            finding.location.line,
+        )
+        rest = (
+            finding.fingerprint,
+            finding.message,
+            "; ".join(finding.reasons),
+            finding.group,
+            finding.ignored_because,
+        )
+        writer.writerow(
+            [
+                *map(cell, (*texts, *rest)),
+                *(_cell_of_number(finding.values.get(column)) for column in numbers),
+            ]
+        )
+    return lines.getvalue()
+
+
+def cell(value: object) -> object:
+    if value is None or isinstance(value, int):
+        return value
+    text = clean(str(value), 1000)
+    return f"'{text}" if text.lstrip().startswith(_FORMULA_STARTS) else text
+
+
+def _cell_of_number(value: float | None) -> str:
+    return "" if value is None else repr(value)
+
+
+SHOWN_IN_JUNIT = 20
+
+
+def render_junit(result: CheckResult) -> str:
+    """JUnit XML: a test case for each rule of the gate, not for each sample. A rule that failed is a failure,
+    with the first findings in its body; one that could not be evaluated is an error.
+    """
+    failed = sum(outcome.outcome == "failed" for outcome in result.outcomes)
+    errors = sum(outcome.outcome == "not evaluable" for outcome in result.outcomes)
+    numbers = {
+        "tests": str(len(result.outcomes)),
+        "failures": str(failed),
+        "errors": str(errors),
+        "time": "0",
+    }
+    root = ET.Element("testsuites", {"name": "psgrad", **numbers})
+    suite = ET.SubElement(
+        root, "testsuite", {"name": clean(f"psgrad check {result.run}"), **numbers, "skipped": "0"}
+    )
+    findings = {finding.fingerprint: finding for finding in result.findings}
+    for outcome in result.outcomes:
+        case = ET.SubElement(
+            suite, "testcase", {"name": outcome.rule, "classname": "psgrad.gate", "time": "0"}
+        )
+        if outcome.outcome != "passed":
+            kind = "failure" if outcome.outcome == "failed" else "error"
+            inside = ET.SubElement(case, kind, {"message": clean(outcome.message), "type": outcome.outcome})
+            inside.text = _body(outcome, findings)
+    ET.SubElement(suite, "system-out").text = "\n".join(
+        [headline(result), *(f"warning: {clean(each)}" for each in result.warnings)]
+    )
+    ET.indent(root)
+    return ET.tostring(root, encoding="unicode", xml_declaration=False).join(
+        ['<?xml version="1.0" encoding="UTF-8"?>\n', "\n"]
+    )
+
+
+def _body(outcome: GateOutcome, findings: dict[str, Finding]) -> str:
+    shown = [findings[each] for each in outcome.findings[:SHOWN_IN_JUNIT] if each in findings]
+    lines = [f"{place(finding)}: {sentence(finding)}" for finding in shown]
+    left = int(outcome.found or 0) - len(shown)
+    return "\n".join([clean(outcome.message), *lines, *([more(left)] if left > 0 else [])])
+
+
+SARIF_RESULTS = 5_000
+SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+
+_SARIF_LEVELS = {"nonfinite": "error", "outlier": "warning", "zero-gradient": "warning", "review": "note"}
+_PLACES = {rule: place for place, rule in enumerate(RULES)}
+
+
+def render_sarif(result: CheckResult) -> str:
+    """SARIF 2.1.0 (OASIS standard): one run with a result for each finding, those that are ignored as
+    suppressed ones. Of the results of a run GitHub's code scanning shows the first 5,000.
+    """
+    shown = result.findings[:SARIF_RESULTS]
+    left = result.count() - len(shown)
+    notes = [("note", headline(result))]
+    notes += [
+        ("note" if each.outcome == "passed" else "error", outcome_line(each)) for each in result.outcomes
+    ]
+    notes += [("warning", clean(warning)) for warning in result.warnings]
+    notes += [("warning", f"{len(shown):,} findings are listed, {more(left)}")] if left > 0 else []
+    run = {
+        "tool": {
+            "driver": {
+                "name": "psgrad",
+                "version": __version__,
+                "semanticVersion": __version__,
+                "rules": _rules(),
+            }
+        },
+        "columnKind": "unicodeCodePoints",
+        "invocations": [
+            {
+                "executionSuccessful": True,
+                "exitCode": result.exit_code,
+                "toolExecutionNotifications": [
+                    {"level": level, "message": {"text": text}} for level, text in notes
+                ],
+            }
+        ],
+        "results": [_result(finding, result.facts.baseline is not None) for finding in shown],
+    }
+    return (
+        json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1, allow_nan=False) + "\n"
+    )
+
+
+def _rules() -> list[dict[str, Any]]:
+    return [
+        {
+            "id": rule,
+            "name": "".join(part.capitalize() for part in rule.split("-")),
+            "shortDescription": {"text": meaning[0].upper() + meaning[1:] + "."},
+            "fullDescription": {"text": meaning[0].upper() + meaning[1:] + "."},
+            "defaultConfiguration": {"level": _SARIF_LEVELS[rule]},
+        }
+        for rule, meaning in RULES.items()
+    ]
+
+
+def _result(finding: Finding, with_baseline: bool) -> dict[str, Any]:
+    physical: dict[str, Any] = {"artifactLocation": {"uri": _uri(finding.location.path)}}
+    if finding.location.line is not None:
+        physical["region"] = {"startLine": finding.location.line}
+    found: dict[str, Any] = {
+        "ruleId": finding.rule,
+        "ruleIndex": _PLACES[finding.rule],
+        "level": finding.level,
+        "message": {"text": sentence(finding)},
+        "locations": [
+            {"physicalLocation": physical, "logicalLocations": [{"name": who(finding), "kind": "sample"}]}
+        ],
+        "partialFingerprints": {"psgrad/v1": finding.fingerprint},
+        "properties": {"row": finding.index, **finding.values},
+    }
+    if with_baseline:
+        found["baselineState"] = "unchanged" if finding.state == "known" else "new"
+    if finding.state == "ignored":
+        found["suppressions"] = [{"kind": "external", "justification": clean(finding.ignored_because or "")}]
+    return found
+
+
+def _uri(path: str) -> str:
+    text = clean(path)
+    return PurePath(text).as_uri() if PurePath(text).is_absolute() else quote(text)
+
+
+GITLAB_ISSUES = 5_000
+_GITLAB_SEVERITIES = {"error": "critical", "warning": "minor", "note": "info"}
+
+
+def render_gitlab(result: CheckResult) -> str:
+    """A JSON list, which GitLab's merge request compares by fingerprint with that of the target branch: an
+    issue for each finding that is not ignored. What has no line stands in line 1, as an issue must have one.
+    """
+    listed = [finding for finding in result.findings if finding.state != "ignored"]
+    issues = [_issue(finding) for finding in listed[:GITLAB_ISSUES]]
+    left = result.count(state="new") + result.count(state="known") - len(issues)
+    if left > 0:
+        words = more(left)
+        issues.append(
+            {
+                **_issue(listed[0]),
+                "description": words,
+                "check_name": "psgrad/more",
+                "severity": "info",
+                "fingerprint": _fingerprint(words),
+            }
+        )
+    return json.dumps(issues, indent=1) + "\n"
+
+
+def _issue(finding: Finding) -> dict[str, Any]:
+    return {
+        "description": sentence(finding),
+        "check_name": f"psgrad/{finding.rule}",
+        "fingerprint": finding.fingerprint,
+        "severity": _GITLAB_SEVERITIES[finding.level],
+        "location": {"path": clean(finding.location.path), "lines": {"begin": finding.location.line or 1}},
+    }
+
+
+def _fingerprint(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
 
 FORMATS: dict[str, Callable[[CheckResult], str]] = {
     "terminal": render_terminal,

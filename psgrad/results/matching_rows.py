@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.config.conditions import names_in_condition
+from psgrad.config.values import names_in_condition
 from psgrad.errors import ConfigError
 from psgrad.wording import first_line
 

@@ -15,14 +15,14 @@ import numpy as np
 from psgrad import __version__
 from psgrad.errors import OutputError, OutputExistsError
 from psgrad.storage import durable_files, index_files
-from psgrad.storage.index_description import (
+from psgrad.storage.index_files import (
+    Arrays,
     IndexLayout,
     as_stored,
     differences_of,
     differs_in_data_alone,
     shortened,
 )
-from psgrad.storage.index_files import Arrays
 
 DESCRIPTION = "index.json"
 _LAYOUT = "layout"  # of index.json, after updates

@@ -10,7 +10,7 @@ from typing import Any
 from psgrad.config import Config
 from psgrad.engine.execution.ranks import OneProcess, Processes, spread_rows
 from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.measures.gradient_norms import GradientNorms
+from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.measures.measure import Measure, Setting
 from psgrad.errors import ConfigError, DistributedError
 from psgrad.inputs.previews import vocabulary_of

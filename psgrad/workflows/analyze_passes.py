@@ -24,8 +24,7 @@ from psgrad.errors import DistributedError, MeasureError
 from psgrad.results import Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.storage.shards import FinishedShards, Shards
-from psgrad.workflows.analyze_shards import StoredPass, overlaps, split_columns
-from psgrad.workflows.analyze_tables import About, Content
+from psgrad.workflows.analyze_tables import About, Content, StoredPass, overlaps, split_columns
 from psgrad.workflows.measure_setup import joined_columns
 from psgrad.workflows.run_manifest import RankReport, rank_facts
 from psgrad.workflows.run_progress import without_interrupts

@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from psgrad.config import Config, DataConfig, nearest
+from psgrad.config import Config, nearest
 from psgrad.config.plugin_options import own_plugins
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.measures.measure import Measure
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.derived import DrawnSamples
-from psgrad.quality.baselines import read_baseline
 from psgrad.quality.detector import detector_from
+from psgrad.quality.gates import read_baseline
 from psgrad.quality.judging import Judged, judge
 from psgrad.quality.references import (
     Reference,
@@ -229,7 +229,7 @@ class Judging:
         frame = measured.table
         if self._of_data is not None and trusted.samples.units is not None:
             frame = frame.assign(**{self._of_data: trusted.samples.units})
-        source = _source_of(trusted.config.data)
+        source = str(trusted.config.data.path or trusted.config.data.factory)
         return reference_of(
             _with_log(frame), self._scored_by, outliers.group_by, "data", source, _rows_of(measured)
         )
@@ -290,7 +290,3 @@ def _described(run: Setup) -> RunManifest:
         model=ModelFacts(sha256=run.loaded.sha256, trainable=trainable),
         hashes=hashes_of(run, measure_specs(run.config)),
     )
-
-
-def _source_of(config: DataConfig) -> str:
-    return str(config.path or config.factory)

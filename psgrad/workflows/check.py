@@ -15,7 +15,7 @@ import pandas as pd
 from psgrad.config import GateConfig
 from psgrad.config.reading import load_gate
 from psgrad.errors import ConfigError, DataError, OutputError
-from psgrad.quality.baselines import changed, gone, mark_known, read_baseline, written
+from psgrad.inputs.sources.formats.csv import csv_lines
 from psgrad.quality.findings import (
     NEEDED,
     WELCOME,
@@ -27,12 +27,11 @@ from psgrad.quality.findings import (
     read_ignore_list,
     with_states,
 )
-from psgrad.quality.gates import evaluate
+from psgrad.quality.gates import changed, evaluate, gone, mark_known, read_baseline, written
 from psgrad.results import CheckResult, Location
 from psgrad.results.findings import Baseline, BaselineChange, CheckFacts
 from psgrad.results.manifest import RunManifest, read_manifest
 from psgrad.storage import RunFolder
-from psgrad.storage.csv_lines import csv_lines
 from psgrad.storage.finished import finished_manifest, read_columns, write_check
 
 BASELINE = Path("psgrad-baseline.json")

@@ -1,5 +1,6 @@
 """What every evaluation works with: methods that are compared, a trainer, and numbers of retrained models
-that outlive an interruption.
+that outlive an interruption; and where evaluations of an influence run are, and what those found that are
+there already.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import nn
 
-from psgrad.config import Config, EvaluationConfig, MethodConfig
+from psgrad.config import Config, EvaluationConfig, EvaluationKind, MethodConfig
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Forward
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe
@@ -31,14 +33,50 @@ from psgrad.engine.influence.evaluation.statistics import CheckpointExamples
 from psgrad.engine.influence.method import Fitted, Method
 from psgrad.engine.influence.ranking import Average, Normalize, is_relative
 from psgrad.engine.transforms.private_torch import tree_leaves
-from psgrad.inputs.models.training_function import resolve_training
+from psgrad.inputs.models.training_functions import resolve_training
 from psgrad.reports.words import duration
 from psgrad.results import Progress, Say
+from psgrad.results.influence import EVALUATION_FILE
+from psgrad.results.manifest import InfluenceFacts, read_manifest
 from psgrad.storage import RunFolder
+from psgrad.storage.folders import manifest_of
+from psgrad.workflows.influence_checkpoints import fresh_models
 from psgrad.workflows.influence_queries import chosen_rows
 from psgrad.workflows.influence_setup import InfluenceSetup, method_from
-from psgrad.workflows.influence_training import fresh_models
 from psgrad.workflows.run_identity import code_of
+
+
+def evaluation_folder(config: Config, kind: EvaluationKind, output: Path | None = None) -> Path:
+    """The folder of an evaluation, beside that of the config's scores where no other one is named."""
+    return output if output is not None else config.output.with_name(f"{config.output.name}-{kind}")
+
+
+def earlier_evaluations(config: Config, facts: InfluenceFacts) -> dict[str, dict[str, Any]]:
+    """kind -> its part of evaluation.json, of finished evaluations of the same method, measurement,
+    checkpoints and queries beside the config's output.
+    """
+    found = {}
+    for kind in get_args(EvaluationKind):
+        folder = evaluation_folder(config, kind)
+        manifest = manifest_of(folder)
+        if manifest is None or not (folder / EVALUATION_FILE).is_file():
+            continue
+        if _about(read_manifest(manifest).influence) != _about(facts):
+            continue
+        try:
+            content = json.loads((folder / EVALUATION_FILE).read_bytes())
+        except (OSError, ValueError):
+            continue
+        if isinstance(content.get(kind), dict):
+            found[kind] = content[kind]
+    return found
+
+
+def _about(facts: InfluenceFacts) -> tuple[Any, ...]:
+    """What scores and evaluations of the same thing agree in."""
+    hashes = [each.get("sha256") for each in facts.checkpoints]
+    return facts.method, facts.measurement, facts.normalize, hashes, facts.queries.get("fingerprint")
+
 
 Array = np.ndarray[Any, Any]
 Fits = dict[str, tuple[Method, list[Fitted]]]

@@ -32,17 +32,10 @@ from psgrad.results.manifest import Counts, InfluenceFacts, RunManifest
 from psgrad.storage import RunFolder
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
-from psgrad.workflows.earlier_evaluations import earlier_evaluations
+from psgrad.workflows.evaluation_parts import earlier_evaluations
 from psgrad.workflows.influence_index import open_index
-from psgrad.workflows.influence_questions import answered, require_room
+from psgrad.workflows.influence_questions import answered, require_room, require_tokens, token_pairs
 from psgrad.workflows.influence_ranking import QueryRankings, check_removals, marked_beyond_loss, rank
-from psgrad.workflows.influence_screening import (
-    ScreenedRows,
-    Warnings,
-    warn_of_plain_mean,
-    warn_of_unranked,
-    without_nonfinite,
-)
 from psgrad.workflows.influence_search import is_approximate, require_searchable, searched
 from psgrad.workflows.influence_setup import (
     InfluenceSetup,
@@ -52,15 +45,19 @@ from psgrad.workflows.influence_setup import (
     unit_of,
 )
 from psgrad.workflows.influence_tables import (
+    ScreenedRows,
+    Warnings,
     coverage,
     query_table,
     training_table,
+    warn_of_plain_mean,
+    warn_of_unranked,
     with_agreement,
     with_clusters,
     with_overall,
+    without_nonfinite,
     write_tables,
 )
-from psgrad.workflows.influence_tokens import require_tokens, token_pairs
 from psgrad.workflows.run_manifest import (
     RunningManifest,
     describe_run,

@@ -42,13 +42,12 @@ from psgrad.results import Progress, Say
 from psgrad.results.influence import EVALUATION_FILE, EvaluationResult, evaluation_content
 from psgrad.storage import RunFolder
 from psgrad.user_code import with_code_beside
-from psgrad.workflows.earlier_evaluations import evaluation_folder
 from psgrad.workflows.evaluation_kinds import Found, evaluate_lds, evaluate_loo, evaluate_removal, frame
-from psgrad.workflows.evaluation_parts import Array, EvaluationParts, evaluation_of
+from psgrad.workflows.evaluation_parts import Array, EvaluationParts, evaluation_folder, evaluation_of
 from psgrad.workflows.evaluation_sets import evaluate_curve, evaluate_groups
 from psgrad.workflows.influence import described
-from psgrad.workflows.influence_screening import without_nonfinite
 from psgrad.workflows.influence_setup import set_up_influence
+from psgrad.workflows.influence_tables import without_nonfinite
 from psgrad.workflows.run_manifest import describe_run, rank_facts_of_steps, running_manifest
 from psgrad.workflows.run_progress import Clock
 

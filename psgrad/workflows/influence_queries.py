@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 
 from psgrad.config import Config, QueriesConfig, nearest
-from psgrad.config.conditions import names_in_condition
+from psgrad.config.values import names_in_condition
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.ranks import Processes

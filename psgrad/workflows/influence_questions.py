@@ -1,10 +1,12 @@
-"""Questions about several rows at once, answered from all scores [n, m]: groups of training examples,
-contrasts of two queries, clusters of queries, and means by class.
+"""Questions beside the ranking. About several rows at once, answered from all scores [n, m]: groups of
+training examples, contrasts of two queries, clusters of queries, and means by class. With `level: token`: the
+ranked pairs of the queries that are shown, token by token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -12,8 +14,11 @@ import pandas as pd
 import torch
 
 from psgrad.engine.free_memory import free_host_memory
+from psgrad.engine.influence.method import Fitted, Preconditioned
 from psgrad.engine.influence.ranking import OverQueries, Strongest, over_queries, summed_over_groups
-from psgrad.errors import InfluenceError
+from psgrad.engine.influence.token_scores import TokenTerms, token_scores
+from psgrad.errors import ConfigError, InfluenceError
+from psgrad.inputs.rows import Samples
 from psgrad.reports.words import amount
 from psgrad.results import has_classes
 from psgrad.results.influence import ALL_INDEX, ALL_QUERIES, ranked_pairs
@@ -22,6 +27,8 @@ from psgrad.results.influence_details import (
     CONTRAST_COLUMNS,
     GROUP_COLUMNS,
     QuestionTables,
+    TokenPair,
+    TokenText,
 )
 from psgrad.workflows.influence_queries import least_queries
 from psgrad.workflows.influence_setup import InfluenceSetup
@@ -268,3 +275,117 @@ def summary_table(
         sizes = pd.Series(groups).value_counts()
         parts.append(found.assign(by=name, rows=found["of"].map(sizes), of=found["of"].astype(str)))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+
+def require_tokens(setup: InfluenceSetup) -> None:
+    """Raises ConfigError where scores of tokens are asked for, and the loss, the measurement, the processes
+    or the length of a query have none.
+    """
+    wanted = setup.run.config.influence
+    if wanted.level != "token":
+        return
+    problem = None
+    if setup.run.criterion.kind != "token":
+        problem = f"the loss {setup.run.criterion.name} has one value a sample"
+    elif setup.measurement.name != "loss":
+        problem = f"the measurement {setup.measurement.name} is not divided over tokens"
+    elif setup.processes.size > 1:
+        problem = f"{setup.processes.size} processes share this run"
+    elif setup.run.samples.ungrouped is not None:
+        problem = "data.group makes one sample of several texts"
+    if problem is not None:
+        raise ConfigError(
+            f"influence.level: token: {problem}",
+            expected="the loss token_cross_entropy, the measurement loss, a text a row, and one process",
+            next_step="set influence.level: sample",
+        )
+    for row in setup.asked_rows if wanted.query_tokens else ():
+        block = setup.query_reader.take(np.array([row]))
+        assert block.target is not None, "the loss has a target for each position"
+        length = len(_tokens(tuple(x[0] for x in block.inputs), block.target[0], _ignored(setup))[0])
+        beyond = [each for each in wanted.query_tokens or () if each >= length]
+        if beyond:
+            raise ConfigError(
+                f"influence.query_tokens names token {beyond[0]}, and the query"
+                f" {setup.query_reader.samples.ids[row]} has {length}",
+                expected=f"tokens from 0 to {length - 1}",
+                next_step="ask about other tokens, or about other queries",
+            )
+
+
+def token_pairs(
+    setup: InfluenceSetup, fitted: Sequence[Fitted], scores: pd.DataFrame, shown: Sequence[int]
+) -> list[TokenPair]:
+    """The ranked pairs of these queries, token by token; none where the config asks for samples. scores: the
+    table of ranked pairs.
+    """
+    if setup.run.config.influence.level != "token":
+        return []
+    solver, view = _solver(setup, fitted[-1]), setup.views[-1]
+    ignored = _ignored(setup)
+    wanted = setup.run.config.influence.query_tokens
+    training_ids, query_ids = setup.run.samples.ids, setup.query_reader.samples.ids
+    terms_of = cache(lambda place: TokenTerms.of(view.training, place, ignored))
+    found = []
+    for query in shown:
+        pairs = scores[scores["query_index"] == query]
+        rows = pairs["train_index"].drop_duplicates().tolist()
+        terms = TokenTerms.of(view.queries, int(np.flatnonzero(setup.query_rows == query)[0]), ignored)
+        places, text = _text(terms, setup.query_reader.samples, setup)
+        if wanted is not None:
+            kept = np.isin(text.places, wanted)
+            places, text = places[kept], TokenText(text.ids, text.places[kept], text.pieces)
+        if not len(places) or not rows:
+            continue
+        training = [terms_of(int(np.searchsorted(setup.training_rows, row))) for row in rows]
+        matrices = token_scores(solver, terms, torch.from_numpy(places), training)
+        for row, own, matrix in zip(rows, training, matrices, strict=True):
+            counted, own_text = _text(own, setup.run.samples, setup)
+            found.append(
+                TokenPair(
+                    *(str(query_ids[query]), int(query), str(training_ids[row]), int(row)),
+                    *(text, own_text, matrix.numpy()[:, counted]),
+                )
+            )
+    return found
+
+
+def _solver(setup: InfluenceSetup, fitted: Fitted) -> Preconditioned:
+    """What multiplies gradients by the inverse curvature. Raises InfluenceError for scores that are not such
+    a product, and so have no parts that add up.
+    """
+    solver = fitted.solver()
+    if solver is None or solver is not fitted:
+        raise InfluenceError(
+            f"influence.level: token: the scores of {setup.run.config.influence.method.name} with these"
+            " options are not a sum over tokens",
+            expected="ekfac, datainf, or influence with leverage: false and change: gradient",
+            next_step="set influence.method: ekfac",
+        )
+    return solver
+
+
+def _ignored(setup: InfluenceSetup) -> int:
+    """The target that does not count."""
+    found = setup.run.criterion.ignore_index
+    return -100 if found is None else found
+
+
+def _text(terms: TokenTerms, samples: Samples, setup: InfluenceSetup) -> tuple[np.ndarray, TokenText]:
+    """(the positions of the terms that count, the tokens of a sample)."""
+    places = np.flatnonzero(terms.counted.cpu().numpy())
+    ids, later = _tokens(tuple(x.cpu() for x in terms.inputs), terms.target.cpu(), terms.ignored)
+    pieces = samples.pieces(ids.tolist()) if setup.run.config.report.include_inputs else None
+    return places, TokenText(ids.numpy(), places + later, pieces or ())
+
+
+def _tokens(inputs: tuple[torch.Tensor, ...], target: torch.Tensor, ignored: int) -> tuple[torch.Tensor, int]:
+    """(the ids of a sample's tokens, how many places behind its position the token is that is predicted
+    there): 1 in a language model, whose targets are the next tokens of its input, else 0.
+    """
+    counted = target != ignored
+    ids = next((x for x in inputs if x.shape == target.shape and not x.is_floating_point()), target)
+    later = int(bool(((target[:-1] == ids[1:]) | ~counted[:-1]).all() and counted[:-1].any()))
+    if later and counted[-1]:
+        ids = torch.cat([ids, target[-1:]])
+    return ids, later

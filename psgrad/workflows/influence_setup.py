@@ -20,23 +20,22 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.influence.method import RELATIVE, REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
 from psgrad.engine.influence.ranking import is_relative
-from psgrad.engine.measures.output_values import summary_for
+from psgrad.engine.measures.builtin.outputs import summary_for
 from psgrad.errors import ConfigError, InfluenceError, PsgradError
 from psgrad.inputs.measurements import Measurement, resolve_measurement
-from psgrad.inputs.models.optimizer_states import second_moments
+from psgrad.inputs.models.run_checkpoints import second_moments
 from psgrad.inputs.reader import CheckedReader
 from psgrad.plugins import METHODS, configured
 from psgrad.results import Say
 from psgrad.user_code import describe_failure
 from psgrad.workflows.analyze_checkpoints import same_weights
-from psgrad.workflows.influence_checkpoints import checkpoints_of, first_run, later_run
+from psgrad.workflows.influence_checkpoints import checkpoints_of, first_run, later_run, replayed
 from psgrad.workflows.influence_queries import (
     chosen_rows,
     contrasted_rows,
     queries_of,
     require_enough_queries,
 )
-from psgrad.workflows.influence_training import replayed
 from psgrad.workflows.run_identity import digest, flattened, identity, require_same_on_ranks
 from psgrad.workflows.run_progress import read_ahead
 from psgrad.workflows.setup import Setup

@@ -26,9 +26,9 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.terms import accumulating
-from psgrad.engine.measures.gradient_norms import GradientNorms
+from psgrad.engine.measures.builtin.norms import GradientNorms
+from psgrad.engine.measures.builtin.outputs import Predictions, summary_for
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
-from psgrad.engine.measures.output_values import Predictions, summary_for
 from psgrad.engine.transforms.capture_guard import NotCapturable
 from psgrad.errors import ConfigError, MeasureError, PsgradError
 from psgrad.plugins import MEASURES, configured, find

@@ -12,8 +12,8 @@ from psgrad.engine.privacy.clipping import AdaptiveBound
 from psgrad.engine.privacy.snapshot import Snapshot, tensors_of
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.storage import Ledger, LedgerContent, PrivateRunFolder
+from psgrad.storage.ledger import differences, place_of, require_in_place
 from psgrad.storage.ledger_lines import require_same
-from psgrad.storage.ledger_place import differences, place_of, require_in_place
 from psgrad.workflows.private_setup import PrivateSetup
 from psgrad.workflows.private_statement import software
 from psgrad.workflows.run_identity import flat, hashes_of

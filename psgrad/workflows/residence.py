@@ -31,7 +31,7 @@ from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.free_memory import free_host_memory, free_memory
 from psgrad.errors import ConfigError
 from psgrad.inputs.models.checkpoint_headers import checkpoint_files
-from psgrad.inputs.models.tensor_digests import tensor_digest
+from psgrad.inputs.models.model_identity import tensor_digest
 from psgrad.inputs.sources.host_files import is_shared, made_once, remove_when_all_have, turn
 from psgrad.reports.words import amount
 

@@ -21,7 +21,7 @@ from psgrad.engine.execution.objective import GroupObjective, Objective
 from psgrad.engine.execution.ranks import spread_rows
 from psgrad.engine.execution.self_check import SelfCheck, self_check
 from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.measures.output_values import summary_for
+from psgrad.engine.measures.builtin.outputs import summary_for
 from psgrad.errors import ConfigError
 from psgrad.inputs.derived import DrawnSamples, drawn_rows
 from psgrad.inputs.reader import CheckedReader

@@ -39,8 +39,7 @@ from psgrad.plugins import MEASURES, METHODS, PluginKind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
 from psgrad.storage.row_lists import require_faiss
-from psgrad.workflows.validate_data import DataChecks
-from psgrad.workflows.validation import Problem, Validation
+from psgrad.workflows.validation import DataChecks, Problem, Validation
 
 _BYTES_A_ROW = 1000  # of samples.parquet and .csv and their shards, about
 _BYTES_A_RUN = 20 << 20  # of the report and the other tables, about
@@ -205,7 +204,7 @@ class _Checks:
                 finished_manifest(self.base / reference.run)
 
     def _baseline(self, where: str, path: Path) -> None:
-        from psgrad.quality.baselines import read_baseline
+        from psgrad.quality.gates import read_baseline
 
         with self.found.problems_at(where):
             found = read_baseline(self.base / path)

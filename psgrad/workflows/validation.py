@@ -1,13 +1,24 @@
-"""The result of `psgrad validate`."""
+"""The result of `psgrad validate`, and its checks of datasets: the headers of their files, and their first
+rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from psgrad.errors import EXIT_OK, EXIT_USAGE, PsgradError
+from psgrad.config import (
+    DataConfig,
+    is_callable_spec,
+)
+from psgrad.errors import EXIT_OK, EXIT_USAGE, DataError, PsgradError
+from psgrad.inputs.code_checks import spec_problems
+from psgrad.inputs.sources.file_checks import input_names, target_names
+from psgrad.inputs.sources.headers import headers_of
+from psgrad.inputs.sources.source import DataHeader, header_problems, joined_header, with_rows
 
 
 @dataclass(frozen=True)
@@ -62,3 +73,96 @@ class Validation:
             "valid": not self.problems,
             "problems": problems,
         }
+
+
+_CLASS_LOSSES = ("cross_entropy", "token_cross_entropy", "nll")
+_LABEL_LOSSES = (*_CLASS_LOSSES, "bce_with_logits")  # whose targets may be names of classes
+
+
+class DataChecks:
+    """The checks of one dataset after another, each of which adds to what was found."""
+
+    def __init__(self, found: Validation, base: Path, sections: Mapping[str, Any]) -> None:
+        self.found, self.base, self.sections = found, base, sections
+
+    def dataset(self, where: str, data: DataConfig, unit: str | None = None) -> int | None:
+        """Check a dataset. Returns its number of rows; None where that is not known."""
+        if data.factory is not None:
+            self.found.add(f"{where}.factory", spec_problems(data.factory, self.base, data.kwargs, DataError))
+            self.found.facts[where] = data.factory
+            return None
+        if data.streaming and not (self.base / str(data.dataset)).is_dir():
+            self.found.facts[where] = f"{data.dataset}, streamed when it is read"
+            return None
+        with self.found.problems_at(f"{where}.{data.sources_given[0]}"):
+            data, headers = headers_of(data, self.base)
+            headers = with_rows(headers)
+            loss = self.sections.get("loss")
+            labels = loss is not None and (loss.name in _LABEL_LOSSES or is_callable_spec(loss.name))
+            problems = [list(header_problems(each, data, unit, labels=labels)) for each in headers]
+            self.found.add(where, next(filter(None, problems), []))
+            if loss is not None and loss.columns:
+                of_loss = [list(header_problems(each, data.with_inputs(loss.columns))) for each in headers]
+                self.found.add(f"loss.columns in {where}", next(filter(None, of_loss), []))
+            header = joined_header(headers)
+            self._labels(where, header, data)
+            self.found.facts[where] = _described(header, data)
+            self._texts(where, data)
+            self._images(where, data)
+            return header.rows
+        return None
+
+    def _texts(self, where: str, data: DataConfig) -> None:
+        """Columns of text, looked at where nothing is wrong by now."""
+        model = self.sections.get("model")
+        of_text = data.text or data.prompt or data.messages
+        if not of_text or model is None or model.pretrained is None or self.found.problems:
+            return
+        from psgrad.inputs.row_checks import text_facts
+
+        self.found.facts[f"{where} (texts)"] = text_facts(model, data, self.base)
+
+    def _images(self, where: str, data: DataConfig) -> None:
+        """Images for a pretrained model, looked at where nothing is wrong by now."""
+        model = self.sections.get("model")
+        if not data.image or model is None or model.pretrained is None or self.found.problems:
+            return
+        from psgrad.inputs.row_checks import image_facts
+
+        self.found.facts[f"{where} (images)"], notes = image_facts(model, data, self.base)
+        self.found.notes += notes
+
+    def _labels(self, where: str, header: DataHeader, data: DataConfig) -> None:
+        loss = self.sections.get("loss")
+        column = header.columns.get(next(iter(target_names(data)), ""))
+        if loss is None or column is None or loss.name != "nll" or column.kind != "fraction":
+            return  # other losses take probabilities of the classes, and whole fractions are labels
+        if column.shape is None or len(column.shape) == 1:
+            return
+        error = DataError(
+            f"the targets {data.target!r} are of type {column.dtype}",
+            expected=f"whole numbers, one per label, for the loss {loss.name}",
+            next_step=(
+                "save the target column as integers, or choose a loss for values, such as mse or"
+                " bce_with_logits"
+            ),
+        )
+        self.found.add(f"{where}.target", [error])
+
+
+def _described(header: DataHeader, data: DataConfig) -> str:
+    rows = "rows not counted" if header.rows is None else f"{header.rows:,} rows"
+    names = input_names(data)
+    words = []
+    texts = [data.text] if isinstance(data.text, str) else data.text or []
+    made_of = [*texts, data.prompt, data.completion, data.messages, data.image]
+    shown = [*names[:4], *(name for name in made_of if name), *target_names(data)]
+    for name in dict.fromkeys([*shown, *([data.id] if data.id else [])]):
+        column = header.columns.get(name)
+        if column is not None:
+            words.append(
+                f"{name} {column.dtype}"
+                + (f" {list(column.shape[1:])}" if column.shape and len(column.shape) > 1 else "")
+            )
+    more = f" and {len(names) - 4} more inputs" if len(names) > 4 else ""
+    return f"{data.source}: {'; '.join([rows, *([', '.join(words)] if words else [])])}{more}"

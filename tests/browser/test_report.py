@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from psgrad.reports.comparison_page import render_page
+from psgrad.reports.comparison import render_page
 from psgrad.results.findings import CHANGE_COLUMNS, Comparison
 from tests.browser.conftest import Open, Opened
 from tests.browser.results import SCRIPTS, full

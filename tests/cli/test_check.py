@@ -247,7 +247,7 @@ def test_check_and_diff_do_without_torch(workplace: Workplace) -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from psgrad.reports.ci import FORMATS, render_check\n"
-        "from psgrad.reports.comparison_page import render_page\n"
+        "from psgrad.reports.comparison import render_page\n"
         "from psgrad.workflows.check import check, save_baseline\n"
         "from psgrad.workflows.diff import diff\n"
         "result = check(Path('run')); [render_check(result, each) for each in FORMATS]\n"

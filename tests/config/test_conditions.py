@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from psgrad.config.conditions import names_in_condition
+from psgrad.config.values import names_in_condition
 from psgrad.errors import ConfigError
 from psgrad.results.matching_rows import rows_where
 

@@ -24,8 +24,7 @@ from psgrad.errors import (
 )
 from psgrad.quality.findings import read_ignore_list
 from psgrad.quality.references import SAVED_ROWS
-from psgrad.reports.ci import FORMATS
-from psgrad.reports.ci_data import GITLAB_ISSUES, SARIF_RESULTS, SHOWN_IN_JUNIT
+from psgrad.reports.ci import FORMATS, GITLAB_ISSUES, SARIF_RESULTS, SHOWN_IN_JUNIT
 from psgrad.reports.ci_text import (
     ANNOTATIONS,
     COMMENT_BYTES,

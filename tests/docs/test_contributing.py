@@ -134,7 +134,7 @@ def run_with(package: str, name: str, source: str, program: str, folder: Path) -
 LOSS_PROGRAM = """
 import torch
 from psgrad.config.schema import schema
-from psgrad.config.shared_sections import LossConfig
+from psgrad.config.config import LossConfig
 from psgrad.inputs.loss import resolve_loss
 print(schema()["definitions"]["LossConfig"]["anyOf"][1]["properties"]["scale"])
 loss = resolve_loss(LossConfig(name="log_cosh", scale=2.0), Path())

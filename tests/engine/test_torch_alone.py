@@ -41,7 +41,7 @@ from torch import nn
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_gradients
-from psgrad.engine.measures.gradient_norms import GradientNorms
+from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.ragged import Block
 
 model, x, y = nn.Linear(3, 2), torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])

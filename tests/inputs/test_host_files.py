@@ -18,7 +18,7 @@ from psgrad.config import DataConfig
 from psgrad.errors import DataError
 from psgrad.inputs.sources import file_checks, host_files
 from psgrad.inputs.sources.file_checks import sha256_of
-from psgrad.inputs.sources.formats.jsonl import JSONL
+from psgrad.inputs.sources.formats.json import JSONL
 from psgrad.inputs.sources.host_files import made_once, shared_on_host
 from psgrad.inputs.sources.load import load_data, open_rows
 
@@ -172,7 +172,7 @@ def test_arrays_are_read_into_memory_once_and_mapped(
     def again(self: Any, *arguments: Any) -> None:
         raise AssertionError("the file was read again")
 
-    monkeypatch.setattr("psgrad.inputs.sources.formats.npz.NPZ.arrays", again)
+    monkeypatch.setattr("psgrad.inputs.sources.formats.arrays.NPZ.arrays", again)
     second = load_data(config, tmp_path)
     for samples in (first, second):
         block, expected = samples.read(0, 4), alone.read(0, 4)

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from psgrad.config import DataConfig
-from psgrad.config.shared_sections import LossConfig
+from psgrad.config.config import LossConfig
 from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.inputs import image_files
 from psgrad.inputs import image_samples as samples_of_images

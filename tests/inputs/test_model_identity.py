@@ -26,10 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from psgrad.engine.execution.weight_sources import WeightFile
-from psgrad.inputs.models import tensor_digests
+from psgrad.inputs.models import model_identity
 from psgrad.inputs.models.in_files import tensors_in_files
-from psgrad.inputs.models.model_identity import identify
-from psgrad.inputs.models.tensor_digests import tensor_digest
+from psgrad.inputs.models.model_identity import identify, tensor_digest
 from psgrad.inputs.sources.host_files import shared_on_host
 
 DTYPES = [
@@ -82,7 +81,7 @@ def test_tensor_digest_does_not_depend_on_memory_layout_or_block_size(
     back = sorted(range(len(order)), key=order.__getitem__)
     strange = tensor.permute(order).contiguous().permute(back)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_digests, "_BLOCK_BYTES", block)
+        patch.setattr(model_identity, "_BLOCK_BYTES", block)
         assert tensor_digest(strange) == digest
         assert tensor_digest(tensor) == digest
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from psgrad.config import DataConfig
-from psgrad.config.shared_sections import LossConfig
+from psgrad.config.config import LossConfig
 from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.inputs.loss import resolve_loss
 from psgrad.inputs.rows import Samples

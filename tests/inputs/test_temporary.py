@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from psgrad.inputs.sources.temporary import TemporaryFolder, temporary_file
+from psgrad.inputs.sources.source_rows import TemporaryFolder, temporary_file
 
 
 def test_a_temporary_folder_goes_with_its_object() -> None:

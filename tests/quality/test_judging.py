@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from psgrad.errors import ConfigError
-from psgrad.quality.comparison_groups import OTHER, join_small, labels_of, robust_z
 from psgrad.quality.judging import judge, rank_samples
+from psgrad.quality.references import OTHER, join_small, labels_of, robust_z
 from psgrad.results import SAMPLE_COLUMNS
 from psgrad.results.manifest import content_of
 from tests.quality.frames import config, samples, trusted

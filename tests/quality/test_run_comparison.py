@@ -15,8 +15,14 @@ from hypothesis import strategies as st
 
 from psgrad.errors import DataError
 from psgrad.quality.run_comparison import changes_of, counts_of, groups_of, matched, spearman
-from psgrad.reports.comparison import FORMATS, render_comparison, sentences, tables
-from psgrad.reports.comparison_page import draw_comparison, render_page
+from psgrad.reports.comparison import (
+    FORMATS,
+    draw_comparison,
+    render_comparison,
+    render_page,
+    sentences,
+    tables,
+)
 from psgrad.reports.words import number, percentile
 from psgrad.workflows.diff import diff
 from tests.nasty import NASTY, NOT_IN_PARQUET

@@ -18,14 +18,20 @@ from PIL import Image
 import psgrad.reports
 from psgrad.reports.attribution_plots import attribution_plots
 from psgrad.reports.attribution_section import (
+    LEVELS,
+    LOWERS,
     MAX_POSITIONS,
     MEASURES,
+    RAISES,
     Passage,
     attribution_cards,
+    level_of,
+    overlaid,
     pieces_of,
+    shade,
     spans_of,
+    style_of,
 )
-from psgrad.reports.colour_scale import LEVELS, LOWERS, RAISES, level_of, overlaid, shade, style_of
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample
 from tests.reports.frames import MANIFEST, classification, parameters
 

@@ -17,8 +17,7 @@ import jsonschema
 import junitparser
 import pytest
 
-from psgrad.reports.ci import FORMATS, render_check
-from psgrad.reports.ci_data import SARIF_RESULTS
+from psgrad.reports.ci import FORMATS, SARIF_RESULTS, render_check
 from psgrad.reports.ci_text import SUMMARY_BYTES, render_markdown, write_summary
 from psgrad.results import RULES, CheckResult, GateOutcome, Location
 from psgrad.results.findings import finding_content

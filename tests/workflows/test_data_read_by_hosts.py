@@ -26,12 +26,12 @@ from PIL import Image
 
 from psgrad.cli.processes import joined
 from psgrad.config import DataConfig
-from psgrad.config.shared_sections import LossConfig
+from psgrad.config.config import LossConfig
 from psgrad.engine.execution.rank_pieces import RankPieces
 from psgrad.errors import PsgradError
 from psgrad.inputs import image_samples
 from psgrad.inputs.loss import resolve_loss
-from psgrad.inputs.sources import columns, file_hashes, source_rows
+from psgrad.inputs.sources import file_hashes, source_rows, table_samples
 from psgrad.inputs.sources.file_hashes import file_hashes as hashes_of
 from psgrad.inputs.sources.load import load_data, open_rows
 from psgrad.inputs.sources.source_rows import TableRows, pieces_of
@@ -334,8 +334,8 @@ def test_lengths_of_lists_are_read_once_by_all_hosts_together(
     pq.write_table(table, tmp_path / "rows.parquet", row_group_size=3)
     data = DataConfig(path="rows.parquet", inputs="x", target="y")
     loss = resolve_loss(LossConfig(name="cross_entropy"), tmp_path)
-    monkeypatch.setattr(columns, "_ROWS_PER_PART", 2)
-    looked_at = counted(monkeypatch, columns, "_shapes", lambda array, *_: len(array))
+    monkeypatch.setattr(table_samples, "_ROWS_PER_PART", 2)
+    looked_at = counted(monkeypatch, table_samples, "_shapes", lambda array, *_: len(array))
 
     def load() -> Any:
         looked_at[0] = 0

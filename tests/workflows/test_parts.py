@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from psgrad.workflows.analyze_shards import StoredPass
+from psgrad.workflows.analyze_tables import StoredPass
 from tests.workflows.same_runs import assert_same_runs
 from tests.workplace import Workplace
 

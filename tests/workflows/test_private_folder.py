@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from psgrad.engine.privacy.accounting import Epsilon
-from psgrad.storage import ledger_place
+from psgrad.storage import ledger
 from tests.private_workplace import PrivateWorkplace
 from tests.workplace import Workplace
 
@@ -127,7 +127,7 @@ def test_dp_resume_on_another_machine_is_reported(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private.succeeded()
-    monkeypatch.setattr(ledger_place.platform, "node", lambda: "another")
+    monkeypatch.setattr(ledger.platform, "node", lambda: "another")
     assert "and is on another now" in private.succeeded("--resume").err
     assert "machine" not in private.succeeded("--resume").err
 
@@ -160,7 +160,7 @@ def test_dp_resume_with_the_private_folder_of_another_run_is_refused(private: Pr
 def test_public_files_have_no_path_and_no_machine(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger_place.platform, "node", lambda: "the-name-of-a-machine")
+    monkeypatch.setattr(ledger.platform, "node", lambda: "the-name-of-a-machine")
     private.succeeded()
     private.succeeded("--resume")
     public = b"".join(path.read_bytes() for path in (private.run_folder / "public").iterdir())
@@ -173,12 +173,12 @@ def test_public_files_have_no_path_and_no_machine(
 def test_born_is_kept_by_touch_and_new_in_a_copy(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("a")
-    first = ledger_place.birth_time(path)
+    first = ledger.birth_time(path)
     if first is None:
         pytest.skip("this file system does not tell when a file was made")
     path.write_text("ab")
     os.utime(path, (1, 1))
-    assert ledger_place.birth_time(path) == first
+    assert ledger.birth_time(path) == first
     shutil.copy2(path, tmp_path / "copy")
-    assert ledger_place.birth_time(tmp_path / "copy") != first
+    assert ledger.birth_time(tmp_path / "copy") != first
     assert abs(first / 1e9 - path.stat().st_ctime) < 60

@@ -16,7 +16,7 @@ import yaml
 import psgrad
 from psgrad.config import AnalyzeConfig, InfluenceConfig, load_config
 from psgrad.errors import CheckpointError, ConfigError
-from psgrad.workflows.influence_training import fresh_models
+from psgrad.workflows.influence_checkpoints import fresh_models
 from tests.hugging_face import TEXTS, tiny_model, tiny_tokenizer, transformers
 from tests.workplace import Workplace
 

@@ -13,9 +13,9 @@ import torch
 
 from psgrad import random_state
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
-from psgrad.engine.gradients.precision_guard import flagging
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.terms import Term
+from psgrad.engine.gradients.terms.numerics import flagging
 from psgrad.engine.transforms.capture import Captured, capture
 from psgrad.engine.transforms.private_torch import register_pytree_node, tree_flatten
 from psgrad.engine.transforms.program import Compiler

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.execution.kernel_costs import Kernel, kernel_of
-from psgrad.engine.gradients.precision_guard import flagging, unchecked
+from psgrad.engine.gradients.terms.numerics import flagging, unchecked
 from psgrad.engine.transforms.capture_guard import (
     NoReads,
     NotCapturable,

@@ -18,7 +18,6 @@ import torch
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed, oriented
 from psgrad.engine.gradients.inner.regions import apart
 from psgrad.engine.gradients.layout import AxisSlice
-from psgrad.engine.gradients.precision_guard import is_flagging, is_unchecked, samples_to_recompute
 from psgrad.engine.gradients.terms import (
     CANCELLATION,
     Term,
@@ -27,6 +26,7 @@ from psgrad.engine.gradients.terms import (
     square_norm,
     sum_of_products,
 )
+from psgrad.engine.gradients.terms.numerics import is_flagging, is_unchecked, samples_to_recompute
 from psgrad.engine.gradients.terms.placed import narrowed
 
 # The smallest squared norm that is safe in float32: squares leave its range long before gradients do.

@@ -20,7 +20,7 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import per_sample_square_norms
-from psgrad.engine.gradients.precision_guard import flagging
+from psgrad.engine.gradients.terms.numerics import flagging
 from psgrad.engine.measures.measure import Arrays, CheckpointModel, Measure, Setting
 from psgrad.engine.transforms import stack_module_state, vmap
 from psgrad.engine.transforms.functional import swapped, tied_slots

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from psgrad import random_state
-from psgrad.engine.privacy.bit_sums import BitSums, has_bits
+from psgrad.engine.privacy.kept_values import BitSums, has_bits
 from psgrad.engine.privacy.record_draws import ROW, RecordDraws, StepDraws, labels_of
 from psgrad.engine.transforms.private_torch import tree_leaves, tree_map
 from psgrad.errors import DataError

@@ -19,8 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from psgrad.engine.privacy.bit_sums import BitSums, has_bits
-from psgrad.engine.privacy.kept_values import Kept, KeptNames, KeptTensor, kept_of, place_of
+from psgrad.engine.privacy.kept_values import (
+    BitSums,
+    Kept,
+    KeptNames,
+    KeptTensor,
+    has_bits,
+    kept_of,
+    place_of,
+)
 from psgrad.engine.privacy.reached import reached
 from psgrad.errors import ModelError
 

@@ -18,8 +18,6 @@ from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.trees import Structure, flatten, unflatten
 from psgrad.errors import TransformArgumentError, TransformError
 
-InDims = int | None | tuple[Any, ...]
-
 
 def vmap(
     func: Callable[..., Any],

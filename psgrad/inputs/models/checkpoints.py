@@ -18,9 +18,15 @@ from psgrad.inputs.models.checkpoint_headers import (
     damaged_safetensors,
     weight_map,
 )
-from psgrad.inputs.models.distributed_checkpoints import read_distributed
 from psgrad.inputs.models.in_files import fill_from_files
-from psgrad.inputs.models.torch_files import Inert, TorchFile, holds_code, read_torch, refers_to
+from psgrad.inputs.models.torch_files import (
+    Inert,
+    TorchFile,
+    holds_code,
+    read_distributed,
+    read_torch,
+    refers_to,
+)
 from psgrad.inputs.sources.file_checks import require_file
 from psgrad.wording import first_of
 

@@ -80,9 +80,10 @@ def at_checkpoint(config: ModelConfig, base: Path) -> ModelConfig:
     if key is None:
         return config
     if config.pretrained is None:
+        made_by = "timm" if config.factory is None else "factory"
         raise ConfigError(
             f"the checkpoint {folder} is a folder of Hugging Face, and there is no model.pretrained",
-            next_step=f"set model.{key}: {config.checkpoint}, and model.task, in place of {_origin(config)}",
+            next_step=f"set model.{key}: {config.checkpoint}, and model.task, in place of model.{made_by}",
         )
     name = str(config.checkpoint)
     there = {"adapter": [name]} if key == "adapter" else {"pretrained": name, "revision": None}
@@ -90,10 +91,6 @@ def at_checkpoint(config: ModelConfig, base: Path) -> ModelConfig:
 
 
 _FOLDERS = {"adapter_config.json": "adapter", "config.json": "pretrained"}
-
-
-def _origin(config: ModelConfig) -> str:
-    return "model.timm" if config.factory is None else "model.factory"
 
 
 def _of_factory(model: nn.Module, config: ModelConfig) -> LoadedModel:

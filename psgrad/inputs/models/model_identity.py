@@ -1,4 +1,5 @@
-"""What a model is, as hashes: of every tensor that it holds, and of all else that its modules hold.
+"""What a model is, as hashes: of every tensor that it holds, by its type, its shape and its bytes, for every
+layout, on any device; and of all else that its modules hold.
 
 The walk follows attributes, not `state_dict`: buffers that are not persistent, tensors and modules in plain
 lists, a dropout's p and the mode change what a model computes, too.
@@ -27,7 +28,6 @@ from torch import Tensor, nn
 from psgrad.engine.execution.stored import Stored
 from psgrad.engine.execution.weight_sources import InFile
 from psgrad.inputs.code_identity import is_installed
-from psgrad.inputs.models.tensor_digests import tensor_digest
 from psgrad.inputs.sources.host_files import made_once
 from psgrad.user_code import without_digest
 
@@ -347,3 +347,75 @@ def _class_name(kind: Any) -> str:
 def _joined(digests: Mapping[str, str]) -> str:
     lines = "\n".join(f"{name} {digests[name]}" for name in sorted(digests))
     return hashlib.sha256(lines.encode("utf-8", "backslashreplace")).hexdigest()
+
+
+# What is copied at once from another device, or out of a tensor that is not contiguous.
+_BLOCK_BYTES = 16 << 20
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """The SHA-256 of a tensor's type, shape and bytes; without bytes (meta) of type and shape alone."""
+    digest = hashlib.sha256()
+    _feed(digest, tensor.detach())
+    return digest.hexdigest()
+
+
+def _feed(digest: Any, tensor: Tensor) -> None:
+    shape = "nested" if tensor.is_nested else list(tensor.shape)
+    digest.update(f"{tensor.dtype} {shape} {tensor.layout}".encode())
+    for part in _parts(tensor):
+        if isinstance(part, Tensor):
+            _feed(digest, part)
+        else:
+            digest.update(part.encode() if isinstance(part, str) else part)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor | str | memoryview]:
+    """What a tensor is made of: its bytes, or plain tensors of a sparse one, a quantised one or a wrapper."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        yield repr(context)
+        yield from (getattr(tensor, name).detach() for name in names)
+    elif tensor.is_meta:
+        yield "meta"
+    elif tensor.is_nested:
+        yield from tensor.unbind()
+    elif tensor.layout == torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    elif tensor.layout != torch.strided:
+        yield tensor.to_dense()
+    elif tensor.is_quantized:
+        if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            yield f"{tensor.qscheme()} {tensor.q_scale()!r} {tensor.q_zero_point()}"
+        else:
+            yield f"{tensor.qscheme()} {tensor.q_per_channel_axis()}"
+            yield from (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
+        for block in _blocks(tensor):
+            yield from _bytes(block.int_repr())
+    else:
+        for block in _blocks(tensor):
+            yield from _bytes(block)
+
+
+def _blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor in pieces, its numbers in their order."""
+    most = max(1, _BLOCK_BYTES // tensor.element_size())
+    if tensor.numel() <= most or tensor.dim() == 0:
+        yield tensor
+    elif tensor.is_contiguous() and not tensor.is_quantized:
+        yield from torch.split(tensor.view(-1), most)
+    else:
+        rows = most // max(1, tensor[0].numel())
+        for part in torch.split(tensor, max(1, rows)):
+            yield from _blocks(part) if rows else _blocks(part[0])
+
+
+def _bytes(block: Tensor) -> Iterator[memoryview]:
+    if block.numel():
+        plain = block.cpu().resolve_conj().resolve_neg().contiguous()
+        # Not view(-1): one number may have any stride.
+        yield plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data

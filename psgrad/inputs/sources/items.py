@@ -17,7 +17,7 @@ from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.rows import Array, checked_weights, stacked, to_tensor
 from psgrad.inputs.sources.file_checks import input_names, length_inputs, require_columns, target_names
-from psgrad.inputs.sources.temporary import temporary_file
+from psgrad.inputs.sources.source_rows import temporary_file
 from psgrad.inputs.targets import Labels
 from psgrad.user_code import describe_failure
 

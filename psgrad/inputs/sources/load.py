@@ -27,7 +27,7 @@ from psgrad.inputs.sources.source_rows import SourceRows, joined, save_rows, sav
 from psgrad.inputs.sources.streams import StreamedRows, is_library_stream
 from psgrad.inputs.sources.table_samples import TableSamples
 from psgrad.inputs.targets import Labels
-from psgrad.inputs.tasks.labels import HeadLabels
+from psgrad.inputs.tasks.classification import HeadLabels
 
 __all__ = ["Block", "Samples", "SourceRows", "load_data", "open_rows"]
 
@@ -184,8 +184,7 @@ def _load_images(
     trained: Pretrained | Mapping[str, Any] | None,
 ) -> Samples:
     from psgrad.inputs.image_files import with_names
-    from psgrad.inputs.image_preparation import preparation
-    from psgrad.inputs.image_samples import ImageSamples
+    from psgrad.inputs.image_samples import ImageSamples, preparation
 
     rows = open_rows(config, base, unit)
     folder = _folder_of_images(config, base, rows)
@@ -242,8 +241,7 @@ def _load_texts(
             expected="model.pretrained and model.task, whose tokenizer makes numbers of texts",
             next_step="name columns of numbers in data.inputs for a model of your own",
         )
-    from psgrad.inputs.tasks.choice import text_task
-    from psgrad.inputs.text_samples import TextSamples
+    from psgrad.inputs.text_samples import TextSamples, text_task
 
     task = text_task(config, base, pretrained)
     rows = open_rows(config, base, unit, allow_download=pretrained.allow_download)

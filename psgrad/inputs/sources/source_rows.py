@@ -1,16 +1,21 @@
-"""Rows of data files as Arrow tables: larger than memory if need be, of one file or of many. No torch."""
+"""Rows of data files as Arrow tables: larger than memory if need be, of one file or of many; and the
+temporary folders and files that go with the object that reads from them. No torch.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import shutil
+import tempfile
+import weakref
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +25,29 @@ from psgrad.inputs.sources.arrow_columns import common_schema, errors_of_damage,
 from psgrad.inputs.sources.file_checks import named_files
 from psgrad.inputs.sources.file_hashes import files_sha256
 from psgrad.inputs.sources.host_files import pieces_wanted
-from psgrad.inputs.sources.temporary import TemporaryFolder
+
+
+class TemporaryFolder:
+    """A folder that is removed with this object, or at the end of the process. Unlike that of
+    `tempfile.TemporaryDirectory`, its removal is no warning, which would come up wherever memory is tidied.
+
+    Attributes:
+        name: its path.
+    """
+
+    def __init__(self) -> None:
+        self.name = tempfile.mkdtemp(prefix="psgrad-")
+        weakref.finalize(self, shutil.rmtree, self.name, ignore_errors=True)
+
+
+def temporary_file(owner: object) -> IO[bytes]:
+    """A file without a name, which is closed with its owner, or at the end of the process: without a warning,
+    too.
+    """
+    file: IO[bytes] = tempfile.TemporaryFile(prefix="psgrad-")  # noqa: SIM115 - closed with its owner
+    weakref.finalize(owner, file.close)
+    return file
+
 
 Array = npt.NDArray[Any]
 

@@ -21,8 +21,7 @@ from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.file_checks import require_columns
 from psgrad.inputs.sources.library_datasets import class_names_of
 from psgrad.inputs.sources.objects import table_of
-from psgrad.inputs.sources.source_rows import JoinedRows, TableRows
-from psgrad.inputs.sources.temporary import TemporaryFolder, temporary_file
+from psgrad.inputs.sources.source_rows import JoinedRows, TableRows, TemporaryFolder, temporary_file
 from psgrad.user_code import describe_failure
 
 _ROWS_PER_PART = 4096

@@ -1,1 +1,1 @@
-"""How a row becomes the inputs and the target of a pretrained model: a file for each task."""
+"""How a row becomes the inputs and the target of a pretrained model: a file for each kind of task."""

@@ -1,19 +1,131 @@
-"""Classes, or numbers, of a text or of a pair of texts: the tasks sequence-classification and regression."""
+"""Classes, or numbers, of texts, of pairs of texts, and of their words or tokens: the tasks
+sequence-classification, regression and token-classification; and what a label, by name or number, means to a
+pretrained model's head.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 
 from psgrad.config import DataConfig
-from psgrad.errors import DataError
+from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.sources.arrow_columns import is_list, require_numbers
-from psgrad.inputs.tasks.labels import HeadLabels
-from psgrad.inputs.tasks.task import Array, EncodedRow, TextRows, TextTask
-from psgrad.inputs.tokenizer import Tokenizer
+from psgrad.inputs.tasks.task import (
+    IGNORED,
+    Array,
+    EncodedRow,
+    TextRows,
+    TextTask,
+    is_text,
+    is_texts,
+    require_kind,
+)
+from psgrad.inputs.tokenizer import Encoding, Tokenizer
+from psgrad.wording import first_of
+
+_SHOWN = 20
+
+
+def _require_one_order(config: Any, names: Sequence[str]) -> None:
+    """Raises ConfigError where label2id of a model's config gives a name another number than id2label."""
+    for name, number in (getattr(config, "label2id", None) or {}).items():
+        if name in names and names.index(name) != int(number):
+            raise ConfigError(
+                f"the model's config has {name!r} as class {names.index(name)} in id2label, and as class"
+                f" {number} in label2id",
+                expected="the same number in both, as the model was trained",
+                next_step="correct config.json in the model's folder",
+            )
+
+
+@dataclass(frozen=True)
+class HeadLabels:
+    """The classes of a head. names: of the classes 0, 1, ...; generic: whether they are LABEL_0, LABEL_1 and
+    so on, which nobody gave.
+    """
+
+    names: tuple[str, ...]
+    generic: bool
+
+    @classmethod
+    def of(cls, config: Any, data: DataConfig) -> HeadLabels:
+        """Those of a model's config; data.class_names come first where the config has no names of its own.
+
+        Raises ConfigError where class_names are not as many as the head has, where they have a name of the
+        model's at another place, and where the model's config contradicts itself.
+        """
+        found = {int(key): str(name) for key, name in config.id2label.items()}
+        names = tuple(found.get(place, f"LABEL_{place}") for place in range(config.num_labels))
+        generic = names == tuple(f"LABEL_{place}" for place in range(len(names)))
+        given = data.class_names
+        if given is not None and len(given) != len(names):
+            raise ConfigError(
+                f"data.class_names has {len(given)} names, and the model's head has {len(names)} classes",
+                expected=f"{len(names)} names"
+                + ("" if generic else f", such as {', '.join(names[:_SHOWN])}"),
+            )
+        _require_one_order(config, names)
+        if given is not None and not generic:
+            moved = [name for place, name in enumerate(given) if name in names and names[place] != name]
+            if moved:
+                raise ConfigError(
+                    f"data.class_names has {moved[0]!r} as class {given.index(moved[0])}, and the model's"
+                    f" config (id2label) as class {names.index(moved[0])}",
+                    expected=f"the model's order: {', '.join(names[:_SHOWN])}",
+                    next_step="leave data.class_names out: labels by name are numbered as in the model",
+                )
+        return cls(names, generic) if given is None or not generic else cls(tuple(given), False)
+
+    @property
+    def given(self) -> tuple[str, ...] | None:
+        """The names, unless nobody gave any."""
+        return None if self.generic else self.names
+
+    def number(self, value: Any, where: str) -> int:
+        """The class of a label: its number, or its name. -100 stays, a label that does not count.
+
+        Raises DataError, which begins with `where`, for what is no label of the head.
+        """
+        if isinstance(value, str):
+            if value in self.names:
+                return self.names.index(value)
+        elif isinstance(value, (bool, int)) or (isinstance(value, float) and value.is_integer()):
+            number = int(value)
+            if 0 <= number < len(self.names) or number == IGNORED:
+                return number
+        raise self._unknown(value, where)
+
+    def _unknown(self, value: Any, where: str) -> DataError:
+        if value is None or value != value:
+            return DataError(f"{where} has no label", expected=f"one of {first_of(self.names, _SHOWN)}")
+        arrived = f"{where} has the label {value!r}"
+        if not isinstance(value, str):
+            numbers = f"a number from 0 to {len(self.names) - 1}"
+            return DataError(arrived, expected=f"{numbers}, or {IGNORED} for a label that does not count")
+        expected = f"one of {first_of(self.names, _SHOWN)}"
+        if not self.generic:
+            return DataError(arrived, expected=expected)
+        return DataError(
+            arrived,
+            expected=expected,
+            cause="the model's config has no names of its classes (id2label)",
+            next_step="list the names in data.class_names, in the order of the model's outputs",
+        )
+
+    def numbers(self, rows: TextRows, column: str) -> Array:
+        """[n]: the class of each row's label."""
+        values = enumerate(rows.values(column))
+        return np.array([self.number(value, rows.where(i)) for i, value in values], np.int64)
+
+    def of_list(self, values: Sequence[Any], where: str) -> list[int]:
+        """The class of each label in a list."""
+        return [self.number(value, f"{where}, position {place},") for place, value in enumerate(values)]
 
 
 class _OfTexts(TextTask):
@@ -98,3 +210,91 @@ class Regression(_OfTexts):
         with np.errstate(over="ignore"):  # what float32 can not hold is infinite: its row is not finite
             array = np.asarray(found, np.float32)
         return array[:, 0] if count == 1 else array
+
+
+class TokenClassification(TextTask):
+    """A class for each word of a list of words, or for each token of a text.
+
+    The first token of a word has the word's label, the others have -100, as have special tokens.
+    """
+
+    keys: ClassVar[str] = "text, a column of lists of words (or of texts), and target, lists of their labels"
+
+    most: ClassVar[int] = 1
+    label_per_token: ClassVar[bool] = True
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, pretrained: Pretrained) -> None:
+        super().__init__(data, tokenizer, pretrained)
+        (self.text,) = self.texts
+        self.labels = HeadLabels.of(pretrained.config, data)
+        self.class_names = self.labels.given
+
+    def check(self, schema: pa.Schema) -> None:
+        require_kind(schema, self.text, [is_texts, is_text], "lists of words, or texts")
+        require_kind(schema, self.target, [is_list], "a list of labels in each row")
+        if is_texts(schema.field(self.text).type) and not self.tokenizer.inner.is_fast:
+            raise DataError(
+                f"the tokenizer {type(self.tokenizer.inner).__name__} does not tell the word of a token",
+                expected="a tokenizer with a tokenizer.json",
+                next_step="give texts with a label for each token in place of lists of words",
+            )
+
+    def encode(self, rows: TextRows) -> list[EncodedRow]:
+        texts, listed = rows.values(self.text), rows.values(self.target)
+        for i, (text, labels) in enumerate(zip(texts, listed, strict=True)):
+            _require_labels(text, labels, rows.where(i))
+        words = bool(texts) and isinstance(texts[0], list)
+        tokens = self.tokenizer.encode(texts, where=rows.where, words=words)
+        found = []
+        for i, (row, labels) in enumerate(zip(tokens, listed, strict=True)):
+            numbers = self.labels.of_list(labels, rows.where(i))
+            target = (
+                _of_words(row, numbers) if words else self._of_tokens(texts[i], row, numbers, rows.where(i))
+            )
+            found.append((*self.inputs_of(row), np.asarray(target, np.int64)))
+        return found
+
+    def _of_tokens(self, text: str, row: Encoding, labels: list[int], where: str) -> list[int]:
+        count = row.special.count(False)
+        whole = count
+        if count != len(labels) and self.tokenizer.truncation != "error":
+            whole = self.tokenizer.length_uncut(text)  # a row that was cut has more labels than tokens
+        if whole != len(labels):
+            raise DataError(
+                f"{where} has {len(labels)} labels, and its text has {whole} tokens",
+                expected="a label for each token, or a list of words with a label for each word",
+            )
+        if self.tokenizer.truncation == "left":
+            labels = labels[len(labels) - count :]
+        left = iter(labels)
+        return [IGNORED if special else next(left) for special in row.special]
+
+
+def _require_labels(text: Any, labels: Any, where: str) -> None:
+    """Raises DataError unless a row has words, and a label for each of them."""
+    if not text or (isinstance(text, str) and not text.strip()):
+        raise DataError(
+            f"{where}: there are no words", expected="words in every row", next_step="remove such rows"
+        )
+    if labels is None:
+        raise DataError(f"{where} has no labels", expected="a list of labels in every row")
+    if isinstance(text, list) and None in text:
+        raise DataError(
+            f"{where}: the word at position {text.index(None)} is missing",
+            expected="a text for each word",
+            next_step="remove such rows, or such words with their labels",
+        )
+    if isinstance(text, list) and len(labels) != len(text):
+        raise DataError(
+            f"{where} has {len(text)} words and {len(labels)} labels", expected="a label for each word"
+        )
+
+
+def _of_words(row: Encoding, labels: list[int]) -> list[int]:
+    """The label of each token: of a word's first token that of the word, else -100."""
+    assert row.word is not None
+    before = [None, *row.word[:-1]]
+    return [
+        IGNORED if word is None or word == last else labels[word]
+        for word, last in zip(row.word, before, strict=True)
+    ]

@@ -16,7 +16,7 @@ from psgrad.engine.execution import chunk_replay
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_square_norms
-from psgrad.engine.measures.gradient_norms import GradientNorms
+from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.inputs.rows import Block
 
 ROWS = 50

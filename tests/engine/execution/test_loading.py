@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from psgrad.engine.execution.loading import Chunk, Loader
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.measures.gradient_norms import GradientNorms
+from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.errors import DataError, ModelError
 from psgrad.inputs.rows import Block
 

@@ -165,7 +165,7 @@ import resource
 import torch
 import torch.nn.functional as F
 from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.measures.gradient_norms import GradientNorms
+from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.execution.objective import Objective
 from psgrad.inputs.rows import Block
 

@@ -16,7 +16,7 @@ from psgrad.engine.execution.self_check import self_check
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.gradients.per_sample import per_sample_square_norms
-from psgrad.engine.measures.gradient_norms import GradientNorms
+from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.errors import SelfCheckError
 from psgrad.inputs.rows import Block
 from tests.models import Tied

@@ -21,7 +21,7 @@ from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.per_sample import per_sample_square_norms
-from psgrad.engine.measures.gradient_norms import GradientNorms
+from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.transforms import vmap
 from psgrad.errors import DataError, ModelError
 from psgrad.inputs.rows import Block

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from psgrad.engine.influence import kept_states
-from psgrad.engine.influence.kept_states import OnDisk, room_on_disk
+from psgrad.engine.influence import training_run
+from psgrad.engine.influence.training_run import OnDisk, room_on_disk
 from psgrad.engine.influence.training_steps import TrainingState
 from psgrad.engine.transforms.private_torch import tree_leaves
 from psgrad.errors import InfluenceError
@@ -70,7 +70,7 @@ def test_levels_are_counted() -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from psgrad.engine.influence.kept_states import OnDisk
+from psgrad.engine.influence.training_run import OnDisk
 from tests.engine.influence.test_kept_states import point_of
 
 kept = OnDisk(Path(sys.argv[1]), point_of(0))
@@ -113,5 +113,5 @@ def test_room_on_disk_is_half_of_what_is_free(tmp_path: Path, monkeypatch: pytes
     def usage(path: Path) -> Any:
         return type("Usage", (), {"free": 10 * point_of(0).bytes})
 
-    monkeypatch.setattr(kept_states.shutil, "disk_usage", usage)
+    monkeypatch.setattr(training_run.shutil, "disk_usage", usage)
     assert room_on_disk(tmp_path, point_of(0)) == 5

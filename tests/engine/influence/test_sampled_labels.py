@@ -11,8 +11,11 @@ from torch import nn
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.output_rows import LARGEST_OUTPUT
-from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows
-from psgrad.engine.influence.curvature.sampled_labels import SampledLabelRows, sampled_label_rows
+from psgrad.engine.influence.curvature.kronecker_fitting import (
+    SampledLabelRows,
+    fisher_rows,
+    sampled_label_rows,
+)
 from psgrad.errors import InfluenceError
 from psgrad.ragged import Block
 from tests.engine.influence.test_token_scores import IGNORED, mean_loss, sum_loss

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.measures.gradient_norms import GradientNorms
+from psgrad.engine.measures.builtin.norms import GradientNorms
+from psgrad.engine.measures.builtin.outputs import Predictions, summary_for
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
-from psgrad.engine.measures.output_values import Predictions, summary_for
 from psgrad.engine.measures.passes import SecondPass
 from psgrad.ragged import Block
 from psgrad.workflows.measure_setup import joined_summary

@@ -18,7 +18,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from psgrad.engine.gradients import SquareNorms
-from psgrad.engine.gradients.precision_guard import is_flagging, samples_to_recompute
+from psgrad.engine.gradients.terms.numerics import is_flagging, samples_to_recompute
 from psgrad.engine.measures import checkpoint_passes
 from psgrad.engine.measures.builtin import over_checkpoints
 from psgrad.engine.measures.builtin.over_checkpoints import CheckpointOutputs, EL2NOverCheckpoints, GraNd

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from psgrad.engine.measures.gradient_norms import NormDistribution
+from psgrad.engine.measures.builtin.norms import NormDistribution
 from psgrad.engine.measures.measure import Measure
 from psgrad.plugins import MEASURES, own_classes
 from tests.engine.measures.passes import classifier, gathered_bytes

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from psgrad.config import LossConfig
-from psgrad.engine.measures.attribution_base import Attribution
 from psgrad.engine.measures.builtin.input_attribution import (
+    Attribution,
     GradientXInput,
     InputGradient,
     IntegratedGradients,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import per_sample_gradients
-from psgrad.engine.measures.gradient_norms import GradientNorms, NormDistribution
+from psgrad.engine.measures.builtin.norms import GradientNorms, NormDistribution
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from psgrad.engine.measures.builtin.ntk import NTK
+from psgrad.engine.measures.builtin.projected_gradients import chosen_rows
 from psgrad.engine.measures.measure import Gathered, Setting
-from psgrad.engine.measures.projected_rows import chosen_rows
 from psgrad.errors import MeasureError
 from tests.engine.measures.one_run import measured
 from tests.engine.measures.own_passes import setting_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from psgrad.engine.measures.output_values import summary_for
+from psgrad.engine.measures.builtin.outputs import summary_for
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

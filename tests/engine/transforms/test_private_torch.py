@@ -371,7 +371,7 @@ def test_supported_versions_said_once() -> None:
 EXCEPTIONS = {
     ("inputs/models/factory.py", "_BatchNorm"),  # inputs lies beside the engine
     ("inputs/models/model_identity.py", "_modules"),
-    ("inputs/models/tensor_digests.py", "_indices"),  # those of a sparse tensor, as they are stored
+    ("inputs/models/model_identity.py", "_indices"),  # those of a sparse tensor, as they are stored
 }
 OPERATORS = ("aten", "torch.ops")  # operators may begin with an underscore: they are named as data
 # Their attributes are searched for, but for names that psgrad's own classes have, too.

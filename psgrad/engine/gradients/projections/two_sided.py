@@ -12,7 +12,14 @@ from typing import ClassVar
 import torch
 
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed
-from psgrad.engine.gradients.projections.entrywise import WIDEST, Orders, add_sparse
+from psgrad.engine.gradients.projections.entrywise import (
+    WIDEST,
+    Orders,
+    ParameterIndices,
+    Slice,
+    add_sparse,
+    slices,
+)
 from psgrad.engine.gradients.projections.projection import (
     Kind,
     MatrixEntries,
@@ -22,7 +29,6 @@ from psgrad.engine.gradients.projections.projection import (
     element_limit,
     key_of,
 )
-from psgrad.engine.gradients.projections.slices import ParameterIndices, Slice, slices
 from psgrad.errors import TransformArgumentError
 
 

@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.gradients.costs import Cost, Machine
-from psgrad.engine.gradients.layout import AxisLayout, Slice
-from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.terms.axes import arranged, by_atoms, named_axes, varies
-from psgrad.engine.gradients.terms.convolution_costs import (
+from psgrad.engine.gradients.costs import (
+    Cost,
+    Machine,
     Sizes,
     cheapest_convolution_order,
     convolution_order_costs,
     sizes_of,
 )
+from psgrad.engine.gradients.layout import AxisLayout, Slice
+from psgrad.engine.gradients.machine import machine
+from psgrad.engine.gradients.terms.axes import arranged, by_atoms, named_axes, varies
 from psgrad.engine.gradients.terms.dense import dense
 from psgrad.engine.gradients.terms.hadamard import Hadamard
 from psgrad.engine.gradients.terms.numerics import (

@@ -1,4 +1,9 @@
-"""Numerical tools of the kinds of terms: blocks of samples, sums in a safe precision, norms.
+"""Numerical tools of the kinds of terms: blocks of samples, sums in a safe precision, norms; and which
+samples' norms may be wrong by rounding, so that they are computed again in a safer order or precision.
+
+That choice depends on the data, and a captured program can't depend on data. So while a program is captured
+or replayed, a flag is one more result. If it is true, the whole chunk is computed again without the program.
+If a pass only runs on tensors without values, for a plan, nothing is checked.
 
 Axes: sample n, position t, row a, column b, group g.
 """
@@ -8,6 +13,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
@@ -189,3 +196,50 @@ def exponent(factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def power_of_two(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """2^exponent in a type."""
     return torch.exp2(exponent.double()).to(dtype)
+
+
+_flags: ContextVar[list[torch.Tensor] | None] = ContextVar("flags", default=None)
+_unchecked: ContextVar[bool] = ContextVar("unchecked", default=False)
+
+
+def is_flagging() -> bool:
+    """Whether a flag is set for inaccurate samples in place of computing them again."""
+    return _flags.get() is not None
+
+
+def is_unchecked() -> bool:
+    """Whether nothing is checked."""
+    return _unchecked.get()
+
+
+def samples_to_recompute(inaccurate: torch.Tensor) -> torch.Tensor:
+    """The indices [k] of the samples in a mask [n]. None inside `unchecked`; inside `flagging` a flag is
+    added instead.
+    """
+    flags = _flags.get()
+    if flags is None and not _unchecked.get():
+        return torch.nonzero(inaccurate).squeeze(1)
+    if flags is not None:
+        flags.append(inaccurate.any())
+    return torch.empty(0, dtype=torch.int64, device=inaccurate.device)
+
+
+@contextmanager
+def flagging() -> Iterator[list[torch.Tensor]]:
+    """A context in which no sample is computed again. Yields the list to which flags, bool [], are added."""
+    flags: list[torch.Tensor] = []
+    token = _flags.set(flags)
+    try:
+        yield flags
+    finally:
+        _flags.reset(token)
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """A context without checks, for tensors without values."""
+    token = _unchecked.set(True)
+    try:
+        yield
+    finally:
+        _unchecked.reset(token)

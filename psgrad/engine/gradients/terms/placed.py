@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 from psgrad.engine.gradients.layout import AxisLayout, AxisSlice
-from psgrad.engine.gradients.precision_guard import samples_to_recompute
+from psgrad.engine.gradients.terms.numerics import samples_to_recompute
 from psgrad.engine.gradients.terms.term import Multiply, Placed
 
 

@@ -23,13 +23,13 @@ import torch
 from psgrad.engine.gradients.costs import Cost, Machine, cheapest
 from psgrad.engine.gradients.layout import AxisLayout, Slice
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.precision_guard import samples_to_recompute
 from psgrad.engine.gradients.terms.numerics import (
     CANCELLATION,
     accumulating_dtype,
     block_bytes,
     blocks,
     rows_of,
+    samples_to_recompute,
     square_norm,
     zero_where_lost,
 )

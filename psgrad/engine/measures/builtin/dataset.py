@@ -13,8 +13,8 @@ import torch
 
 from psgrad.engine.execution.output_rows import gram_matrix
 from psgrad.engine.gradients import PerSampleGradients
+from psgrad.engine.measures.builtin.projected_gradients import COLUMN, FiniteProjections
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting
-from psgrad.engine.measures.projected_rows import COLUMN, FiniteProjections
 from psgrad.engine.measures.sums import MeanGradientMeasure, shared_sums
 
 _ALONG_MEAN = "noise_scale.along_mean"

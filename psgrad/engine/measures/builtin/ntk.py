@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import JacobianRows, gram_matrix
+from psgrad.engine.measures.builtin.projected_gradients import chosen_rows, examples_at
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
-from psgrad.engine.measures.projected_rows import chosen_rows, examples_at
 from psgrad.engine.transforms import vmap
 from psgrad.errors import MeasureError
 

@@ -3,8 +3,7 @@ neighbouring datasets.
 """
 
 from psgrad.engine.privacy.audit.bounds import METHODS, AuditVerdict, Bound, judge
-from psgrad.engine.privacy.audit.canaries import Canaries, with_canaries
-from psgrad.engine.privacy.audit.game import AuditedRun, Played, play
+from psgrad.engine.privacy.audit.game import AuditedRun, Canaries, Played, play, with_canaries
 from psgrad.engine.privacy.audit.neighbour_step import DrawLog, DrawsDiffer, Replayed, compare_neighbours
 from psgrad.engine.privacy.audit.noise_check import FALSE_ALARM, NoiseCheck, NoiseLog
 

@@ -25,8 +25,7 @@ from psgrad.inputs.sources.arrow_columns import errors_of_damage, merged_type, m
 from psgrad.inputs.sources.file_checks import Stamp, Wanted, require_columns
 from psgrad.inputs.sources.host_files import made_once
 from psgrad.inputs.sources.source import DataHeader, KeptRows, Source, TableSource, column_of
-from psgrad.inputs.sources.source_rows import SourceRows
-from psgrad.inputs.sources.temporary import TemporaryFolder
+from psgrad.inputs.sources.source_rows import SourceRows, TemporaryFolder
 
 KEY = "__key__"
 _ROWS = 100  # that the header looks at

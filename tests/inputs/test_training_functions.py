@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from psgrad.errors import ConfigError, ModelError
-from psgrad.inputs.models.training_function import resolve_training
+from psgrad.inputs.models.training_functions import resolve_training
 
 HEAD = "import torch\nfrom torch import nn\n\n\n"
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psgrad.storage import csv_lines as lines
-from psgrad.storage.csv_lines import csv_lines
+from psgrad.inputs.sources.formats import csv as lines
+from psgrad.inputs.sources.formats.csv import csv_lines
 
 CELLS = st.text(alphabet='ab,"\n é', max_size=6)
 
