@@ -17,6 +17,7 @@ import torch
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.adoption import AdoptingLevel
 from psgrad.engine.transforms.interpreter import InterpretedTracer
+from psgrad.engine.transforms.kept_results import COMPOSED, KeptResults
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -105,6 +106,7 @@ class DerivativeLevel(AdoptingLevel):
 
     tracer: ClassVar[type[DerivativeTracer]]
     reads: Reads | None = None  # set while a function runs that will run again
+    kept: KeptResults | None = None  # the same, where results are kept from the first run
     has_outside: bool = False  # whether a tracer stands for a tensor from outside
 
     def constant(self, value: torch.Tensor) -> DerivativeTracer:
@@ -190,6 +192,8 @@ class DerivativeLevel(AdoptingLevel):
             # a write has stored a value whose memory layout differs from the tracer's strides
             below = aten.reshape.default
         if not follows:
+            if self.kept is not None and op in COMPOSED:
+                return decompose(op, args, kwargs)
             result = self.lower(below, values, self.unwrap(kwargs) if kwargs else kwargs)
             result = (
                 self.constant(result)

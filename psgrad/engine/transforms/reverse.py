@@ -10,6 +10,7 @@ import torch
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, make_tracer
 from psgrad.engine.transforms.fresh_tensors import is_shared
 from psgrad.engine.transforms.interpreter import dispatch
+from psgrad.engine.transforms.kept_results import KeptResults
 from psgrad.engine.transforms.operators import Op, facts
 from psgrad.engine.transforms.private_torch import set_grad_enabled
 from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP
@@ -67,6 +68,11 @@ class GradLevel(DerivativeLevel):
         return torch.is_grad_enabled()
 
     def lower(self, op: Op, values: Any, kwargs: Any) -> Any:
+        if self.kept is not None:
+            return self.kept.result(op, values, kwargs, self._lower)
+        return self._lower(op, values, kwargs)
+
+    def _lower(self, op: Op, values: Any, kwargs: Any) -> Any:
         if self.callers_grad_mode or not torch.is_grad_enabled():
             return dispatch(top_level(values, kwargs), op, values, kwargs, self)
         with torch.set_grad_enabled(False):
