@@ -44,8 +44,11 @@ class Recompute:
         return model
 
     def switch_on(self) -> bool:
-        """Whether this makes a difference: it was off, and there are repeated modules."""
-        before, self.on = self.on, True
+        """Keep as little as possible, as memory has run out. Whether this makes a difference: it was off, or
+        results were kept, and there are repeated modules.
+        """
+        before, self.on = self.on and not self.room, True
+        self.room.size = 0
         return bool(self.modules) and not before
 
 
