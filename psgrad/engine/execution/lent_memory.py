@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from psgrad.engine.transforms.private_torch import tree_leaves
 
-# Bytes. Smaller numbers lie in the C library's memory, larger ones are rare; what lies here is not given back.
+# Bytes. The C library keeps memory for smaller weights; what lies here is not given back, so not for larger ones.
 _LEAST, _MOST = 1 << 20, 1 << 26
 _spare: list[Tensor] = []  # at most one, flat, in bytes
+_taking = threading.Lock()
 
 
 class Lent:
@@ -28,14 +30,13 @@ class Lent:
         """`narrow.to(dtype)`, valid until `end`."""
         size = narrow.numel() * dtype.itemsize
         dense = narrow.is_contiguous() or (narrow.dim() == 2 and narrow.t().is_contiguous())
-        if narrow.dtype == dtype or narrow.device.type != "cpu" or not dense or not _LEAST <= size <= _MOST:
+        plain = type(narrow) is Tensor and narrow.device.type == "cpu"  # and no tensor without values
+        if narrow.dtype == dtype or not plain or not dense or not _LEAST <= size <= _MOST:
             return narrow.to(dtype)
-        try:
-            memory = _spare.pop()
-        except IndexError:
-            memory = None
-        if memory is None or memory.nbytes < size:
-            memory = torch.empty(size, dtype=torch.uint8)
+        with _taking:
+            memory = _spare.pop() if _spare else torch.empty(0)
+        if memory.nbytes < size:
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._memory.append(memory)
         return memory[:size].view(dtype).as_strided(narrow.shape, narrow.stride()).copy_(narrow)
 
@@ -44,4 +45,5 @@ class Lent:
         used = {x.untyped_storage().data_ptr() for x in tree_leaves(result) if type(x) is Tensor}
         for memory in self._memory:
             if memory.untyped_storage().data_ptr() not in used:
-                _spare[:] = [max((memory, *_spare), key=lambda each: each.nbytes)]
+                with _taking:
+                    _spare[:] = [max((memory, *_spare), key=lambda each: each.nbytes)]

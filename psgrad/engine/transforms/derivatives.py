@@ -16,7 +16,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.adoption import AdoptingLevel
-from psgrad.engine.transforms.interpreter import InterpretedTracer
+from psgrad.engine.transforms.interpreter import InterpretedTracer, run_definition
 from psgrad.engine.transforms.kept_results import COMPOSED, KeptResults
 from psgrad.engine.transforms.operators import (
     Op,
@@ -211,6 +211,11 @@ class DerivativeLevel(AdoptingLevel):
             if result is None:
                 result = self.apply(rule, below, values, self.unwrap(kwargs) if kwargs else kwargs, inputs)
         return self.note_views(op, args, kwargs, result) if operator.facts.is_view else result
+
+    def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.kept is not None and op in COMPOSED:
+            return run_definition(decomposition_of(op), args, kwargs)  # type: ignore[arg-type]
+        return super().process_untraced(op, args, kwargs)
 
     def inputs(self, args: tuple[Any, ...]) -> list[tuple[Position, Any]]:
         """The tracers of this level with a derivative among an operator's arguments, each with its
