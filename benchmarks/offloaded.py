@@ -11,7 +11,8 @@ tokens, three ways:
     resident             all weights in memory
     resident, recompute  the same, each block run again in the backward pass
     offloaded            weights read from the file when an operator needs them, blocks run again
-                         but for 384 MiB of products that are kept; in a process under a limit of 2 GiB on its memory (RLIMIT_DATA: all but mappings of files)
+                         but for 384 MiB of products that are kept; in a process under a limit of 2 GiB
+                         on its memory (RLIMIT_DATA: all but mappings of files)
 
 The first needs about 17 GB at the full size; `--ways` leaves it out. The ways take turns, and a ratio is of
 two passes of the same round. On a busy machine the ratio of processor seconds, of all threads, says more than

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from psgrad.engine.transforms.private_torch import tree_leaves
 
-# Bytes. The C library keeps memory for smaller weights; what lies here is not given back, so not for larger ones.
+# Bytes. The C library keeps memory for smaller weights; what lies here is not given back, so not for larger
+# ones.
 _LEAST, _MOST = 1 << 20, 1 << 26
 _spare: list[Tensor] = []  # at most one, flat, in bytes
 _taking = threading.Lock()

@@ -54,8 +54,8 @@ def checkpoint(
     take more memory.
 
     room: for results of the first run that the second one takes: those of matrix products and convolutions,
-    in a pass of one derivative (`grad`, not under others, `vjp`, PyTorch's autograd or make_fx). Elsewhere all
-    are computed again.
+    in a pass of one derivative (`grad`, not under others, `vjp`, PyTorch's autograd or make_fx). Elsewhere
+    all are computed again.
 
     `func` must compute the same when it runs again: values that it reads from elsewhere must not change. It
     must not write in place into its arguments, nor into values that it closes over.
@@ -71,7 +71,10 @@ def checkpoint(
 
     return tree_unflatten(
         dispatch_call(
-            RecomputedCall(f"checkpoint({getattr(func, '__name__', func)!s})", function, settle=settle, room=room), flat
+            RecomputedCall(
+                f"checkpoint({getattr(func, '__name__', func)!s})", function, settle=settle, room=room
+            ),
+            flat,
         ),
         out_spec,
     )
@@ -166,7 +169,6 @@ class RecomputedCall(Call):
             return [of_args.get(i) for i in range(len(values))] + cotangents_of_inputs[len(needed) :]
 
         return TapedCall(outs, pull, captured)
-
 
     def _may_keep(self, level: GradLevel) -> bool:
         """Whether results of the first run at a level may be those of the second."""

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from psgrad.engine.transforms.operators import Op, aten, is_random
-from psgrad.engine.transforms.private_torch import DisableTorchFunction, FakeTensor, storage_key, without_modes, write_count
+from psgrad.engine.transforms.private_torch import (
+    DisableTorchFunction,
+    FakeTensor,
+    storage_key,
+    without_modes,
+    write_count,
+)
 from psgrad.engine.transforms.tracer import innermost
 
 # By operator, the multiplications for one number of its result.

@@ -10,7 +10,6 @@ import torch
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, Position, make_tracer
 from psgrad.engine.transforms.fresh_tensors import is_shared
 from psgrad.engine.transforms.interpreter import dispatch
-from psgrad.engine.transforms.kept_results import KeptResults
 from psgrad.engine.transforms.operators import Op, facts
 from psgrad.engine.transforms.private_torch import set_grad_enabled
 from psgrad.engine.transforms.rules.registry import DerivativeRule, JointVJP

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -112,9 +113,7 @@ def loss_of(block: Callable[..., Tensor], room: Room | None) -> Callable[..., Te
 def gradients_of(block: Callable[..., Tensor], room: Room | None, randomness: str = "error") -> Any:
     params = dict(zip("abc", weights(), strict=True))
     torch.manual_seed(2)
-    return per_sample_gradients(
-        loss_of(block, room), params, samples(), randomness=randomness
-    ).materialise()
+    return per_sample_gradients(loss_of(block, room), params, samples(), randomness=randomness).materialise()
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -257,7 +256,7 @@ def test_kept_results_of_any_stack(sizes: list[int], rows: int, room: int, seed:
     torch.manual_seed(seed)
     params = {
         str(place): torch.randn(outputs, inputs, dtype=torch.float64) / 6
-        for place, (inputs, outputs) in enumerate(zip(sizes, sizes[1:], strict=False))
+        for place, (inputs, outputs) in enumerate(pairwise(sizes))
     }
     batch, shared = torch.randn(3, rows, sizes[0], dtype=torch.float64), Room(room)
 
