@@ -166,9 +166,10 @@ def _print(plain: torch.Tensor) -> torch.Tensor:
     """[...]: the product of each row with random numbers, which tells tensors apart."""
     with without_modes():
         wide = plain if plain.itemsize > 2 else plain.float()
-        return wide @ _random(plain.shape[-1]).to(wide)
+        return wide @ _random(plain.shape[-1], wide.dtype, wide.device)
 
 
 @functools.lru_cache(maxsize=64)
-def _random(size: int) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+def _random(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(size, generator=generator, dtype=dtype, device="cpu").to(device)
