@@ -155,11 +155,16 @@ def _writes(plain: torch.Tensor) -> int:
 
 
 def _memory(plain: torch.Tensor) -> int:
-    """A key of a tensor's memory. Kinds of tensors whose numbers lie elsewhere say where by data_ptr."""
+    """A key of a tensor's memory. Kinds of tensors whose numbers lie elsewhere say where by data_ptr, or are
+    told apart themselves.
+    """
     with DisableTorchFunction():
         if type(plain) in (torch.Tensor, torch.nn.Parameter, FakeTensor):
             return storage_key(plain.untyped_storage())
-        return plain.data_ptr()
+        try:
+            return plain.data_ptr() or id(plain)
+        except RuntimeError:  # no storage
+            return id(plain)
 
 
 def _print(plain: torch.Tensor) -> torch.Tensor:

@@ -213,8 +213,10 @@ def in_a_process(script: str) -> list[int]:
 def test_results_of_blocks_get_a_share_of_a_chunks_memory() -> None:
     """A chunk of one's own size leaves them a share of all that it was given."""
     cpu, given = torch.device("cpu"), 8 << 30
-    assert kept_budget(cpu, given, automatic=True) == chunk_budget(cpu, given) // 4 < kept_budget(
-        cpu, given, automatic=False
+    assert (
+        kept_budget(cpu, given, automatic=True)
+        == chunk_budget(cpu, given) // 4
+        < kept_budget(cpu, given, automatic=False)
     )
     assert kept_budget(cpu, given, automatic=False) == given // 4
     assert kept_budget(cpu, None, automatic=False) == chunk_budget(cpu) // 4

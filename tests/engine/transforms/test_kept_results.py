@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from psgrad.engine import transforms
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.transforms import checkpoint, grad, vmap
 from psgrad.engine.transforms.kept_results import Room
-from psgrad.engine.transforms.private_torch import DispatchMode, count_write, without_modes
+from psgrad.engine.transforms.private_torch import DispatchMode, count_write, make_wrapper, without_modes
 from psgrad.engine.transforms.tracer import Tracer, innermost
 from tests.engine.transforms.nests import NESTS, agree, plain
 
@@ -242,6 +242,49 @@ def test_a_kept_result_that_was_written_to_is_computed() -> None:
         return vmap(grad(f), (None, 0))(weights()[0], samples())  # type: ignore[no-any-return]
 
     torch.testing.assert_close(gradient(True), gradient(False), rtol=0, atol=0)
+
+
+class Elsewhere(Tensor):
+    """A tensor whose numbers lie in another one, as those of quantised weights do."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Elsewhere:
+        found = make_wrapper(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        found.inner = inner
+        return found  # type: ignore[no-any-return]
+
+    def __init__(self, inner: Tensor) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        found = op(*(x.inner if isinstance(x, cls) else x for x in args), **(kwargs or {}))
+        return cls(found) if op is torch.ops.aten.detach.default else found
+
+
+def test_weights_without_memory_are_told_apart() -> None:
+    """The second run calls the two products in another order."""
+    runs = 0
+    first, second = (
+        nn.Parameter(Elsewhere(w), requires_grad=False) for w in (weights()[0], weights()[1].clone())
+    )
+
+    def block(x: Tensor, a: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        x = F.linear(x, a)
+        if runs == 1:
+            return F.linear(x, first).sin() + F.linear(x, second).cos()
+        other = F.linear(x, second).cos()
+        return F.linear(x, first).sin() + other
+
+    def gradient(room: Room | None) -> Tensor:
+        nonlocal runs
+        runs = 0
+        loss = lambda a, x: checkpoint(block, x, a, room=room).square().sum()
+        return vmap(grad(loss), (None, 0))(weights()[2].expand(WIDTH, -1) / 6, samples())  # type: ignore[no-any-return]
+
+    torch.testing.assert_close(gradient(Room(MUCH)), gradient(None), rtol=1e-12, atol=1e-12)
 
 
 @given(
