@@ -10,8 +10,9 @@ tokens, three ways:
 
     resident             all weights in memory
     resident, recompute  the same, each block run again in the backward pass
-    offloaded            weights read from the file when an operator needs them, blocks run again; in a
-                         process under a limit of 2 GiB on its memory (RLIMIT_DATA: all but mappings of files)
+    offloaded            weights read from the file when an operator needs them, blocks run again
+                         but for 384 MiB of products that are kept; in a process under a limit of 2 GiB
+                         on its memory (RLIMIT_DATA: all but mappings of files)
 
 The first needs about 17 GB at the full size; `--ways` leaves it out. The ways take turns, and a ratio is of
 two passes of the same round. On a busy machine the ratio of processor seconds, of all threads, says more than
@@ -44,6 +45,7 @@ from norms import machine
 Facts = dict[str, Any]
 ROWS, TOKENS, HEADS = 8, 128, 64
 LIMIT = 2 << 30
+KEPT = 384 << 20  # bytes of results that blocks keep until they run again
 TIMES, APART = 1.3, 1e-5
 WAYS = {
     "resident": ("resident", False),
@@ -90,7 +92,7 @@ def serve(folder: Path, where: str) -> None:
     supply = Supply(device, 128 << 20) if offloaded else None
     loaded = load_model(ModelConfig(pretrained=str(folder), task="causal-lm"), Path(), in_files=offloaded)
     model = place(loaded.model, device, torch.float32, "as-saved", supply)
-    again = Recompute(False)
+    again = Recompute(False, room=KEPT if offloaded else 0)
     again.add(model)
     objective = Objective(
         model,

@@ -137,7 +137,8 @@ class EngineConfig(ConfigSection):
     recompute: Literal["auto", "none", "blocks"] | Annotated[list[str], Field(min_length=1)] = "auto"
     """Whether the modules that repeat run again in the backward pass, so that the pass holds the values
     of one of them; auto for weights that are offloaded or sharded, and when a row does not fit into memory.
-    Patterns such as `encoder.layer.*` name other modules to run again.
+    Patterns such as `encoder.layer.*` name other modules to run again. A quarter of a chunk's memory holds
+    matrix products and convolutions that are not computed again.
     """
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     """Precision; bfloat16 and float16 are mixed: products in them, parameters, sums and norms in float32.

@@ -15,6 +15,7 @@ from torch import nn
 
 from psgrad.config import Config, DataConfig
 from psgrad.config.model import TASK_LOSSES
+from psgrad.engine.execution.memory import give_freed_memory_back, kept_budget
 from psgrad.engine.execution.objective import Forward
 from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.recompute import Recompute
@@ -157,6 +158,8 @@ def load(
     dtype, autocast = pick_precision(config.engine.dtype)
     ranks = Ranks.of(None) if ranks is None else ranks
     residence = agreed_residence(config, device, ranks)
+    if residence.where != "resident" and device.type == "cpu":
+        give_freed_memory_back()  # before the first tensor is made
     parts = ranks.parts(residence)
     with turn_to_read(config.model, config.base):
         loaded = load_model(
@@ -181,7 +184,11 @@ def load(
     recompute = None
     if how != "none":
         patterns = how if isinstance(how, list) else ()
-        recompute = Recompute(how != "auto" or residence.supply is not None, patterns)
+        recompute = Recompute(
+            how != "auto" or residence.supply is not None,
+            patterns,
+            room=_room_for_results(config, device, residence),
+        )
         recompute.add(model)
     criterion = resolve_loss(config.loss, config.base)
     _require_loss_of_the_head(loaded, criterion)
@@ -213,6 +220,14 @@ def load(
         residence,
         recompute,
     )
+
+
+def _room_for_results(config: Config, device: torch.device, residence: Residence) -> int:
+    """Bytes for results of blocks that run again."""
+    memory, engine = None, config.engine
+    if engine.memory != "auto":
+        memory = engine.memory - (0 if residence.supply is None else residence.supply.budget)
+    return kept_budget(device, memory, engine.chunk_size == "auto")
 
 
 def _require_loss_of_the_head(loaded: LoadedModel, criterion: Criterion) -> None:

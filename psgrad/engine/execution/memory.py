@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 from contextlib import suppress
 from functools import cache
 
@@ -13,6 +14,8 @@ from psgrad.engine.free_memory import free_memory
 
 # Of the free memory, what a chunk may take: other programs want some, and no estimate is exact.
 CHUNK_SHARE = 4
+# Of a chunk's memory, what results of blocks that run again may take.
+KEPT_SHARE = 4
 # On a CPU, where larger chunks stop paying: what a chunk touches has left the caches long before.
 _CPU_CHUNK_BYTES = 128 << 20
 
@@ -47,6 +50,16 @@ def chunk_budget(device: torch.device, allowed: int | None = None) -> int:
     return min(budget, _CPU_CHUNK_BYTES) if device.type == "cpu" else budget
 
 
+def kept_budget(device: torch.device, allowed: int | None, automatic: bool) -> int:
+    """Of a chunk's bytes, those for results that blocks keep until they run again.
+
+    allowed: see chunk_budget. automatic: whether the chunk is as large as its memory allows. It would be
+    smaller by much where more is kept, and weights would be brought in more often.
+    """
+    most = chunk_budget(device, allowed) if automatic or allowed is None else allowed
+    return most // KEPT_SHARE
+
+
 @cache
 def keep_freed_memory() -> None:
     """Let the C library keep what is freed, up to 64 MiB, for the next tensors, where it would give it back
@@ -74,7 +87,12 @@ def give_freed_memory_back() -> None:
 
     glibc keeps blocks of up to 32 MiB otherwise, in places that new blocks do not fit into: 3.3 GiB in place
     of 1.4 for a pass over GPT-2 XL's shape (benchmarks/offloaded.py).
+
+    What is given back is new the next time, and the system fills it with zeros page by page. So PyTorch is
+    asked to take pages of 2 MiB for tensors of that size. It reads its setting when it makes the first
+    tensor of a process; from then on this has no effect.
     """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     with suppress(OSError, AttributeError):  # no glibc
         mallopt = ctypes.CDLL(None).mallopt
         for setting in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):

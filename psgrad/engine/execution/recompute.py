@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from psgrad.engine.transforms.checkpoint import checkpoint
+from psgrad.engine.transforms.kept_results import Room
 from psgrad.engine.transforms.private_torch import make_fx_runs, tree_leaves
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import innermost
@@ -24,10 +25,11 @@ class Recompute:
     """Whether blocks of a run's models run again in the backward pass of a transform.
 
     patterns: of the blocks' names, as in a shell; without any they are the modules that repeat.
+    room: bytes of results that are kept until the backward pass, so that they are not computed again.
     """
 
-    def __init__(self, on: bool, patterns: Sequence[str] = ()) -> None:
-        self.on, self.patterns = on, tuple(patterns)
+    def __init__(self, on: bool, patterns: Sequence[str] = (), room: int = 0) -> None:
+        self.on, self.patterns, self.room = on, tuple(patterns), Room(room)
         self.modules: list[str] = []
 
     def add(self, model: nn.Module) -> nn.Module:
@@ -42,8 +44,11 @@ class Recompute:
         return model
 
     def switch_on(self) -> bool:
-        """Whether this makes a difference: it was off, and there are repeated modules."""
-        before, self.on = self.on, True
+        """Keep as little as possible, as memory has run out. Whether this makes a difference: it was off, or
+        results were kept, and there are repeated modules.
+        """
+        before, self.on = self.on and not self.room, True
+        self.room.size = 0
         return bool(self.modules) and not before
 
 
@@ -103,7 +108,8 @@ class RecomputedForward:
             first[:] = found
             return results
 
-        return checkpoint(run, *args, **kwargs)
+        through = lambda args, kwargs: run(*args, **kwargs)  # with names that checkpoint has, too
+        return checkpoint(through, args, kwargs, room=self.recompute.room)
 
     def _require_same(self, first: list[Any], second: list[Any]) -> None:
         """Raises ModelError if the second run found something else, from which a gradient would be wrong."""

@@ -8,11 +8,13 @@ no numbers of a weight, whatever the model does with it, and no module has to be
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from psgrad.engine.execution.lent_memory import Lent
 from psgrad.engine.execution.weight_sources import InMemory, WeightSource
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.transforms.private_torch import make_wrapper, no_torch_function, schema_of, tree_map
@@ -99,14 +101,17 @@ class Stored(Tensor):
     def stored_dtype(self) -> torch.dtype:
         return self.source.layout.dtype
 
-    def numbers(self) -> Tensor:
-        """A plain tensor with the numbers, on the device and in the type that operators see."""
+    def numbers(self, lent: Lent | None = None) -> Tensor:
+        """A plain tensor with the numbers, on the device and in the type that operators see.
+
+        lent: where they may lie that are widened; None for memory of their own.
+        """
         found = (
             self.source.read(self.view_of_source)
             if self.supply is None
             else self.supply.bring(self.source, self.view_of_source)
         )
-        return found.to(self.dtype)
+        return found.to(self.dtype) if lent is None else lent.widened(found, self.dtype)
 
     def rows(self, rows: Tensor) -> Tensor:
         """[k, ...]: these rows (int64 [k]) as operators see them."""
@@ -137,7 +142,11 @@ class Stored(Tensor):
             _is_written(op, place, value) for place, value in enumerate(args)
         ):
             raise next(each for each in args if isinstance(each, Stored))._written_by(op)
-        return op(*tree_map(_numbers, args), **tree_map(_numbers, kwargs))
+        lent = Lent()
+        numbers = partial(_numbers, lent)
+        result = op(*tree_map(numbers, args), **tree_map(numbers, kwargs))
+        lent.end(result)
+        return result
 
     def _seen_as(self, view: Any) -> Any:
         if not isinstance(view, Tensor):
@@ -172,8 +181,8 @@ class Stored(Tensor):
         return self._seen_as(self.view_of_source)  # type: ignore[no-any-return]
 
 
-def _numbers(value: Any) -> Any:
-    return value.numbers() if isinstance(value, Stored) else value
+def _numbers(lent: Lent, value: Any) -> Any:
+    return value.numbers(lent) if isinstance(value, Stored) else value
 
 
 def _is_written(op: Any, place: int, value: Any) -> bool:

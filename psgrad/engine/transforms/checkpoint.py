@@ -24,6 +24,7 @@ from psgrad.engine.transforms.calls import (
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, creation_numbers
 from psgrad.engine.transforms.forward import ForwardLevel
 from psgrad.engine.transforms.functional import current_swaps, swapped_again
+from psgrad.engine.transforms.kept_results import KeptResults, Room
 from psgrad.engine.transforms.private_torch import (
     DisableTorchFunction,
     make_fx_runs,
@@ -39,7 +40,9 @@ from psgrad.engine.transforms.tracer import map_tracers, on_active_levels
 from psgrad.errors import TransformError
 
 
-def checkpoint(func: Callable[..., Any], *args: Any, settle: bool = False, **kwargs: Any) -> Any:
+def checkpoint(
+    func: Callable[..., Any], *args: Any, settle: bool = False, room: Room | None = None, **kwargs: Any
+) -> Any:
     """`func(*args, **kwargs)`; reverse mode saves only its arguments, not its intermediate values.
 
     In the backward pass `func` runs again, with the same random draws, autocast settings and swapped
@@ -49,6 +52,10 @@ def checkpoint(func: Callable[..., Any], *args: Any, settle: bool = False, **kwa
 
     settle: whether cotangents of the arguments are materialised where they would be deferred, as factors that
     take more memory.
+
+    room: for results of the first run that the second one takes: those of matrix products and convolutions,
+    in a pass of one derivative (`grad`, not under others, `vjp`, PyTorch's autograd or make_fx). Elsewhere
+    all are computed again.
 
     `func` must compute the same when it runs again: values that it reads from elsewhere must not change. It
     must not write in place into its arguments, nor into values that it closes over.
@@ -64,7 +71,10 @@ def checkpoint(func: Callable[..., Any], *args: Any, settle: bool = False, **kwa
 
     return tree_unflatten(
         dispatch_call(
-            RecomputedCall(f"checkpoint({getattr(func, '__name__', func)!s})", function, settle=settle), flat
+            RecomputedCall(
+                f"checkpoint({getattr(func, '__name__', func)!s})", function, settle=settle, room=room
+            ),
+            flat,
         ),
         out_spec,
     )
@@ -74,7 +84,7 @@ class RecomputedCall(Call):
     """A call whose derivative is that of its function, which runs again in the backward pass.
 
     value: another function with the same results, which computes them the first time.
-    settle: see checkpoint.
+    settle, room: see checkpoint.
     """
 
     follows_captured = True
@@ -85,9 +95,10 @@ class RecomputedCall(Call):
         function: Callable[[Flat], Flat],
         value: Callable[[Flat], Flat] | None = None,
         settle: bool = False,
+        room: Room | None = None,
     ) -> None:
         super().__init__(name)
-        self.function, self.value, self.settle = function, value or function, settle
+        self.function, self.value, self.settle, self.room = function, value or function, settle, room
 
     def run(self, args: Flat) -> Flat:
         return self.value(args)
@@ -99,6 +110,7 @@ class RecomputedCall(Call):
             function,
             self._through(mapped, self.value) if self.value is not self.function else None,
             self.settle,
+            self.room,
         )
 
     def _through(self, mapped: Mapped, function: Callable[[Flat], Flat]) -> Callable[[Flat], Flat]:
@@ -121,7 +133,8 @@ class RecomputedCall(Call):
         return [level.unwrap(x) for x in outs], [x.tangent if level.owns(x) else None for x in outs]
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> TapedCall:
-        watch, settings = OutsideValues(level, self.name), CallSettings()
+        kept = KeptResults(self.room) if self.room and self._may_keep(level) else None
+        watch, settings = OutsideValues(level, self.name, kept), CallSettings()
         # both runs of a function must treat fresh tensors alike; another function for the value runs alone
         below = without_adoption(level) if self.value is not self.function else nullcontext()
         with watch.over_first_run(), settings.noted(), read_only(values), below:
@@ -157,6 +170,12 @@ class RecomputedCall(Call):
 
         return TapedCall(outs, pull, captured)
 
+    def _may_keep(self, level: GradLevel) -> bool:
+        """Whether results of the first run at a level may be those of the second."""
+        alone = sum(isinstance(each, DerivativeLevel) for each in state.stack) == 1
+        runs_as_is = self.value is self.function and not state.attached and not make_fx_runs()
+        return alone and runs_as_is and level.saved is None
+
 
 def _position(tracer: GradTracer) -> TapePosition:
     tracer.level.refresh(tracer)
@@ -177,8 +196,8 @@ class OutsideValues:
     not recorded, and in the second.
     """
 
-    def __init__(self, level: GradLevel, name: str) -> None:
-        self.level, self.name = level, name
+    def __init__(self, level: GradLevel, name: str, kept: KeptResults | None = None) -> None:
+        self.level, self.name, self.kept = level, name, kept
         self.reads: dict[int, DerivativeTracer] = {}
         self.follows = False
         self.since = 0
@@ -194,6 +213,8 @@ class OutsideValues:
     def _keep(self, tracer: DerivativeTracer) -> None:
         self.level.refresh(tracer)
         self.reads[id(tracer)] = tracer
+        if self.kept is not None and tracer.varies:
+            self.kept.note_constant(tracer.value)
         while tracer is not None:
             tracer.read_by = self.name
             tracer = tracer.view_of[0] if tracer.view_of is not None else None  # type: ignore[assignment]
@@ -224,12 +245,15 @@ class OutsideValues:
 
     @contextmanager
     def _watching(self, *, follows: bool) -> Iterator[None]:
-        before, self.level.reads = self.level.reads, self
+        before = self.level.reads, self.level.kept
+        self.level.reads, self.level.kept = self, self.kept
         self.follows, self.since = follows, next(creation_numbers)
+        if self.kept is not None:
+            self.kept.follows = follows
         try:
             yield
         finally:
-            self.level.reads = before
+            self.level.reads, self.level.kept = before
 
 
 class CallSettings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from psgrad.engine.execution import memory
-from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
+from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory, kept_budget
+from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.free_memory import free_host_memory, free_memory
 
 ROOT = Path(__file__).parents[3]
@@ -208,6 +211,51 @@ def in_a_process(script: str) -> list[int]:
 
 @pytest.mark.sweep
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on the address space are Linux's")
+def test_results_of_blocks_get_a_share_of_a_chunks_memory() -> None:
+    """A chunk of one's own size leaves them a share of all that it was given."""
+    cpu, given = torch.device("cpu"), 8 << 30
+    assert (
+        kept_budget(cpu, given, automatic=True)
+        == chunk_budget(cpu, given) // 4
+        < kept_budget(cpu, given, automatic=False)
+    )
+    assert kept_budget(cpu, given, automatic=False) == given // 4
+    assert kept_budget(cpu, None, automatic=False) == chunk_budget(cpu) // 4
+
+
+def test_blocks_keep_nothing_when_memory_has_run_out() -> None:
+    recompute = Recompute(True, room=1 << 20)
+    recompute.add(nn.Sequential(nn.Sequential(*[nn.Sequential(nn.Linear(2, 2)) for _ in range(2)])))
+    assert recompute.switch_on()
+    assert not recompute.room
+    assert not recompute.switch_on()
+
+
+PAGES = """
+import torch
+from psgrad.engine.execution.memory import give_freed_memory_back
+give_freed_memory_back()
+kept = torch.ones(1 << 26, dtype=torch.uint8)
+print(open("/proc/self/smaps_rollup").read())
+"""
+
+
+@pytest.mark.skipif(
+    not re.search(
+        r"\[(always|madvise)\]",
+        memory_file.read_text()
+        if (memory_file := Path("/sys/kernel/mm/transparent_hugepage/enabled")).exists()
+        else "",
+    ),
+    reason="no large pages here",
+)
+def test_memory_that_is_given_back_has_large_pages() -> None:
+    said = subprocess.run([sys.executable, "-c", PAGES], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"AnonHugePages:\s+(\d+) kB", said)
+    assert found is not None
+    assert int(found[1]) >= 1 << 15  # half of it: memory may be in pieces
+
+
 def test_a_real_limit_on_memory_is_met_by_smaller_chunks() -> None:
     done, retries, chunk_size = in_a_process("""
         model = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Linear(16384, 10))
