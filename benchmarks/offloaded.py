@@ -11,7 +11,7 @@ tokens, three ways:
     resident             all weights in memory
     resident, recompute  the same, each block run again in the backward pass
     offloaded            weights read from the file when an operator needs them, blocks run again
-                         but for 384 MiB of products that are kept; in a process under a limit of 2 GiB
+                         but for 256 MiB of products that are kept; in a process under a limit of 2 GiB
                          on its memory (RLIMIT_DATA: all but mappings of files)
 
 The first needs about 17 GB at the full size; `--ways` leaves it out. The ways take turns, and a ratio is of
@@ -45,7 +45,7 @@ from norms import machine
 Facts = dict[str, Any]
 ROWS, TOKENS, HEADS = 8, 128, 64
 LIMIT = 2 << 30
-KEPT = 384 << 20  # bytes of results that blocks keep until they run again
+KEPT = 256 << 20  # bytes of results that blocks keep until they run again
 TIMES, APART = 1.3, 1e-5
 WAYS = {
     "resident": ("resident", False),

@@ -43,6 +43,8 @@ ROUNDED = "as exact as the type allows, where the loop is more so"
 NO_NUMBER = "a higher derivative of PyTorch's is no number, of finite values"
 BY_PLACE = "PyTorch's kernel returns one number or another, by the place in memory of a NaN"
 NOT_NOTICED = "refused by autograd, which does not notice the write in the loop, and is wrong there"
+TOO_LARGE = "infinite or NaN, as the loop's is the other of them, and too large for the type"
+AUTOGRADS_OWN = "as autograd alone has it, which does not notice the write in the loop, and is wrong there"
 WRONG, INTERNAL, ACCEPTED = "WRONG NUMBER", "INTERNAL ERROR", "ACCEPTED WHAT THE LOOP REFUSES"
 UNLISTED = "REFUSED BY NAME, AND NOT IN allowed.py"
 CRASHED = "CRASH"
@@ -272,8 +274,17 @@ def _compared(program: Program, ours: list[Tensor], plain: list[Tensor]) -> Outc
         program, ours, plain, _unless_infinite(program, ours, plain, off)
     ):
         return Outcome(INFINITE, found)
+    if program.extreme and not _differences(
+        program, ours, plain, _unless_too_large(program, ours, plain, off)
+    ):
+        return Outcome(TOO_LARGE, found)
     if program.extreme and program.dtype != torch.float64 and _underflows(program, ours, plain):
         return Outcome(UNDERFLOW, found)
+    if program.mode == "autograd of vmap" and _misses_a_write(program):
+        # of values that no sample has its own of, the operators are PyTorch's, and nothing of ours runs
+        strict, error = attempted(lambda: run_loop(program, strictly=True))
+        if error is None and not _differences(program, ours, strict, off):
+            return Outcome(AUTOGRADS_OWN, found)
     return Outcome(WRONG, found)
 
 
@@ -403,6 +414,24 @@ def _unless_infinite(
         if each.shape == (program.samples, *x.shape)
         else far
         for x, y, far, each in zip(ours, plain, off, alone, strict=True)
+    ]
+
+
+def _unless_too_large(
+    program: Program, ours: list[Tensor], plain: list[Tensor], off: list[Tensor]
+) -> list[Tensor]:
+    """How far numbers may be off; NaN where ours and the loop's both are none, as the number itself is too
+    large for the type: a sum of infinities of both signs is NaN in one order, and infinite in another.
+    """
+    exact, error = attempted(lambda: run_loop(program, torch.float64))
+    if error is not None or program.dtype == torch.float64:
+        return off
+    largest = torch.finfo(program.dtype).max
+    return [
+        far.masked_fill(~x.isfinite() & ~y.isfinite() & (each.abs() > largest), math.nan)
+        if each.shape == y.shape
+        else far
+        for x, y, far, each in zip(ours, plain, off, exact, strict=False)
     ]
 
 

@@ -14,11 +14,13 @@ from psgrad.engine.transforms.rules import registry
 from tests.random_programs import __main__ as running
 from tests.random_programs import checking
 from tests.random_programs.checking import (
+    AUTOGRADS_OWN,
     BOTH_RAISED,
     BY_PLACE,
     EQUAL,
     INFINITE,
     NOT_NOTICED,
+    TOO_LARGE,
     UNDERFLOW,
     Outcome,
     check,
@@ -27,6 +29,7 @@ from tests.random_programs.programs import Argument, Program, Statement
 from tests.random_programs.writer import Writer
 
 aten = torch.ops.aten
+NORMAL = "torch.randn({shape}, dtype=torch.float64)"
 
 
 def program(
@@ -37,18 +40,17 @@ def program(
     dtype: torch.dtype = torch.float64,
 ) -> Program:
     """The last line's value, of a0 [3, 2, 3] and a1 [3], which are differentiated; a0 has a sample axis."""
-    make = "torch.randn({shape}, dtype=torch.float64)"
     arguments = (
         Argument(
             "a0",
             (2, 3),
-            make,
+            NORMAL,
             (edit,) if edit else (),
             batched=True,
             differentiated=mode != "per sample",
             seed=1,
         ),
-        Argument("a1", (3,), make, differentiated=True, seed=2),
+        Argument("a1", (3,), NORMAL, differentiated=True, seed=2),
     )
     statements = tuple(Statement(f"t{i} = {text}", f"t{i}") for i, text in enumerate(lines))
     return Program(arguments, statements, (statements[-1].target,), 3, dtype, mode, extreme)
@@ -155,17 +157,46 @@ BETWEEN = {
         replace(
             program(("a1 / (a1.square() + 0.5)",), "autograd of vmap", extreme=True, dtype=torch.float32),
             arguments=(
-                Argument("a0", (2, 3), "torch.randn({shape}, dtype=torch.float64)", batched=True, seed=8551),
+                Argument("a0", (2, 3), NORMAL, batched=True, seed=8551),
                 Argument(
                     "a1",
                     (3, 4),
-                    "torch.randn({shape}, dtype=torch.float64) * 1e15",
+                    f"{NORMAL} * 1e15",
                     differentiated=True,
                     seed=406392,
                 ),
             ),
         ),
         UNDERFLOW,
+    ),
+    "a sum of infinities of both signs, too large for bfloat16": (
+        replace(
+            program(
+                ("F.linear(a0[..., ::2].relu(), a1 * 0.5)", "t0 @ a2"),
+                "per sample",
+                extreme=True,
+                dtype=torch.bfloat16,
+            ),
+            samples=1,
+            arguments=(
+                Argument("a0", (2, 2, 4), f"{NORMAL} * 1e30", batched=True, seed=686281),
+                Argument("a1", (2, 2), f"{NORMAL} * 1e-15", differentiated=True, seed=711383),
+                Argument("a2", (2, 2, 2), f"{NORMAL} * 1e15", seed=763398),
+            ),
+        ),
+        TOO_LARGE,
+    ),
+    "a write that autograd does not notice, where no sample has a value of its own": (
+        replace(
+            program(("a1",), "autograd of vmap"),
+            statements=(
+                Statement("t0 = a1.clone()", "t0"),
+                Statement("t1 = torch.kron(t0, t0)", "t1"),
+                Statement("t0[t0 > 0] = -0.7", "t0", writes=True),
+            ),
+            outputs=("t1",),
+        ),
+        AUTOGRADS_OWN,
     ),
 }
 
@@ -230,7 +261,7 @@ def test_oracle_write_that_changes_no_derivative_and_that_autograd_notices_in_on
         Statement("t0.index_fill_(-1, torch.tensor([0]), -1.0)", "t0", writes=True),
     )
     one = program(("a0",), "autograd of vmap", dtype=torch.float32)
-    number = Argument("a2", (), "torch.randn({shape}, dtype=torch.float64)", seed=3)
+    number = Argument("a2", (), NORMAL, seed=3)
     one = replace(one, arguments=(*one.arguments, number), samples=1, statements=lines, outputs=("t1",))
     assert check(one).kind in (BOTH_RAISED, NOT_NOTICED)
 
