@@ -102,15 +102,22 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
         return list(norms)
     if not is_flagging() and norms.numel() and _all_in_range(norms):
         return list(norms)
-    inaccurate = ~torch.isfinite(norms) | (norms < _TINY)
-    rounded = [place for place, term in enumerate(terms) if term.dtype != torch.float64]
+    inaccurate = torch.stack(
+        [
+            each.isnan() if term.dtype == torch.float64 else ~torch.isfinite(each) | (each < _TINY)
+            for term, each in zip(terms, norms, strict=True)
+        ]
+    )
     if is_flagging():  # a flag costs a whole chunk: true zeros and infinities are excluded first
-        for place in rounded:
-            samples_to_recompute(inaccurate[place] & _are_products(terms[place]))
-    elif rounded and len(samples_to_recompute(inaccurate.any(0))):
-        for place in rounded:
+        for term, each, place in zip(terms, norms, range(len(terms)), strict=True):
+            largest = largest_numbers(term)
+            _set_zeros(each, largest)
+            if term.dtype != torch.float64:
+                samples_to_recompute(inaccurate[place] & _are_products(largest))
+    elif len(samples_to_recompute(inaccurate.any(0))):
+        for term, each, place in zip(terms, norms, range(len(terms)), strict=True):
             if len(samples := samples_to_recompute(inaccurate[place])):
-                _recompute(terms[place], norms[place], samples)
+                _recompute(term, each, samples)
     return list(norms)
 
 
@@ -124,17 +131,29 @@ def _all_in_range(norms: torch.Tensor) -> bool:
 
 def _recompute(term: Term, norms: torch.Tensor, samples: torch.Tensor) -> None:
     """Write float64 norms of some samples into `norms` [n]. Exact zeros and true infinities stay."""
-    retry = samples[_are_products(term.at(samples))]
-    if len(retry):
+    largest, some = largest_numbers(term.at(samples)), norms[samples]
+    _set_zeros(some, largest)
+    norms[samples] = some
+    retry = samples[_are_products(largest)]
+    if len(retry) and term.dtype != torch.float64:
         norms[retry] = term.at(retry, torch.float64).square_norms()
 
 
-def _are_products(term: Term) -> torch.Tensor:
+def _are_products(largest: torch.Tensor) -> torch.Tensor:
     """[n]: whether all factors are finite and none is entirely zero. A norm of zero or infinity then comes
     from the range of the products.
+
+    largest: [factors, n], see largest_numbers.
     """
-    largest = largest_numbers(term)
     return (torch.isfinite(largest) & (largest > 0)).all(0) & bool(len(largest))
+
+
+def _set_zeros(norms: torch.Tensor, largest: torch.Tensor) -> None:
+    """Set norms [n] to zero where they are NaN and a factor is entirely zero, all being finite: the square
+    of another one has left the range of the type.
+    """
+    zero = torch.isfinite(largest).all(0) & (largest == 0).any(0)
+    norms.masked_fill_(norms.isnan() & zero, 0)
 
 
 def largest_numbers(term: Term) -> torch.Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from psgrad.engine.gradients.terms import (
     blocks,
     sum_of_products,
 )
+from psgrad.engine.gradients.terms.numerics import flagging
 from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from tests.engine.gradients.agreement import LargestTensor, check_layer
 from tests.models import Program
@@ -319,6 +321,25 @@ def test_term_norms_zero_and_nonfinite() -> None:
     assert norms[0] == 0
     assert not torch.isfinite(norms[1:3]).any()
     assert norms[3] > 0
+
+
+@pytest.mark.parametrize("flagged", [False, True], ids=["computed again", "flagged"])
+@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "large"), [(torch.float32, 1e30), (torch.bfloat16, 1e30), (torch.float64, 1e200)], ids=str
+)
+def test_term_norms_zero_beside_numbers_whose_squares_are_too_large(
+    dtype: torch.dtype, large: float, positions: int, flagged: bool
+) -> None:
+    """Zero times a number whose square leaves the range of the type is zero; times infinity it is NaN."""
+    left, right = torch.ones(3, 1, positions, 2, dtype=dtype), torch.ones(3, 1, positions, 4, dtype=dtype)
+    left[:2], right[0], right[1] = 0, large, math.inf
+    with flagging() if flagged else nullcontext([]) as flags:
+        norms = gradients_of(Product(left, right)).square_norms()
+    torch.testing.assert_close(
+        norms, torch.tensor([0, math.nan, 8 * positions**2], dtype=torch.float64), equal_nan=True
+    )
+    assert not any(flags)
 
 
 @pytest.mark.parametrize("kind", kinds(1.0))
