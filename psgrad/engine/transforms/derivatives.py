@@ -9,7 +9,7 @@ write to its base.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -28,7 +28,7 @@ from psgrad.engine.transforms.operators import (
     reshape_tracer,
     reshapes_in_place,
 )
-from psgrad.engine.transforms.private_torch import make_wrapper
+from psgrad.engine.transforms.private_torch import make_wrapper, without_modes
 from psgrad.engine.transforms.refused_writes import refuse_overlapping_memory
 from psgrad.engine.transforms.rules.registry import DerivativeRule, decompose, decomposition_of, rules_of
 from psgrad.engine.transforms.rules.strides import write_through
@@ -190,6 +190,7 @@ class DerivativeLevel(AdoptingLevel):
         below = op
         if op is aten.view.default and self.owns(args[0]) and values[0].stride() != args[0].stride():
             # a write has stored a value whose memory layout differs from the tracer's strides
+            _require_view(*args)
             below = aten.reshape.default
         if not follows:
             if self.kept is not None and op in COMPOSED:
@@ -371,6 +372,12 @@ class DerivativeLevel(AdoptingLevel):
             target.writes_seen = base.writes
         target.become(new)
         target.writes += 1
+
+
+def _require_view(x: torch.Tensor, shape: Sequence[int]) -> None:
+    """Raises PyTorch's error where a tensor with the strides of `x` has no view of this shape."""
+    with without_modes():
+        torch.empty_strided(x.shape, x.stride(), device="meta").view(shape)
 
 
 def _base_of(tracer: Any) -> Any:

@@ -253,3 +253,36 @@ def test_grad_of_vmap_order_statistic_of_equal_and_missing_numbers(name: str, ou
     nested = torch.stack([x, x.flip(0)])
     result = outer(lambda x: vmap(vmap(f))(x).sum())(nested)
     torch.testing.assert_close(result, torch.stack([by_loop(f, each) for each in nested]), equal_nan=True)
+
+
+@pytest.mark.parametrize("nest", ["grad", "jvp", "vmap of grad"])
+def test_view_of_written_transpose_refused(nest: str) -> None:
+    """A write may leave its numbers in another order in memory; `view` goes by the tensor's own."""
+
+    def f(x: Tensor) -> Tensor:
+        y = x.clone().select(-2, 1)
+        y.sub_(0.5).transpose_(0, -1)
+        y += 0.5
+        return y.view(-1).sum()
+
+    x = torch.randn(2, 2, 2, 2)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        f(x[0])
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        {
+            "grad": lambda: grad(f)(x[0]),
+            "jvp": lambda: jvp(f, (x[0],), (x[1],)),
+            "vmap of grad": lambda: vmap(grad(f))(x),
+        }[nest]()
+
+
+def test_per_sample_gradients_bfloat16_norm_of_a_shared_tensor() -> None:
+    """rms_norm of bfloat16 numbers has a scale in float32."""
+    torch.manual_seed(0)
+    table, x = torch.randn(4, 4, 4).bfloat16(), torch.randn(2, 4, 4, 1).bfloat16()
+    f = lambda table, x: F.rms_norm(table, (4, 4), None, 1e-3).bmm(x).float().square().sum()
+    gradients = per_sample_gradients(lambda p, x: f(p["table"], x), {"table": table}, x)
+    loop = torch.stack([by_loop(lambda t, one=one: f(t, one), table[None])[0] for one in x])
+    assert gradients.materialise()["table"].shape == loop.shape
+    norms = gradients.square_norms().sqrt()
+    torch.testing.assert_close(norms, loop.double().flatten(1).norm(dim=1), rtol=2e-2, atol=0)

@@ -298,10 +298,12 @@ class Product(CutMaps, Term):
         if cut is None:
             return None
         gone = {name for dim in dims for name in cut.axes[dim]}
+        kind = torch.promote_types(self.dtype, shared.dtype)
+        left, right, shared = self.left.to(kind), self.right.to(kind), shared.to(kind)
         if set(cut.columns) <= gone:  # sum over b of s_ab r_tb, a vector of the other factor's kind
-            products, left_over = self.left * times_shared(self.right, shared.transpose(1, 2)), cut.rows
+            products, left_over = left * times_shared(right, shared.transpose(1, 2)), cut.rows
         elif set(cut.rows) <= gone:
-            products, left_over = times_shared(self.left, shared) * self.right, cut.columns
+            products, left_over = times_shared(left, shared) * right, cut.columns
         else:
             return None
         names = [*cut.groups, *left_over]
