@@ -286,3 +286,15 @@ def test_per_sample_gradients_bfloat16_norm_of_a_shared_tensor() -> None:
     assert gradients.materialise()["table"].shape == loop.shape
     norms = gradients.square_norms().sqrt()
     torch.testing.assert_close(norms, loop.double().flatten(1).norm(dim=1), rtol=2e-2, atol=0)
+
+
+def test_cumprod_second_derivative_of_infinite_numbers_beside_a_zero() -> None:
+    """The branch for numbers without a zero is not used, and its infinite products would meet zeros."""
+    x = torch.tensor([[0.0, -torch.inf], [2.0, -torch.inf]], dtype=torch.float64)
+    weights = torch.tensor([[0.5, 1.5], [-2.0, 0.7]], dtype=torch.float64)
+    f = lambda x: (x.cumprod(0) * weights).sum()
+    leaf = x.clone().requires_grad_()
+    (loop,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
+    (second,) = torch.autograd.grad((loop * weights.T).sum(), leaf)
+    assert second.isfinite().all()
+    torch.testing.assert_close(grad(lambda x: (grad(f)(x) * weights.T).sum())(x), second)

@@ -381,7 +381,10 @@ def _cumprod_back(out: torch.Tensor, x: torch.Tensor, dim: int, *, dtype: Any = 
         if not x.dim() or x.shape[dim] <= 1:
             return g
         zeros = (x == 0).any()
-        by_division = (conj(out) * g).flip(dim).cumsum(dim).flip(dim) / conj(torch.where(zeros, 1, x))
+        factors = torch.where(zeros, 1, x)
+        # not with `out`, whose derivative would multiply its infinite numbers with the zeros of this branch
+        products = conj(cast(factors, out.dtype).cumprod(dim)) * g
+        by_division = products.flip(dim).cumsum(dim).flip(dim) / conj(factors)
         return torch.where(
             zeros, _cumprod_of_others(torch.where(zeros, x, 1), g, dim), cast(by_division, x.dtype)
         )
