@@ -62,6 +62,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "arguments", [["schema"], ["validate", "psgrad.yaml"], ["init", "there"], ["analyze", "nowhere.yaml"]]
 )

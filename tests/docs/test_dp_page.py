@@ -155,6 +155,7 @@ def test_what_the_run_says_is_what_the_config_leads_to(two_steps: tuple[Path, st
     ]
 
 
+@pytest.mark.sweep
 def test_files_that_the_page_names_are_written(two_steps: tuple[Path, str, float]) -> None:
     folder = two_steps[0]
     section = TEXT[TEXT.index("## The run folder") :].partition("\n## ")[0]

@@ -166,6 +166,7 @@ def test_every_column_and_file_is_on_the_page(run: tuple[Path, str]) -> None:
         assert f"`{kind}`" in TEXT
 
 
+@pytest.mark.sweep
 def test_the_command_prints_what_the_page_shows(run: tuple[Path, str]) -> None:
     """Words and ids; digits of scores differ from machine to machine."""
     shown = [

@@ -115,6 +115,7 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, done.stdout
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("page", [README, TUTORIAL], ids=["README", "tutorial"])
 def test_the_flipped_labels_are_found_as_claimed(page: str, digits_run: tuple[Path, str]) -> None:
     (_, script, _), lines = shown(page, "found.py")

@@ -66,6 +66,7 @@ def test_each_task_gives_the_outputs_of_transformers(task: str, tmp_path: Path) 
     assert loaded.notes == []
 
 
+@pytest.mark.sweep
 def test_keys_and_values_are_not_kept(tmp_path: Path) -> None:
     tiny_model("causal-lm", tmp_path / "model")
     loaded = load(tmp_path / "model", "causal-lm")

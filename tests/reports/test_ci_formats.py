@@ -259,6 +259,7 @@ def nasty(text: str) -> CheckResult:
     return verdict(bad, outcomes=(gate,), warnings=(text,), run=f"out{text}")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("style", FORMATS)
 @pytest.mark.parametrize("name", NASTY)
 def test_no_text_of_the_data_does_harm(style: str, name: str) -> None:

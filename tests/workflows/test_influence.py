@@ -521,6 +521,7 @@ def test_amounts_of_a_convex_model_are_retraining_and_checked(place: InfluenceWo
     assert own["found"] == pytest.approx(own["predicted"], rel=0.2)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "method",
     [

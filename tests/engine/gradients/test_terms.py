@@ -301,6 +301,7 @@ def kinds(scale: float) -> dict[str, tuple[Term, ...]]:
 SHAPES = {"tied": (6, 4), "unlike": (4, 6), "weight norm": (4, 6)}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", kinds(1.0))
 @pytest.mark.parametrize("scale", [1e-38, 1e-25, 1e-21, 1e-16, 1.0, 1e16, 1e25, 1e35])
 def test_term_norms_squares_beyond_float32_range(kind: str, scale: float) -> None:

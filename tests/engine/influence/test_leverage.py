@@ -165,6 +165,7 @@ def test_leverage_of_one_without_damping_refused() -> None:
     assert any(line.startswith("without row 5 the training problem has no solution") for line in messages)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("solver", ["exact", "dual"])
 @pytest.mark.parametrize("leverage", [False, True])
 def test_leverage_by_output_scores(solver: Any, leverage: bool) -> None:

@@ -151,6 +151,7 @@ class Few:
         )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("solver", ["exact", "dual", "conjugate_gradient"])
 def test_influence_default_options_of_each_solver_have_slope_one(few: Truth, solver: Any) -> None:
     method = Influence(weight_decay=0.05, solver=solver)

@@ -334,6 +334,7 @@ def samples(request: pytest.FixtureRequest) -> tuple[Tensor, Tensor]:
     )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("samples", "text"), list(expressions()), indirect=["samples"])
 def test_vmap_write_into_result_or_argument(samples: tuple[Tensor, Tensor], text: str) -> None:
     xs, s = samples

@@ -143,6 +143,7 @@ def test_architecture_gradients_equal_the_loop(
     )
 
 
+@pytest.mark.every(2)
 @each_architecture
 def test_ensemble_gradients_equal_each_member(architecture: Architecture, device: torch.device) -> None:
     """Two levels of samples: members with weights of their own, and for each of them the samples of a
@@ -287,6 +288,7 @@ def calls_for(architecture: Architecture, samples: int, device: torch.device) ->
     return kernels.calls
 
 
+@pytest.mark.every(2)
 @each_architecture
 def test_architecture_kernel_count_independent_of_samples(
     architecture: Architecture, device: torch.device

@@ -36,6 +36,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("nest", NESTS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_checkpoint_equals_plain_in_every_nest(function: str, nest: str) -> None:

@@ -40,7 +40,7 @@ def verdicts(name: str, most: int = MOST_SAMPLES) -> dict[str, Verdict]:
     return judge(entry, rows, equal_samples=name in AGREEING.split(), dtype=DTYPE, most=most)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @few_or_all_samples
 @pytest.mark.parametrize("name", [name for name in DATABASE if name not in WITHOUT_ORACLE])
 def test_complex_operators_right_or_refused_as_listed(name: str, most: int) -> None:

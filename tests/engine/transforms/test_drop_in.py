@@ -653,6 +653,7 @@ PROGRAMS |= {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_drop_in_program_equals_torch_func(name: str) -> None:
     same(run(PROGRAMS[name], transforms), run(PROGRAMS[name], torch.func))
@@ -818,6 +819,7 @@ MISTAKES |= {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_drop_in_program_refused_by_both(name: str) -> None:
     """By an error of psgrad, which programs that catch torch.func's errors on purpose catch too: it has

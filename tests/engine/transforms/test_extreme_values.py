@@ -140,6 +140,7 @@ def by_autograd(f: Any, *args: Tensor) -> tuple[Tensor, ...]:
     return (out.detach(), *[g.detach() for g in result])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [*OF_ONE, *OF_TWO])
 def test_elementwise_derivative_of_extreme_values(name: str, dtype: torch.dtype) -> None:

@@ -59,6 +59,7 @@ def pulled_back(loss: Loss, x: Tensor, y: Tensor, reduction: str, cotangent: flo
     return found[0], found[1]
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize("cotangent", [math.inf, -math.inf, math.nan, 1.5])
 @pytest.mark.parametrize("name", LOSSES)

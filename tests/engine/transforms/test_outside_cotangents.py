@@ -51,6 +51,7 @@ VALUES = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_autograd_of_vmap_cotangent_not_finite(name: str, values: str) -> None:

@@ -69,6 +69,7 @@ class Using(nn.Module):
         return self.use(self.layer, x)
 
 
+@pytest.mark.every(2)
 @each_layer
 @pytest.mark.parametrize(
     ("layers", "both_ways", "batch_first", "bias"),
