@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils import cpp_extension
 
 CHECKED = "checked"
 _SOURCE = Path(__file__).parent / "checked_device.cpp"
+_LONGEST_BUILD = 600.0  # seconds
 
 
 @cache
@@ -23,6 +25,9 @@ def checked_device() -> torch.device:
     """The device. It is compiled at the first call, in about a minute, and kept in the temporary folder."""
     folder = Path(tempfile.gettempdir()) / f"psgrad-checked-device-{torch.__version__}"
     folder.mkdir(exist_ok=True)
+    lock = folder / "lock"  # a build that was killed leaves it, and the next one would wait without an end
+    if lock.exists() and time.time() - lock.stat().st_mtime > _LONGEST_BUILD:
+        lock.unlink(missing_ok=True)
     built: Any = cpp_extension.load("checked_device", [str(_SOURCE)], build_directory=str(folder))
     torch.utils.rename_privateuse1_backend(CHECKED)
     torch._register_device_module(CHECKED, _module())
