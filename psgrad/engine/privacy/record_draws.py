@@ -30,7 +30,7 @@ from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.reached import GENERATORS, reached
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.operators import Op, is_random
-from psgrad.engine.transforms.private_torch import FakeTensor, schema_of
+from psgrad.engine.transforms.private_torch import FakeTensor, schema_of, without_modes
 from psgrad.engine.transforms.random_draws import draw_by_label, drawing_by_label
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import innermost
@@ -157,7 +157,8 @@ def _record_alone(labels: torch.Tensor) -> int:
     """The label, of no row, of the record that all rows of a run belong to; 0 for several records, or for
     copies of one, which fill a chunk up.
     """
-    rows = labels.flatten().tolist()
+    with without_modes():  # a level of a transform would take the copy of a GPU's numbers for its own
+        rows = labels.flatten().tolist()
     (record, *others) = {row // _PLACES for row in rows} or {0}
     return 0 if others or len(set(rows)) < len(rows) else record * _PLACES
 
