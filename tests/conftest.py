@@ -20,6 +20,7 @@ from hypothesis import register_random, settings
 
 from tests.device.checked import CHECKED, checked_device
 from tests.device.factories import made_on
+from tests.device.strict_or_gpu import NAMED, named_device
 from tests.seeds import set_seed
 
 if TYPE_CHECKING:
@@ -51,10 +52,8 @@ register_random(torch_random)
 # The part of the sweep that runs, such as 2/4; None for all of it.
 SWEEP_PART = os.environ.get("PSGRAD_SWEEP_PART")
 
-# The device that the tests with a device take. PyTorch's autograd counts devices when it first runs.
-DEVICE = os.environ.get("PSGRAD_TEST_DEVICE")
-if DEVICE == CHECKED:
-    checked_device()
+if NAMED == CHECKED:
+    checked_device()  # now, as PyTorch's autograd counts devices when it first runs
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
@@ -104,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 and zlib.crc32(item.nodeid.encode()) % count != number % count
             ),
         )
-    if DEVICE is not None:
+    if NAMED is not None:
         _leave_out(
             config,
             items,
@@ -137,18 +136,11 @@ torch.backends.cudnn.allow_tf32 = False
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    return _device()
-
-
-def _device() -> torch.device:
-    """What PSGRAD_TEST_DEVICE names: cpu, cuda, or the device of tests/device. Else the GPU where there is
-    one, else the CPU.
-    """
-    return torch.device(DEVICE or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return named_device()
 
 
 def _where_tests_make_tensors() -> AbstractContextManager[None]:
-    device = _device()
+    device = named_device()
     return nullcontext() if device.type == "cpu" else made_on(device)
 
 

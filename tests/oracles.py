@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from psgrad.engine.execution.self_check import differentiable_kernels
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 Gradients = dict[str, Tensor]
 
@@ -24,7 +26,8 @@ def one_sample_gradients(
     parameters = trainable(model)
     rows = []
     for sample in range(len(target)):
-        output = model(*(value[sample : sample + 1] for value in inputs))
+        with differentiable_kernels(model):
+            output = model(*(value[sample : sample + 1] for value in inputs))
         output = tree_map(lambda value: value[0], output)
         rows.append(
             torch.autograd.grad(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from psgrad import __version__
 from psgrad.engine.privacy.accounting import Epsilon, StepEvent, epsilon_pld, epsilon_rdp, event_of, merged
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.rounding import GRID_BITS, grid_of, residual_epsilon
@@ -30,7 +31,7 @@ _LATER = "computed when a run of steps has ended"
 def software() -> dict[str, str]:
     """The versions of what a step is computed and accounted with."""
     return {
-        "psgrad": version("psgrad"),
+        "psgrad": __version__,
         "torch": torch.__version__,
         "dp_accounting": version("dp-accounting"),
     }

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from psgrad import __version__
 from psgrad.config import Config, DataConfig, EngineConfig, LossConfig, ModelConfig, is_callable_spec
 from psgrad.config.values import ConfigSection
 from psgrad.engine.execution.ranks import Processes
@@ -140,7 +141,7 @@ def identity(run: Setup, count: int, *, all_rows: bool = True) -> dict[str, Any]
         "data (its content)": run.samples.content(count) if all_rows else run.samples.fingerprint,
         **flat(hashes_of(run, measure_specs(config))),
         "the device that computes": run.device.type,
-        "versions": {"psgrad": version("psgrad"), "torch": torch.__version__},
+        "versions": {"psgrad": __version__, "torch": torch.__version__},
     }
 
 

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from psgrad import __version__
 from psgrad.config import Config
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.execution.self_check import SelfCheck
@@ -106,7 +106,7 @@ def describe_run(
         config=config.model_dump(mode="json"),
         config_folder=str(config.base),
         versions={
-            "psgrad": version("psgrad"),
+            "psgrad": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },

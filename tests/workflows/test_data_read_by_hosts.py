@@ -166,11 +166,11 @@ def test_a_rank_that_dies_with_a_piece_ends_the_run(
                 monkeypatch.setattr(file_hashes, "_digest", lambda block: die())
             hashes_of(files)
 
-    first, second, *_ = fork_ranks(tmp_path, 3, run)
+    first, second, third = fork_ranks(tmp_path, 3, run)
     assert second.code == -signal.SIGKILL
-    assert first.code == 99  # the error has left the function
-    assert "rank 1 has sent no heartbeat" in first.err
-    assert first.seconds < 30
+    assert first.code == third.code == 99  # the error has left the function
+    assert "rank 1 has sent no heartbeat" in first.err + third.err  # the one that noticed first says it
+    assert max(first.seconds, third.seconds) < 30
 
 
 # -- hosts with other files ----------------------------------------------------------------------------------

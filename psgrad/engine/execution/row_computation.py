@@ -192,6 +192,8 @@ class RowComputation:
         """The model, the loss or the memory failed on these rows together: find the first row that does by
         itself, and say so.
         """
+        if is_lost_gpu(error):
+            return failure_of_gpu(error, chunk.rows)
         if len(chunk) == 1:
             return self._failure_alone(error, chunk)
         for place in range(len(chunk)):
@@ -217,6 +219,25 @@ def keeps_factors(how: Callable[..., Any]) -> bool:
     does, but for norms.
     """
     return bool(getattr(how, "keeps_factors", how is not per_sample_square_norms))
+
+
+def is_lost_gpu(error: Exception) -> bool:
+    """Whether a kernel has stopped the GPU for this process, as one does that meets an index out of range."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_GPU)
+
+
+_LOST_GPU = ("device-side assert", "illegal memory access", "unspecified launch failure")
+
+
+def failure_of_gpu(error: Exception, rows: Sequence[int]) -> PsgradError:
+    """Of rows of which the GPU can't say which one is at fault: it answers no more calls."""
+    which = f"row {rows[0]}" if len(rows) == 1 else f"one of the rows {rows[0]} to {rows[-1]}"
+    return ModelError(
+        f"the GPU stopped on {which}: {_first_line(error)}",
+        expected="labels and tokens within the model's classes and vocabulary",
+        cause="an index out of range: a label that is not a class, or a token beyond the vocabulary",
+        next_step="run again with engine.device: cpu, which names the row",
+    )
 
 
 def failure_together(error: Exception, rows: Sequence[int]) -> PsgradError:

@@ -157,6 +157,21 @@ def _require_agreement(
             )
 
 
+def differentiable_kernels(model: torch.nn.Module) -> AbstractContextManager[Any]:
+    """A context in which autograd differentiates recurrent layers on a GPU: cuDNN does it in training mode
+    only, and only once.
+    """
+    if not any(
+        p.is_cuda
+        for module in model.modules()
+        if isinstance(module, torch.nn.RNNBase)
+        for p in module.parameters()
+    ):
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.backends.cudnn.flags(enabled=False)
+    return context
+
+
 def _witness(
     objective: Objective,
     inputs: tuple[torch.Tensor, ...],
@@ -178,7 +193,7 @@ def _witness(
     hooks = [p.register_hook(partial(taken, name)) for name, p in parameters.items()]
     try:
         with torch.enable_grad():
-            with precision:
+            with precision, differentiable_kernels(objective.model):
                 loss = objective.plain_loss(inputs, target)
             torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     except RuntimeError as error:

@@ -7,6 +7,7 @@ whole batch. interpreter.py passes operators on tracers to their level.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -16,6 +17,20 @@ from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.private_torch import ForceDispatchKeys, no_torch_function
 from psgrad.engine.transforms.state import ActiveLevel, state
 from psgrad.errors import TransformError
+
+# On a GPU a recurrent layer packs its weights for cuDNN whenever they have changed, as they do under a
+# transform. It leaves them as they are if two have the same address.
+_PACKS_ITS_WEIGHTS = torch.nn.RNNBase.flatten_parameters.__code__
+
+
+def _layer_that_packs_its_weights() -> torch.nn.RNNBase | None:
+    """The recurrent layer that asks a tracer for its address, by itself or in a comprehension."""
+    frame = sys._getframe(2)
+    for caller in (frame, frame.f_back):
+        if caller is not None and caller.f_code is _PACKS_ITS_WEIGHTS:
+            layer: torch.nn.RNNBase = caller.f_locals["self"]
+            return layer
+    return None
 
 
 class Tracer(torch.Tensor):
@@ -53,6 +68,9 @@ class Tracer(torch.Tensor):
         return [item.tolist() for item in self.unbind()] if self.dim() else self.item()
 
     def data_ptr(self) -> int:
+        if (layer := _layer_that_packs_its_weights()) is not None:
+            weights = itertools.chain.from_iterable(layer.all_weights)
+            return next((w.data_ptr() for w in weights if not isinstance(w, Tracer)), 0)
         raise TransformError(
             f"the address of a traced tensor{diagnostics.where()}",
             cause="a traced tensor has no memory; a kernel that gets the address would read other memory",

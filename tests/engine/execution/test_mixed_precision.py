@@ -177,7 +177,8 @@ def test_products_and_sums_over_positions_are_taken_in_float32(
     )  # [n, 3]: the gradient of every row of the weight; nothing was rounded on the way
     exact = {"weight": sums.unsqueeze(1).expand(-1, width, -1)}
     norms = per_sample_square_norms(objective.loss, objective.params, (inputs,), target, has_aux=True)
-    assert norms.describe()["weight"] == ("materialise" if width == 2 else "gram")
+    if device.type != "cuda":  # where other ways are cheap
+        assert norms.describe()["weight"] == ("materialise" if width == 2 else "gram")
     torch.testing.assert_close(norms.by_parameter["weight"], square_norms(exact), rtol=1e-5, atol=0)
     weight = gradients.select(["weight"])
     torch.testing.assert_close(weight.square_norms(), square_norms(exact), rtol=1e-5, atol=0)

@@ -440,6 +440,27 @@ def test_the_first_row_on_which_the_model_raises_is_named(chunk_size: Any) -> No
     assert "vocabulary" in str(failure.value)
 
 
+class StopsTheGpu(Fussy):
+    """As a kernel of a GPU does that meets an index out of range: no call works after it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_no_row_is_blamed_where_the_gpu_stopped(chunk_size: int) -> None:
+    """After it each row fails, also those that are right."""
+
+    def read(start: int, stop: int) -> Block:
+        tokens = torch.zeros(stop - start, 2, dtype=torch.int64)
+        return Block((tokens,), tokens[:, 0])
+
+    which = "row 0" if chunk_size == 1 else "one of the rows 0 to 3"
+    with pytest.raises(ModelError, match=f"the GPU stopped on {which}: CUDA error: device-side") as failure:
+        columns_of(stream_of(StopsTheGpu(), read, chunk_size=chunk_size))
+    assert "engine.device: cpu" in str(failure.value)
+
+
 def test_a_model_that_fails_on_batches_alone_is_told_so() -> None:
     calls = iter(range(1000))
 

@@ -511,6 +511,8 @@ def test_weight_of_convolution_at_two_resolutions(device: torch.device) -> None:
 
 
 def test_weight_norm_of_torch(device: torch.device) -> None:
+    if device.type == "cuda":
+        pytest.skip("PyTorch's kernel rounds to float32 in float64, too, on a GPU")
     check_layer(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (randn(3, 4),), device)
     check_layer(nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 3, 2)), (randn(3, 4, 5),), device)
 

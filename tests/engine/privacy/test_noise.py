@@ -52,7 +52,7 @@ def drawn(
 
 def deviates(values: np.ndarray, deviation: float) -> float:
     """The p-value of Kolmogorov and Smirnov's test against N(0, deviation^2)."""
-    return float(stats.kstest(values, "norm", args=(0, deviation)).pvalue)
+    return float(stats.kstest(values, stats.norm(0, deviation).cdf).pvalue)
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)

@@ -40,9 +40,7 @@ def model(device: torch.device) -> nn.Module:
 @pytest.fixture
 def batch(device: torch.device) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
-    return torch.randn(RECORDS, 6, dtype=torch.float64, device=device), torch.randint(
-        3, (RECORDS,), device=device
-    )
+    return torch.randn(RECORDS, 6, dtype=torch.float64).to(device), torch.randint(3, (RECORDS,)).to(device)
 
 
 def stream_of(model: nn.Module, batch: tuple[Tensor, Tensor], **options: Any) -> Stream:
@@ -172,6 +170,8 @@ def test_clipped_source_out_of_memory(
 
 
 def test_clipped_source_failing_record(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    if batch[1].is_cuda:
+        pytest.skip("a label that is no class stops the GPU for the whole process")
     batch[1][7] = 99
     with pytest.raises(ModelError, match="row 7"):
         stream_source(stream_of(model, batch, chunk_size=4), RECORDS)(Clipping.flat(names_of(model), 1.0))

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from psgrad.engine.execution.objective import Objective
+from psgrad.engine.execution.self_check import differentiable_kernels
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.transforms import grad, jvp, vjp, vmap
 from psgrad.engine.transforms.interpreter import InterpretedTracer
@@ -97,12 +98,18 @@ class Case:
     def autograd_of_first(self, *, twice: bool) -> Gradients:
         """The gradient of the first sample, by autograd; `twice`: with a record of its own."""
         parameters = trainable(self.model)
-        output = tree_map(lambda value: value[0], self.model(*(value[:1] for value in self.inputs)))
+        with differentiable_kernels(self.model):
+            output = tree_map(lambda value: value[0], self.model(*(value[:1] for value in self.inputs)))
         loss = self.architecture.loss(output, self.target[0])
         result = torch.autograd.grad(
             loss, list(parameters.values()), create_graph=twice, materialize_grads=True
         )
         return dict(zip(parameters, result, strict=True))
+
+
+def skip_weight_norm_on_a_gpu(architecture: Architecture, device: torch.device) -> None:
+    if device.type == "cuda" and architecture.name == "weight-norm":
+        pytest.skip("PyTorch's kernel rounds to float32 in float64, too, on a GPU")
 
 
 @each_architecture
@@ -116,6 +123,7 @@ class Case:
 def test_architecture_gradients_equal_the_loop(
     architecture: Architecture, dtype: torch.dtype, device: torch.device
 ) -> None:
+    skip_weight_norm_on_a_gpu(architecture, device)
     case = Case.of(architecture, 5, dtype, device)
     expected = case.exact().by_loop()
     whole = flat(expected).norm(dim=1)
@@ -197,6 +205,7 @@ def test_architecture_tangents_and_second_derivatives(
     """Along one direction: the loss's tangent, and the gradient's, by forward and by reverse mode over
     reverse mode.
     """
+    skip_weight_norm_on_a_gpu(architecture, device)
     case = Case.of(architecture, 1, torch.float64, device)
     params = case.objective.params
     along = {name: torch.randn_like(value) for name, value in params.items()}
