@@ -161,12 +161,8 @@ def differentiable_kernels(model: torch.nn.Module) -> AbstractContextManager[Any
     """A context in which autograd differentiates recurrent layers on a GPU: cuDNN does it in training mode
     only, and only once.
     """
-    if not any(
-        p.is_cuda
-        for module in model.modules()
-        if isinstance(module, torch.nn.RNNBase)
-        for p in module.parameters()
-    ):
+    recurrent = [module for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
+    if not any(parameter.is_cuda for module in recurrent for parameter in module.parameters()):
         return nullcontext()
     context: AbstractContextManager[Any] = torch.backends.cudnn.flags(enabled=False)
     return context
