@@ -86,7 +86,7 @@ class ChunkReplay:
     def _program(self, params: dict[str, torch.Tensor], inputs: Any, target: Any) -> tuple[Any, Any]:
         with flagging() as flags:
             found = self.function(params, inputs, target)
-        return found, torch.stack(flags).any() if flags else None
+        return found, flags.any()
 
     @torch.no_grad()
     def __call__(self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, to_come: int) -> Any:

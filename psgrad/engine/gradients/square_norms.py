@@ -26,11 +26,14 @@ from psgrad.engine.gradients.terms import (
     square_norm,
     sum_of_products,
 )
-from psgrad.engine.gradients.terms.numerics import is_flagging, is_unchecked, samples_to_recompute
+from psgrad.engine.gradients.terms.numerics import (
+    TINY_SQUARE,
+    current_flags,
+    is_unchecked,
+    samples_to_recompute,
+)
 from psgrad.engine.gradients.terms.placed import narrowed
 
-# The smallest squared norm that is safe in float32: squares leave its range long before gradients do.
-_TINY = 1e-30
 # If a difference of float64 inner products is less than this share of them, its error exceeds 1e-10.
 _LOST = 1e-3
 # The number of norms up to which a comparison in Python is faster than a kernel.
@@ -58,7 +61,8 @@ def _of_sum(terms: Sequence[Placed], norms: Sequence[torch.Tensor]) -> torch.Ten
         return norms[0]
     alone = torch.stack(list(norms)).sum(0)
     total = alone + 2 * _pairs(terms)
-    inaccurate = ~torch.isfinite(total) | (total < CANCELLATION * alone) | ((alone > 0) & (alone < _TINY))
+    tiny = (alone > 0) & (alone < TINY_SQUARE)
+    inaccurate = ~torch.isfinite(total) | (total < CANCELLATION * alone) | tiny
     if len(samples := samples_to_recompute(inaccurate)):
         exact = [placed.at(samples, torch.float64) for placed in terms]
         alone = torch.stack([placed.term.square_norms() for placed in exact]).sum(0)
@@ -100,21 +104,19 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
     norms = torch.stack(of_terms) if len(of_terms) > 1 else of_terms[0].unsqueeze(0)
     if is_unchecked():
         return list(norms)
-    if not is_flagging() and norms.numel() and _all_in_range(norms):
+    if (flags := current_flags()) is not None:
+        for term, each in zip(terms, norms, strict=True):
+            flags.add_squares(each, largest_numbers(term), exact=term.dtype == torch.float64)
+        return list(norms)
+    if norms.numel() and _all_in_range(norms):
         return list(norms)
     inaccurate = torch.stack(
         [
-            each.isnan() if term.dtype == torch.float64 else ~torch.isfinite(each) | (each < _TINY)
+            each.isnan() if term.dtype == torch.float64 else ~torch.isfinite(each) | (each < TINY_SQUARE)
             for term, each in zip(terms, norms, strict=True)
         ]
     )
-    if is_flagging():  # a flag costs a whole chunk: true zeros and infinities are excluded first
-        for term, each, place in zip(terms, norms, range(len(terms)), strict=True):
-            largest = largest_numbers(term)
-            _set_zeros(each, largest)
-            if term.dtype != torch.float64:
-                samples_to_recompute(inaccurate[place] & _are_products(largest))
-    elif len(samples_to_recompute(inaccurate.any(0))):
+    if len(samples_to_recompute(inaccurate.any(0))):
         for term, each, place in zip(terms, norms, range(len(terms)), strict=True):
             if len(samples := samples_to_recompute(inaccurate[place])):
                 _recompute(term, each, samples)
@@ -124,9 +126,9 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
 def _all_in_range(norms: torch.Tensor) -> bool:
     """Whether all norms are in float32's safe range."""
     if norms.device.type == "cpu" and norms.numel() <= _FEW:
-        return all(_TINY <= norm < math.inf for norm in norms.flatten().tolist())
+        return all(TINY_SQUARE <= norm < math.inf for norm in norms.flatten().tolist())
     smallest, largest = torch.stack(torch.aminmax(norms)).tolist()  # NaN counts as both
-    return bool(smallest >= _TINY and largest < math.inf)
+    return bool(smallest >= TINY_SQUARE and largest < math.inf)
 
 
 def _recompute(term: Term, norms: torch.Tensor, samples: torch.Tensor) -> None:

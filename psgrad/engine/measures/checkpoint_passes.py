@@ -97,13 +97,12 @@ class StackedModels:
         """(name -> [T, k], [T] bool: the models with a norm that rounding may have made wrong)."""
 
         def one(params: Vectors, fixed: Vectors, inputs: Any, target: Any) -> tuple[Arrays, torch.Tensor]:
-            with flagging() as unsafe:
+            with flagging() as flags:
                 result = self._one(params, fixed, inputs, target)
-            return result, (
-                torch.stack(unsafe).any()
-                if unsafe
-                else torch.zeros((), dtype=torch.bool, device=result["loss"].device)
-            )
+            unsafe = flags.any()
+            if unsafe is None:
+                unsafe = torch.zeros((), dtype=torch.bool, device=result["loss"].device)
+            return result, unsafe
 
         mapped: tuple[Arrays, torch.Tensor] = vmap(one, in_dims=(0, 0 if fixed else None, None, None))(
             params, fixed, inputs, target

@@ -18,7 +18,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 from psgrad.engine.gradients import SquareNorms
-from psgrad.engine.gradients.terms.numerics import is_flagging, samples_to_recompute
+from psgrad.engine.gradients.terms.numerics import current_flags, samples_to_recompute
 from psgrad.engine.measures import checkpoint_passes
 from psgrad.engine.measures.builtin import over_checkpoints
 from psgrad.engine.measures.builtin.over_checkpoints import CheckpointOutputs, EL2NOverCheckpoints, GraNd
@@ -109,7 +109,7 @@ def test_checkpoints_imprecise_norm_recomputed(monkeypatch: pytest.MonkeyPatch) 
 
     def doubted(*arguments: Any, **options: Any) -> Any:
         result = plain(*arguments, **options)
-        if not is_flagging():
+        if current_flags() is None:
             return result
         samples_to_recompute((result.losses - losses[0, 0]).abs() < 1e-9)
         spoilt.append(True)

@@ -198,13 +198,51 @@ def power_of_two(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.exp2(exponent.double()).to(dtype)
 
 
-_flags: ContextVar[list[torch.Tensor] | None] = ContextVar("flags", default=None)
+# The smallest squared norm that is safe in float32: squares leave its range long before gradients do.
+TINY_SQUARE = 1e-30
+
+
+class Flags:
+    """What was seen of the accuracy of samples that are not computed again."""
+
+    def __init__(self) -> None:
+        self._inaccurate: list[torch.Tensor] = []
+        self._squares: dict[tuple[bool, torch.Size], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def add(self, inaccurate: torch.Tensor) -> None:
+        """inaccurate: bool [n]."""
+        self._inaccurate.append(inaccurate.any())
+
+    def add_squares(self, norms: torch.Tensor, largest: torch.Tensor, *, exact: bool) -> None:
+        """norms: [n], the squared norms of a term. largest: [f, n], the largest size of a number in each of
+        its factors. exact: whether it is float64.
+        """
+        if len(largest):
+            self._squares.setdefault((exact, largest.shape), []).append((norms, largest))
+
+    def any(self) -> torch.Tensor | None:
+        """bool []: whether a sample must be computed again; None where none could be.
+
+        A chunk that is flagged runs twice. So a norm of zero or infinity, or NaN, counts only where it comes
+        from the range of the products: all factors are finite, and for the first two none is zero.
+        """
+        found = list(self._inaccurate)
+        for (exact, _), pairs in self._squares.items():  # all terms at once: kernels are what it costs
+            norms, sizes = (torch.stack(column) for column in zip(*pairs, strict=True))
+            wrong = norms.isnan()
+            if not exact:
+                wrong = wrong | ((norms == math.inf) | (norms < TINY_SQUARE)) & (sizes.amin(1) > 0)
+            found.append((wrong & torch.isfinite(sizes.amax(1))).any())
+        return torch.stack(found).any() if found else None
+
+
+_flags: ContextVar[Flags | None] = ContextVar("flags", default=None)
 _unchecked: ContextVar[bool] = ContextVar("unchecked", default=False)
 
 
-def is_flagging() -> bool:
-    """Whether a flag is set for inaccurate samples in place of computing them again."""
-    return _flags.get() is not None
+def current_flags() -> Flags | None:
+    """Those of the innermost `flagging`; None outside of it."""
+    return _flags.get()
 
 
 def is_unchecked() -> bool:
@@ -220,14 +258,14 @@ def samples_to_recompute(inaccurate: torch.Tensor) -> torch.Tensor:
     if flags is None and not _unchecked.get():
         return torch.nonzero(inaccurate).squeeze(1)
     if flags is not None:
-        flags.append(inaccurate.any())
+        flags.add(inaccurate)
     return torch.empty(0, dtype=torch.int64, device=inaccurate.device)
 
 
 @contextmanager
-def flagging() -> Iterator[list[torch.Tensor]]:
-    """A context in which no sample is computed again. Yields the list to which flags, bool [], are added."""
-    flags: list[torch.Tensor] = []
+def flagging() -> Iterator[Flags]:
+    """A context in which no sample is computed again; its flags say whether one had to be."""
+    flags = Flags()
     token = _flags.set(flags)
     try:
         yield flags
