@@ -343,12 +343,12 @@ def tests(device: torch.device, small: bool) -> Facts:
     # missing here is left out.
     command += ["-o", "addopts=", "-m", "not sweep", "--continue-on-collection-errors"]
     if not small and find_spec("xdist") is not None:
-        command += ["-n", str(min(os.cpu_count() or 1, 12)), "--dist", "worksteal"]
+        command += ["-n", str(min(os.cpu_count() or 1, 14)), "--dist", "worksteal"]
     command += ["tests/engine/gradients/test_layers.py"] if small else ["tests"]
     ended = subprocess.run(
         command,
         cwd=Path(__file__).parents[1],
-        env={**os.environ, "PSGRAD_TEST_DEVICE": str(device)},
+        env={**os.environ, "PSGRAD_TEST_DEVICE": str(device), "COLUMNS": "300"},
         capture_output=True,
         text=True,
         check=False,
