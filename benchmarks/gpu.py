@@ -177,6 +177,7 @@ def transformers(device: torch.device, small: bool) -> Facts:
                         contest.plain()
 
                 ways = {"plain": plain, "norms": contest.norms, "clipped": contest.clipped}
+                ways["norms, recorded"] = recorded(contest)
                 norms = contest.norms()
                 exact = norms if exact is None else exact
                 others, reasons = _of_rivals(contest) if precision == "float32" else ({}, {})

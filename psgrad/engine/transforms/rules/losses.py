@@ -204,8 +204,8 @@ def _ctc_backward_batch(batch: Any, op: Op, g: torch.Tensor, *args: Any) -> torc
 
 
 for _overload in ("default", "Tensor"):
-    # cuDNN's kernel, which psgrad does not use, has no second derivative.
-    replace(getattr(aten._use_cudnn_ctc_loss, _overload))(lambda *_: False)
+    for _library in ("cudnn", "miopen"):  # whose kernels are not used: they have no second derivative
+        replace(getattr(getattr(aten, f"_use_{_library}_ctc_loss"), _overload))(lambda *_: False)
     define(getattr(aten._ctc_loss, _overload), vjp={0: first_result(_ctc_back)}, batch=_ctc_batch)
     define(
         getattr(aten._ctc_loss_backward, _overload),
