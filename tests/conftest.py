@@ -8,7 +8,7 @@ import gc
 import os
 import signal
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -49,6 +49,9 @@ class TorchRandom:
 torch_random = TorchRandom()  # hypothesis keeps a weak reference only
 register_random(torch_random)
 
+# A test with more cases runs every second one by default, and the others in the sweep.
+MANY_CASES = 12
+
 # The part of the sweep that runs, such as 2/4; None for all of it.
 SWEEP_PART = os.environ.get("PSGRAD_SWEEP_PART")
 
@@ -81,18 +84,25 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put cases into the sweep for `every`. Of the sweep leave the part that PSGRAD_SWEEP_PART names, "2/4"
-    being the second of four. Where PSGRAD_TEST_DEVICE names a device, leave only tests that have one, and
-    those of tests/device.
+    """Put cases into the sweep: for `every`, and every second one of a test that has many. Of the sweep leave
+    the part that PSGRAD_SWEEP_PART names, "2/4" being the second of four. Where PSGRAD_TEST_DEVICE names a
+    device, leave only tests that have one, and those of tests/device.
     """
+    by_default = defaultdict[str, list[pytest.Item]](list)
     cases = Counter[str]()
     for item in items:
+        if item.get_closest_marker("sweep") is not None:
+            continue
+        test = item.nodeid.partition("[")[0]
         every = item.get_closest_marker("every")
-        if every is not None and item.get_closest_marker("sweep") is None:
-            test = item.nodeid.partition("[")[0]
-            if cases[test] % every.args[0]:
-                item.add_marker(pytest.mark.sweep)
-            cases[test] += 1
+        if every is not None and cases[test] % every.args[0]:
+            item.add_marker(pytest.mark.sweep)
+        else:
+            by_default[test].append(item)
+        cases[test] += 1
+    for some in by_default.values():
+        for item in some[1::2] if len(some) > MANY_CASES else ():
+            item.add_marker(pytest.mark.sweep)
     if SWEEP_PART is not None:
         number, count = map(int, SWEEP_PART.split("/"))
         _leave_out(

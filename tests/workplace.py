@@ -5,7 +5,9 @@ it.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import typer
 import yaml
 from safetensors.torch import save_file
 from torch import nn
@@ -64,11 +67,20 @@ class Outcome:
         return self.err
 
 
+_FSYNC = os.fsync
+_command = cache(typer.main.get_command)
+
+
 def run_command(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str
 ) -> Outcome:
-    """`psgrad` with these arguments, in this process."""
+    """`psgrad` with these arguments, in this process. That files are synced to the disk is tested in
+    tests/storage, and left out here.
+    """
     monkeypatch.setattr("sys.argv", ["psgrad", *arguments])
+    monkeypatch.setattr(typer.main, "get_command", _command)
+    if os.fsync is _FSYNC:
+        monkeypatch.setattr(os, "fsync", lambda file: None)
     capfd.readouterr()
     with pytest.raises(SystemExit) as leave:
         main()

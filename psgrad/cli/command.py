@@ -12,6 +12,8 @@ import os
 import platform
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -102,7 +104,9 @@ class Terminated(KeyboardInterrupt):
 @contextmanager
 def boundary(debug: bool) -> Iterator[None]:
     """Run a command's body: errors and signals end it with a message and an exit code."""
-    before = signal.signal(signal.SIGTERM, _terminate)
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, _end)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, _end)
     try:
         yield
     except (typer.Exit, typer.Abort):
@@ -129,13 +133,43 @@ def boundary(debug: bool) -> Iterator[None]:
     except Exception as error:
         _leave(_internal_error(error), EXIT_RUNTIME, debug)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
-def _terminate(signum: int, frame: FrameType | None) -> None:
+def _end(signum: int, frame: FrameType | None) -> None:
+    """An exception for SIGTERM or SIGINT; one that comes while modules are imported is sent again a moment
+    later. Libraries have `except:` around imports, which would swallow the exception.
+    """
+    if _is_importing(frame) and _may_wait():
+        again = threading.Timer(_MOMENT, os.kill, (os.getpid(), signum))
+        again.daemon = True
+        again.start()
+        return
+    if signum == signal.SIGINT:
+        raise KeyboardInterrupt
     # Who sends it twice means it: the second one ends the process at once.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise Terminated
+
+
+# Seconds. A module of the user's may do its work while it is imported.
+_MOMENT, _LONGEST_IMPORT = 0.05, 5.0
+_first_signal: list[float] = []
+
+
+def _may_wait() -> bool:
+    now = time.monotonic()
+    _first_signal[:] = _first_signal or [now]
+    return now - _first_signal[0] < _LONGEST_IMPORT
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _leave(message: str, exit_code: int, debug: bool) -> None:

@@ -44,6 +44,7 @@ def assert_close(one: Any, other: Any) -> None:
         assert one == other
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_audit_of_ranks_equals_one_process(
     private: Workplace, size: int, monkeypatch: pytest.MonkeyPatch

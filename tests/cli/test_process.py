@@ -33,7 +33,8 @@ SLEEPER = """
 def _start(config: Path, body: str) -> subprocess.Popen[str]:
     script = textwrap.dedent(SLEEPER).format(body=textwrap.indent(textwrap.dedent(body), "    ").strip())
     arguments = [sys.executable, "-c", script, "analyze", str(config)]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(arguments, cwd=config.parent, text=True, **pipes)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["analyze", "--help"], ["ops", "--help"], ["--version"]])
@@ -208,6 +209,38 @@ def test_signals_end_the_run_with_a_word(config: Path, number: signal.Signals, c
     words = process.stderr.read()
     assert word in words
     assert "Traceback" not in words
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_during_an_import_is_not_swallowed(
+    config: Path, number: signal.Signals, code: int, word: str
+) -> None:
+    """Libraries import others in a `try` with an `except:` of all kinds."""
+    (config.parent / "swallows.py").write_text(
+        "import os, time\n"
+        "try:\n"
+        f"    os.kill(os.getpid(), {int(number)})\n"
+        "    time.sleep(1)\n"
+        "except:\n"
+        "    pass\n"
+    )
+    process = _start(config, "import swallows; time.sleep(60)")
+    _, words = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert word in words
+
+
+def test_an_import_that_does_not_end_is_ended_by_a_signal(config: Path) -> None:
+    (config.parent / "works.py").write_text(
+        "import sys, time\nprint('at work', file=sys.stderr, flush=True)\ntime.sleep(60)\n"
+    )
+    process = _start(config, "import works")
+    assert process.stderr is not None
+    assert [process.stderr.readline() for _ in range(2)] == ["under way\n", "at work\n"]
+    process.terminate()
+    assert process.wait(timeout=30) == 143
 
 
 def test_ctrl_c_before_a_command_begins_is_reported_by_the_exit_code_alone() -> None:

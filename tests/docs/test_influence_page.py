@@ -183,6 +183,7 @@ def test_the_command_prints_what_the_page_shows(run: tuple[Path, str]) -> None:
     assert set(first) & set(again) >= set(first[:4])
 
 
+@pytest.mark.sweep
 def test_the_example_knows_what_the_page_says_it_knows(run: tuple[Path, str]) -> None:
     manifest = json.loads((run[0] / "manifest.json").read_text())
     assert manifest["model"]["trainable"] == 4810

@@ -116,6 +116,7 @@ def test_sarif_is_valid_and_says_what_the_records_say() -> None:
     ]
 
 
+@pytest.mark.sweep
 def test_sarif_keeps_the_first_5000_and_says_so() -> None:
     run = sarif(many(SARIF_RESULTS + 1))
     assert len(run["results"]) == SARIF_RESULTS

@@ -225,6 +225,7 @@ def test_every_shape_of_result_makes_a_page(result: AnalyzeResult) -> None:
     assert "This run" in _page(result).text
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["image", "text"])
 def test_the_page_is_small_with_the_largest_inputs(kind: str) -> None:
     rng = np.random.default_rng(0)

@@ -315,6 +315,7 @@ def test_the_page_is_small_with_the_largest_inputs() -> None:
     )
 
 
+@pytest.mark.sweep
 def test_many_examples_make_no_large_report() -> None:
     found = result(100_000, 2, k=10)
     files: dict[str, bytes] = {}

@@ -187,6 +187,7 @@ def test_long_names_of_checkpoints_stay_apart_in_the_caption() -> None:
         assert len({name.partition(": ")[2] for name in shown}) == steps
 
 
+@pytest.mark.sweep
 def test_legends_stand_clear_of_what_is_drawn(drawn: list[Plot]) -> None:
     clear = [
         legend.get_window_extent().y0 >= axes.get_window_extent().y1 - 1

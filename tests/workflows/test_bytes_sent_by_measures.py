@@ -38,6 +38,7 @@ def sums(groups: int) -> int:
     return 8 * (groups * PARAMETERS + groups + TENSORS)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "prepare",
     [of_a_model, *(pytest.param(each, marks=pytest.mark.sweep) for each in (with_checkpoints, with_tokens))],

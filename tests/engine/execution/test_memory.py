@@ -256,6 +256,7 @@ def test_memory_that_is_given_back_has_large_pages() -> None:
     assert int(found[1]) >= 1 << 15  # half of it: memory may be in pieces
 
 
+@pytest.mark.sweep
 def test_a_real_limit_on_memory_is_met_by_smaller_chunks() -> None:
     done, retries, chunk_size = in_a_process("""
         model = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Linear(16384, 10))
