@@ -346,15 +346,16 @@ def tests(device: torch.device, small: bool) -> Facts:
     if not small and find_spec("xdist") is not None:
         command += ["-n", str(min(os.cpu_count() or 1, 14)), "--dist", "worksteal"]
     command += ["tests/engine/gradients/test_layers.py"] if small else ["tests"]
+    root = Path(__file__).parents[1]
     ended = subprocess.run(
         command,
-        cwd=Path(__file__).parents[1],
+        cwd=root,
         env={**os.environ, "PSGRAD_TEST_DEVICE": str(device), "COLUMNS": "300"},
         capture_output=True,
         text=True,
         check=False,
     )
-    lines = ended.stdout.strip().splitlines() or ended.stderr.strip().splitlines()
+    lines = (ended.stdout.strip() or ended.stderr.strip()).replace(f"{root}/", "").splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     counts = {
         word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|error|skipped)", lines[-1])
