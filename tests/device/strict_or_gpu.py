@@ -11,9 +11,6 @@ from tests.device.checked import CHECKED, checked_device
 
 NAMED = os.environ.get("PSGRAD_TEST_DEVICE")
 STRICT = NAMED == CHECKED
-needs_a_device = pytest.mark.skipif(
-    NAMED in (None, "cpu"), reason=f"PSGRAD_TEST_DEVICE={CHECKED} (or cuda) pytest tests/device"
-)
 needs_the_strict_device = pytest.mark.skipif(
     not STRICT, reason=f"PSGRAD_TEST_DEVICE={CHECKED} pytest tests/device"
 )
@@ -25,4 +22,10 @@ def named_device() -> torch.device:
         return checked_device()
     device = torch.device(NAMED or ("cuda" if torch.cuda.is_available() else "cpu"))
     # with its number, as tensors on it have it
-    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+    return torch.device("cuda", 0) if device == torch.device("cuda") else device
+
+
+needs_a_device = pytest.mark.skipif(
+    not STRICT and named_device().type == "cpu",
+    reason=f"PSGRAD_TEST_DEVICE={CHECKED} (or cuda) pytest tests/device",
+)
