@@ -49,7 +49,8 @@ class TorchRandom:
 torch_random = TorchRandom()  # hypothesis keeps a weak reference only
 register_random(torch_random)
 
-# A test with more cases runs every second one by default, and the others in the sweep.
+# A test with more cases runs every second one by default, and the others in the sweep; one that is marked
+# `every(n)` each n-th, and all of them with `every(1)`.
 MANY_CASES = 12
 
 # The part of the sweep that runs, such as 2/4; None for all of it.
@@ -84,23 +85,23 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put cases into the sweep: for `every`, and every second one of a test that has many. Of the sweep leave
-    the part that PSGRAD_SWEEP_PART names, "2/4" being the second of four. Where PSGRAD_TEST_DEVICE names a
+    """Put cases into the sweep: for `every`, and without it every second one of many. Of the sweep leave the
+    part that PSGRAD_SWEEP_PART names, "2/4" being the second of four. Where PSGRAD_TEST_DEVICE names a
     device, leave only tests that have one, and those of tests/device.
     """
-    by_default = defaultdict[str, list[pytest.Item]](list)
+    unmarked = defaultdict[str, list[pytest.Item]](list)
     cases = Counter[str]()
     for item in items:
         if item.get_closest_marker("sweep") is not None:
             continue
         test = item.nodeid.partition("[")[0]
         every = item.get_closest_marker("every")
-        if every is not None and cases[test] % every.args[0]:
+        if every is None:
+            unmarked[test].append(item)
+        elif cases[test] % every.args[0]:
             item.add_marker(pytest.mark.sweep)
-        else:
-            by_default[test].append(item)
         cases[test] += 1
-    for some in by_default.values():
+    for some in unmarked.values():
         for item in some[1::2] if len(some) > MANY_CASES else ():
             item.add_marker(pytest.mark.sweep)
     if SWEEP_PART is not None:

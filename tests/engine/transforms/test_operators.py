@@ -90,7 +90,7 @@ NOT_ON_CUDA = {"sparse.mm.reduce", "histogramdd"}
 LONG = {"grid_sampler_3d"}
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(1)  # else a mistake in a rule would show in the sweep alone
 @few_or_all_samples
 @pytest.mark.parametrize(
     "name",
