@@ -5,9 +5,10 @@ none, records that cancel, and a record that comes again after others.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psgrad.engine.execution.ranks import OneProcess, Processes
+from psgrad.engine.execution.loading import to_device
+from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.privacy.audit import Replayed, compare_neighbours
-from psgrad.engine.privacy.batches import GradientSource, RecordStreams
+from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams, batch_source
+from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
-from psgrad.engine.privacy.records import Records
+from psgrad.engine.privacy.record_draws import RecordDraws, by_record, drawing_by_record, labels_of
+from psgrad.engine.privacy.records import Records, record_loss
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.errors import DataError
 from psgrad.ragged import Block
 from psgrad.results import NeighbourPair
-from psgrad.workflows.cancelling_records import cancelling_records, compared_with_none
 from psgrad.workflows.private_setup import PrivateSetup
 from psgrad.workflows.private_statement import Statement, ledger_header
 
@@ -38,6 +41,20 @@ _REPEATED, _AGAIN = 3, 1e-6
 # What the inputs of a record that should have no say are multiplied by.
 _MONSTERS = {"NaN": math.nan, "infinite": math.inf, "1e30 times as large": 1e30}
 
+# Records of a batch from whose rows such records are made.
+_CANCELLING = 2
+# The weights of the three rows of a record that cancels, of which the first and the one named by `same` are
+# one row of the dataset. The larger the weights, the more digits are lost.
+_TAKEN_BACK = [
+    (same, weights)
+    for large in (2.0**16, 2.0**20, 2.0**24, 2.0**32)
+    for same, weights in (
+        (1, (large, -large, 1.0)),
+        (2, (large, 1.0, -large)),
+        (1, (large, -large * (1 + 2.0**-22), 0.0)),
+    )
+]
+
 
 @dataclass(frozen=True)
 class _NeighbourBatches:
@@ -50,24 +67,23 @@ class _NeighbourBatches:
 
 
 def audited_pairs(
-    setup: PrivateSetup, base: float, processes: Processes | None = None
+    setup: PrivateSetup, base: float, processes: Processes
 ) -> tuple[list[NeighbourPair], list[str]]:
     """(what a step on a drawn batch and on each of its neighbours gave, with the same random numbers; what
     was left out, and why). Several processes share the pairs; rank 0 has the results of all, and the others
     none.
     """
-    processes = OneProcess() if processes is None else processes
     mixed = with_monsters(setup)
     batch, longest = _drawn(setup, mixed, processes)
     neighbours = list(_neighbours(setup, mixed, batch, longest))
-    cancelling = list(cancelling_records(setup, batch))
+    cancelling = list(_cancelling_records(setup, batch))
     mine = range(processes.rank, len(neighbours) + len(cancelling), processes.size)
     found: dict[int, Any] = {}
     for place in mine:
         if place < len(neighbours):
             found[place] = _pair_or_note(setup, mixed, base, neighbours[place])
         else:
-            alone = compared_with_none(setup, base, cancelling[place - len(neighbours)])
+            alone = _compared_with_none(setup, base, cancelling[place - len(neighbours)])
             found[place] = alone.over, dataclasses.asdict(_as_pair(alone))
     texts = processes.texts("audited pairs", json.dumps(list(found.items())))
     if not processes.leads:
@@ -131,15 +147,12 @@ def contributions(setup: PrivateSetup) -> Contributions:
     return {int(record): dict(setup.source(record[None])(setup.clipping).sums) for record in chosen}
 
 
-def audited_state(
-    setup: PrivateSetup, before: Contributions, processes: Processes | None = None
-) -> list[NeighbourPair]:
+def audited_state(setup: PrivateSetup, before: Contributions, processes: Processes) -> list[NeighbourPair]:
     """Whether records still add what they added before others passed, and whether what is published besides
     the weights is what it was. Of several processes rank 0 has the worst result, and the others none.
 
     before: `contributions` of before. A model or a loss that keeps what it saw shows here.
     """
-    processes = OneProcess() if processes is None else processes
     own = dataclasses.asdict(_state_of_one(setup, before))
     every = [NeighbourPair(**json.loads(text)) for text in processes.texts("audited state", json.dumps(own))]
     return [max(every, key=lambda pair: (not pair.holds, pair.distance))] if every else []
@@ -283,64 +296,103 @@ def _sorted(batch: np.ndarray, record: int) -> np.ndarray:
 def _compared(
     setup: PrivateSetup, mixed: PrivateSetup, base: float, neighbours: _NeighbourBatches
 ) -> NeighbourPair:
-    privacy = setup.privacy
-    generator = make_generator(privacy.noise.generator)
+    """What a step gives on two batches of the datasets `mixed`."""
+    arguments = _arguments(setup, base)
     datasets = iter((len(setup.records), neighbours.records))
 
     def public(noisy: NoisySum) -> dict[str, object]:
         """What the ledger would say of a run and its first step on a dataset of so many records."""
         size = next(datasets)
         resized = dataclasses.replace(setup, records=Records.of_rows(size))
-        training = _training(resized, base, size)
-        line = Statement(resized, base, generator).ledger_line(training.event(), training)
+        training = PrivateTraining(
+            setup.parameters,
+            setup.source,
+            size,
+            **setup.step_arguments(base),
+            optimizer=torch.optim.SGD(setup.parameters.values(), lr=0.0),
+            generator=make_generator(setup.privacy.noise.generator),
+        )
+        line = Statement(resized, base, arguments["generator"]).ledger_line(training.event(), training)
         return {
             f"the ledger's {name}": value for name, value in {**ledger_header(resized, base), **line}.items()
         }
 
-    found = compare_neighbours(
-        _source(mixed, neighbours.first),
-        _source(mixed, neighbours.second),
-        setup.clipping,
-        setup.noise(base)(0),
-        privacy.relation,
-        generator,
-        pair=neighbours.pair,
-        adaptive=setup.adaptive,
-        expected_batch_size=privacy.expected_batch_size,
-        public=public,
+    # Records are drawn when they are asked for: there is one source at a time.
+    first, second = (
+        lambda clipping, records=records: mixed.source(records)(clipping)
+        for records in (neighbours.first, neighbours.second)
     )
-    return _as_pair(found)
+    return _as_pair(compare_neighbours(first, second, **arguments, pair=neighbours.pair, public=public))
+
+
+def _arguments(setup: PrivateSetup, base: float) -> dict[str, Any]:
+    """What `compare_neighbours` takes of a run: its first step, of batches that are drawn already."""
+    found = {**setup.step_arguments(base), "noise": setup.noise(base)(0)}
+    del found["sampling"]
+    return {**found, "generator": make_generator(setup.privacy.noise.generator)}
 
 
 def _as_pair(found: Replayed) -> NeighbourPair:
-    return NeighbourPair(
-        found.pair,
-        found.distance,
-        found.sensitivity,
-        found.ratio,
-        list(found.differing),
-        found.finite,
-        found.holds,
+    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(NeighbourPair)}
+    return NeighbourPair(**{**fields, "differing": list(found.differing)})
+
+
+# -- records whose positions cancel --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _CancellingRecord:
+    """Three rows [3] of the dataset, and the weight of each.
+
+    The record's loss is that of the rows, added up with weights that take one row's gradient back, but for a
+    small share, and leave a little of another. Whatever operators the model has, the rows meet as positions
+    in its gradients.
+    """
+
+    rows: np.ndarray
+    weights: tuple[float, float, float]
+
+
+def _cancelling_records(setup: PrivateSetup, batch: np.ndarray) -> Iterator[_CancellingRecord]:
+    """Such records, made of rows of the first records of a batch; of the first row where it is empty."""
+    starts = [int(setup.records.rows_of(int(record))[0]) for record in batch[:_CANCELLING]] or [0]
+    for start, (same, weights) in itertools.product(starts, _TAKEN_BACK):
+        rows = np.full(3, start)
+        rows[3 - same] = (start + 1) % len(setup.run.samples)
+        yield _CancellingRecord(rows, weights)
+
+
+def _compared_with_none(setup: PrivateSetup, base: float, record: _CancellingRecord) -> Replayed:
+    """What a step on this record alone gives, beside one on no record."""
+    one, none = _cancelling_source(setup, record, 1), _cancelling_source(setup, record, 0)
+    return compare_neighbours(one, none, **_arguments(setup, base))
+
+
+def _cancelling_source(setup: PrivateSetup, record: _CancellingRecord, count: int) -> GradientSource:
+    """The clipped sum of one record, or of none. A row that comes twice draws the same both times."""
+    objective, block = setup.run.objective, setup.run.reader.take(record.rows)
+    device = next(iter(objective.params.values())).device
+    rows, target = to_device(block.inputs, block.target, device, setup.run.dtype)
+    labels = torch.from_numpy(labels_of(record.rows, 1)[:, 0])
+    weights = torch.tensor(record.weights, dtype=torch.float64)
+    inputs = tuple(x.to(device)[None][:count] for x in (*rows, labels, weights))
+    target = None if target is None else target[None][:count]
+    draws: RecordDraws = setup.streams.options["draws"]
+    loss = record_loss(by_record(setup.loss, lambda: draws.at(0)), randomness=setup.run.randomness)
+    dims = (0, None if target is None else 0)
+    summed = batch_source(
+        loss,
+        objective.params,
+        inputs,
+        target,
+        in_dims=dims,
+        has_aux=True,
+        randomness=setup.run.randomness,
+        samples=2,  # as beside another record: what is computed with others, and what alone, is looked at
     )
 
+    def source(clipping: Clipping) -> ClippedSum:
+        with drawing_by_record(draws):
+            return summed(clipping)
 
-def _source(mixed: PrivateSetup, records: np.ndarray) -> GradientSource:
-    """The clipped sum of these records, drawn when it is asked for: there is one source at a time."""
-    return lambda clipping: mixed.source(records)(clipping)
-
-
-def _training(setup: PrivateSetup, base: float, records: int) -> PrivateTraining:
-    make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
-    return PrivateTraining(
-        setup.parameters,
-        setup.source,
-        records,
-        clipping=setup.clipping,
-        noise=setup.noise(base),
-        sampling=setup.sampling,
-        relation=setup.privacy.relation,
-        expected_batch_size=setup.privacy.expected_batch_size,
-        optimizer=make(setup.parameters.values(), lr=0.0),
-        generator=make_generator(setup.privacy.noise.generator),
-        adaptive=setup.adaptive,
-    )
+    return source

@@ -240,17 +240,8 @@ def canaries_for(setup: PrivateSetup) -> int:
 
 def audited_run(setup: PrivateSetup, base: float) -> AuditedRun:
     """The steps of the run that a config describes. The seed of a run that is none is left aside."""
-    privacy = setup.privacy
-
-    return AuditedRun(
-        setup.clipping,
-        setup.noise(base),
-        setup.sampling,
-        privacy.relation,
-        lambda: make_generator(privacy.noise.generator),
-        setup.adaptive,
-        privacy.expected_batch_size,
-    )
+    kind = setup.privacy.noise.generator
+    return AuditedRun(**setup.step_arguments(base), generator=lambda: make_generator(kind))
 
 
 def first(events: Events, steps: int) -> Events:

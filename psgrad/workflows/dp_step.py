@@ -19,7 +19,6 @@ from psgrad.storage.ledger_lines import require_same
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.private_ranks import agree, facts_of, follow, leading
 from psgrad.workflows.private_resume import (
-    adapted,
     keep_place,
     last_snapshot,
     opened_ledger,
@@ -28,6 +27,7 @@ from psgrad.workflows.private_resume import (
     require_same_code,
     require_same_data,
     weights_note,
+    with_bound_of,
 )
 from psgrad.workflows.private_setup import (
     base_multiplier,
@@ -118,6 +118,7 @@ def dp_step(
         snapshot = last_snapshot(folder, before)
         if snapshot is not None:
             restore = snapshot.restore
+            setup = with_bound_of(setup, snapshot)
             setup.began.resume(
                 lambda: restore(tensors_of(setup.run.model), optimizer, str(folder.checkpoint))
             )
@@ -136,16 +137,11 @@ def dp_step(
             setup.parameters,
             lambda records: (setup if lead is None else lead).source(records, training.taken),
             len(setup.records),
-            clipping=setup.clipping,
-            noise=setup.noise(base),
-            sampling=setup.sampling,
-            relation=privacy.relation,
-            expected_batch_size=privacy.expected_batch_size,
+            **setup.step_arguments(base),
             optimizer=optimizer,
             generator=make_generator(
                 privacy.noise.generator, seed=privacy.noise.seed, position=ledger.position
             ),
-            adaptive=setup.adaptive if snapshot is None else adapted(setup, snapshot),
             taken=taken,
         )
         saved = taken if snapshot is None else int(snapshot.metadata["step"])

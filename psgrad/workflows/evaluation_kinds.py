@@ -1,13 +1,13 @@
-"""The four evaluations: what is retrained for each, and what scores are compared with it.
-
-Dampings that are chosen by the linear datamodeling score, on subsets and queries that are not reported.
+"""The evaluation by the linear datamodeling score, with dampings that are chosen by it, on subsets and
+queries that are not reported; and what all kinds of evaluation share: the scores that are compared, and
+tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,25 +15,15 @@ import pandas as pd
 
 from psgrad.config import TuningConfig
 from psgrad.engine.influence.evaluation.jobs import Job
-from psgrad.engine.influence.evaluation.metrics import (
-    ceiling,
-    choose_removals,
-    half_subsets,
-    lds,
-    lds_mean,
-    leave_one_out,
-    removal,
-    rows_of,
-    strongest,
-)
-from psgrad.engine.influence.evaluation.mislabel import NEIGHBOUR, NORM, RANDOM, controls, own_controls
+from psgrad.engine.influence.evaluation.metrics import ceiling, half_subsets, lds, lds_mean, rows_of
+from psgrad.engine.influence.evaluation.mislabel import controls
 from psgrad.engine.influence.evaluation.retraining import seed_of
 from psgrad.engine.influence.evaluation.statistics import (
+    Interval,
     damped,
     fitted_to,
     has_damping,
     score_matrix,
-    self_influences,
 )
 from psgrad.errors import ConfigError, InfluenceError
 from psgrad.workflows.evaluation_parts import Array, EvaluationParts, Fits, spec_of
@@ -106,10 +96,6 @@ def _curve(
     return curve
 
 
-# Examples that are left out one at a time, for their effects to be correlated with anything.
-_FEWEST = 3
-
-
 @dataclass
 class Found:
     """What an evaluation found; see EvaluationResult."""
@@ -143,7 +129,13 @@ def evaluate_lds(evaluation: EvaluationParts) -> Found:
         set_aside, asked = asked[chosen], np.delete(asked, chosen)
     others = 0 if tuning is None else tuning.subsets
     subsets = half_subsets(n, others + wanted.subsets, wanted.fraction, random)
-    outcomes = subset_outcomes(evaluation, subsets, np.concatenate([set_aside, asked]))
+    jobs = [
+        Job(f"subset {number}, seed {repeat}", rows, seed_of(wanted.seed, 1, number, repeat))
+        for number, rows in enumerate(rows_of(subsets))
+        for repeat in range(evaluation.seeds)
+    ]
+    outcomes = evaluation.outcomes(jobs, np.concatenate([set_aside, asked]))
+    outcomes = outcomes.reshape(len(subsets), evaluation.seeds, -1)  # [S, R, m]
     curves: Curves = {}
     dampings: dict[str, float] = {}
     if tuning is not None:
@@ -158,11 +150,9 @@ def evaluate_lds(evaluation: EvaluationParts) -> Found:
             "method": name,
             "control": name in names,
             "mean": score.mean,
-            "low": score.interval[0],
-            "high": score.interval[1],
+            **ends(score.interval),
             "ahead": score.ahead,
-            "ahead_low": None if score.ahead_interval is None else score.ahead_interval[0],
-            "ahead_high": None if score.ahead_interval is None else score.ahead_interval[1],
+            **ends(score.ahead_interval, "ahead_"),
             "undefined": score.undefined,
             "damping": dampings.get(name),
         }
@@ -176,134 +166,8 @@ def evaluate_lds(evaluation: EvaluationParts) -> Found:
         "models": evaluation.models,
         **ceiling_facts(truth),
     }
-    return Found(
-        frame(rows),
-        facts,
-        per_query(evaluation, asked, {name: score.per_query for name, score in found.items()}),
-        curves=curves,
-    )
-
-
-def evaluate_loo(evaluation: EvaluationParts) -> Found:
-    """Leave-one-out rises by retraining."""
-    wanted, n = evaluation.wanted, len(evaluation.training)
-    if n < _FEWEST:
-        raise ConfigError(
-            f"there are {n} training examples to leave out, one at a time",
-            expected=f"at least {_FEWEST}, for a correlation",
-        )
-    fits = fitted_methods(evaluation)
-    removed = choose_removals(
-        own_influence(evaluation, fits),
-        wanted.removals,
-        wanted.highest,
-        np.random.default_rng([wanted.seed, 4]),
-    )
-    everything = np.arange(n)
-    left = [
-        ("all examples", everything),
-        *((f"all but example {row}", np.delete(everything, row)) for row in removed),
-    ]
-    jobs = [
-        Job(f"{name}, seed {repeat}", rows, seed_of(wanted.seed, 0, repeat))
-        for name, rows in left
-        for repeat in range(evaluation.seeds)
-    ]
-    outcomes = evaluation.outcomes(jobs, evaluation.asked).reshape(len(left), evaluation.seeds, -1)
-    rises = outcomes[1:] - outcomes[0]
-    scores, names = all_scores(evaluation, fits, evaluation.asked)
-    actual = rises.mean(1)
-    found = leave_one_out(scores, removed, actual)
-    rows = []
-    for name, score in found.items():
-        values = asdict(score)
-        low, high = values.pop("interval")
-        del values["per_query"]
-        rows.append({"method": name, "control": name in names, "low": low, "high": high, **values})
-    facts = {
-        "removals": len(removed),
-        "highest": min(wanted.highest, len(removed)),
-        "seeds": evaluation.seeds,
-        "queries": len(evaluation.asked),
-        "models": evaluation.models,
-        **ceiling_facts(rises),
-    }
-    ids, query_ids = (
-        evaluation.setup.run.samples.ids[evaluation.setup.training_rows],
-        evaluation.setup.query_reader.samples.ids,
-    )
-    points = pd.DataFrame(
-        {
-            "train_id": np.repeat(ids[removed], len(evaluation.asked)),
-            "query_id": np.tile(query_ids[evaluation.asked], len(removed)),
-            "predicted": scores[evaluation.main][removed].ravel(),
-            "actual": actual.ravel(),
-        }
-    )
-    return Found(
-        frame(rows),
-        facts,
-        per_query(evaluation, evaluation.asked, {name: score.per_query for name, score in found.items()}),
-        points,
-    )
-
-
-def evaluate_removal(evaluation: EvaluationParts) -> Found:
-    """Rises of queries whose strongest proponents are left out."""
-    wanted, n = evaluation.wanted, len(evaluation.training)
-    if max(wanted.ks) >= n:
-        raise ConfigError(
-            f"influence.evaluate.ks has {max(wanted.ks)}, and there are {n} training examples",
-            expected="fewer than there are",
-        )
-    count = min(wanted.explained, len(evaluation.asked))
-    asked = np.sort(np.random.default_rng([wanted.seed, 5]).choice(evaluation.asked, count, replace=False))
-    scores, names = all_scores(evaluation, fitted_methods(evaluation), asked, only=(RANDOM, NEIGHBOUR))
-    everything = np.arange(n)
-    # Methods agree on many a set: each is trained once.
-    sets: dict[bytes, Array] = {everything.tobytes(): everything}
-    place: dict[tuple[str, int, int], int] = {}
-    order: dict[bytes, int] = {everything.tobytes(): 0}
-    for name, matrix in scores.items():
-        for k in wanted.ks:
-            for query in range(count):
-                rows = np.delete(everything, strongest(matrix, query, k))
-                key = rows.tobytes()
-                sets.setdefault(key, rows)
-                place[name, k, query] = order.setdefault(key, len(order))
-    jobs = [
-        Job(f"set {number} of removed examples, seed {repeat}", rows, seed_of(wanted.seed, 0, repeat))
-        for number, rows in enumerate(sets.values())
-        for repeat in range(evaluation.seeds)
-    ]
-    outcomes = evaluation.outcomes(jobs, asked).reshape(len(sets), evaluation.seeds, -1).mean(1)
-    rises = {
-        name: {
-            k: np.array([outcomes[place[name, k, q], q] - outcomes[0, q] for q in range(count)])
-            for k in wanted.ks
-        }
-        for name in scores
-    }
-    rows_found, details = [], []
-    for name, curve in removal(rises, evaluation.main).items():
-        for k, score in curve.items():
-            ahead = (None, None) if score.ahead_interval is None else score.ahead_interval
-            rows_found.append(
-                {
-                    "method": name,
-                    "control": name in names,
-                    "removed": k,
-                    "rise": score.rise,
-                    "low": score.interval[0],
-                    "high": score.interval[1],
-                    "ahead": score.ahead,
-                    "ahead_low": ahead[0],
-                    "ahead_high": ahead[1],
-                }
-            )
-            details.append(per_query(evaluation, asked, {name: score.per_query}).assign(removed=k))
-    facts = {"queries": count, "seeds": evaluation.seeds, "models": evaluation.models}
-    return Found(frame(rows_found), facts, pd.concat(details, ignore_index=True))
+    details = per_query(evaluation, asked, {name: score.per_query for name, score in found.items()})
+    return Found(frame(rows), facts, details, curves=curves)
 
 
 # -- what they share -----------------------------------------------------------------------------------------
@@ -348,35 +212,17 @@ def all_scores(
     return {**scores, **beside}, set(beside)
 
 
-def subset_outcomes(evaluation: EvaluationParts, subsets: Array, queries: Array) -> Array:
-    """[S, R, m]: what the models of each subset and seed measure."""
-    jobs = [
-        Job(f"subset {number}, seed {repeat}", rows, seed_of(evaluation.wanted.seed, 1, number, repeat))
-        for number, rows in enumerate(rows_of(subsets))
-        for repeat in range(evaluation.seeds)
-    ]
-    return evaluation.outcomes(jobs, queries).reshape(len(subsets), evaluation.seeds, -1)
-
-
-def own_influence(evaluation: EvaluationParts, fits: Fits) -> Array:
-    """[n]: self-influence by the config's method, or the gradient norm where that would take a solve an
-    example.
-    """
-    _, fitted = fits[evaluation.main]
-    if all(one.has_self_influence for one in fitted):
-        return self_influences(evaluation.methods[evaluation.main], fitted, evaluation.average)
-    evaluation.notes.append(
-        f"{evaluation.main} has no cheap self-influence: the removals with the highest gradient norm"
-        " are taken in its place"
-    )
-    return own_controls(evaluation.training)[NORM]
-
-
 def ceiling_facts(outcomes: Array) -> dict[str, float | None]:
     found = ceiling(outcomes)
     if found is None:
-        return {"ceiling": None, "single_seed": None, "reliability": None}
+        return dict.fromkeys(("ceiling", "single_seed", "reliability"))
     return {"ceiling": found.best, "single_seed": found.single, "reliability": found.reliability}
+
+
+def ends(interval: Interval | None, start: str = "") -> dict[str, float | None]:
+    """An interval as two columns, whose names begin with `start`."""
+    low, high = interval or (None, None)
+    return {f"{start}low": low, f"{start}high": high}
 
 
 def per_query(evaluation: EvaluationParts, asked: Array, values: dict[str, Array]) -> pd.DataFrame:

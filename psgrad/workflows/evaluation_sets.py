@@ -1,36 +1,84 @@
-"""The evaluations that leave out many rows at once: the groups of the config, one at a time, and the rows
-that help or hurt all queries together, as a curve over their number.
+"""The evaluations that leave rows out: single examples, or the groups of the config, one at a time; the
+strongest proponents of each query; and the rows that help or hurt all queries together, as a curve over their
+number.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
 import torch
 
 from psgrad.engine.influence.evaluation.jobs import Job
-from psgrad.engine.influence.evaluation.metrics import leave_one_out, removal
-from psgrad.engine.influence.evaluation.mislabel import LOSS, RANDOM
+from psgrad.engine.influence.evaluation.metrics import (
+    RemovalScore,
+    choose_removals,
+    leave_one_out,
+    removal,
+    strongest,
+)
+from psgrad.engine.influence.evaluation.mislabel import LOSS, NEIGHBOUR, NORM, RANDOM, own_controls
 from psgrad.engine.influence.evaluation.retraining import seed_of
+from psgrad.engine.influence.evaluation.statistics import self_influences
 from psgrad.engine.influence.ranking import OverQueries, over_queries
 from psgrad.errors import ConfigError
 from psgrad.workflows.evaluation_kinds import (
     Found,
     all_scores,
     ceiling_facts,
+    ends,
     fitted_methods,
     frame,
     per_query,
 )
-from psgrad.workflows.evaluation_parts import Array, EvaluationParts
+from psgrad.workflows.evaluation_parts import Array, EvaluationParts, Fits
 from psgrad.workflows.influence_questions import group_sums
 
-# Groups that are left out one at a time, for their effects to be correlated with anything.
+Key = TypeVar("Key", bound=tuple[object, ...])
+# Examples, or groups, that are left out one at a time, for their effects to be correlated with anything.
 _FEWEST = 3
 SIDES = {"helpful": 1, "harmful": -1}
 SIZE = "rows in the group"
+
+
+def evaluate_loo(evaluation: EvaluationParts) -> Found:
+    """Leave-one-out rises by retraining."""
+    wanted, setup, n = evaluation.wanted, evaluation.setup, len(evaluation.training)
+    if n < _FEWEST:
+        raise ConfigError(
+            f"there are {n} training examples to leave out, one at a time",
+            expected=f"at least {_FEWEST}, for a correlation",
+        )
+    fits = fitted_methods(evaluation)
+    removed = choose_removals(
+        _own_influence(evaluation, fits),
+        wanted.removals,
+        wanted.highest,
+        np.random.default_rng([wanted.seed, 4]),
+    )
+    scores, controls = all_scores(evaluation, fits, evaluation.asked)
+    left = [(f"all but example {row}", np.delete(np.arange(n), row)) for row in removed]
+    facts = {"removals": len(removed), "highest": min(wanted.highest, len(removed))}
+    ids = setup.run.samples.ids[setup.training_rows]
+    return _one_at_a_time(evaluation, scores, controls, removed, left, facts, "train_id", ids)
+
+
+def _own_influence(evaluation: EvaluationParts, fits: Fits) -> Array:
+    """[n]: self-influence by the config's method, or the gradient norm where that would take a solve an
+    example.
+    """
+    _, fitted = fits[evaluation.main]
+    if all(one.has_self_influence for one in fitted):
+        return self_influences(evaluation.methods[evaluation.main], fitted, evaluation.average)
+    evaluation.notes.append(
+        f"{evaluation.main} has no cheap self-influence: the removals with the highest gradient norm"
+        " are taken in its place"
+    )
+    return own_controls(evaluation.training)[NORM]
 
 
 def evaluate_groups(evaluation: EvaluationParts) -> Found:
@@ -54,53 +102,105 @@ def evaluate_groups(evaluation: EvaluationParts) -> Found:
     scores, controls = all_scores(evaluation, fitted_methods(evaluation), evaluation.asked)
     sums = {name: group_sums(matrix, groups)[1] for name, matrix in scores.items()}
     sums[SIZE] = np.repeat(sizes[:, None].astype(float), len(evaluation.asked), 1)
-    everything = np.arange(len(groups))
-    left = [("all examples", everything)]
-    left += [
+    left = [
         (f"all but the group {names[group]}", np.flatnonzero(groups != names[group])) for group in removed
     ]
-    rises = rises_without(evaluation, left)
+    facts = {"groups": len(names), "removals": len(removed)}
+    return _one_at_a_time(
+        evaluation, sums, {*controls, SIZE}, removed, left, facts, "group", names.astype(str)
+    )
+
+
+def _one_at_a_time(
+    evaluation: EvaluationParts,
+    scores: dict[str, Array],
+    controls: set[str],
+    removed: Array,
+    left: list[tuple[str, Array]],
+    facts: dict[str, Any],
+    column: str,
+    names: Array,
+) -> Found:
+    """How scores [n, m] correlate with the rises of the queries' measurement without each of the `removed`
+    [k] examples, or groups, of n.
+
+    left: what is trained on without each of them: name, rows. facts: those of the evaluation, to which those
+    of the models are added. column, names [n]: what the table of points calls them.
+    """
+    outcomes = _outcomes_of(
+        evaluation, [("all examples", np.arange(len(evaluation.training))), *left], evaluation.asked
+    )
+    rises = outcomes[1:] - outcomes[0]
     actual = rises.mean(1)
+    found = leave_one_out(scores, removed, actual)
     rows = []
-    for name, score in leave_one_out(sums, removed, actual).items():
+    for name, score in found.items():
         values = asdict(score)
-        low, high = values.pop("interval")
         del values["per_query"]
-        rows.append(
-            {"method": name, "control": name in {*controls, SIZE}, "low": low, "high": high, **values}
-        )
+        interval = ends(values.pop("interval"))
+        rows.append({"method": name, "control": name in controls, **interval, **values})
     facts = {
-        "groups": len(names),
-        "removals": len(removed),
+        **facts,
         "seeds": evaluation.seeds,
         "queries": len(evaluation.asked),
         "models": evaluation.models,
         **ceiling_facts(rises),
     }
+    query_ids = evaluation.setup.query_reader.samples.ids[evaluation.asked]
     points = pd.DataFrame(
         {
-            "group": np.repeat(names[removed].astype(str), len(evaluation.asked)),
-            "query_id": np.tile(setup.query_reader.samples.ids[evaluation.asked], len(removed)),
-            "predicted": sums[evaluation.main][removed].ravel(),
+            column: np.repeat(names[removed], len(query_ids)),
+            "query_id": np.tile(query_ids, len(removed)),
+            "predicted": scores[evaluation.main][removed].ravel(),
             "actual": actual.ravel(),
         }
     )
-    correlations = {name: score.per_query for name, score in leave_one_out(sums, removed, actual).items()}
+    correlations = {name: score.per_query for name, score in found.items()}
     return Found(frame(rows), facts, per_query(evaluation, evaluation.asked, correlations), points)
 
 
-def rises_without(evaluation: EvaluationParts, left: list[tuple[str, Array]]) -> Array:
-    """[sets - 1, seeds, m]: how much larger the measurements are of models trained on each of these sets of
-    rows than of those trained on the first one, by the same seeds.
-    """
-    jobs = [
-        Job(f"{name}, seed {repeat}", rows, seed_of(evaluation.wanted.seed, 0, repeat))
-        for name, rows in left
-        for repeat in range(evaluation.seeds)
-    ]
-    outcomes = evaluation.outcomes(jobs, evaluation.asked).reshape(len(left), evaluation.seeds, -1)
-    found: Array = outcomes[1:] - outcomes[0]
-    return found
+def evaluate_removal(evaluation: EvaluationParts) -> Found:
+    """Rises of queries whose strongest proponents are left out."""
+    wanted, n = evaluation.wanted, len(evaluation.training)
+    if max(wanted.ks) >= n:
+        raise ConfigError(
+            f"influence.evaluate.ks has {max(wanted.ks)}, and there are {n} training examples",
+            expected="fewer than there are",
+        )
+    count = min(wanted.explained, len(evaluation.asked))
+    asked = np.sort(np.random.default_rng([wanted.seed, 5]).choice(evaluation.asked, count, replace=False))
+    scores, names = all_scores(evaluation, fitted_methods(evaluation), asked, only=(RANDOM, NEIGHBOUR))
+    left = {
+        (name, k, query): np.delete(np.arange(n), strongest(matrix, query, k))
+        for name, matrix in scores.items()
+        for k in wanted.ks
+        for query in range(count)
+    }
+    found, place = _outcomes_of_sets(evaluation, left, "of removed examples", asked)
+    outcomes = found.mean(1)
+    rises = {
+        name: {
+            k: np.array([outcomes[place[name, k, q], q] - outcomes[0, q] for q in range(count)])
+            for k in wanted.ks
+        }
+        for name in scores
+    }
+    rows, details = [], []
+    for name, k, score in _removal_scores(rises, evaluation.main):
+        rows.append(
+            {
+                "method": name,
+                "control": name in names,
+                "removed": k,
+                "rise": score.rise,
+                **ends(score.interval),
+                "ahead": score.ahead,
+                **ends(score.ahead_interval, "ahead_"),
+            }
+        )
+        details.append(per_query(evaluation, asked, {name: score.per_query}).assign(removed=k))
+    facts = {"queries": count, "seeds": evaluation.seeds, "models": evaluation.models}
+    return Found(frame(rows), facts, pd.concat(details, ignore_index=True))
 
 
 def evaluate_curve(evaluation: EvaluationParts) -> Found:
@@ -119,7 +219,6 @@ def evaluate_curve(evaluation: EvaluationParts) -> Found:
     joined = {name: _joined(matrix, how) for name, matrix in scores.items()}
     # Of the control, rows of large loss are taken for those that hurt.
     joined |= {name: -values for name, values in joined.items() if name in controls}
-    everything = np.arange(n)
     left: dict[tuple[str, str, int], Array] = {}
     for name, values in joined.items():
         for side, sign in SIDES.items():
@@ -128,11 +227,15 @@ def evaluate_curve(evaluation: EvaluationParts) -> Found:
     draws = {k: np.random.default_rng([wanted.seed, 8, k]) for k in counts}
     places = list(map(str, range(wanted.seeds)))  # as many random sets as there are seeds
     random = {
-        (RANDOM, place, k): np.sort(draws[k].choice(everything, n - k, replace=False))
+        (RANDOM, place, k): np.sort(draws[k].choice(np.arange(n), n - k, replace=False))
         for place in places
         for k in counts
     }
-    rises = _rises_of_sets(evaluation, everything, {**left, **random})
+    outcomes, place_of = _outcomes_of_sets(
+        evaluation, {**left, **random}, "of rows that are left", evaluation.asked
+    )
+    mean = (outcomes - outcomes[0]).mean(1)
+    rises = {key: mean[place] for key, place in place_of.items()}
     for k in counts:
         drawn = np.mean([rises[RANDOM, place, k] for place in places], axis=0)
         rises |= {(RANDOM, side, k): drawn for side in SIDES}
@@ -144,27 +247,22 @@ def evaluate_curve(evaluation: EvaluationParts) -> Found:
     rows_found, details = [], []
     for side in SIDES:
         of_side = {name: {k: rises[name, side, k] for k in counts} for name in (*joined, RANDOM)}
-        for name, curve in removal(of_side, evaluation.main).items():
-            for k, score in curve.items():
-                ahead = (None, None) if score.ahead_interval is None else score.ahead_interval
-                own = name not in controls and name != RANDOM
-                rows_found.append(
-                    {
-                        "method": name,
-                        "control": not own,
-                        "side": side,
-                        "removed": k,
-                        "rise": score.rise,
-                        "low": score.interval[0],
-                        "high": score.interval[1],
-                        "predicted": predicted.get((name, side, k)),
-                        "ahead": score.ahead,
-                        "ahead_low": ahead[0],
-                        "ahead_high": ahead[1],
-                    }
-                )
-                each = per_query(evaluation, evaluation.asked, {name: score.per_query})
-                details.append(each.assign(side=side, removed=k))
+        for name, k, score in _removal_scores(of_side, evaluation.main):
+            rows_found.append(
+                {
+                    "method": name,
+                    "control": name in controls or name == RANDOM,
+                    "side": side,
+                    "removed": k,
+                    "rise": score.rise,
+                    **ends(score.interval),
+                    "predicted": predicted.get((name, side, k)),
+                    "ahead": score.ahead,
+                    **ends(score.ahead_interval, "ahead_"),
+                }
+            )
+            each = per_query(evaluation, evaluation.asked, {name: score.per_query})
+            details.append(each.assign(side=side, removed=k))
     facts = {
         "queries": len(evaluation.asked),
         "seeds": evaluation.seeds,
@@ -181,12 +279,37 @@ def _joined(scores: Array, how: OverQueries) -> Array:
     return found
 
 
-def _rises_of_sets(
-    evaluation: EvaluationParts, everything: Array, left: dict[tuple[str, str, int], Array]
-) -> dict[tuple[str, str, int], Array]:
-    """key -> [m], the mean over the seeds. Methods agree on many a set: each is trained once."""
-    sets = {everything.tobytes(): everything, **{rows.tobytes(): rows for rows in left.values()}}
-    order = {key: place - 1 for place, key in enumerate(sets)}
-    named = [(f"set {place} of rows that are left", rows) for place, rows in enumerate(sets.values())]
-    found = rises_without(evaluation, named).mean(1)
-    return {key: found[order[rows.tobytes()]] for key, rows in left.items()}
+def _outcomes_of(evaluation: EvaluationParts, sets: Iterable[tuple[str, Array]], queries: Array) -> Array:
+    """[sets, seeds, m]: what models of each set of rows (name, rows) measure on these queries; the seeds are
+    the same for all sets.
+    """
+    jobs = [
+        Job(f"{name}, seed {repeat}", rows, seed_of(evaluation.wanted.seed, 0, repeat))
+        for name, rows in sets
+        for repeat in range(evaluation.seeds)
+    ]
+    return evaluation.outcomes(jobs, queries).reshape(-1, evaluation.seeds, len(queries))
+
+
+def _outcomes_of_sets(
+    evaluation: EvaluationParts, left: Mapping[Key, Array], words: str, queries: Array
+) -> tuple[Array, dict[Key, int]]:
+    """(`_outcomes_of` all rows, and of each set of rows that are left; the place of each key's set). Methods
+    agree on many a set: each is trained once. words: what sets are called in messages.
+    """
+    everything = np.arange(len(evaluation.training))
+    sets = {rows.tobytes(): rows for rows in (everything, *left.values())}
+    order = {key: place for place, key in enumerate(sets)}
+    named = [(f"set {place} {words}", rows) for place, rows in enumerate(sets.values())]
+    return _outcomes_of(evaluation, named, queries), {
+        key: order[rows.tobytes()] for key, rows in left.items()
+    }
+
+
+def _removal_scores(
+    rises: Mapping[str, Mapping[int, Array]], main: str
+) -> Iterator[tuple[str, int, RemovalScore]]:
+    """Name, number of removed examples, score: one after another. See `removal`."""
+    for name, curve in removal(rises, main).items():
+        for count, score in curve.items():
+            yield name, count, score

@@ -22,10 +22,9 @@ from psgrad.engine.influence.training_run import TrainingRun, distance
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.models.factory import checkpoint_hash, load_model
 from psgrad.inputs.models.training_functions import resolve_batches, resolve_step
-from psgrad.workflows.analyze_checkpoints import at_weights
 from psgrad.workflows.loaded_parts import Trained, load
-from psgrad.workflows.residence import Ranks, turn_to_read
-from psgrad.workflows.setup import Setup, draws_at_random, require_precision_of_all, setup_of
+from psgrad.workflows.residence import Ranks
+from psgrad.workflows.setup import Setup, at_weights, draws_at_random, require_precision_of_all, setup_of
 
 _RECIPE = ("optimizer", "epochs", "batch_size", "learning_rate", "schedule", "momentum", "weight_decay")
 
@@ -105,18 +104,12 @@ def of_model(model: nn.Module, run: Setup) -> Vectors:
 
 def with_weights(run: Setup, params: Mapping[str, torch.Tensor]) -> Setup:
     """The same with these parameters in a model of their own."""
-    loaded = load_model(
-        run.config.model,
-        run.config.base,
-        run.config.influence.parameters,
-        "influence.parameters",
-        allow_download=run.config.allow_download,
-    )
+    loaded = run.another(run.config.model)
     with torch.no_grad():
         own = dict(loaded.model.named_parameters())
         for name, value in params.items():
             own[name].copy_(value)
-    model = run.placed(loaded.model, run.config.model.dtype)
+    model = run.placed(loaded.model)
     return replace(run, model=model, objective=at_weights(run.objective, model, "the end of the run"))
 
 
@@ -222,26 +215,10 @@ def require_of_groups(config: Config, run: Setup) -> None:
         )
 
 
-def later_run(run: Setup, config: Config, number: int) -> Setup:
-    """The same with the model of another checkpoint."""
-    there = _at(config, number)
-    with turn_to_read(there.model, config.base):
-        loaded = load_model(
-            there.model,
-            config.base,
-            config.influence.parameters,
-            "influence.parameters",
-            allow_download=config.allow_download,
-            in_files=run.supply is not None,
-        )
-        model = run.placed(loaded.model, there.model.dtype)
-    return replace(
-        run,
-        config=there,
-        loaded=loaded,
-        model=model,
-        objective=at_weights(run.objective, model, there.model.checkpoint),
-    )
+def run_at(run: Setup, number: int) -> Setup:
+    """The run at another of its checkpoints. run: at the first one."""
+    checkpoint = checkpoints_of(run.config)[number]
+    return run if number == 0 or checkpoint is None else run.at_checkpoint(checkpoint.path)
 
 
 def sha256_at(config: Config, number: int) -> str | None:

@@ -34,7 +34,6 @@ from psgrad.engine.influence.evaluation.retraining import seed_of
 from psgrad.engine.influence.evaluation.statistics import fitted_to, self_influences
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.errors import ConfigError, InfluenceError
-from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.rows import Block
 from psgrad.reports.evaluation_plots import evaluation_plots
 from psgrad.reports.terminal import json_values
@@ -42,9 +41,9 @@ from psgrad.results import Progress, Say
 from psgrad.results.influence import EVALUATION_FILE, EvaluationResult, evaluation_content
 from psgrad.storage import RunFolder
 from psgrad.user_code import with_code_beside
-from psgrad.workflows.evaluation_kinds import Found, evaluate_lds, evaluate_loo, evaluate_removal, frame
+from psgrad.workflows.evaluation_kinds import Found, evaluate_lds, frame
 from psgrad.workflows.evaluation_parts import Array, EvaluationParts, evaluation_folder, evaluation_of
-from psgrad.workflows.evaluation_sets import evaluate_curve, evaluate_groups
+from psgrad.workflows.evaluation_sets import evaluate_curve, evaluate_groups, evaluate_loo, evaluate_removal
 from psgrad.workflows.influence import described
 from psgrad.workflows.influence_setup import set_up_influence
 from psgrad.workflows.influence_tables import without_nonfinite
@@ -151,16 +150,9 @@ def packed(members: Members) -> Array:
 
 def trained_examples(evaluation: EvaluationParts, state: Array, given: Array) -> Examples:
     """The training examples with these labels, as the model with this state sees them."""
-    run, influence = evaluation.setup.run, evaluation.setup.run.config.influence
+    run = evaluation.setup.run
     bare = run.config.model.model_copy(update={"checkpoint": None, "state_dict_key": None})
-    loaded = load_model(
-        bare,
-        run.config.base,
-        influence.parameters,
-        "influence.parameters",
-        allow_download=run.config.allow_download,
-    )
-    model = loaded.model.to(run.device, run.dtype)
+    model = run.another(bare).model.to(run.device, run.dtype)
     own: Mapping[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     start = 0
     with torch.no_grad():

@@ -29,7 +29,7 @@ from psgrad.results import IndexResult, Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
-from psgrad.workflows.influence_checkpoints import first_run, later_run, sha256_at
+from psgrad.workflows.influence_checkpoints import first_run, run_at, sha256_at
 from psgrad.workflows.influence_queries import chosen_rows
 from psgrad.workflows.run_identity import hashes_of
 from psgrad.workflows.run_manifest import RankReport, rank_facts
@@ -91,7 +91,7 @@ def influence_index(
     new = np.flatnonzero(store.layout.places() >= store.new_rows.start)
 
     def load(number: int) -> Examples:
-        there = run if number == 0 else later_run(run, config, number)
+        there = run_at(run, number)
         read, numbers = chosen_rows(run.reader, new), torch.from_numpy(new)
         return Examples(there.objective, read, len(new), there.stream_options(say), numbers)
 

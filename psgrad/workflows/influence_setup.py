@@ -28,8 +28,7 @@ from psgrad.inputs.reader import CheckedReader
 from psgrad.plugins import METHODS, configured
 from psgrad.results import Say
 from psgrad.user_code import describe_failure
-from psgrad.workflows.analyze_checkpoints import same_weights
-from psgrad.workflows.influence_checkpoints import checkpoints_of, first_run, later_run, replayed
+from psgrad.workflows.influence_checkpoints import checkpoints_of, first_run, replayed, run_at
 from psgrad.workflows.influence_queries import (
     chosen_rows,
     contrasted_rows,
@@ -38,7 +37,7 @@ from psgrad.workflows.influence_queries import (
 )
 from psgrad.workflows.run_identity import digest, flattened, identity, require_same_on_ranks
 from psgrad.workflows.run_progress import read_ahead
-from psgrad.workflows.setup import Setup
+from psgrad.workflows.setup import Setup, same_weights
 
 
 def method_from(config: MethodConfig, base: Path) -> Method:
@@ -192,12 +191,10 @@ def set_up_influence(
         require_one_process(processes)
         run, training = replayed(config, run, say)
     last = len(checkpoints_of(config)) - 1
-    reader, rows = queries_of(
-        config, run, measurement, lambda: later_run(run, config, last) if last else run, processes
-    )
+    reader, rows = queries_of(config, run, measurement, lambda: run_at(run, last), processes)
     views: list[CheckpointView] = []
     for number in range(len(checkpoints_of(config))):
-        there = run if number == 0 else later_run(run, config, number)
+        there = run_at(run, number)
         _require_another(views, there)
         view = _view(there, number, measurement, reader, rows, say, processes)
         views.append(replace(view, checkpoint=replace(view.checkpoint, run=training)))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from psgrad.config import Config, DataConfig
+from psgrad.config import Config, DataConfig, ModelConfig
 from psgrad.config.model import TASK_LOSSES
 from psgrad.engine.execution.memory import give_freed_memory_back, kept_budget
 from psgrad.engine.execution.objective import Forward
@@ -38,6 +38,7 @@ class Loaded:
     """What a config names, before any row went through the model.
 
     Attributes:
+        trained: the parameters that are differentiated.
         dtype, autocast: see `pick_precision`.
         loaded: the model as its factory and checkpoint gave it, and where it came from.
         identity: the hashes of that model.
@@ -48,6 +49,7 @@ class Loaded:
     """
 
     config: Config
+    trained: Trained
     device: torch.device
     dtype: torch.dtype
     autocast: torch.dtype | None
@@ -65,8 +67,22 @@ class Loaded:
         """What brings offloaded weights to the device; None where all are there."""
         return self.residence.supply
 
-    def placed(self, model: nn.Module, frozen: str) -> nn.Module:
+    def another(self, section: ModelConfig, *, in_files: bool = False) -> LoadedModel:
+        """The model of another section model of the config, such as one of another checkpoint, with the same
+        parameters trained; on no device yet. in_files: see `load_model`.
+        """
+        return load_model(
+            section,
+            self.config.base,
+            self.trained.patterns,
+            self.trained.key,
+            allow_download=self.config.allow_download,
+            in_files=in_files,
+        )
+
+    def placed(self, model: nn.Module) -> nn.Module:
         """Another model, such as that of another checkpoint, where this one's is and as this one is."""
+        frozen = self.config.model.dtype
         found = share_weights(place(model, self.device, self.dtype, frozen, self.supply))
         return found if self.recompute is None else self.recompute.add(found)
 
@@ -208,6 +224,7 @@ def load(
     forward = Forward(samples.keywords, loaded.pick, samples.weighted, samples.loss_columns)
     return Loaded(
         config,
+        trained,
         device,
         dtype,
         autocast,

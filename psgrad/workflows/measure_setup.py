@@ -34,8 +34,7 @@ from psgrad.errors import ConfigError, MeasureError, PsgradError
 from psgrad.plugins import MEASURES, configured, find
 from psgrad.results.analyze import SAMPLE_COLUMNS
 from psgrad.user_code import describe_failure
-from psgrad.workflows.analyze_checkpoints import checkpoints_of
-from psgrad.workflows.setup import Setup, draws_at_random
+from psgrad.workflows.setup import Setup, checkpoint_models, draws_at_random
 
 # The columns that every run makes by itself.
 RESERVED = frozenset({*SAMPLE_COLUMNS, "ok", "rows", "token_accuracy"})
@@ -299,7 +298,7 @@ def prepare(
         ),
         classes=run.reader.classes,
         ignore_index=run.criterion.ignore_index,
-        checkpoints=checkpoints_of(run),
+        checkpoints=checkpoint_models(run),
         seed=run.config.analyze.seed,
         shows_inputs=run.config.report.include_inputs,
         say=say,

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from psgrad.engine.privacy.clipping import AdaptiveBound
 from psgrad.engine.privacy.snapshot import Snapshot, tensors_of
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.storage import Ledger, LedgerContent, PrivateRunFolder
@@ -172,21 +171,14 @@ def opened_ledger(
     """The ledger, new or to go on with. own: what this process's line says besides."""
     if before is None:
         return Ledger.create(folder.ledger, {**header, **own, "versions": software()})
-    note = {
-        **own,
-        "checkpoint_step": 0 if snapshot is None else snapshot.metadata["step"],
-        "versions": software(),
-    }
-    mark = (
-        None
-        if snapshot is None
-        else {key: snapshot.metadata[key] for key in ("ledger_position", "ledger_sha256")}
-    )
+    saved = None if snapshot is None else snapshot.metadata
+    note = {**own, "checkpoint_step": 0 if saved is None else saved["step"], "versions": software()}
+    mark = saved and {key: saved[key] for key in ("ledger_position", "ledger_sha256")}
     return Ledger.resume(folder.ledger, note, expected=header, mark=mark, seen=before)
 
 
-def adapted(setup: PrivateSetup, snapshot: Snapshot) -> AdaptiveBound | None:
-    """The adaptive bound where the checkpoint left it."""
-    return (
-        None if setup.adaptive is None else replace(setup.adaptive, bound=float(snapshot.metadata["bound"]))
-    )
+def with_bound_of(setup: PrivateSetup, snapshot: Snapshot) -> PrivateSetup:
+    """The setup with an adaptive bound where the checkpoint left it."""
+    if setup.adaptive is None:
+        return setup
+    return replace(setup, adaptive=replace(setup.adaptive, bound=float(snapshot.metadata["bound"])))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -105,6 +106,17 @@ class PrivateSetup:
         """Step number 0, 1, ... to its noise, for this base of the schedule."""
         schedule = schedule_of(self.privacy)
         return lambda step: Noise(schedule.multiplier(base, step), self.privacy.noise.mechanism)
+
+    def step_arguments(self, base: float) -> dict[str, Any]:
+        """What a step is taken with, by the names of its parts in the engine; base: of the noise schedule."""
+        return {
+            "clipping": self.clipping,
+            "noise": self.noise(base),
+            "sampling": self.sampling,
+            "relation": self.privacy.relation,
+            "expected_batch_size": self.privacy.expected_batch_size,
+            "adaptive": self.adaptive,
+        }
 
     @property
     def loss(self) -> Loss:
@@ -282,12 +294,7 @@ def clipping_of(privacy: PrivacyConfig, parameters: Mapping[str, nn.Parameter]) 
         (group.bound, sum(parameters[name].numel() for name in group.parameters)) for group in clipping.groups
     ]
     # The grid of the largest bound: on a finer one, sums of its group might not fit in 64 bits.
-    grid = (
-        privacy.noise.grid
-        if privacy.noise.grid is not None
-        else max(default_grid(bound, size) for bound, size in sizes)
-    )
-    return replace(clipping, grid=grid)
+    return replace(clipping, grid=privacy.noise.grid or max(default_grid(*each) for each in sizes))
 
 
 def clipping_without_model(privacy: PrivacyConfig) -> Clipping:

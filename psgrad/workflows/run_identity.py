@@ -25,8 +25,7 @@ from psgrad.errors import ConfigError, DistributedError
 from psgrad.inputs.code_identity import CodeIdentity, code_identity
 from psgrad.storage.folders import RunFolder, manifest_of
 from psgrad.wording import short_repr
-from psgrad.workflows.analyze_checkpoints import checkpoints_sha256
-from psgrad.workflows.setup import Setup
+from psgrad.workflows.setup import Setup, checkpoints_sha256
 
 NAMES = "identity.json"
 """Which tensor and which module has which hash, in a run's folder: for the message that says which of them

@@ -1,11 +1,14 @@
 """The parts of a run: what its config names, the function that is differentiated, the reader of its rows, and
-the engine's stream over them.
+the engine's stream over them; the same at other checkpoints of a training run, each of which is known to be
+there and to fit the model before any work, and loaded when asked for.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,15 @@ from psgrad.engine.execution.ranks import spread_rows
 from psgrad.engine.execution.self_check import SelfCheck, self_check
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.builtin.outputs import summary_for
-from psgrad.errors import ConfigError
+from psgrad.engine.measures.measure import CheckpointModel
+from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.derived import DrawnSamples, drawn_rows
+from psgrad.inputs.models.checkpoint_headers import require_checkpoint
+from psgrad.inputs.models.factory import checkpoint_hash
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Samples
 from psgrad.workflows.loaded_parts import Loaded, Trained, load
-from psgrad.workflows.residence import Ranks
+from psgrad.workflows.residence import Ranks, turn_to_read
 
 Loss = Callable[..., Any]
 
@@ -62,6 +68,22 @@ class Setup(Loaded):
             with_unreadable=True,
         )
         return replace(self, reader=reader)
+
+    def at_checkpoint(self, path: Path) -> Setup:
+        """The same with the weights of another checkpoint. Raises CheckpointError where that is one of a
+        model with other parameters.
+        """
+        section = self.config.model.model_copy(update={"checkpoint": path})
+        with turn_to_read(section, self.config.base):
+            loaded = self.another(section, in_files=self.supply is not None)
+            model = self.placed(loaded.model)
+        return replace(
+            self,
+            config=self.config.model_copy(update={"model": section}),
+            loaded=loaded,
+            model=model,
+            objective=at_weights(self.objective, model, path),
+        )
 
     @property
     def randomness(self) -> str:
@@ -183,3 +205,77 @@ def draws_at_random(first_output: Callable[[], Any], model: nn.Module) -> bool:
     except Exception:
         return False
     return random_state.all_states() != before
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------
+
+
+def checkpoint_models(run: Setup) -> list[CheckpointModel]:
+    """The checkpoints of `analyze.checkpoints`, named as in the config; one at a time is in memory.
+
+    Raises ConfigError for a file that is not there and for the same weights twice, CheckpointError for a file
+    that can't be read or does not fit the model.
+    """
+    paths, base = run.config.analyze.checkpoints or [], run.config.base
+    for path in paths:  # all of them, before the first is read
+        require_checkpoint(base / path)
+    met: dict[str, Path] = {}
+    for path in paths:
+        section = run.config.model.model_copy(update={"checkpoint": path})
+        with turn_to_read(section, base):
+            weights = _digest(run.another(section, in_files=run.supply is not None).model)
+        if weights in met:
+            raise same_weights(met[weights], path, "analyze.checkpoints")
+        met[weights] = path
+    return [CheckpointModel(str(path), partial(_objective, run, path)) for path in paths]
+
+
+def _objective(run: Setup, path: Path) -> Objective:
+    return run.at_checkpoint(path).objective.with_summary(None)
+
+
+def same_weights(first: object, second: object, key: str) -> ConfigError:
+    """What is said of two checkpoints of the config's `key` with equal weights. Files are not compared, as
+    torch.save writes a file's name into it.
+    """
+    return ConfigError(
+        f"the checkpoints {first} and {second} hold the same weights",
+        expected="each checkpoint once",
+        cause="one file under two names, or a training run that did not train in between",
+        next_step=f"leave one of them out of {key}; it would count double",
+    )
+
+
+def checkpoints_sha256(run: Setup) -> dict[str, str]:
+    """The hash of each checkpoint's file, by its name in the config."""
+    return {
+        str(path): checkpoint_hash(run.config.base / path) for path in run.config.analyze.checkpoints or []
+    }
+
+
+def at_weights(objective: Objective, model: nn.Module, path: object) -> Objective:
+    """The objective with the model of another checkpoint. Raises CheckpointError where it has other
+    parameters.
+    """
+    found = objective.with_model(model)
+    ours, theirs = (
+        {name: tuple(value.shape) for name, value in each.params.items()} for each in (objective, found)
+    )
+    odd = sorted({name for name, _ in ours.items() ^ theirs.items()})
+    if odd:
+        raise CheckpointError(
+            f"the model of the checkpoint {path} has other parameters than the config's model: {odd[0]}"
+            + (f" and {len(odd) - 1} more" if len(odd) > 1 else ""),
+            expected="checkpoints of one training run",
+            cause="a folder of another model, or an adapter where the config has none",
+        )
+    return found
+
+
+def _digest(model: nn.Module) -> str:
+    """Of the weights; not of the file, into which torch.save writes its name."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in model.state_dict().items():
+        digest.update(f"{name}{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

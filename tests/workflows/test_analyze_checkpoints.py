@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import benchmarks.checkpoints as script
-import psgrad.workflows.analyze_checkpoints as moments
+import psgrad.workflows.setup as moments
 from psgrad.config import load_config
 from psgrad.workflows.analyze import analyze
 from tests.workplace import Workplace
@@ -90,7 +90,7 @@ def test_a_missing_file_is_reported_before_anything_is_loaded(
     training: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training.config["analyze"]["checkpoints"].append("fourth.safetensors")
-    monkeypatch.setattr(moments, "load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(moments.Setup, "another", lambda *_, **__: pytest.fail("loaded"))
     training.refused(2, "fourth.safetensors", "relative to the config file's folder")
     assert not (training.folder / "out").exists()
 
