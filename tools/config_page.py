@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from psgrad.config import Config
-from psgrad.config.schema import schema, sections_in
-from psgrad.config.values import ConfigSection
+from psgrad.config.schema import schema
+from psgrad.config.values import ConfigSection, sections_in
 from tools.made_part import with_made_part
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "config.md"

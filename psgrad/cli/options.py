@@ -43,7 +43,7 @@ def complete_method(incomplete: str) -> list[str]:
 
 def _keys(section: type[ConfigSection], above: str) -> Iterator[str]:
     """The keys that hold plain values, dotted. Lists of sections count as plain: they are written whole."""
-    from psgrad.config.schema import sections_in
+    from psgrad.config.values import sections_in
 
     for key, info in section.model_fields.items():
         inside = next(sections_in(info.annotation), None)

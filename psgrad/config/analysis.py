@@ -25,12 +25,8 @@ class DetectorConfig(NamedSection):
 
 
 class ReferenceConfig(ConfigSection):
-    """Samples that are trusted, against which others are judged: a saved baseline, the folder of a finished
-    run, or a dataset.
-
-    A bare string is the path of a baseline (a .json file) or of a run folder. Of `data` the keys that are
-    left out are those of the config's own data. `baseline` and `run` are relative to the config file, as
-    `data` is.
+    """Samples that are trusted, against which others are judged. A bare string is the path of a baseline (a
+    .json file) or of a run folder.
     """
 
     bare: ClassVar[str] = "run"
@@ -126,10 +122,7 @@ class AnalyzeConfig(ConfigSection):
 
 
 class GateConfig(ConfigSection):
-    """What a run may hold and still pass: `psgrad check`, and `psgrad analyze --check`.
-
-    `baseline` and `ignore` are relative to the config file.
-    """
+    """What a run may hold and still pass: `psgrad check`, and `psgrad analyze --check`."""
 
     max_outliers: Annotated[int, Field(ge=0)] | None = None
     """The largest number of outliers that passes; null for any number."""

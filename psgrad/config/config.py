@@ -13,8 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, create
 
 from psgrad.config.analysis import AnalyzeConfig, GateConfig
 from psgrad.config.data import SOURCE_KEYS, DataConfig
-from psgrad.config.influence import InfluenceConfig
-from psgrad.config.influence_queries import MEASUREMENTS
+from psgrad.config.influence import MEASUREMENTS, InfluenceConfig
 from psgrad.config.model import LABELS_FROM_TEXT, TASK_LOSSES, TASKS, ModelConfig
 from psgrad.config.plugin_options import installed_plugins, own_plugins, plugin_names, type_of
 from psgrad.config.privacy import PrivacyConfig
@@ -101,7 +100,6 @@ class LossConfig(create_model("_LossOptions", __base__=_LossName, **_loss_option
     @model_validator(mode="after")
     def _options_of_this_loss(self) -> LossConfig:
         takes = LOSS_OPTIONS.get(self.name, frozenset())
-        # A default says nothing: a resolved config, with all its defaults, must load again.
         refused = sorted(
             self.not_default() - {"name"} - takes - ({"columns"} if is_callable_spec(self.name) else set())
         )

@@ -1,5 +1,5 @@
-"""The section of `psgrad influence`: which queries, which method, at which checkpoints, what is kept of the
-scores; and the index of training gradients: what it holds, and how it is searched.
+"""The section of `psgrad influence`: which number of which queries, which method, at which checkpoints, what
+is kept of the scores; and the index of training gradients: what it holds, and how it is searched.
 
 The options of a method are its own, and checked where the method is known: see
 psgrad/engine/influence/methods.
@@ -11,19 +11,65 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from psgrad.config.checkpoint_lists import listed_checkpoints
+from psgrad.config.data import QueriesConfig
 from psgrad.config.influence_evaluation import EvaluationConfig, MethodConfig, TrainingConfig
-from psgrad.config.influence_queries import MeasurementConfig, QueriesConfig
-from psgrad.config.values import ConfigSection, FilePath, Finite, ParameterPatterns
+from psgrad.config.values import (
+    ConfigSection,
+    FilePath,
+    Finite,
+    ParameterPatterns,
+    did_you_mean,
+    first_twice,
+    is_callable_spec,
+)
+
+MEASUREMENTS = ("loss", "margin", "logit", "log_probability")
+"""What of a query is explained, by name."""
+
+
+def _measurement_name(value: str) -> str:
+    if value in MEASUREMENTS or is_callable_spec(value):
+        return value
+    meant = did_you_mean(value, MEASUREMENTS, before="", after=" ")
+    raise ValueError(
+        f"there is no measurement {value!r}; {meant}known: {', '.join(MEASUREMENTS)}; or module:callable"
+    )
+
+
+class MeasurementConfig(ConfigSection):
+    """What of a query is explained: its loss, the margin or the logit of its class, the log-probability of
+    its class or of all its tokens, or a callable of (output, target) that returns one number. `larger_is`
+    says whether a large one is good for the query; it is known for the named ones.
+    """
+
+    bare: ClassVar[str] = "name"
+
+    name: Annotated[str, AfterValidator(_measurement_name)] = "loss"
+    """loss, margin, logit, log_probability, or module:callable(output, target) that returns one number for
+    each query.
+    """
+    larger_is: Literal["better", "worse"] | None = None
+    """Of a callable of your own: whether a large value is good for the query."""
+
+    @model_validator(mode="after")
+    def _only_for_callables(self) -> MeasurementConfig:
+        if self.name in MEASUREMENTS and self.larger_is is not None:
+            raise ValueError(f"larger_is goes with a callable of your own; of {self.name} it is known")
+        if self.name not in MEASUREMENTS and self.larger_is is None:
+            raise ValueError(
+                "larger_is is missing: better, or worse as a loss has it; without it scores would have no"
+                " sign"
+            )
+        return self
 
 
 class IndexConfig(ConfigSection):
     """An index of the training gradients, built once by `psgrad influence index` and asked many times.
 
-    `path` is relative to the current directory, as `output` is. The rest is as in
-    psgrad.engine.influence.index.stored_index.IndexSpec.
+    All but `path` is as in psgrad.engine.influence.index.stored_index.IndexSpec.
     """
 
     bare: ClassVar[str] = "path"
@@ -180,7 +226,7 @@ class InfluenceConfig(ConfigSection):
     @model_validator(mode="after")
     def _each_checkpoint_once(self) -> InfluenceConfig:
         paths = [checkpoint.path for checkpoint in self.checkpoints or []]
-        twice = next((path for path in paths if paths.count(path) > 1), None)
+        twice = first_twice(paths)
         if twice is not None:
             raise ValueError(f"the checkpoint {twice} is listed twice; it would count double")
         if self.checkpoints is not None and not paths:

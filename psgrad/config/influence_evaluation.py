@@ -108,8 +108,7 @@ class TrainingConfig(RecipeConfig):
             "batches": ("epochs", "batch_size"),
         }
         for key, others in refused.items():
-            # A default says nothing: a resolved config, with all its defaults, must load again.
-            given = [name for name in others if getattr(self, name) != type(self).model_fields[name].default]
+            given = [name for name in others if name in self.not_default()]
             if getattr(self, key) is not None and given:
                 raise ValueError(
                     f"with a {key} of your own ({getattr(self, key)}) training does not take"
@@ -124,10 +123,7 @@ class TrainConfig(RecipeConfig):
     """How a model is trained again, from the fresh weights of the model's factory. A bare string is a
     training function of your own.
 
-    function: `module:callable`, called as train(model, inputs, target, seed), which returns the trained
-    model. Without it the built-in trainer trains many models at once by `optimizer`; newton, for convex
-    objectives alone, holds n * weight_decay fixed on removal, and the others have weight_decay as torch's
-    optimisers do. `together` models are trained, and kept, at a time.
+    That returns the trained model. The built-in trainer trains many models at once by `optimizer`.
     """
 
     bare: ClassVar[str] = "function"
@@ -145,10 +141,7 @@ class TrainConfig(RecipeConfig):
 
     @model_validator(mode="after")
     def _options_of_this_training(self) -> TrainConfig:
-        # A default says nothing: a resolved config, with all its defaults, must load again.
-        given = {
-            name for name, info in TrainConfig.model_fields.items() if getattr(self, name) != info.default
-        }
+        given = self.not_default()
         if self.function is not None:
             refused, who = (
                 given - {"function", "together"},
@@ -164,9 +157,6 @@ class TrainConfig(RecipeConfig):
 class TuningConfig(ConfigSection):
     """The damping of each method that has one, chosen by the score on other subsets and other queries than
     those that are reported.
-
-    subsets: how many others. queries: how many of the queries are set aside for it, at random, and not
-    reported. dampings: the candidates, as multiples of the curvature's mean eigenvalue.
     """
 
     subsets: Annotated[int, Field(ge=3)] = 30

@@ -1,13 +1,12 @@
-"""The part of a private run's config that says what each record is clipped to, and how much noise goes on
-top.
-
-The part of a private run's config that says how batches are drawn, and out of what.
+"""The parts of a private run's config that say what each record is clipped to, how much noise goes on top,
+and how batches are drawn, out of what.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeGuard
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -16,8 +15,8 @@ from psgrad.config.values import CallableSpec, ConfigSection, Finite, described
 # -- Clipping ------------------------------------------------------------------------------------------------
 
 
-def _positive(value: object) -> bool:
-    return type(value) in (int, float) and 0 < float(value) < float("inf")  # type: ignore[arg-type]
+def is_positive(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 class AdaptiveConfig(ConfigSection):
@@ -37,7 +36,7 @@ def _groups(value: object) -> object:
     if isinstance(value, str) and value in ("flat", "layer", "parameter"):
         return value
     if isinstance(value, dict) and value and all(isinstance(pattern, str) for pattern in value):
-        wrong = [pattern for pattern, norm in value.items() if not _positive(norm)]
+        wrong = [pattern for pattern, norm in value.items() if not is_positive(norm)]
         if not wrong:
             return {pattern: float(norm) for pattern, norm in value.items()}
         raise ValueError(
@@ -53,8 +52,7 @@ class ClippingConfig(ConfigSection):
     """What each record's gradient is scaled down to.
 
     norm: the bound on a whole record, which `layer` and `parameter` share out equally (bound / root of the
-    number of groups). Patterns have a bound each. rule: clip scales what is longer down to the bound;
-    automatic scales all to bound / (norm + stability).
+    number of groups).
     """
 
     not_taken: ClassVar[Mapping[str, str]] = {
@@ -120,8 +118,7 @@ class ScheduleConfig(ConfigSection):
     """The noise multiplier of step t = 0, 1, ..., as a multiple of noise.multiplier (or of the one that meets
     target_epsilon).
 
-    constant: 1. step: factor^(t // every). exponential: factor^t. list: one number a step, which are the
-    multipliers themselves where noise has neither multiplier nor target_epsilon.
+    list: the multipliers themselves, where noise has neither multiplier nor target_epsilon.
     """
 
     kind: Literal["constant", "step", "exponential", "list"]
@@ -231,9 +228,8 @@ SAMPLERS = {
 class SamplingConfig(ConfigSection):
     """How the records of a step are drawn.
 
-    poisson: each record by itself, with probability `sample_rate`. truncated_poisson: the same, and of more
-    than `max_batch_size` a random part so large; `dataset_size` is the number of records, which is public
-    then. fixed: `batch_size` records, every set of them as likely; accounted without amplification.
+    truncated_poisson: of more than `max_batch_size` records a random part so large. fixed: every set of
+    `batch_size` records is as likely; accounted without amplification.
     """
 
     not_taken: ClassVar[Mapping[str, str]] = {
@@ -295,11 +291,7 @@ _TAKES: Mapping[Scheme, tuple[str, ...]] = {
 
 
 class UnitConfig(ConfigSection):
-    """A record is all rows with one value in `column`; their gradients are averaged or summed before the
-    clipping.
-
-    Of a unit with more than `max_rows` rows the first ones in dataset order count, and the others never.
-    """
+    """A record is all rows with one value in `column`; of them the first `max_rows` in dataset order count."""
 
     column: str
     """The column that says which record a row belongs to."""

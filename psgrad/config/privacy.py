@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeGuard
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -23,6 +23,7 @@ from psgrad.config.mechanism import (
     RelationName,
     SamplingConfig,
     UnitConfig,
+    is_positive,
 )
 from psgrad.config.values import ConfigSection, Finite, ParameterPatterns, described
 
@@ -79,10 +80,6 @@ def _interval(value: object) -> object:
     raise ValueError(f"got {described(value)}, expected a number of steps, or a time such as 30s, 5min or 1h")
 
 
-def _is_positive(value: Any) -> TypeGuard[float]:
-    return type(value) in (int, float) and 0 < value < math.inf
-
-
 def _steps_in(epochs: float, sample_rate: float) -> int:
     """How many steps that many passes are, each of which draws a record with probability `sample_rate`;
     rounded up, where it is not a whole number but for rounding.
@@ -91,11 +88,7 @@ def _steps_in(epochs: float, sample_rate: float) -> int:
 
 
 class PrivacyConfig(ConfigSection):
-    """A differentially private run of `steps` steps.
-
-    expected_batch_size is what the noisy sum is divided by: a public constant, never the size of the batch
-    that was drawn.
-    """
+    """A differentially private run of `steps` steps."""
 
     not_taken: ClassVar[Mapping[str, str]] = {
         **SAMPLERS,
@@ -158,20 +151,20 @@ class PrivacyConfig(ConfigSection):
         if not isinstance(value, dict):
             return value
         found, size = dict(value), value.get("batch_size")
-        if _is_positive(size):
+        if is_positive(size):
             found.setdefault("expected_batch_size", float(size))
         if not isinstance(found.get("sampling"), dict):
             return found
         sampling = dict(found["sampling"])
         records = sampling.get("dataset_size")
-        if _is_positive(size):
+        if is_positive(size):
             if sampling.get("scheme") == "fixed":
                 sampling.setdefault("batch_size", size)
-            elif _is_positive(records) and sampling.get("sample_rate") is None and size <= records:
+            elif is_positive(records) and sampling.get("sample_rate") is None and size <= records:
                 sampling["sample_rate"] = size / records
                 if sampling.get("scheme") == "poisson":
                     sampling.pop("dataset_size")  # which the rate says by now
-        if _is_positive(found.get("epochs")) and _is_positive(sampling.get("sample_rate")):
+        if is_positive(found.get("epochs")) and is_positive(sampling.get("sample_rate")):
             found.setdefault("steps", _steps_in(found["epochs"], sampling["sample_rate"]))
         return {**found, "sampling": sampling}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from psgrad.config.analysis import GateConfig
 from psgrad.config.config import Config
 from psgrad.config.model import FOLDERS, MADE
-from psgrad.config.values import ConfigSection, described, did_you_mean, nearest
+from psgrad.config.values import ConfigSection, described, did_you_mean, nearest, sections_in
 from psgrad.errors import ConfigError
 from psgrad.yaml12 import KeyPath, parse
 
@@ -279,15 +279,9 @@ def _section_at(path: KeyPath) -> type[ConfigSection]:
 
 
 def _sections(section: type[ConfigSection]) -> dict[str, type[ConfigSection]]:
-    """The groups of keys inside one, those that may be absent included."""
-    found = {}
-    for name, info in section.model_fields.items():
-        kinds = [info.annotation]
-        for kind in kinds:  # of lists and unions of groups, too
-            kinds += get_args(kind)
-            if isinstance(kind, type) and issubclass(kind, ConfigSection):
-                found[name] = kind
-    return found
+    """The groups of keys inside one, those that may be absent included, and those of lists and unions."""
+    fields = section.model_fields.items()
+    return {name: kind for name, info in fields for kind in sections_in(info.annotation)}
 
 
 def _all_sections(section: type[ConfigSection], above: str = "") -> Iterator[tuple[str, type[ConfigSection]]]:

@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 
 from psgrad.config.config import LOSS_OPTIONS, Config
 from psgrad.config.plugin_options import Group, own_plugins
-from psgrad.config.values import ConfigSection
+from psgrad.config.values import ConfigSection, sections_in
 from psgrad.yaml12 import parse
 
 FILLED_IN: Mapping[str, tuple[str, ...]] = {
@@ -35,14 +35,6 @@ def meanings(section: type[ConfigSection]) -> dict[str, str]:
     """key -> what it means in a sentence, of all keys of a section."""
     words = {name: " ".join((info.description or "").split()) for name, info in section.model_fields.items()}
     return {name: f"{text[:1].upper()}{text[1:].rstrip('.')}." for name, text in words.items()}
-
-
-def sections_in(annotation: object) -> Iterator[type[ConfigSection]]:
-    """The sections that a type is made of: itself, those it may be, and those it lists."""
-    if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
-        yield annotation
-    for part in get_args(annotation):
-        yield from sections_in(part)
 
 
 _PLACE = "#/definitions/"
@@ -244,13 +236,14 @@ def _meaning(meaning: str, info: FieldInfo, filled: bool) -> str:
     inside, listed = _inside(info.annotation)
     if inside is not None and (listed or info.default is None):
         return f"{'None' if listed else 'Left out'} by default. {meaning}"
-    few = [value for kind in (info.annotation, *get_args(info.annotation)) for value in _choices(kind)]
+    few = [
+        value
+        for kind in (info.annotation, *get_args(info.annotation))
+        for value in get_args(kind)
+        if isinstance(value, str)
+    ]
     known = len(few) < 2 or all(re.search(rf"\b{re.escape(choice)}\b", meaning) for choice in few)
     return meaning if known else f"{meaning[:-1]} ({', '.join(few)})."
-
-
-def _choices(kind: object) -> list[str]:
-    return [value for value in get_args(kind) if isinstance(value, str)]
 
 
 def _default(info: FieldInfo) -> str:

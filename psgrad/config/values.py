@@ -11,9 +11,9 @@ import ast
 import difflib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -99,7 +99,9 @@ class ConfigSection(BaseModel):
         return {cls.bare: value} if cls.bare and isinstance(value, str) else value
 
     def not_default(self) -> set[str]:
-        """The keys whose values are not their defaults."""
+        """The keys whose values are not their defaults. A default says nothing: a resolved config, with all its
+        defaults, must load again.
+        """
         fields = type(self).model_fields.items()
         return {
             name
@@ -113,6 +115,14 @@ class ConfigSection(BaseModel):
         """
         found: dict[str, Any] = self.model_dump(mode="json", exclude=set(self.later - self.not_default()))
         return found
+
+
+def sections_in(annotation: object) -> Iterator[type[ConfigSection]]:
+    """The sections that a type is made of: itself, those it may be, and those it lists."""
+    if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
+        yield annotation
+    for part in get_args(annotation):
+        yield from sections_in(part)
 
 
 class NamedSection(ConfigSection):

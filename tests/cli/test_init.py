@@ -16,8 +16,8 @@ import pytest
 
 from psgrad.cli import main
 from psgrad.config import Config, load_config
-from psgrad.config.schema import commented, sections_in
-from psgrad.config.values import ConfigSection
+from psgrad.config.schema import commented
+from psgrad.config.values import ConfigSection, sections_in
 from psgrad.yaml12 import parse
 
 KINDS = ("image", "tabular", "text")
