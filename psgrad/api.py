@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
 from psgrad.config import Config, config_from
 from psgrad.config import load_config as _load
@@ -82,7 +82,13 @@ def __getattr__(name: str) -> Any:
 
 AnyConfig = Config | Mapping[str, Any] | str | PathLike[str]
 AnyPath = str | PathLike[str]
+Result = TypeVar("Result")
 Say = Callable[["Progress"], None]
+
+
+def _whole(result: Result | None) -> Result:
+    assert result is not None, "one process has the whole result"
+    return result
 
 
 def load_config(config: AnyConfig, settings: Sequence[str] = ()) -> Config:
@@ -119,17 +125,17 @@ def analyze(
     from psgrad.workflows.analyze import analyze as run_analyze
 
     with config_of(config, objects, resume=resume) as found:
-        result = run_analyze(
-            found,
-            limit=limit,
-            sample=sample,
-            resume=resume,
-            overwrite=overwrite,
-            report=report,
-            progress=progress,
+        return _whole(
+            run_analyze(
+                found,
+                limit=limit,
+                sample=sample,
+                resume=resume,
+                overwrite=overwrite,
+                report=report,
+                progress=progress,
+            )
         )
-        assert result is not None, "one process has the whole result"
-        return result
 
 
 def load_run(run: AnyPath) -> AnalyzeResult:
@@ -201,9 +207,9 @@ def influence(
     from psgrad.workflows.influence import influence as run_influence
 
     with config_of(config, objects) as found:
-        result = run_influence(found, overwrite=overwrite, matrix=matrix, report=report, progress=progress)
-        assert result is not None, "one process has the whole result"
-        return result
+        return _whole(
+            run_influence(found, overwrite=overwrite, matrix=matrix, report=report, progress=progress)
+        )
 
 
 def influence_index(
@@ -221,11 +227,9 @@ def influence_index(
     from psgrad.workflows.influence_index import influence_index as run_influence_index
 
     with config_of(config, objects, resume=resume) as found:
-        result = run_influence_index(
-            found, resume=resume, overwrite=overwrite, update=update, progress=progress
+        return _whole(
+            run_influence_index(found, resume=resume, overwrite=overwrite, update=update, progress=progress)
         )
-        assert result is not None, "one process has the whole result"
-        return result
 
 
 def evaluate_influence(
@@ -244,9 +248,9 @@ def evaluate_influence(
 
     folder = None if output is None else Path(output)
     with config_of(config, objects) as found:
-        result = run_evaluate_influence(found, kind, output=folder, overwrite=overwrite, progress=progress)
-        assert result is not None, "one process has the whole result"
-        return result
+        return _whole(
+            run_evaluate_influence(found, kind, output=folder, overwrite=overwrite, progress=progress)
+        )
 
 
 def dp_step(
@@ -265,11 +269,11 @@ def dp_step(
     from psgrad.workflows.dp_step import dp_step as run_dp_step
 
     with config_of(config, objects, resume=resume) as found:
-        result = run_dp_step(
-            found, steps=steps, resume=resume, overwrite=overwrite, moved=moved, progress=progress
+        return _whole(
+            run_dp_step(
+                found, steps=steps, resume=resume, overwrite=overwrite, moved=moved, progress=progress
+            )
         )
-        assert result is not None, "one process has the whole result"
-        return result
 
 
 def dp_plan(config: AnyConfig | None = None, **objects: Unpack[Objects]) -> DPPlanResult:
@@ -291,6 +295,4 @@ def dp_audit(
     from psgrad.workflows.dp_audit import dp_audit as run_dp_audit
 
     with config_of(config, objects) as found:
-        result = run_dp_audit(found, overwrite=overwrite, progress=progress)
-        assert result is not None, "one process has the whole result"
-        return result
+        return _whole(run_dp_audit(found, overwrite=overwrite, progress=progress))

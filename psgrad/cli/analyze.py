@@ -21,14 +21,14 @@ from psgrad.cli.options import (
     part_of,
     read_config,
     require_one_of,
+    require_part_alone,
     say_computed,
 )
-from psgrad.cli.processes import ProcessesOption, require_one, shared_run
+from psgrad.cli.processes import ProcessesOption, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 from psgrad.errors import EXIT_OK
 
 if TYPE_CHECKING:
-    from psgrad.config import Config
     from psgrad.results import AnalyzeResult
 
 
@@ -99,17 +99,19 @@ def analyze(
     """
     require_one_of(quiet and verbose, "--quiet", "--verbose")
     require_one_of(resume and overwrite, "--resume", "--overwrite")
-    if part is not None:
-        require_one("analyze --part")
+    require_part_alone(part, "analyze", {"--processes": processes > 1, "--overwrite": overwrite})
     resolved = read_config(config, settings, output)
+    style = ProgressStyle.none if quiet else shown
+    if part is not None:
+        number, count = part_of(part)
+        from psgrad.workflows.parts import measure_part
+
+        with progress_display(style) as progress:
+            folder = measure_part(resolved, number, count, limit=limit, sample=sample, progress=progress)
+        typer.echo(str(folder))
+        return
     from psgrad.workflows.analyze import analyze as run_analyze
 
-    if part is not None:
-        require_one_of(processes > 1, "--part", "--processes")
-        require_one_of(overwrite, "--part", "--overwrite")
-        _measure_part(resolved, part, limit, sample, ProgressStyle.none if quiet else shown)
-        return
-    style = ProgressStyle.none if quiet else shown
     with shared_run(processes, style, resolved.output) as (group, progress):
         result = run_analyze(
             resolved,
@@ -126,40 +128,37 @@ def analyze(
     show_result(result, resolved.analyze.top, check, as_json, quiet, verbose)
 
 
-def _measure_part(config: Config, part: str, limit: float | None, sample: bool, style: ProgressStyle) -> None:
-    """Measure one part of a run, K/N, and print its folder."""
-    number, count = part_of(part)
-    from psgrad.workflows.parts import measure_part
-
-    with progress_display(style) as progress:
-        folder = measure_part(config, number, count, limit=limit, sample=sample, progress=progress)
-    typer.echo(str(folder))
-
-
 def show_result(
     result: AnalyzeResult, top: int, check: bool, as_json: bool, quiet: bool, verbose: bool
 ) -> None:
     """Print a finished run, `top` rows of its table. Leaves with the gate's exit code if `check`."""
-    _say(result, quiet, verbose)
+    if not quiet:
+        _say(result, verbose)
     if as_json:
         from psgrad.reports.analyze_terminal import run_content
 
         typer.echo(json.dumps(run_content(result, top), indent=2, allow_nan=False))
     else:
-        _show(result, top, check)
+        from psgrad.reports.analyze_terminal import top_table
+        from psgrad.reports.terminal import print_table
+
+        print_table(top_table(result, top), sys.stdout)
+        if check and result.check is not None:
+            show_check(result.check, "terminal")
+        typer.echo(str(result.folder))
     if check and result.check is not None:
         if as_json and not quiet:
-            _say_verdict(result)
+            from psgrad.reports.ci import render_check
+
+            typer.echo(render_check(result.check, "terminal"), err=True, nl=False)
         if result.check.exit_code != EXIT_OK:
             raise typer.Exit(result.check.exit_code)
 
 
-def _say(result: AnalyzeResult, quiet: bool, verbose: bool) -> None:
+def _say(result: AnalyzeResult, verbose: bool) -> None:
     from psgrad.reports.analyze_terminal import summary
     from psgrad.results.manifest import read_manifest
 
-    if quiet:
-        return
     run = read_manifest(result.manifest)
     if run.partial:
         which = f"{run.counts.samples:,} of {run.counts.in_dataset:,} samples"
@@ -169,20 +168,3 @@ def _say(result: AnalyzeResult, quiet: bool, verbose: bool) -> None:
     typer.echo(summary(result), err=True)
     if verbose:
         say_computed(result.manifest)
-
-
-def _show(result: AnalyzeResult, top: int, check: bool) -> None:
-    from psgrad.reports.analyze_terminal import top_table
-    from psgrad.reports.terminal import print_table
-
-    print_table(top_table(result, top), sys.stdout)
-    if check and result.check is not None:
-        show_check(result.check, "terminal")
-    typer.echo(str(result.folder))
-
-
-def _say_verdict(result: AnalyzeResult) -> None:
-    from psgrad.reports.ci import render_check
-
-    assert result.check is not None
-    typer.echo(render_check(result.check, "terminal"), err=True, nl=False)

@@ -1,4 +1,4 @@
-"""`psgrad check`: evaluates the gate of a finished run."""
+"""`psgrad check`: evaluates the gate of a finished run. `psgrad baseline save`: accepts what it has found."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from psgrad.errors import EXIT_OK
 
 if TYPE_CHECKING:
     from psgrad.results import CheckResult
+    from psgrad.results.findings import BaselineChange
 
 
 class CheckFormat(StrEnum):
@@ -54,6 +55,15 @@ ToFile = Annotated[
 ExitZero = Annotated[
     bool,
     typer.Option("--exit-zero", help="Exit with 0 whatever the verdict is; errors keep their exit codes."),
+]
+BaselinePath = Annotated[
+    Path, typer.Option("--output", metavar="FILE", help="The baseline: a new file, or an existing one.")
+]
+Grow = Annotated[
+    bool,
+    typer.Option(
+        "--grow", help="Also add new findings, and the scores of this run, to an existing baseline."
+    ),
 ]
 
 
@@ -112,3 +122,38 @@ def write_text(text: str, output: Path | None) -> None:
     from psgrad.storage import RunFolder
 
     RunFolder(output.parent).write_bytes(output.name, text.encode("utf-8", "backslashreplace"))
+
+
+@command(Panel.QUALITY, 4, "baseline save")
+def baseline_save(
+    run: RunPath,
+    output: BaselinePath = Path("psgrad-baseline.json"),
+    grow: Grow = False,
+) -> None:
+    """Accept the findings of a finished run, so that later gates count only new ones; store its scores as a
+    reference for later samples.
+
+    An existing baseline only becomes smaller: entries that are no longer found are dropped, and new findings
+    are refused, unless --grow is given. Prints the path of the file.
+    """
+    from psgrad.workflows.check import save_baseline
+
+    change = save_baseline(run, output=output, grow=grow)
+    for line in _words(change):
+        typer.echo(line, err=True)
+    typer.echo(change.path)
+
+
+def _words(change: BaselineChange) -> list[str]:
+    from psgrad.reports.words import count
+
+    held = count(len(change.baseline.findings), "accepted finding")
+    lines = [f"{held}: {change.taken:,} taken in, {change.dropped:,} dropped as they are gone"]
+    if change.refused:
+        lines.append(
+            f"{count(change.refused, 'new finding')} refused: a baseline only shrinks, and these go on to"
+            " count; --grow takes them in"
+        )
+    if change.reference_kept:
+        lines.append("the scores to judge by are those that it had; --grow takes those of this run")
+    return lines

@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Mapping
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,13 +26,14 @@ from psgrad.cli.options import (
     read_config,
     require_alone,
     require_one_of,
+    require_part_alone,
     say_computed,
 )
-from psgrad.cli.processes import ProcessesOption, require_one, shared_run
+from psgrad.cli.processes import ProcessesOption, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
+from psgrad.errors import ConfigError
 
 if TYPE_CHECKING:
-    from psgrad.config import Config
     from psgrad.results import InfluenceResult
 
 
@@ -161,17 +161,20 @@ def influence(
     chosen = {"ids": ids, "where": where, "wrong": wrong or None, "worst": worst}
     settings = [*(settings or ()), *_settings("influence.queries", chosen)]
     settings += _settings("influence.evaluate", {"remove": remove})
-    _require_a_curve(remove, evaluate)
-    if part is not None:
-        require_one_of(processes > 1, "--part", "--processes")
-        require_one_of(overwrite, "--part", "--overwrite")
-        require_one_of(evaluate is not None, "--part", "--evaluate")
-        require_one("influence --part")
+    settings += _settings("influence", {"method": None if method is None else {"name": method}, "top": top})
+    if remove and evaluate is not EvaluationKind.curve:
+        raise ConfigError(
+            "--remove was given without --evaluate curve",
+            expected="--evaluate curve, which leaves rows out and trains again",
+            next_step="add it: nothing else removes rows",
+        )
+    excluded = {"--processes": processes > 1, "--overwrite": overwrite}
+    require_part_alone(part, "influence", {**excluded, "--evaluate": evaluate is not None})
     if evaluate is not None:
         given = {"--matrix": matrix, "--top": top is not None}
         require_alone("--evaluate", "ranks nothing", "a ranking", given)
         # The folder of an evaluation is its own: the config's is that of the scores.
-        resolved = _read(config, settings, None, method, top)
+        resolved = read_config(config, settings, None)
         from psgrad.reports.evaluation import write_evaluation
         from psgrad.workflows.evaluation_parts import evaluation_folder
         from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
@@ -191,7 +194,7 @@ def influence(
                 say_computed(evaluation.manifest)
             write_evaluation(evaluation, style, sys.stdout)
         return
-    resolved = _read(config, settings, output, method, top)
+    resolved = read_config(config, settings, output)
     if part is not None:
         from psgrad.workflows.parts import influence_part
 
@@ -232,11 +235,8 @@ def influence_index(
 
     `influence.index` of the config says where it is and what it stores. Prints its path.
     """
-    if part is not None:
-        require_one_of(processes > 1, "--part", "--processes")
-        require_one_of(overwrite, "--part", "--overwrite")
-        require_one_of(update, "--part", "--update")
-        require_one("influence index --part")
+    excluded = {"--processes": processes > 1, "--overwrite": overwrite, "--update": update}
+    require_part_alone(part, "influence index", excluded)
     require_one_of(update and resume, "--update", "--resume")
     require_one_of(update and overwrite, "--update", "--overwrite")
     resolved = read_config(config, settings, None)
@@ -265,18 +265,6 @@ def influence_index(
         typer.echo(str(folder))
 
 
-def _read(
-    path: Path, settings: list[str] | None, output: Path | None, method: str | None, top: int | None
-) -> Config:
-    """The config, with the options that stand for a setting of it as the last of its settings."""
-    overrides = list(settings or ())
-    if method is not None:
-        overrides.append(f"influence.method={json.dumps({'name': method})}")
-    if top is not None:
-        overrides.append(f"influence.top={top}")
-    return read_config(path, overrides, output)
-
-
 def _settings(section: str, values: Mapping[str, object]) -> list[str]:
     """Changes of a config as `--set` takes them, of those values that are given."""
     return [f"{section}.{key}={json.dumps(value)}" for key, value in values.items() if value]
@@ -287,14 +275,3 @@ def show_scores(result: InfluenceResult, top: int, style: str) -> None:
 
     typer.echo(summary(result), err=True)
     write_influence(result, top, style, sys.stdout)
-
-
-def _require_a_curve(remove: list[str] | None, evaluate: EvaluationKind | None) -> None:
-    from psgrad.errors import ConfigError
-
-    if remove and evaluate is not EvaluationKind.curve:
-        raise ConfigError(
-            "--remove was given without --evaluate curve",
-            expected="--evaluate curve, which leaves rows out and trains again",
-            next_step="add it: nothing else removes rows",
-        )

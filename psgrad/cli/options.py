@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from psgrad.cli.processes import require_one
 from psgrad.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -100,6 +101,16 @@ def require_one_of(both: bool, first: str, second: str) -> None:
         raise ConfigError(
             f"{first} was given together with {second}", expected="one of them", next_step="leave one out"
         )
+
+
+def require_part_alone(part: str | None, command: str, given: Mapping[str, bool]) -> None:
+    """Raises ConfigError for --part with an option that it excludes, or in one of several processes. given:
+    option -> whether it was given.
+    """
+    if part is not None:
+        for other, there in given.items():
+            require_one_of(there, "--part", other)
+        require_one(f"{command} --part")
 
 
 def require_alone(option: str, which: str, others: str, given: Mapping[str, bool]) -> None:

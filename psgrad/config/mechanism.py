@@ -291,7 +291,7 @@ _TAKES: Mapping[Scheme, tuple[str, ...]] = {
 
 
 class UnitConfig(ConfigSection):
-    """A record is all rows with one value in `column`; of them the first `max_rows` in dataset order count."""
+    """A record is all rows with one value in `column`; the first `max_rows` in dataset order count."""
 
     column: str
     """The column that says which record a row belongs to."""

@@ -99,8 +99,8 @@ class ConfigSection(BaseModel):
         return {cls.bare: value} if cls.bare and isinstance(value, str) else value
 
     def not_default(self) -> set[str]:
-        """The keys whose values are not their defaults. A default says nothing: a resolved config, with all its
-        defaults, must load again.
+        """The keys whose values are not their defaults. A default says nothing: a resolved config, with all
+        its defaults, must load again.
         """
         fields = type(self).model_fields.items()
         return {

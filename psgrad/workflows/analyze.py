@@ -131,7 +131,11 @@ def prepared(
     run = set_up(config, config.output / SHARDS, Ranks.of(processes))
     in_dataset, count = len(run.samples), limited(len(run.samples), limit)
     if sample:
-        require_limit(limit)
+        if limit is None:
+            raise ConfigError(
+                "--sample was given without --limit",
+                expected="both: how many rows are drawn, such as --limit 0.1 --sample",
+            )
         read_ahead(run.samples, 0, progress)  # ids, where rows hold them
         run = run.with_drawn_rows(count, config.analyze.seed)
     if processes.leads:
@@ -304,12 +308,3 @@ def _streamed_to(config: Config, limit: int | float | None) -> Config:
         return config
     rows = min(config.data.stream_rows, int(limit))
     return config.model_copy(update={"data": config.data.model_copy(update={"stream_rows": rows})})
-
-
-def require_limit(limit: int | float | None) -> None:
-    """Raises ConfigError for a sample of all rows."""
-    if limit is None:
-        raise ConfigError(
-            "--sample was given without --limit",
-            expected="both: how many rows are drawn, such as --limit 0.1 --sample",
-        )

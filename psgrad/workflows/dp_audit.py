@@ -103,7 +103,11 @@ def dp_audit(
     ):
         alone = {} if canaries_only else contributions(setup)
         with clock("canaries"):
-            mechanism, numbers = audited_run(setup, base), itertools.count()
+            # The seed of a run that is none is left aside.
+            mechanism = AuditedRun(
+                **setup.step_arguments(base), generator=lambda: make_generator(privacy.noise.generator)
+            )
+            numbers = itertools.count()
             shared = setup if lead is None else lead
             progress(Progress(0, taken, "audit", unit="step"))
             played = play(
@@ -236,12 +240,6 @@ def canaries_for(setup: PrivateSetup) -> int:
         else min(max(sizes), max(setup.sampling.dataset_size // 2, 1))
     )
     return min(_MANY, max(_ENOUGH, min(sizes)), room)
-
-
-def audited_run(setup: PrivateSetup, base: float) -> AuditedRun:
-    """The steps of the run that a config describes. The seed of a run that is none is left aside."""
-    kind = setup.privacy.noise.generator
-    return AuditedRun(**setup.step_arguments(base), generator=lambda: make_generator(kind))
 
 
 def first(events: Events, steps: int) -> Events:

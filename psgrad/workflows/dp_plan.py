@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.privacy.accounting import (
@@ -74,9 +73,9 @@ def dp_plan(config: Config, multipliers: Sequence[float] | None = None) -> DPPla
         "target_epsilon": privacy.noise.target_epsilon,
         "why_not": {key: reason for key, reason in why_not.items() if reason is not None},
     }
-    result = DPPlanResult(rows, setting, curve_accountant(events), plot_beside(config.output))
-    assert result.plot is not None
-    RunFolder(result.plot.parent).write_bytes(result.plot.name, epsilon_by_multiplier(result).png())
+    plot = config.output.with_name(f"{config.output.name}-plan.png")  # the run folder is for a run
+    result = DPPlanResult(rows, setting, curve_accountant(events), plot)
+    RunFolder(plot.parent).write_bytes(plot.name, epsilon_by_multiplier(result).png())
     return result
 
 
@@ -104,8 +103,3 @@ def curve_points(steps: int, count: int = 50) -> list[int]:
     as it grows like a root.
     """
     return sorted({max(1, round(steps * (place / count) ** 2)) for place in range(1, count + 1)})
-
-
-def plot_beside(output: Path) -> Path:
-    """Where the plan's figure goes: beside the run folder, which is for a run."""
-    return output.with_name(f"{output.name}-plan.png")

@@ -96,9 +96,9 @@ def dp_step(
             lambda message: progress(Progress(taken, taken + asked, "steps", message, "step")),
             processes,
         )
-        base = base_multiplier(privacy) if before is None else float(before.header["noise_multiplier"])
-        if privacy.noise.multiplier is not None:
-            base = privacy.noise.multiplier
+        base = privacy.noise.multiplier
+        if base is None:  # solved once: a run that goes on has it in its ledger
+            base = base_multiplier(privacy) if before is None else float(before.header["noise_multiplier"])
         require_possible_steps(setup, base)
         header = ledger_header(setup, base)
         hashes = private_hashes(setup, uuid4().hex if before is None else before.header["run"])

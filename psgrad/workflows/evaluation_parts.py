@@ -9,7 +9,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any, get_args
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from psgrad.config import Config, EvaluationConfig, EvaluationKind, MethodConfig
+from psgrad.config import Config, EvaluationConfig, EvaluationKind
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Forward
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe
@@ -41,7 +41,6 @@ from psgrad.results.manifest import InfluenceFacts, read_manifest
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
 from psgrad.workflows.influence_checkpoints import fresh_models
-from psgrad.workflows.influence_queries import chosen_rows
 from psgrad.workflows.influence_setup import InfluenceSetup, method_from
 from psgrad.workflows.run_identity import code_of
 
@@ -146,8 +145,7 @@ class EvaluationParts:
 
     def queries(self, rows: Array) -> list[Examples]:
         """These rows of the query data, as the model of each checkpoint sees them."""
-        read = chosen_rows(self.setup.query_reader, rows)
-        return [replace(view.queries, read=read, count=len(rows)) for view in self.setup.views]
+        return [view.queries for view in self.setup.with_queries(rows).views]
 
     def outcomes(self, jobs: Sequence[Job], queries: Array) -> Array:
         """[jobs, m]: what each retrained model measures on these rows of the query data, larger being
@@ -227,8 +225,15 @@ def evaluation_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Ev
     config, wanted = setup.run.config, setup.run.config.influence.evaluate
     fresh = fresh_models(config, setup.run)
     rows = LoadedRows.of(setup.views[0].training)
+    train: Trainer
+    if wanted.train.function is not None:
+        train = FunctionTrainer(fresh, rows, resolve_training(wanted.train.function, config.base))
+    else:
+        recipe = Recipe(**wanted.train.model_dump(exclude={"function"}))
+        train = EnsembleTrainer(fresh, rows, setup.run.criterion.function, recipe)
     notes, methods = list[str](), compared(config, setup.method)
-    if same_for_all_seeds(fresh):
+    one, other = (dict(fresh_model(fresh, seed).named_parameters()) for seed in (0, 1))
+    if all(torch.equal(value, other[name]) for name, value in one.items()):
         notes.append(
             "the model's factory gives the same weights whatever the seed: trainings differ in the order of"
             " the rows alone"
@@ -252,7 +257,7 @@ def evaluation_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Ev
         methods=methods,
         asked=limited(setup.query_rows, wanted),
         rows=rows,
-        train=trainer_of(config, fresh, rows, setup),
+        train=train,
         store=ShardStore(folder),
         fingerprint=f"{fingerprint(setup, rows)} {behaviour(fresh, rows, setup.run.forward)}",
         progress=progress,
@@ -268,15 +273,11 @@ def compared(config: Config, main: Method) -> dict[str, Method]:
     names = [each.name for each in wanted]
     found: dict[str, Method] = {}
     for each in wanted:
-        name = each.name if names.count(each.name) == 1 else with_options(each)
+        options = ", ".join(f"{key} {value}" for key, value in each.options.items())
+        name = f"{each.name} ({options})" if options and names.count(each.name) > 1 else each.name
         if name not in found:
             found[name] = method_from(each, config.base) if found else main
     return found
-
-
-def with_options(method: MethodConfig) -> str:
-    options = ", ".join(f"{key} {value}" for key, value in method.options.items())
-    return f"{method.name} ({options})" if options else method.name
 
 
 def spec_of(name: str) -> str:
@@ -291,11 +292,6 @@ def limited(rows: Array, wanted: EvaluationConfig) -> Array:
     return np.sort(np.random.default_rng([wanted.seed, 2]).choice(rows, wanted.queries, replace=False))
 
 
-def same_for_all_seeds(fresh: Callable[[int], nn.Module]) -> bool:
-    one, other = (dict(fresh_model(fresh, seed).named_parameters()) for seed in (0, 1))
-    return all(torch.equal(value, other[name]) for name, value in one.items())
-
-
 def behaviour(fresh: Callable[[int], nn.Module], rows: LoadedRows, forward: Forward) -> str:
     """A digest of a fresh model's weights and of what it says to the first row: it is another where code that
     the factory imports is.
@@ -305,17 +301,6 @@ def behaviour(fresh: Callable[[int], nn.Module], rows: LoadedRows, forward: Forw
         output = forward(model, *[x[:1] for x in rows.inputs])
     said = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     return LoadedRows((*model.state_dict().values(), *said), None).digest()
-
-
-def trainer_of(
-    config: Config, fresh: Callable[[int], nn.Module], rows: LoadedRows, setup: InfluenceSetup
-) -> Trainer:
-    """The built-in trainer with the config's recipe, or the config's own function."""
-    train = config.influence.evaluate.train
-    if train.function is not None:
-        return FunctionTrainer(fresh, rows, resolve_training(train.function, config.base))
-    recipe = Recipe(**train.model_dump(exclude={"function"}))
-    return EnsembleTrainer(fresh, rows, setup.run.criterion.function, recipe)
 
 
 def fingerprint(setup: InfluenceSetup, rows: LoadedRows) -> str:

@@ -235,7 +235,9 @@ def scored_by_all(
     with clock("fit"), errors_of_own_method(wanted.method.name):
         fitted = setup.method.fit_run([(view.training, view.checkpoint) for view in setup.views])
     with clock("normalize"), errors_of_own_method(wanted.method.name):
-        divisors = divisors_of(setup, fitted)
+        divisors = None
+        if wanted.normalize != "none":
+            divisors = [divisor(each.self_influence(), wanted.normalize) for each in fitted]
     everything, search = setup, None
     if is_approximate(setup.run.config):
         search = searched(setup, fitted, clock, warnings, progress)
@@ -319,12 +321,6 @@ def self_influence(
             say(f"{words}; {cheaper}; self_influence: never leaves it out")
     found = [torch.cat([block.self_influence for block in each.self_influence()]) for each in fitted]
     return joined_self(setup.method, found, setup.run.config.influence.average).numpy()
-
-
-def divisors_of(setup: InfluenceSetup, fitted: Sequence[Fitted]) -> list[torch.Tensor] | None:
-    """What the config's `normalize` has scores divided by, for each checkpoint."""
-    normalize = setup.run.config.influence.normalize
-    return None if normalize == "none" else [divisor(each.self_influence(), normalize) for each in fitted]
 
 
 def _result(scored: Scored, facts: dict[str, Any], folder: RunFolder, warnings: list[str]) -> InfluenceResult:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from psgrad.config import CheckpointConfig, Config, TrainingConfig, is_callable_spec
+from psgrad.config import CheckpointConfig, Config, is_callable_spec
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.gradients.flat import Vectors
@@ -60,15 +60,22 @@ def replayed(config: Config, run: Setup, say: Callable[[str], None]) -> tuple[Se
     wanted = config.influence.training
     assert wanted is not None
     examples = Examples(run.objective, run.reader, len(run.samples), run.stream_options(say))
+
+    def fresh(seed: int) -> nn.Module:
+        return fresh_model(fresh_models(config, run), seed)
+
+    if wanted.initial is None:
+        initial = fresh(wanted.seed)
+    else:
+        at = config.model.model_copy(update={"checkpoint": wanted.initial, "state_dict_key": None})
+        initial = load_model(at, config.base, allow_download=config.allow_download).model
     training = TrainingRun(
         run.objective,
         LoadedRows.of(examples),
         Recipe(**{name: getattr(wanted, name) for name in _RECIPE}),
         wanted.seed,
-        initial_weights(config, wanted, run),
-        fresh=None
-        if wanted.initial
-        else lambda seed: of_model(fresh_model(fresh_models(config, run), seed), run),
+        of_model(initial, run),
+        fresh=None if wanted.initial else lambda seed: of_model(fresh(seed), run),
         own=resolve_step(wanted, config.base),
         loader=resolve_batches(wanted, config.base),
         disk=_existing(config.output) if wanted.states == "disk" else None,
@@ -81,16 +88,6 @@ def replayed(config: Config, run: Setup, say: Callable[[str], None]) -> tuple[Se
 def _existing(folder: Path) -> Path:
     """A folder, or the first one above it that exists."""
     return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
-
-
-def initial_weights(config: Config, wanted: TrainingConfig, run: Setup) -> Vectors:
-    """name -> parameter: where the run begins, of those that are trained."""
-    if wanted.initial is None:
-        model = fresh_model(fresh_models(config, run), wanted.seed)
-    else:
-        at = config.model.model_copy(update={"checkpoint": wanted.initial, "state_dict_key": None})
-        model = load_model(at, config.base, allow_download=config.allow_download).model
-    return of_model(model, run)
 
 
 def of_model(model: nn.Module, run: Setup) -> Vectors:

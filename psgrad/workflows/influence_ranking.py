@@ -168,21 +168,16 @@ def _assembled(
     columns = torch.cat([torch.cat(block.columns) for block in blocks], 1).numpy()
     of = setup.query_rows if matrix else setup.query_rows[np.isin(setup.query_rows, shown)]
     first = {
-        row: _spread(setup, column)
+        row: of_all(column, rows, len(ids))
         for row, column in zip(of.tolist(), columns.T, strict=True)
         if row in shown
     }
     everything = {"scores": columns, "train_index": rows, "query_index": setup.query_rows} if matrix else None
-    several = len(setup.views) > 1
-    agreement = [block.agreement.correlation() for block in blocks if several]
-    shares = [block.agreement.largest_share() for block in blocks if several]
-    return QueryRankings(
-        pairs, sums, scores, overall, first, everything, _numbers(agreement), _numbers(shares)
-    )
-
-
-def _numbers(parts: Sequence[torch.Tensor]) -> np.ndarray:
-    return torch.cat(list(parts)).numpy() if parts else np.empty(0)
+    agreement, shares = np.empty(0), np.empty(0)
+    if len(setup.views) > 1:
+        agreement = torch.cat([block.agreement.correlation() for block in blocks]).numpy()
+        shares = torch.cat([block.agreement.largest_share() for block in blocks]).numpy()
+    return QueryRankings(pairs, sums, scores, overall, first, everything, agreement, shares)
 
 
 def with_all_queries(
@@ -207,10 +202,10 @@ def with_all_queries(
     return pd.concat(parts, ignore_index=True), found[0]
 
 
-def _spread(setup: InfluenceSetup, values: np.ndarray) -> np.ndarray:
-    """One number for every row of the training data, NaN for those that were excluded."""
-    column = np.full(len(setup.run.samples), np.nan)
-    column[setup.training_rows] = values
+def of_all(values: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
+    """[count]: the values of these rows, and NaN of the others."""
+    column = np.full(count, np.nan)
+    column[rows] = values
     return column
 
 

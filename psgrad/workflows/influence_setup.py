@@ -120,6 +120,14 @@ class InfluenceSetup:
     def processes(self) -> Processes:
         return self.views[0].training.processes
 
+    def with_queries(self, rows: np.ndarray) -> InfluenceSetup:
+        """The same with these rows alone as queries."""
+        read = chosen_rows(self.query_reader, rows)
+        views = [
+            replace(view, queries=replace(view.queries, read=read, count=len(rows))) for view in self.views
+        ]
+        return replace(self, views=views, query_rows=rows)
+
     def watched(self, watch: Callable[[int, int], None]) -> InfluenceSetup:
         """The same with passes that are watched; see `Examples`."""
         views = [
@@ -188,7 +196,11 @@ def set_up_influence(
     measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
     training = None
     if config.influence.training is not None:
-        require_one_process(processes)
+        if processes.size > 1:
+            raise ConfigError(
+                "replay computes one training run, step after step, and can't be shared by several processes",
+                next_step="run it in one process",
+            )
         run, training = replayed(config, run, say)
     last = len(checkpoints_of(config)) - 1
     reader, rows = queries_of(config, run, measurement, lambda: run_at(run, last), processes)
@@ -243,15 +255,6 @@ def identity_of_asked(
         "queries (their rows)": digest({"rows": np.ascontiguousarray(rows, np.int64).tolist()}),
         "influence.checkpoints (their content)": [view.sha256 for view in views],
     }
-
-
-def require_one_process(processes: Processes) -> None:
-    """Raises ConfigError where several processes would each compute the whole run."""
-    if processes.size > 1:
-        raise ConfigError(
-            "replay computes one training run, step after step, and can't be shared by several processes",
-            next_step="run it in one process",
-        )
 
 
 def _require_another(views: list[CheckpointView], run: Setup) -> None:

@@ -22,10 +22,13 @@ from psgrad.results import InfluenceResult, Progress, Say
 from psgrad.results.influence import QUERY_COLUMNS, SIGN, TRAINING_COLUMNS, harmful_rows
 from psgrad.storage import RunFolder
 from psgrad.storage.gradient_index import GradientIndex
+from psgrad.wording import first_of
 from psgrad.workflows.influence_index import screened_rows
 from psgrad.workflows.influence_queries import chosen_rows, errors_about_queries
-from psgrad.workflows.influence_ranking import QueryRankings
+from psgrad.workflows.influence_ranking import QueryRankings, of_all
 from psgrad.workflows.influence_setup import InfluenceSetup
+
+_NAMED = 5  # rows in a warning
 
 
 class Warnings:
@@ -79,31 +82,18 @@ def without_nonfinite(
         if len(out):
             say(
                 f"excluded {len(out):,} of {len(kept):,} {what}, whose loss or gradient is not finite:"
-                f" {named(ids[out])}"
+                f" {first_of(list(map(str, ids[out])), _NAMED)}"
             )
     if screening.kept.all() and screening.asked.all():
         return setup, screening
+    setup = setup.with_queries(setup.query_rows[screening.asked])
     rows = np.flatnonzero(screening.kept) if store is None else setup.training_rows
-    asked = setup.query_rows[screening.asked]
+    read, numbers = chosen_rows(setup.run.reader, rows), torch.from_numpy(rows)
     views = [
-        replace(
-            view,
-            training=replace(
-                view.training,
-                read=chosen_rows(setup.run.reader, rows),
-                count=len(rows),
-                numbers=torch.from_numpy(rows),
-            ),
-            queries=replace(view.queries, read=chosen_rows(setup.query_reader, asked), count=len(asked)),
-        )
+        replace(view, training=replace(view.training, read=read, count=len(rows), numbers=numbers))
         for view in setup.views
     ]
-    return replace(setup, views=views, query_rows=asked, training_rows=rows), screening
-
-
-def named(ids: np.ndarray) -> str:
-    """The first few of some ids."""
-    return ", ".join(map(str, ids[:5])) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+    return replace(setup, views=views, training_rows=rows), screening
 
 
 def warn_of_unranked(setup: InfluenceSetup, rankings: QueryRankings, say: Callable[[str], None]) -> None:
@@ -112,7 +102,7 @@ def warn_of_unranked(setup: InfluenceSetup, rankings: QueryRankings, say: Callab
     if len(rows):
         say(
             f"{len(rows):,} of {len(setup.query_rows):,} queries have no score but zeros and NaN, and no"
-            f" ranking: {named(ids[rows])}"
+            f" ranking: {first_of(list(map(str, ids[rows])), _NAMED)}"
         )
 
 
@@ -157,7 +147,7 @@ def training_table(setup: InfluenceSetup, screening: ScreenedRows, own: np.ndarr
         **screening.training.columns,
         "loss": screening.training.losses,
         "grad_norm": screening.training.norms,
-        **({} if own is None else {"self_influence": _of_all(own, setup.training_rows, len(kept))}),
+        **({} if own is None else {"self_influence": of_all(own, setup.training_rows, len(kept))}),
         "status": np.where(kept, "ok", "nonfinite"),
     }
     return _in_order(columns)
@@ -167,18 +157,11 @@ def with_overall(training: pd.DataFrame, rows: np.ndarray, overall: np.ndarray) 
     """The table of training examples with the mean of their scores over the queries: `overall` [n], of these
     rows [n].
     """
-    return _in_order({**training, "overall": _of_all(overall, rows, len(training))})
+    return _in_order({**training, "overall": of_all(overall, rows, len(training))})
 
 
 def _in_order(columns: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame({name: columns[name] for name in TRAINING_COLUMNS if name in columns})
-
-
-def _of_all(values: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
-    """[count]: the values of these rows, and NaN of the others."""
-    column = np.full(count, np.nan)
-    column[rows] = values
-    return column
 
 
 def with_agreement(queries: pd.DataFrame, rows: np.ndarray, agreement: np.ndarray) -> pd.DataFrame:

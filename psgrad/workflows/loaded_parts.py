@@ -5,7 +5,7 @@ the samples.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -102,15 +102,7 @@ class Loaded:
         names = self.config.data.class_names
         if data.class_names is None and names is not None:
             data = data.model_copy(update={"class_names": names})
-        found = samples_of(
-            data,
-            self.config.base,
-            unit,
-            self.loaded.pretrained,
-            criterion=self.criterion,
-            trained_on=images_trained_on(self.config, self.loaded),
-            allow_download=self.config.allow_download,
-        )
+        found = samples_of(data, self.config, self.loaded, self.criterion, unit)
         if found.ragged is not None and self.samples.ragged is not None:
             found.ragged = replace(found.ragged, masked=self.samples.ragged.masked)
         if found.weighted != (self.samples.weighted if weighted is None else weighted):
@@ -170,7 +162,8 @@ def load(
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
     """
     device = pick_device(config.engine.device)
-    use_machine(config, device)
+    machine.use(None if config.engine.machine is None else config.base / config.engine.machine)
+    machine.machine(device)  # now: it raises where the constants of the config's file can't be used
     dtype, autocast = pick_precision(config.engine.dtype)
     ranks = Ranks.of(None) if ranks is None else ranks
     residence = agreed_residence(config, device, ranks)
@@ -196,28 +189,17 @@ def load(
         residence.require_room(model)
     if parts is not None:  # when no rank waits for its turn
         parts.serve(identity.weights_sha256)
-    how = config.engine.recompute
-    recompute = None
-    if how != "none":
-        patterns = how if isinstance(how, list) else ()
+    engine, recompute = config.engine, None
+    if engine.recompute != "none":
         recompute = Recompute(
-            how != "auto" or residence.supply is not None,
-            patterns,
-            room=_room_for_results(config, device, residence),
+            engine.recompute != "auto" or residence.supply is not None,
+            engine.recompute if isinstance(engine.recompute, list) else (),
+            room=kept_budget(device, residence.memory(engine.memory), engine.chunk_size == "auto"),
         )
         recompute.add(model)
     criterion = resolve_loss(config.loss, config.base)
     _require_loss_of_the_head(loaded, criterion)
-    samples = samples_of(
-        config.data,
-        config.base,
-        unit,
-        loaded.pretrained,
-        kept,
-        criterion=criterion,
-        trained_on=images_trained_on(config, loaded),
-        allow_download=config.allow_download,
-    )
+    samples = samples_of(config.data, config, loaded, criterion, unit, kept)
     if config.data.class_names is None and samples.class_names is not None:
         named = config.data.model_copy(update={"class_names": list(samples.class_names)})
         config = config.model_copy(update={"data": named})
@@ -237,14 +219,6 @@ def load(
         residence,
         recompute,
     )
-
-
-def _room_for_results(config: Config, device: torch.device, residence: Residence) -> int:
-    """Bytes for results of blocks that run again."""
-    memory, engine = None, config.engine
-    if engine.memory != "auto":
-        memory = engine.memory - (0 if residence.supply is None else residence.supply.budget)
-    return kept_budget(device, memory, engine.chunk_size == "auto")
 
 
 def _require_loss_of_the_head(loaded: LoadedModel, criterion: Criterion) -> None:
@@ -302,14 +276,6 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def use_machine(config: Config, device: torch.device) -> None:
-    """Use the machine's constants that the config names, if it names any. Raises ConfigError where
-    they can't be used.
-    """
-    machine.use(None if config.engine.machine is None else config.base / config.engine.machine)
-    machine.machine(device)
-
-
 def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
     """(the type of parameters and inputs, the type that autocast computes in) of a config's dtype; None
     without autocast.
@@ -320,40 +286,36 @@ def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
     return (torch.float32, kind) if kind.itemsize == 2 else (kind, None)
 
 
-def images_trained_on(config: Config, loaded: LoadedModel) -> Mapping[str, Any] | None:
-    """What timm says of the images that a model of its was trained on; None for other models."""
-    found: Mapping[str, Any] | None = getattr(loaded.model, "pretrained_cfg", None)
-    return found if config.model.timm is not None else None
-
-
 def samples_of(
     data: DataConfig,
-    base: Path,
-    unit: str | None = None,
-    *arguments: Any,
+    config: Config,
+    loaded: LoadedModel,
     criterion: Criterion,
-    trained_on: Mapping[str, Any] | None,
-    allow_download: bool,
+    unit: str | None = None,
+    kept: Path | None = None,
 ) -> Samples:
-    """The dataset as `load_data` has it, with the columns that the loss takes; of groups where data.group
-    names them.
+    """The dataset as `load_data` has it for a config's model and loss, with the columns that the loss takes;
+    of groups where data.group names them.
     """
+    # What timm says of the images that a model of its was trained on.
+    images = getattr(loaded.model, "pretrained_cfg", None) if config.model.timm is not None else None
 
-    def loaded(column: str | None) -> Samples:
+    def read(column: str | None) -> Samples:
         return load_data(
             data,
-            base,
+            config.base,
             column,
-            *arguments,
+            loaded.pretrained,
+            kept,
             criterion=criterion,
-            trained_on=trained_on,
-            allow_download=allow_download,
+            trained_on=images,
+            allow_download=config.allow_download,
         )
 
-    found = _with_columns(loaded(data.group or unit), data, base, criterion, allow_download)
+    found = _with_columns(read(data.group or unit), data, config.base, criterion, config.allow_download)
     if data.group is None:
         return found
-    return GroupedSamples(found, data.group, None if unit is None else loaded(unit).units)
+    return GroupedSamples(found, data.group, None if unit is None else read(unit).units)
 
 
 def _with_columns(

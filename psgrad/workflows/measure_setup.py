@@ -55,34 +55,29 @@ class OwnMeasure(Measure):
     def _look(self) -> None:
         self.needs_factors, self.looks_twice = bool(self.inner.needs_factors), bool(self.inner.looks_twice)
 
+    def _asked(self, method: str, *arguments: Any) -> Any:
+        with self._errors_in(method):
+            return getattr(self.inner, method)(*arguments)
+
     def prepare(self, setting: Setting) -> None:
         self._count = len(setting)
-        with self._errors_in("prepare"):
-            self.inner.prepare(setting)
+        self._asked("prepare", setting)
         self._look()
 
     def summary(self, output: Any, target: Any) -> Arrays:
-        with self._errors_in("summary"):
-            found = self.inner.summary(output, target)
-        return self._named(found, "summary")
+        return self._named(self._asked("summary", output, target), "summary")
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:
-        with self._errors_in("columns"):
-            found = self.inner.columns(gradients)
-        return self._checked(found, len(gradients), "columns")
+        return self._checked(self._asked("columns", gradients), len(gradients), "columns")
 
     def columns_again(self, gradients: PerSampleGradients) -> Arrays:
-        with self._errors_in("columns_again"):
-            found = self.inner.columns_again(gradients)
-        return self._checked(found, len(gradients), "columns_again")
+        return self._checked(self._asked("columns_again", gradients), len(gradients), "columns_again")
 
     def keep(self) -> None:
-        with self._errors_in("keep"):
-            self.inner.keep()
+        self._asked("keep")
 
     def between(self) -> None:
-        with self._errors_in("between"):
-            self.inner.between()
+        self._asked("between")
 
     def passes(self) -> Sequence[OwnPass]:
         with self._errors_in("passes"):
@@ -97,24 +92,19 @@ class OwnMeasure(Measure):
                     values = self._checked(each.values, each.stop - each.start, f"the pass {own.name}")
                     yield Columns(each.start, each.stop, values)
 
-        return [OwnPass(own.name, lambda rows, size, own=own: run(own, rows, size)) for own in found]  # type: ignore[misc]
+        return [OwnPass(own.name, partial(run, own)) for own in found]
 
     def state(self) -> Arrays:
-        with self._errors_in("state"):
-            found = self.inner.state()
-        return self._named(found, "state")
+        return self._named(self._asked("state"), "state")
 
     def restore(self, state: Arrays) -> None:
-        with self._errors_in("restore"):
-            self.inner.restore(state)
+        self._asked("restore", state)
 
     def merge(self, state: Arrays) -> None:
-        with self._errors_in("merge"):
-            self.inner.merge(state)
+        self._asked("merge", state)
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        with self._errors_in("gather"):
-            found = self.inner.gather(rows)
+        found = self._asked("gather", rows)
         if not isinstance(found, Gathered):
             raise self._wrong("gather", f"returned {type(found).__name__}", "a Gathered")
         self._require_keepable(found)

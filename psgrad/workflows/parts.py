@@ -40,7 +40,6 @@ from psgrad.workflows.influence import (
     scored_by_all,
     written,
 )
-from psgrad.workflows.influence_queries import chosen_rows
 from psgrad.workflows.influence_questions import require_room
 from psgrad.workflows.influence_ranking import QueryRankings, with_all_queries
 from psgrad.workflows.influence_search import require_searchable
@@ -255,16 +254,9 @@ def _with_queries(setup: InfluenceSetup, part: range) -> InfluenceSetup:
     wanted = setup.run.config.influence
     changed = {"check": "never", "self_influence": wanted.self_influence if part.start == 0 else "never"}
     config = setup.run.config.model_copy(update={"influence": wanted.model_copy(update=changed)})
-    views = [
-        replace(
-            view,
-            queries=replace(view.queries, read=chosen_rows(setup.query_reader, rows), count=len(rows)),
-            checkpoint=replace(view.checkpoint, queries=len(rows)),
-        )
-        for view in setup.views
-    ]
-    run = replace(setup.run, config=config)
-    return replace(setup, run=run, views=views, query_rows=rows)
+    setup = setup.with_queries(rows)
+    views = [replace(view, checkpoint=replace(view.checkpoint, queries=len(rows))) for view in setup.views]
+    return replace(setup, run=replace(setup.run, config=config), views=views)
 
 
 # -- what is stored of a part --------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from psgrad.storage.private_runs import WARNING
 from psgrad.workflows.private_resume import private_hashes
 from psgrad.workflows.private_setup import PrivateSetup, set_up_privately
 from psgrad.workflows.private_statement import ledger_header, software
-from psgrad.workflows.run_manifest import balance_of
+from psgrad.workflows.run_manifest import facts_of_all
 from psgrad.workflows.run_progress import without_interrupts
 
 _LOADED, _AGREED = "loaded", "agreed"  # where ranks meet
@@ -112,15 +112,10 @@ def facts_of(lead: LeadingRank | None, hosts: list[str], processes: Processes) -
     if lead is None:
         return None
     each = [
-        {"rank": rank, "host": host, "records": work.records, "seconds": round(work.seconds, 3)}
+        {"rank": rank, "host": host, "records": work.records, "seconds": work.seconds}
         for rank, (host, work) in enumerate(zip(hosts, lead.work, strict=True))
     ]
-    return {
-        "processes": processes.size,
-        "backend": processes.backend,
-        "balance": balance_of([work.seconds for work in lead.work]),
-        "each": each,
-    }
+    return facts_of_all(processes, each, [work.seconds for work in lead.work])
 
 
 def follow(
@@ -156,14 +151,13 @@ def follow(
         progress(Progress(0, 0, "steps", f"step {step + 1}"))
         messages.begin()
 
+    def require_unchanged() -> None:
+        setup.began.tensors()
+
     follower = FollowingRank(processes, setup.clipping, setup.source, begin, take, told)
     with without_interrupts(processes.hurry):  # rank 0 decides when to end: else a step would lose its share
-        follower.serve(lambda: _require_unchanged(setup))
+        follower.serve(require_unchanged)
     return setup, found
-
-
-def _require_unchanged(setup: PrivateSetup) -> None:
-    setup.began.tensors()
 
 
 def _copy(values: Arrays, into: Mapping[str, torch.Tensor]) -> None:

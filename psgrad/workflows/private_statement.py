@@ -37,19 +37,11 @@ def software() -> dict[str, str]:
     }
 
 
-def model_of(setup: PrivateSetup) -> dict[str, Any]:
-    """What of the model's section of a config decides what it computes, as JSON; NaN and infinities
-    as text.
-    """
-    section = setup.run.config.model.decisive()
-    section.pop("checkpoint")  # known by its hash
-    found: dict[str, Any] = json.loads(json.dumps(section), parse_constant=str)
-    return found
-
-
 def ledger_header(setup: PrivateSetup, base: float) -> dict[str, Any]:
     """What a run keeps to from its first step to its last; a resumed run must say the same."""
     privacy, run = setup.privacy, setup.run
+    decisive = run.config.model.decisive()
+    decisive.pop("checkpoint")  # known by its hash
     return {
         "command": "dp-step",
         "planned_steps": privacy.steps,
@@ -71,7 +63,7 @@ def ledger_header(setup: PrivateSetup, base: float) -> dict[str, Any]:
         "optimizer": privacy.optimizer.model_dump(),
         "trainable": setup.trainable,
         "model": {
-            **model_of(setup),
+            **json.loads(json.dumps(decisive), parse_constant=str),  # NaN and infinities as text
             "checkpoint_sha256": run.loaded.sha256,
             "architecture_sha256": architecture_hash(run.model),
         },

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,12 @@ class Residence:
         if self.room is None:
             return "resident"
         return "offloaded" if self.shard_ranks == 1 else "sharded"
+
+    def memory(self, limit: int | Literal["auto"]) -> int | None:
+        """Bytes for a chunk under a limit of memory, without those of weights; None for what is free."""
+        if limit == "auto":
+            return None
+        return limit if self.supply is None else limit - self.supply.budget
 
     def ranks(self, rank: int) -> range:
         """The group of a rank, which keeps all parts."""
@@ -194,14 +201,10 @@ _ALIGNED = 64  # bytes, as PyTorch allocates: kernels take the same steps in all
 @contextmanager
 def turn_to_read(config: ModelConfig, base: Path) -> Iterator[None]:
     """Inside are as many processes of this host as have room for two copies of the files of a model."""
-    with turn("model", _at_once(config, base)):
-        yield
-
-
-def _at_once(config: ModelConfig, base: Path) -> int:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    size = weight_bytes(config, base)
-    return min(processes, max(1, processes * free_host_memory() // (2 * max(1, size))))
+    room = processes * free_host_memory() // (2 * max(1, weight_bytes(config, base)))
+    with turn("model", min(processes, max(1, room))):
+        yield
 
 
 def share_weights(model: nn.Module) -> nn.Module:

@@ -221,15 +221,7 @@ def rank_facts(processes: Processes, name: str, own: RankReport) -> dict[str, An
     each = [json.loads(text) for text in processes.texts(f"{name}ranks", json.dumps(said))]
     if not each:
         return None
-    balance = balance_of([rank["seconds"] for rank in each])
-    for rank in each:
-        rank |= {key: round(rank[key], 3) for key in ("seconds", "waited")}
-    return {
-        "processes": processes.size,
-        "backend": processes.backend,
-        "balance": balance,
-        "each": each,
-    }
+    return facts_of_all(processes, each, [rank["seconds"] for rank in each])
 
 
 def rank_facts_of_steps(processes: Processes, name: str) -> dict[str, Any] | None:
@@ -237,9 +229,21 @@ def rank_facts_of_steps(processes: Processes, name: str) -> dict[str, Any] | Non
     return rank_facts(processes, name, RankReport(*processes.spent()))
 
 
-def balance_of(seconds: Sequence[float]) -> float:
-    """The mean of the seconds of several processes over the largest: 1 where all took as long."""
-    return round(sum(seconds) / len(seconds) / max(*seconds, 1e-9), 3)
+def facts_of_all(
+    processes: Processes, each: Sequence[dict[str, Any]], seconds: Sequence[float]
+) -> dict[str, Any]:
+    """What the manifest says of several processes. balance: the mean of their seconds over the largest, 1
+    where all took as long.
+    """
+    return {
+        "processes": processes.size,
+        "backend": processes.backend,
+        "balance": round(sum(seconds) / len(seconds) / max(*seconds, 1e-9), 3),
+        "each": [
+            {key: round(value, 3) if isinstance(value, float) else value for key, value in rank.items()}
+            for rank in each
+        ],
+    }
 
 
 def words_for(ranks: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -252,7 +252,8 @@ def select(run: Path, where: str, *, output: Path, drop: bool = False, overwrite
         kept = np.zeros(count, bool)
         kept[frame["dataset_row" if "dataset_row" in frame else "index"][chosen]] = True
     else:
-        kept = rows_of_groups(frame["id"][chosen], data, base)
+        groups = set(map(str, frame["id"][chosen]))
+        kept = np.array([str(each) in groups for each in _groups(data, base)], bool)
     try:
         if in_folder(output):
             with folder_atomically(output) as folder:
@@ -331,14 +332,8 @@ def _gone(file: Path, cause: str | None, next_step: str | None) -> DataError:
     return DataError(f"the dataset's file {file} is not there", cause=cause, next_step=next_step)
 
 
-def rows_of_groups(groups: Iterable[object], data: DataConfig, base: Path) -> np.ndarray[Any, Any]:
-    """[rows] bool: which rows belong to these groups. Raises ConfigError where the column can't be read."""
-    found = {str(each) for each in groups}
-    return np.array([str(each) in found for each in _column(data, base)], bool)
-
-
-def _column(data: DataConfig, base: Path) -> list[Any]:
-    """The group of each row."""
+def _groups(data: DataConfig, base: Path) -> list[Any]:
+    """The group of each row. Raises ConfigError where the column can't be read."""
     assert data.group is not None
     if data.images is not None:
         return plain(folder_rows(data, base).column(data.group)).to_pylist()  # type: ignore[no-any-return]

@@ -112,7 +112,7 @@ class Setup(Loaded):
         engine = self.config.engine
         return {
             "chunk_size": engine.chunk_size,
-            "memory": self._chunk_memory(),
+            "memory": self.residence.memory(engine.memory),
             "supply": self.supply,
             "recompute": self.recompute,
             "scales_losses": self.autocast == torch.float16,
@@ -123,13 +123,6 @@ class Setup(Loaded):
             "compile": engine.compile,
             "say": say,
         }
-
-    def _chunk_memory(self) -> int | None:
-        """Bytes for a chunk; None for what is free."""
-        memory = self.config.engine.memory
-        if memory == "auto":
-            return None
-        return memory if self.supply is None else memory - self.supply.budget
 
     def self_check(self, stream: Stream) -> SelfCheck | None:
         """How far our gradients are from plain ones, on a few rows; None where the model draws at random, and

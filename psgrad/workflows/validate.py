@@ -39,6 +39,7 @@ from psgrad.plugins import MEASURES, METHODS, PluginKind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
 from psgrad.storage.row_lists import require_faiss
+from psgrad.wording import first_of
 from psgrad.workflows.validation import DataChecks, Problem, Validation
 
 _BYTES_A_ROW = 1000  # of samples.parquet and .csv and their shards, about
@@ -327,9 +328,8 @@ def _unlike(
     ]
     for words, names in (("lacks", missing), ("also has", more), ("has", other)):
         if names:
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             yield CheckpointError(
-                f"{path} {words} {shown}",
+                f"{path} {words} {first_of(names, 5)}",
                 expected="the tensors of the config's first checkpoint, checkpoints of one training",
             )
 

@@ -36,30 +36,25 @@ def validate_deep(config: Config, found: Validation, say: Callable[[str], None])
             f"{trainable:,} numbers in {len(run.objective.params):,} parameters, on {run.device}"
         )
         found.facts["rows"] = f"{len(run.samples.ids):,}"  # ids are read, too
-        with found.problems_at("data.class_names"):
-            _require_a_name_each(config.data.class_names, run.reader.classes)
+        names, classes = config.data.class_names, run.reader.classes
+        if names is not None and classes is not None and len(names) != classes:
+            wrong = ConfigError(
+                f"the names are {', '.join(names[:5])} ({len(names)}), and the model has {classes} classes",
+                expected="a name for each class, in the order of the outputs",
+            )
+            found.add("data.class_names", [wrong])
         stream, count = run.stream(say), min(_ROWS, len(run.samples))
         rows = [place * len(run.samples) // count for place in range(count)]
         found.facts["losses"] = _losses(stream, rows)
         check = run.self_check(stream)
-        worst = (
-            None
+        found.facts["self-check"] = (
+            "left out, as the model draws at random"
             if check is None
             else f"worst relative error {check.worst:.2g}, against a plain one-sample gradient"
         )
-        found.facts["self-check"] = worst or "left out, as the model draws at random"
         plan = plan_of(plan_run(run.stream(say), len(run.samples)), machine.machine(run.device))
         found.facts["memory"] = (
             f"about {plan.total_bytes / 1e6:,.1f} MB at its highest, {plan.chunk_size:,} rows at a time"
-        )
-
-
-def _require_a_name_each(names: Sequence[str] | None, classes: int | None) -> None:
-    """Raises ConfigError for more or fewer names than the model's output has classes."""
-    if names is not None and classes is not None and len(names) != classes:
-        raise ConfigError(
-            f"the names are {', '.join(names[:5])} ({len(names)}), and the model has {classes} classes",
-            expected="a name for each class, in the order of the outputs",
         )
 
 

@@ -107,30 +107,24 @@ class DataChecks:
             header = joined_header(headers)
             self._labels(where, header, data)
             self.found.facts[where] = _described(header, data)
-            self._texts(where, data)
-            self._images(where, data)
+            self._rows_of_pretrained(where, data)
             return header.rows
         return None
 
-    def _texts(self, where: str, data: DataConfig) -> None:
-        """Columns of text, looked at where nothing is wrong by now."""
+    def _rows_of_pretrained(self, where: str, data: DataConfig) -> None:
+        """Columns of text, and images, for a pretrained model, looked at where nothing is wrong by now."""
         model = self.sections.get("model")
-        of_text = data.text or data.prompt or data.messages
-        if not of_text or model is None or model.pretrained is None or self.found.problems:
+        if model is None or model.pretrained is None or self.found.problems:
             return
-        from psgrad.inputs.row_checks import text_facts
+        if data.text or data.prompt or data.messages:
+            from psgrad.inputs.row_checks import text_facts
 
-        self.found.facts[f"{where} (texts)"] = text_facts(model, data, self.base)
+            self.found.facts[f"{where} (texts)"] = text_facts(model, data, self.base)
+        if data.image:
+            from psgrad.inputs.row_checks import image_facts
 
-    def _images(self, where: str, data: DataConfig) -> None:
-        """Images for a pretrained model, looked at where nothing is wrong by now."""
-        model = self.sections.get("model")
-        if not data.image or model is None or model.pretrained is None or self.found.problems:
-            return
-        from psgrad.inputs.row_checks import image_facts
-
-        self.found.facts[f"{where} (images)"], notes = image_facts(model, data, self.base)
-        self.found.notes += notes
+            self.found.facts[f"{where} (images)"], notes = image_facts(model, data, self.base)
+            self.found.notes += notes
 
     def _labels(self, where: str, header: DataHeader, data: DataConfig) -> None:
         loss = self.sections.get("loss")
