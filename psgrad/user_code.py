@@ -38,7 +38,14 @@ def imported(spec: str, base: Path, *, raises: type[PsgradError] = ConfigError) 
     """The module or file of a spec, imported. Raises as `resolve` does."""
     location = module_of(spec)
     if location == LIVE:
-        return _live_module()
+        module = _live.get()
+        if module is None:
+            raise ConfigError(
+                "the config names objects that were given to psgrad in Python",
+                cause="it is that of a run of live objects, which are gone",
+                next_step="call the function of psgrad again with the objects",
+            )
+        return module
     with importing_beside(base), _noting(spec, base):
         if location.endswith(".py"):
             return _file_module(base / location, base, raises)
@@ -60,17 +67,6 @@ def live_objects(objects: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
         yield
     finally:
         _live.reset(before)
-
-
-def _live_module() -> ModuleType:
-    module = _live.get()
-    if module is None:
-        raise ConfigError(
-            "the config names objects that were given to psgrad in Python",
-            cause="it is that of a run of live objects, which are gone",
-            next_step="call the function of psgrad again with the objects",
-        )
-    return module
 
 
 def imported_while_running(spec: str, base: Path) -> frozenset[str]:

@@ -141,11 +141,13 @@ def _end(signum: int, frame: FrameType | None) -> None:
     """An exception for SIGTERM or SIGINT; one that comes while modules are imported is sent again a moment
     later. Libraries have `except:` around imports, which would swallow the exception.
     """
-    if _is_importing(frame) and _may_wait():
-        again = threading.Timer(_MOMENT, os.kill, (os.getpid(), signum))
-        again.daemon = True
-        again.start()
-        return
+    if _is_importing(frame):
+        _first_signal[:] = _first_signal or [time.monotonic()]
+        if time.monotonic() - _first_signal[0] < _LONGEST_IMPORT:
+            again = threading.Timer(_MOMENT, os.kill, (os.getpid(), signum))
+            again.daemon = True
+            again.start()
+            return
     if signum == signal.SIGINT:
         raise KeyboardInterrupt
     # Who sends it twice means it: the second one ends the process at once.
@@ -156,12 +158,6 @@ def _end(signum: int, frame: FrameType | None) -> None:
 # Seconds. A module of the user's may do its work while it is imported.
 _MOMENT, _LONGEST_IMPORT = 0.05, 5.0
 _first_signal: list[float] = []
-
-
-def _may_wait() -> bool:
-    now = time.monotonic()
-    _first_signal[:] = _first_signal or [now]
-    return now - _first_signal[0] < _LONGEST_IMPORT
 
 
 def _is_importing(frame: FrameType | None) -> bool:

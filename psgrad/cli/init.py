@@ -89,7 +89,11 @@ def init(
 
     Prints the files that it wrote.
     """
-    _require_no_kind(folder)
+    if str(folder) in list(ExampleKind):  # which would put the images into a folder of that name
+        raise ConfigError(
+            f"psgrad init {folder} names a folder, and {folder} is a kind of samples",
+            next_step=f"psgrad init --kind {folder}, or a folder of another name",
+        )
     proposal = _proposal(folder, kind, model, data)
     if proposal is None:
         content = _content(kind or ExampleKind.image)
@@ -130,15 +134,6 @@ def _proposal(
         return None
     examples = [_content(each)[MODEL] for each in ExampleKind]
     return None if (folder / MODEL).read_bytes() in examples else own_files(folder)
-
-
-def _require_no_kind(folder: Path) -> None:
-    """Raises ConfigError for `psgrad init tabular`, which would put the images into a folder of that name."""
-    if str(folder) in list(ExampleKind):
-        raise ConfigError(
-            f"psgrad init {folder} names a folder, and {folder} is a kind of samples",
-            next_step=f"psgrad init --kind {folder}, or a folder of another name",
-        )
 
 
 def _content(kind: ExampleKind) -> dict[str, bytes]:

@@ -127,6 +127,10 @@ class IndexSearchConfig(ConfigSection):
     0 measures nothing.
     """
 
+    @property
+    def approximate(self) -> bool:
+        return self.kind == "approximate"
+
     @model_validator(mode="after")
     def _options_of_approximate(self) -> IndexSearchConfig:
         if self.kind == "exact" and (given := sorted(self.not_default())):

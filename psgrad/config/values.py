@@ -113,8 +113,7 @@ class ConfigSection(BaseModel):
         """The values that indexes and ledgers compare, as JSON has them. A key of `later` is left out at its
         default, so that files of earlier versions still fit.
         """
-        found: dict[str, Any] = self.model_dump(mode="json", exclude=set(self.later - self.not_default()))
-        return found
+        return self.model_dump(mode="json", exclude=set(self.later - self.not_default()))
 
 
 def sections_in(annotation: object) -> Iterator[type[ConfigSection]]:

@@ -21,21 +21,20 @@ from psgrad.results import (
     Progress,
     Say,
 )
-from psgrad.results.manifest import RunManifest
+from psgrad.results.manifest import Counts, RunManifest
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import load_run
 from psgrad.storage.folders import SHARDS
 from psgrad.user_code import with_code_beside
+from psgrad.wording import listed_names
 from psgrad.workflows.analyze_passes import Measured, Passes
 from psgrad.workflows.analyze_tables import (
     about_rows,
     content_of_made,
-    counts_of,
     engine_facts,
     parameter_table,
     result_of,
     top_inputs,
-    unfactored_words,
 )
 from psgrad.workflows.analyze_verdict import Judging
 from psgrad.workflows.check import GateFiles, check_samples, gate_files
@@ -245,7 +244,11 @@ def analyze(
         for row, reason in sorted(run.reader.unreadable.items())[:_TOLD]:
             progress(Progress(0, 0, "samples", f"row {row} is not finite: {reason}"))
         if norms.unfactored:
-            progress(Progress(0, 0, "samples", unfactored_words(norms.unfactored)))
+            said = (
+                "materialised sample by sample, which takes more time and memory: the gradients of"
+                f" {listed_names(norms.unfactored)}"
+            )
+            progress(Progress(0, 0, "samples", said))
         shows = config.report.include_inputs
         inputs = top_inputs(run.samples, frame, max(_PICTURES, config.analyze.top), results) if shows else []
         words = vocabulary_of(run.samples, results.values()) if shows else {}
@@ -253,7 +256,7 @@ def analyze(
         facts = running.add(
             outliers=judged.facts,
             engine=engine_facts(running.manifest.engine, stream, norms, processes.parts or processes.size),
-            counts=counts_of(frame, start.in_dataset),
+            counts=Counts(len(frame), int((frame["status"] == "nonfinite").sum()), start.in_dataset),
             ranks=measured.ranks,
             timings=clock.seconds,
         )

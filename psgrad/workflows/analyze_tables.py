@@ -30,11 +30,10 @@ from psgrad.results import (
     TopSample,
     top_samples,
 )
-from psgrad.results.manifest import Counts, EngineFacts
+from psgrad.results.manifest import EngineFacts
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import SHARDS
 from psgrad.storage.shards import FinishedShards, Shard, Shards
-from psgrad.wording import listed_names
 from psgrad.workflows.measure_setup import frame_of
 from psgrad.workflows.setup import Setup
 
@@ -173,11 +172,6 @@ def engine_facts(before: EngineFacts, stream: Stream, norms: GradientNorms, proc
     )
 
 
-def counts_of(frame: pd.DataFrame, in_dataset: int) -> Counts:
-    """How many samples the table has, and how many of them are not finite."""
-    return Counts(len(frame), int((frame["status"] == "nonfinite").sum()), in_dataset)
-
-
 def result_of(measure: Measure, gathered: Gathered, unit: str | None) -> MeasureResult:
     """What a measure gathered, without torch. unit: of the loss; None where it is not known."""
     unit = unit or "loss"
@@ -193,14 +187,6 @@ def result_of(measure: Measure, gathered: Gathered, unit: str | None) -> Measure
         dict(gathered.numbers),
         tables,
         arrays,
-    )
-
-
-def unfactored_words(names: list[str]) -> str:
-    """Which parameters' gradients could not be kept as factors, for people."""
-    return (
-        "materialised sample by sample, which takes more time and memory: the gradients of"
-        f" {listed_names(names)}"
     )
 
 

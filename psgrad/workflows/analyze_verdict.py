@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from psgrad.config import Config, nearest
 from psgrad.config.plugin_options import own_plugins
@@ -230,9 +229,9 @@ class Judging:
         if self._of_data is not None and trusted.samples.units is not None:
             frame = frame.assign(**{self._of_data: trusted.samples.units})
         source = str(trusted.config.data.path or trusted.config.data.factory)
-        return reference_of(
-            _with_log(frame), self._scored_by, outliers.group_by, "data", source, _rows_of(measured)
-        )
+        with np.errstate(divide="ignore"):
+            frame = frame.assign(log_norm=np.log10(frame["grad_norm"].to_numpy("float64")))
+        return reference_of(frame, self._scored_by, outliers.group_by, "data", source, _rows_of(measured))
 
 
 def _units_of(run: Setup, column: str) -> np.ndarray[Any, Any] | None:
@@ -273,11 +272,6 @@ def _gives(measure: Measure, column: str) -> bool:
 
 def _rows_of(measured: Measured) -> npt.NDArray[Any] | None:
     return measured.rows[PROJECTED].numpy() if PROJECTED in measured.rows else None
-
-
-def _with_log(frame: pd.DataFrame) -> pd.DataFrame:
-    with np.errstate(divide="ignore"):
-        return frame.assign(log_norm=np.log10(frame["grad_norm"].to_numpy("float64")))
 
 
 def _described(run: Setup) -> RunManifest:

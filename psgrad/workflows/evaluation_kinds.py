@@ -46,10 +46,19 @@ def tune(
     A damping with which the curvature has no inverse is named, and no candidate. A compared method without
     any candidate is left out; the config's raises InfluenceError.
     """
-    curves: Curves = {}
+    queries, curves = evaluation.queries(asked), Curves()
     best: dict[str, float] = {}
     for name in [name for name, (method, _) in fits.items() if has_damping(method)]:
-        curve = _curve(evaluation, name, fits, tuning, subsets, outcomes, asked)
+        method, fitted = fits[name]
+        normalize = evaluation.normalize if name == evaluation.main else None
+        curve: dict[float, float] = {}
+        for damping in sorted(set(tuning.dampings)):
+            try:
+                changed, there = damped(method, fitted, evaluation.places(), damping)
+                scores = score_matrix(changed, there, queries, normalize, evaluation.average)
+                curve[damping] = lds_mean(scores, subsets, outcomes)
+            except InfluenceError as error:
+                evaluation.notes.append(f"no candidate for {name}: damping {damping:g}, as {error.arrived}")
         if not curve:
             if name == evaluation.main:
                 raise InfluenceError(
@@ -62,38 +71,13 @@ def tune(
             )
             continue
         curves[name] = curve
-        best[name] = max(curve, key=lambda damping: curve[damping])
-        method, fitted = fits[name]
+        best[name] = max(curve, key=curve.__getitem__)
         fits[name] = damped(method, fitted, evaluation.places(), best[name])
         if len(curve) > 1 and best[name] in (min(curve), max(curve)):
             evaluation.notes.append(
                 f"the best damping of {name} is at the end of the candidates: {best[name]:g}"
             )
     return curves, best
-
-
-def _curve(
-    evaluation: EvaluationParts,
-    name: str,
-    fits: Fits,
-    tuning: TuningConfig,
-    subsets: Array,
-    outcomes: Array,
-    asked: Array,
-) -> dict[float, float]:
-    """damping -> score of one method."""
-    (method, fitted), queries = fits[name], evaluation.queries(asked)
-    normalize, curve = evaluation.normalize if name == evaluation.main else None, {}
-    average = evaluation.average
-    for damping in sorted(set(tuning.dampings)):
-        try:
-            changed, there = damped(method, fitted, evaluation.places(), damping)
-            curve[damping] = lds_mean(
-                score_matrix(changed, there, queries, normalize, average), subsets, outcomes
-            )
-        except InfluenceError as error:
-            evaluation.notes.append(f"no candidate for {name}: damping {damping:g}, as {error.arrived}")
-    return curve
 
 
 @dataclass

@@ -173,7 +173,12 @@ class EvaluationParts:
             predicted = (perf_counter() - begun) / (done - before) * (len(jobs) - done)
             if not told and predicted > _NOTED_SECONDS:
                 told = True
-                self.progress(Progress(0, 0, "evaluation", time_to_come(len(jobs) - done, predicted)))
+                said = (
+                    f"the other {len(jobs) - done:,} models are predicted to take {duration(predicted)};"
+                    " seeds, subsets, removals, flips, ks, explained and remove under influence.evaluate"
+                    " decide how many there are; an interrupted evaluation goes on from its finished models"
+                )
+                self.progress(Progress(0, 0, "evaluation", said))
             begun, before = perf_counter(), done
 
         return measured(
@@ -186,15 +191,6 @@ class EvaluationParts:
             tell=tell,
             processes=self.setup.processes,
         )
-
-
-def time_to_come(models: int, seconds: float) -> str:
-    """What is said where the models that are still to be trained are predicted to take long."""
-    return (
-        f"the other {models:,} models are predicted to take {duration(seconds)}; seeds, subsets, removals,"
-        " flips, ks, explained and remove under influence.evaluate decide how many there are; an interrupted"
-        " evaluation goes on from its finished models"
-    )
 
 
 class ShardStore:

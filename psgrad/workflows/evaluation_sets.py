@@ -100,7 +100,7 @@ def evaluate_groups(evaluation: EvaluationParts) -> Found:
     random = np.random.default_rng([wanted.seed, 7])
     removed = np.sort(random.choice(len(names), min(wanted.removals, len(names)), replace=False))
     scores, controls = all_scores(evaluation, fitted_methods(evaluation), evaluation.asked)
-    sums = {name: group_sums(matrix, groups)[1] for name, matrix in scores.items()}
+    sums = {name: group_sums(matrix, groups)[2] for name, matrix in scores.items()}
     sums[SIZE] = np.repeat(sizes[:, None].astype(float), len(evaluation.asked), 1)
     left = [
         (f"all but the group {names[group]}", np.flatnonzero(groups != names[group])) for group in removed

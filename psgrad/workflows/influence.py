@@ -36,7 +36,7 @@ from psgrad.workflows.evaluation_parts import earlier_evaluations
 from psgrad.workflows.influence_index import open_index
 from psgrad.workflows.influence_questions import answered, require_room, require_tokens, token_pairs
 from psgrad.workflows.influence_ranking import QueryRankings, check_removals, marked_beyond_loss, rank
-from psgrad.workflows.influence_search import is_approximate, require_searchable, searched
+from psgrad.workflows.influence_search import require_searchable, searched
 from psgrad.workflows.influence_setup import (
     InfluenceSetup,
     errors_of_own_method,
@@ -239,7 +239,7 @@ def scored_by_all(
         if wanted.normalize != "none":
             divisors = [divisor(each.self_influence(), wanted.normalize) for each in fitted]
     everything, search = setup, None
-    if is_approximate(setup.run.config):
+    if wanted.index_search.approximate:
         search = searched(setup, fitted, clock, warnings, progress)
         setup, fitted = search.setup, search.fitted
     with clock("scores"), errors_of_own_method(wanted.method.name):

@@ -144,8 +144,7 @@ def labels_of(evaluation: EvaluationParts) -> Array:
 def packed(members: Members) -> Array:
     """[K, numbers] float64: all parameters and buffers, in the order of their names."""
     parts = [value.reshape(len(members), -1).double().cpu() for _, value in sorted(members.state.items())]
-    found: Array = torch.cat(parts, dim=1).numpy()
-    return found
+    return torch.cat(parts, dim=1).numpy()
 
 
 def trained_examples(evaluation: EvaluationParts, state: Array, given: Array) -> Examples:

@@ -68,7 +68,7 @@ def influence_index(
         progress(Progress(0, 0, "index", message))
 
     with clock("load"):
-        run = with_digests(first_run(config, processes))
+        run = first_run(config, processes).with_reader(with_digests=True)
         read_ahead(run.samples, len(run.samples), progress)
         description = described_index(config, run)
     if part is not None:
@@ -187,7 +187,7 @@ def open_index(config: Config, run: Setup) -> GradientIndex:
     for now, then in ((ours, theirs), (ours["loss"], theirs.get("loss", {}))):
         now |= dict.fromkeys(then.keys() - now.keys())  # what it was built with, and is at its default now
     store.require(expected)
-    rows = compared_rows(len(run.samples))
+    rows = sorted({place * len(run.samples) // _COMPARED for place in range(_COMPARED)})
     require_losses(store, run, rows, StoredRows(store, 0).losses_and_square_norms()[0][rows])
     return store
 
@@ -233,13 +233,6 @@ def screened_rows(store: GradientIndex) -> list[Screened]:
 
 _READ = 64  # rows at once, whose digests are taken
 _COMPARED = 8  # rows whose loss is compared with an index
-
-
-def with_digests(run: Setup) -> Setup:
-    """The same, with a reader that notes the digest of each row that it reads."""
-    return replace(
-        run, reader=CheckedReader(run.samples, run.criterion, run.reader.classes, with_digests=True)
-    )
 
 
 def digests_read(reader: CheckedReader, rows: np.ndarray | None = None) -> Callable[[int, int], np.ndarray]:
@@ -316,11 +309,6 @@ def require_losses(index: GradientIndex, run: Setup, rows: list[int], known: tor
             cause="a file that the model or the loss reads while it runs was changed since it was built",
             next_step="put them back, or build the index again with --overwrite",
         )
-
-
-def compared_rows(count: int) -> list[int]:
-    """The rows of an index whose losses are compared with it."""
-    return sorted({place * count // _COMPARED for place in range(_COMPARED)})
 
 
 def _stored_digests(index: GradientIndex) -> np.ndarray:

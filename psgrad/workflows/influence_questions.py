@@ -119,25 +119,21 @@ def answered(
 # -- groups --------------------------------------------------------------------------------------------------
 
 
-def codes_of(groups: Array) -> tuple[Array, torch.Tensor]:
-    """(the names of the groups, which of them each row belongs to [n])."""
-    names, codes = np.unique(groups, return_inverse=True)
-    return names, torch.from_numpy(codes.reshape(-1))
-
-
-def group_sums(scores: Array, groups: Array) -> tuple[Array, Array]:
-    """(the names of the groups, the sums of the scores [n, m] over the rows of each, [groups, m])."""
-    names, codes = codes_of(groups)
-    sums = summed_over_groups(torch.from_numpy(np.ascontiguousarray(scores)), codes, len(names))
-    return names, sums.numpy()
+def group_sums(scores: Array, groups: Array) -> tuple[Array, Array, Array]:
+    """(the names of the groups, how many rows each has, the sums of the scores [n, m] over these,
+    [groups, m]).
+    """
+    names, codes, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    whole = torch.from_numpy(np.ascontiguousarray(scores))
+    sums = summed_over_groups(whole, torch.from_numpy(codes.reshape(-1)), len(names))
+    return names, sizes, sums.numpy()
 
 
 def group_table(
     scores: Array, groups: Array, query_ids: Array, query_rows: Array, top: int, how: OverQueries
 ) -> pd.DataFrame:
     """See QuestionTables.groups."""
-    names, sums = group_sums(scores, groups)
-    sizes = codes_of(groups)[1].bincount(minlength=len(names)).numpy()
+    names, sizes, sums = group_sums(scores, groups)
     joined = torch.from_numpy(sums)
     value, count = over_queries(joined.unsqueeze(2), how)[:, :, 0]
     whole = _strongest((value / count).unsqueeze(1), len(names))
@@ -180,8 +176,7 @@ def directions(scores: Array) -> Array:
     """[n, m]: the scores of each query with a sum of squares of 1; 0 where there is no score."""
     known = np.where(np.isfinite(scores), scores, 0.0)
     sizes = np.sqrt((known**2).sum(0))
-    found: Array = known / np.where(sizes > 0, sizes, 1.0)
-    return found
+    return known / np.where(sizes > 0, sizes, 1.0)
 
 
 def clusters_of(scores: Array, count: int | Literal["auto"]) -> Array:
@@ -209,8 +204,7 @@ def clusters_of(scores: Array, count: int | Literal["auto"]) -> Array:
     order = np.argsort(-np.bincount(labels), kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    found: Array = place[labels]
-    return found
+    return place[labels]
 
 
 def cosines(scores: Array, labels: Array) -> tuple[float, float]:

@@ -98,7 +98,7 @@ def queries_at_once(setup: InfluenceSetup) -> int:
     made. Where checkpoints are put on one scale, so are all of their scores.
     """
     training, wanted = setup.views[0].training, setup.run.config
-    if wanted.influence.index_search.kind == "approximate":
+    if wanted.influence.index_search.approximate:
         return len(setup.query_rows)  # which are projected already, so that no gradient is held
     room = training.free_bytes() * _SHARE if wanted.engine.memory == "auto" else wanted.engine.memory
     numbers = training.flat.size

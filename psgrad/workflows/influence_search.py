@@ -48,13 +48,9 @@ class Search:
     facts: dict[str, Any]
 
 
-def is_approximate(config: Config) -> bool:
-    return config.influence.index_search.kind == "approximate"
-
-
 def require_searchable(config: Config, *, matrix: bool, part: bool, processes: Processes) -> None:
     """Raises ConfigError for what an approximate search has no answer to, and where faiss is missing."""
-    if not is_approximate(config):
+    if not config.influence.index_search.approximate:
         return
     reasons = {
         "--matrix": matrix and "it needs the scores of all rows",

@@ -6,7 +6,7 @@ The method of a config: found by its name, its options checked against what it t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -111,7 +111,7 @@ class InfluenceSetup:
         asks one, and for a summary by class where they are few.
         """
         wanted = self.run.config.influence
-        if wanted.index_search.kind == "approximate":
+        if wanted.index_search.approximate:
             return False
         asked = self.groups is not None or self.contrasts or wanted.clusters is not None
         return bool(asked) or len(self.asked_rows) * len(self.run.samples) <= _FEW_SCORES
@@ -258,14 +258,12 @@ def identity_of_asked(
 
 
 def _require_another(views: list[CheckpointView], run: Setup) -> None:
+    """Raises ConfigError for the weights of an earlier checkpoint."""
     weights = run.model.state_dict()
-    same = next((view for view in views if _equal(view.training.objective.model.state_dict(), weights)), None)
-    if same is not None:
-        raise same_weights(same.path, run.config.model.checkpoint, "influence.checkpoints")
-
-
-def _equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+    for view in views:
+        own = view.training.objective.model.state_dict()
+        if own.keys() == weights.keys() and all(torch.equal(own[name], weights[name]) for name in own):
+            raise same_weights(view.path, run.config.model.checkpoint, "influence.checkpoints")
 
 
 def _view(

@@ -250,11 +250,6 @@ def coverage(
             row["left_out"].append(name)
     for label, kind in (facts[0].get("blocks") or {}).items() if facts else ():
         counted = rows[part_of(re.split(r"[ \[]", label)[0])]["blocks"]
-        name = _kind(kind)
+        name = re.split(r",? \d", kind)[0]  # without its sizes
         counted[name] = counted.get(name, 0) + 1
     return sorted(rows.values(), key=lambda row: -row["parameters"])
-
-
-def _kind(description: str) -> str:
-    """The kind of a block without its sizes."""
-    return re.split(r",? \d", description)[0]

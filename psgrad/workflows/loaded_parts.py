@@ -5,7 +5,7 @@ the samples.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,10 +87,18 @@ class Loaded:
         return found if self.recompute is None else self.recompute.add(found)
 
     def class_count(self, criterion: Criterion) -> int | None:
-        """How many classes the output has, by the first row; None where that is not known, or differs from
-        row to row.
+        """The size of the output's class axis, by the first row; None where that differs from row to row, the
+        loss has no classes, or the model fails (told later).
         """
-        return None if self.samples.labels_are_positions else class_count(self.first_output, criterion)
+        if self.samples.labels_are_positions or criterion.kind not in ("class", "token"):
+            return None
+        try:
+            output = self.first_output()
+        except Exception:
+            return None
+        if not isinstance(output, torch.Tensor) or output.dim() < 2:
+            return None
+        return int(output.shape[-1 if criterion.kind == "token" else 1])
 
     def more_samples(
         self, data: DataConfig, unit: str | None = None, weighted: bool | None = None
@@ -239,21 +247,6 @@ def _require_loss_of_the_head(loaded: LoadedModel, criterion: Criterion) -> None
             expected="loss: bce_with_logits, or a loss of your own",
             next_step="say the loss in the config; the task's own is that of one label",
         )
-
-
-def class_count(first_output: Callable[[], Any], criterion: Criterion) -> int | None:
-    """The size of the output's class axis, from one sample; None where the loss has no classes, or the
-    model fails (told later).
-    """
-    if criterion.kind not in ("class", "token"):
-        return None
-    try:
-        output = first_output()
-    except Exception:
-        return None
-    if not isinstance(output, torch.Tensor) or output.dim() < 2:
-        return None
-    return int(output.shape[-1 if criterion.kind == "token" else 1])
 
 
 def pick_device(name: str) -> torch.device:

@@ -88,16 +88,14 @@ def merge(output: Path, *, report: bool = True, progress: Say = lambda _: None) 
     or there twice.
     """
     manifest = manifest_of_parts(output, "analyze")
-    parts, config = manifest["identity"][NUMBER_OF_PARTS], config_of(manifest, output)
-    sample = manifest.get("sampled_by") is not None
     result = analyze(
-        config,
+        config_of(manifest, output),
         resume=True,
         limit=manifest.get("limit"),
-        sample=sample,
+        sample=manifest.get("sampled_by") is not None,
         report=report,
         progress=progress,
-        processes=MergingParts(parts),
+        processes=MergingParts(manifest["identity"][NUMBER_OF_PARTS]),
     )
     assert result is not None, "the merging process leads"
     return result
@@ -351,16 +349,13 @@ def _joined(setup: InfluenceSetup, parts: Sequence[_StoredPart]) -> Scored:
     training = with_overall(training, setup.training_rows, overall)
     agreement = np.concatenate([part.arrays["agreement"] for part in parts])
     queries = with_agreement(queries, setup.query_rows, agreement)
+    matrix = None
+    if "matrix.scores" in first.arrays:
+        matrix = {
+            "scores": np.concatenate([part.arrays["matrix.scores"] for part in parts], axis=1),
+            "train_index": first.arrays["matrix.train_index"],
+            "query_index": np.concatenate([part.arrays["matrix.query_index"] for part in parts]),
+        }
     # Each part has said of its own plain mean.
-    rankings = QueryRankings(pairs, sums, scores, overall, shown, _matrix(parts), agreement, np.empty(0))
+    rankings = QueryRankings(pairs, sums, scores, overall, shown, matrix, agreement, np.empty(0))
     return Scored(setup, queries, training, rankings, first.fit, first.unit)
-
-
-def _matrix(parts: Sequence[_StoredPart]) -> dict[str, np.ndarray] | None:
-    if "matrix.scores" not in parts[0].arrays:
-        return None
-    return {
-        "scores": np.concatenate([part.arrays["matrix.scores"] for part in parts], axis=1),
-        "train_index": parts[0].arrays["matrix.train_index"],
-        "query_index": np.concatenate([part.arrays["matrix.query_index"] for part in parts]),
-    }

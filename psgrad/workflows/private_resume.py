@@ -110,21 +110,20 @@ def require_same_code(folder: PrivateRunFolder, then: Mapping[str, Any], now: Ma
     """Raises ConfigError where code, the model's modules, or tensors of it that no checkpoint has are
     others.
     """
+    # Not compared: what the checkpoint brings, parameters and buffers; and versions, which each line of the
+    # ledger has.
     was, found = (
         {f"the tensor {name}": digest for name, digest in each["attributes"].items()}
-        | {key: value for key, value in flat(each).items() if _is_compared(key)}
+        | {
+            key: value
+            for key, value in flat(each).items()
+            if key != "model (its weights)" and not key.startswith("version of ")
+        }
         for each in (then, now)
     )
     require_same(
         was, {key: found.get(key) for key in {**was, **found}}, f"the run in {folder.path}", show=False
     )
-
-
-def _is_compared(line: str) -> bool:
-    """Not what the checkpoint brings, parameters and buffers, nor versions, which each line of the ledger
-    has.
-    """
-    return line != "model (its weights)" and not line.startswith("version of ")
 
 
 def weights_note(header: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

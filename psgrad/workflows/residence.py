@@ -185,13 +185,12 @@ def _group(wanted: int | str, ranks: Ranks, size: int, free: int) -> int | None:
 
 
 def weight_bytes(config: ModelConfig, base: Path) -> int:
-    """Of the files of a model; 0 for those that are not on this machine yet."""
-    return sum(_size(base / each) for each in (config.checkpoint, config.pretrained) if each is not None)
-
-
-def _size(path: Path) -> int:
-    """Bytes of a checkpoint or of a model's folder; 0 for a hub id."""
-    files = path.rglob("*") if path.is_dir() else checkpoint_files(path) if path.is_file() else []
+    """Of the files of a model, its checkpoint's and its folder's; 0 for those that are not on this machine
+    yet, such as a hub id's.
+    """
+    files: list[Path] = []
+    for path in (base / each for each in (config.checkpoint, config.pretrained) if each is not None):
+        files += path.rglob("*") if path.is_dir() else checkpoint_files(path) if path.is_file() else []
     return sum(file.stat().st_size for file in files if file.is_file())
 
 

@@ -50,24 +50,21 @@ class Setup(Loaded):
     def with_drawn_rows(self, count: int, seed: int) -> Setup:
         """The same on so many rows of the dataset, drawn at random."""
         samples = DrawnSamples(self.samples, drawn_rows(len(self.samples), count, seed))
-        reader = CheckedReader(samples, self.criterion, self.reader.classes)
-        return replace(self, samples=samples, reader=reader)
+        return replace(self, samples=samples).with_reader()
+
+    def with_reader(self, **options: bool) -> Setup:
+        """The same with another reader, which notes what the options of CheckedReader say of each row."""
+        return replace(
+            self, reader=CheckedReader(self.samples, self.criterion, self.reader.classes, **options)
+        )
 
     def with_rows_described(self) -> Setup:
         """The same, with a reader that keeps what the table of samples says of each row: a digest where it
         has no id, and its length where positions count; rows that can't be read are measured as not finite.
         """
         described = self.config.data.id is None and self.config.data.group is None
-        digests, lengths = described, self.criterion.kind == "token"
-        reader = CheckedReader(
-            self.samples,
-            self.criterion,
-            self.reader.classes,
-            with_digests=digests,
-            with_lengths=lengths,
-            with_unreadable=True,
-        )
-        return replace(self, reader=reader)
+        lengths = self.criterion.kind == "token"
+        return self.with_reader(with_digests=described, with_lengths=lengths, with_unreadable=True)
 
     def at_checkpoint(self, path: Path) -> Setup:
         """The same with the weights of another checkpoint. Raises CheckpointError where that is one of a

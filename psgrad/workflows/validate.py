@@ -222,7 +222,7 @@ class _Checks:
             self._named(where, METHODS, method)
         if influence.measurement.name not in MEASUREMENTS:
             self._code("influence.measurement", influence.measurement.name, ConfigError)
-        if influence.index_search.kind == "approximate":
+        if influence.index_search.approximate:
             with self.found.problems_at("influence.index_search"):
                 require_faiss()
         if influence.evaluate.train.function is not None:
