@@ -60,7 +60,11 @@ class Judging:
         self._scored_by = scored_by(self._outliers.score, [each.name for each in self._outliers.detectors])
         self._require_known()
         self._of_data = self._column_of_data()
-        self._units = None if self._of_data is None else _units_of(run, self._of_data)
+        self._units: np.ndarray[Any, Any] | None = None  # what that column says of each sample of the run
+        if self._of_data is not None:
+            self._units = run.more_samples(run.config.data, self._of_data).units
+            if self._units is not None and isinstance(run.samples, DrawnSamples):
+                self._units = self._units[run.samples.rows]
         self._found = self._find()
         self._trusted = self._load_trusted()
 
@@ -232,13 +236,6 @@ class Judging:
         with np.errstate(divide="ignore"):
             frame = frame.assign(log_norm=np.log10(frame["grad_norm"].to_numpy("float64")))
         return reference_of(frame, self._scored_by, outliers.group_by, "data", source, _rows_of(measured))
-
-
-def _units_of(run: Setup, column: str) -> np.ndarray[Any, Any] | None:
-    """What a column of the dataset says of each sample of the run, of those drawn where some were."""
-    found = run.more_samples(run.config.data, column).units
-    drawn = run.samples.rows if isinstance(run.samples, DrawnSamples) else slice(None)
-    return None if found is None else found[drawn]
 
 
 def _only_needed(config: Config, measures: Sequence[Measure]) -> Config:

@@ -26,7 +26,7 @@ from psgrad.engine.influence.evaluation.statistics import (
     score_matrix,
 )
 from psgrad.errors import ConfigError, InfluenceError
-from psgrad.workflows.evaluation_parts import Array, EvaluationParts, Fits, spec_of
+from psgrad.workflows.evaluation_parts import Array, EvaluationParts, Fits
 from psgrad.workflows.influence_setup import errors_of_own_method
 
 Curves = dict[str, dict[float, float]]
@@ -172,7 +172,7 @@ def fitted_methods(evaluation: EvaluationParts) -> Fits:
 def _or_left_out(evaluation: EvaluationParts, name: str) -> Iterator[None]:
     """A compared method that fails inside is named in the notes; the config's own raises InfluenceError."""
     try:
-        with errors_of_own_method(spec_of(name)):
+        with errors_of_own_method(name.partition(" (")[0]):  # without options, as a config names it
             yield
     except InfluenceError as error:
         if name == evaluation.main:

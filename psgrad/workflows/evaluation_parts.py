@@ -227,6 +227,9 @@ def evaluation_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Ev
     else:
         recipe = Recipe(**wanted.train.model_dump(exclude={"function"}))
         train = EnsembleTrainer(fresh, rows, setup.run.criterion.function, recipe)
+    asked = setup.query_rows
+    if wanted.queries is not None and wanted.queries < len(asked):  # so many of them at random, in order
+        asked = np.sort(np.random.default_rng([wanted.seed, 2]).choice(asked, wanted.queries, replace=False))
     notes, methods = list[str](), compared(config, setup.method)
     one, other = (dict(fresh_model(fresh, seed).named_parameters()) for seed in (0, 1))
     if all(torch.equal(value, other[name]) for name, value in one.items()):
@@ -251,7 +254,7 @@ def evaluation_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Ev
         setup=setup,
         wanted=wanted,
         methods=methods,
-        asked=limited(setup.query_rows, wanted),
+        asked=asked,
         rows=rows,
         train=train,
         store=ShardStore(folder),
@@ -274,18 +277,6 @@ def compared(config: Config, main: Method) -> dict[str, Method]:
         if name not in found:
             found[name] = method_from(each, config.base) if found else main
     return found
-
-
-def spec_of(name: str) -> str:
-    """What a config calls the method with this name in tables."""
-    return name.partition(" (")[0]
-
-
-def limited(rows: Array, wanted: EvaluationConfig) -> Array:
-    """At most as many of the query rows as are wanted, at random, in order."""
-    if wanted.queries is None or wanted.queries >= len(rows):
-        return rows
-    return np.sort(np.random.default_rng([wanted.seed, 2]).choice(rows, wanted.queries, replace=False))
 
 
 def behaviour(fresh: Callable[[int], nn.Module], rows: LoadedRows, forward: Forward) -> str:
