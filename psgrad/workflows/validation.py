@@ -118,7 +118,7 @@ class DataChecks:
         of_text = data.text or data.prompt or data.messages
         if not of_text or model is None or model.pretrained is None or self.found.problems:
             return
-        from psgrad.inputs.row_checks import text_facts
+        from psgrad.inputs.sources.load import text_facts
 
         self.found.facts[f"{where} (texts)"] = text_facts(model, data, self.base)
 
@@ -127,7 +127,7 @@ class DataChecks:
         model = self.sections.get("model")
         if not data.image or model is None or model.pretrained is None or self.found.problems:
             return
-        from psgrad.inputs.row_checks import image_facts
+        from psgrad.inputs.sources.load import image_facts
 
         self.found.facts[f"{where} (images)"], notes = image_facts(model, data, self.base)
         self.found.notes += notes

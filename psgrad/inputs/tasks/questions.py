@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.models.loaded import Pretrained
+from psgrad.inputs.models.pretrained import Pretrained
 from psgrad.inputs.tasks.task import (
     IGNORED,
     Array,

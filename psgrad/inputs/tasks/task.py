@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.models.loaded import Pretrained
+from psgrad.inputs.models.pretrained import Pretrained
 from psgrad.inputs.sources.arrow_columns import is_list
 from psgrad.inputs.tokenizer import Encoding, Tokenizer
 
