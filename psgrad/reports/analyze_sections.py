@@ -72,13 +72,13 @@ _WORDS = {"id", "target", "prediction", "group", "reasons"}  # columns that are 
 _NOT_SHOWN = {"index", "fingerprint", "log_norm", "is_outlier_issue", "status"}
 
 
-def listed_samples(samples: pd.DataFrame, count: int = MAX_SAMPLES) -> pd.DataFrame:
+def listed_samples(samples: pd.DataFrame) -> pd.DataFrame:
     """The samples to look at: those on the review list or named as outliers first, then by rank; unranked
     ones never appear.
     """
     ranked = samples[samples["rank"].notna().to_numpy()]
-    issues = ranked[ranked["is_outlier_issue"].to_numpy(bool)].nsmallest(count, "rank")
-    others = ranked[~ranked["is_outlier_issue"].to_numpy(bool)].nsmallest(count - len(issues), "rank")
+    issues = ranked[ranked["is_outlier_issue"].to_numpy(bool)].nsmallest(MAX_SAMPLES, "rank")
+    others = ranked[~ranked["is_outlier_issue"].to_numpy(bool)].nsmallest(MAX_SAMPLES - len(issues), "rank")
     return pd.concat([issues, others]).sort_values("rank", kind="stable")
 
 

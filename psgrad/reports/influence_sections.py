@@ -138,7 +138,7 @@ def cluster_table(result: InfluenceResult, number: int, rows: pd.DataFrame) -> T
         TableColumn("score", lambda row: signed(row["score"]), True),
         TableColumn("same sign", lambda row: f"{row['same_sign']:.0%}", True),
     ]
-    title = f"Cluster {number}: {len(members):,} {'query' if len(members) == 1 else 'queries'} ({ids})"
+    title = f"Cluster {number}: {count(len(members), 'query')} ({ids})"
     return table("", title, columns, _first_of_either_sign(rows), tall=False)
 
 

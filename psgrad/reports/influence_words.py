@@ -105,6 +105,11 @@ def beyond_note(result: InfluenceResult) -> str:
     return BEYOND_NOTE if "beyond_loss" in scores and bool(scores["beyond_loss"].any()) else ""
 
 
+def run_words(result: InfluenceResult) -> list[str]:
+    """What a run says of its checkpoints, its damping and its search, as far as there is something to say."""
+    return list(filter(None, (agreement_words(result), damping_words(result), search_words(result))))
+
+
 def agreement_words(result: InfluenceResult) -> str:
     """How far the checkpoints agree; empty of one checkpoint."""
     if "agreement" not in result.queries:

@@ -40,8 +40,13 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def count(n: int, noun: str = "sample") -> str:
-    """1 sample, 1,797 samples."""
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+    """1 sample, 1,797 samples, 3 queries."""
+    return f"{n:,} {plural(n, noun)}"
+
+
+def plural(n: int, noun: str) -> str:
+    """The noun for so many."""
+    return noun if n == 1 else f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
 
 
 def percentile(value: float) -> str:
