@@ -102,7 +102,6 @@ class Passage:
     left out, if anything.
     """
 
-    measure: str
     title: str
     spans: list[Span]
     scale: str
@@ -371,7 +370,7 @@ def passages_of(result: AnalyzeResult, measure: MeasureResult, row: int, shown: 
             result.special_tokens if place == ids[0] else frozenset(),
         )
         title = f"{measure.title}, input {place}" if len(ids) > 1 else measure.title
-        found.append(Passage(measure.name, title, spans, scale_words(result, measure, scale), note))
+        found.append(Passage(title, spans, scale_words(result, measure, scale), note))
     return found
 
 

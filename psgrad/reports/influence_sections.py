@@ -276,7 +276,7 @@ def _coloured(name: str, text: TokenText, values: Array) -> Text:
     counted = text.spread(values * 0 + 1).astype(bool)
     words = dict(zip(text.ids.tolist(), text.pieces, strict=False))
     spans, scale, note = spans_of(text.ids, weights, None, words, None, counted)
-    passage = Passage("", "", spans, "", note)
+    passage = Passage("", spans, "", note)
     said = Markup("<b>{}</b> (full colour: {}) {}").format(name, number(scale), passage.html)
     return Text(said + (Markup(' <span class="quiet">{}</span>').format(note) if note else Markup()))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from psgrad.reports.tables import Table, TableColumn, table
-from psgrad.reports.words import FACT_LIMIT, MISSING, brief, identifier, label, number, percent
+from psgrad.reports.words import FACT_LIMIT, MISSING, brief, cell, identifier, label, number, percent
 from psgrad.results import (
     ALL_INDEX,
     ALL_QUERIES,
@@ -299,10 +299,6 @@ def flattened(facts: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return number(value)
     if isinstance(value, list | tuple):
         return ", ".join(map(_plain, value[:MAX_ITEMS]))
-    return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    return cell(value) if value is None or isinstance(value, bool | int | float) else str(value)
