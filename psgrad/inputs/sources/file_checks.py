@@ -122,12 +122,6 @@ def require_unchanged(stamps: Iterable[Stamp]) -> None:
             )
 
 
-def is_archive(path: Path) -> bool:
-    """Whether a file begins as a zip archive does."""
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
-
-
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal: of a large one taken once on each host."""
     if path.stat().st_size <= _HASH_BLOCK:

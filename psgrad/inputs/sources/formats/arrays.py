@@ -14,7 +14,7 @@ import safetensors
 from numpy.lib import format as npy
 
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.sources.file_checks import Wanted, is_archive, require_columns
+from psgrad.inputs.sources.file_checks import Wanted, require_columns
 from psgrad.inputs.sources.source import (
     ArraySource,
     Column,
@@ -79,7 +79,9 @@ class NPZ(ArraySource):
 
 
 def _require_archive(path: Path) -> None:
-    if not is_archive(path):
+    with path.open("rb") as file:
+        head = file.read(4)
+    if head != b"PK\x03\x04":
         raise DataError(f"{path} is no npz archive", expected="named arrays, as numpy.savez writes them")
 
 
