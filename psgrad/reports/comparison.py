@@ -123,12 +123,12 @@ def _json(result: Comparison) -> str:
 
 
 def _plain_values(row: dict[Hashable, Any]) -> dict[str, Any]:
-    """Missing values as None, and numbers of rows as they are: one of the two may be missing, so that they
-    are floats in the frame.
-    """
-    missing = [key for key, value in row.items() if not isinstance(value, str) and pd.isna(value)]
-    rows = {key: int(row[key]) for key in ("row_a", "row_b") if key not in missing}
-    return {str(key): value for key, value in {**row, **rows, **dict.fromkeys(missing)}.items()}
+    found: dict[str, Any] = {
+        str(key): None if not isinstance(value, str) and pd.isna(value) else value
+        for key, value in row.items()
+    }
+    # Rows are floats in the frame, as one of the two may be missing.
+    return found | {key: int(found[key]) for key in ("row_a", "row_b") if found.get(key) is not None}
 
 
 def _csv(result: Comparison) -> str:

@@ -192,9 +192,8 @@ class Ledger(LedgerLines):
             raise unreadable(path, error) from error
         try:
             _lock(path, descriptor)
-            durable_files.sync_folder(
-                path.parent
-            )  # its creator may have been killed before its name was on the disk
+            # Its creator may have been killed before its name was on the disk.
+            durable_files.sync_folder(path.parent)
             ledger = cls(path, descriptor)
             data = bytes_of(path)
             content = parse(path, data)
