@@ -1,6 +1,6 @@
 """Shortens long values and names so that they can still be told apart, and formats numbers and units.
 
-Results in a line: their tables and arrays by their sizes.
+Results in a line: their tables and arrays by their sizes. Values as every reader of JSON has them.
 """
 
 from __future__ import annotations
@@ -131,6 +131,21 @@ def correlation(value: float | None) -> str:
     if 1 - abs(value) < 1e-12:
         return f"{value:.0f}"
     return f"{math.trunc(value * 1e4) / 1e4:.4f}"
+
+
+def json_values(value: Any) -> Any:
+    """The value as every reader of JSON accepts it: paths are texts, numbers and arrays of numpy are plain
+    ones, and numbers that are not finite are null.
+    """
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): json_values(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_values(each) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _VALUE = 60

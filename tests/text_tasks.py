@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from psgrad.config import DataConfig
 from psgrad.config.model import Task
 from psgrad.errors import PsgradError
-from psgrad.inputs.models.loaded import Pretrained
+from psgrad.inputs.models.pretrained import Pretrained
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.load import load_data
 from tests.hugging_face import TEXTS, tiny_model, tiny_tokenizer

@@ -270,7 +270,7 @@ class GroupedSamples(SamplesOf):
             )
 
 
-class TwoCompletions(Samples):
+class TwoCompletions(SamplesOf):
     """The rows of a dataset, and after them the same rows with other completions.
 
     Args:
@@ -279,16 +279,13 @@ class TwoCompletions(Samples):
     """
 
     def __init__(self, first: Samples, second: Samples, name: str) -> None:
-        ids = [str(each) for each in first.ids]
-        super().__init__(
-            np.array([*ids, *(f"{each} ({name})" for each in ids)], dtype=object),
-            None,
-            hashlib.sha256(f"{first.fingerprint} {second.fingerprint}".encode()).hexdigest(),
-        )
+        super().__init__(first)
         self.first, self.second = first, second
-        self.keywords, self.ragged, self.weighted = first.keywords, first.ragged, first.weighted
-        self.notes, self.class_names = first.notes, first.class_names
-        self.sources, self.code, self.stamps = first.sources, first.code, first.stamps
+        ids = [str(each) for each in first.ids]
+        self.ids = np.array([*ids, *(f"{each} ({name})" for each in ids)], dtype=object)
+        self.fingerprint = hashlib.sha256(f"{first.fingerprint} {second.fingerprint}".encode()).hexdigest()
+        self.targets = self.units = None
+        self.ungrouped = self.group_sizes = self.agreed_targets = None
 
     def read(self, start: int, stop: int) -> Block:
         count, blocks = len(self.first), []
@@ -301,12 +298,3 @@ class TwoCompletions(Samples):
     def describe(self, row: int) -> str | None:
         count = len(self.first)
         return self.first.describe(row) if row < count else self.second.describe(row - count)
-
-    def input_names(self) -> list[str]:
-        return self.first.input_names()
-
-    def pieces(self, ids: list[int]) -> list[str] | None:  # type: ignore[override]
-        return self.first.pieces(ids)
-
-    def special_tokens(self) -> frozenset[int]:
-        return self.first.special_tokens()

@@ -30,7 +30,7 @@ from psgrad.inputs.image_files import (
     opened,
 )
 from psgrad.inputs.models.hub import library
-from psgrad.inputs.models.loaded import Pretrained
+from psgrad.inputs.models.pretrained import Pretrained
 from psgrad.inputs.sources.arrow_columns import plain
 from psgrad.inputs.sources.host_files import arrays_made_once, in_pieces
 from psgrad.inputs.sources.source_rows import Array, SourceRows, pieces_of

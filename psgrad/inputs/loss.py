@@ -22,7 +22,7 @@ from psgrad.wording import unit_of_loss
 LossKind = Literal["class", "token", "binary", "value", "custom"]
 LossFunction = Callable[..., Tensor]
 
-IGNORED = -100  # torch's own default
+IGNORED = -100  # the label that does not count: torch's own default
 
 
 class Loss(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -62,14 +63,7 @@ class CheckedReader:
             check_targets(criterion, torch.as_tensor(samples.targets), classes)
 
     def __call__(self, start: int, stop: int) -> Block:
-        with self.samples.reading:
-            try:
-                block = self.samples.read(start, stop)
-            except UnreadableRow:
-                if not self._goes_on:
-                    raise
-                block = joined([self._one(row) for row in range(start, stop)])
-        require_unchanged(self.samples.stamps)
+        block = self._read(range(start, stop), lambda: self.samples.read(start, stop))
         if not self._known:
             check_targets(self.criterion, block.target, self.classes, first_row=start)
             self._note(slice(start, stop), block.target)
@@ -81,14 +75,7 @@ class CheckedReader:
 
     def take(self, rows: np.ndarray[Any, Any]) -> Block:
         """These rows, in this order."""
-        with self.samples.reading:
-            try:
-                block = self.samples.take(rows)
-            except UnreadableRow:
-                if not self._goes_on:
-                    raise
-                block = joined([self._one(int(row)) for row in rows])
-        require_unchanged(self.samples.stamps)
+        block = self._read(rows.tolist(), lambda: self.samples.take(rows))
         if self.contents is not None:
             self.contents[rows] = digests(block)
         if not self._known and block.target is not None:
@@ -107,6 +94,18 @@ class CheckedReader:
             return None
         found: np.ndarray[Any, Any] = self.targets[rows]
         return found
+
+    def _read(self, rows: Iterable[int], read: Callable[[], Block]) -> Block:
+        """What `read` returns, or these rows one by one where one of them can't be read."""
+        with self.samples.reading:
+            try:
+                block = read()
+            except UnreadableRow:
+                if not self._goes_on:
+                    raise
+                block = joined([self._one(row) for row in rows])
+        require_unchanged(self.samples.stamps)
+        return block
 
     def _one(self, row: int) -> Block:
         """A row, or one of NaN where it can't be read: as row 0, which was read when the data were loaded."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from psgrad.config import DataConfig
 from psgrad.config.model import Task
 from psgrad.errors import ConfigError
-from psgrad.inputs.models.loaded import Pretrained
+from psgrad.inputs.models.pretrained import Pretrained
 from psgrad.inputs.rows import Block, Samples, checked_weights, ids_and_units
 from psgrad.inputs.sources.arrow_columns import plain, require_numbers
 from psgrad.inputs.sources.source_rows import Array, SourceRows, TemporaryFolder

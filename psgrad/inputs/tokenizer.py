@@ -14,8 +14,7 @@ from typing import Any, Literal, TypeGuard
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.models.hub import library, located, quiet
-from psgrad.inputs.models.loaded import Pretrained
-from psgrad.inputs.models.pretrained import model_inputs
+from psgrad.inputs.models.pretrained import Pretrained, model_inputs
 from psgrad.inputs.sources.file_checks import sha256_of
 from psgrad.wording import first_line
 

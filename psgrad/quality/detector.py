@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from psgrad.config import AnalyzeConfig
 from psgrad.errors import ConfigError
@@ -104,9 +103,6 @@ def _prepared(rows: FloatArray, detector: Detector) -> FloatArray:
     return np.asarray(scaled / np.linalg.norm(scaled, axis=1, keepdims=True))
 
 
-Array = npt.NDArray[Any]
-
-
 @dataclass(frozen=True)
 class DetectorScores:
     """A detector's scores [n], larger is more unusual, and those of trusted samples that it was not fitted
@@ -115,12 +111,12 @@ class DetectorScores:
 
     name: str
     title: str
-    scores: Array
+    scores: FloatArray
     reference: Reference | None
 
 
 def detector_scores(
-    config: AnalyzeConfig, reference: Reference | None, rows: Array | None, base: Path = Path()
+    config: AnalyzeConfig, reference: Reference | None, rows: FloatArray | None, base: Path = Path()
 ) -> list[DetectorScores]:
     """The scores of each detector of the config, whose own files are relative to `base`.
 

@@ -142,7 +142,7 @@ def listed_findings(
     numbers = {column: rows[column].to_numpy("float64", na_value=np.nan).tolist() for column in columns}
     reasons, groups, indices = (_texts(rows, "reasons"), _texts(rows, "group"), rows["index"].tolist())
     for place, row in enumerate(ordered.itertuples(index=False)):
-        values = {column: _finite(numbers[column][place]) for column in columns}
+        values = {column: numbers[column][place] for column in columns}
         index = int(indices[place])
         yield Finding(
             rule=str(row.rule),
@@ -150,11 +150,11 @@ def listed_findings(
             id=row.id if isinstance(row.id, int) and not isinstance(row.id, bool) else str(row.id),
             index=index,
             fingerprint=str(row.fingerprint),
-            message=_message(str(row.rule), score, {column: numbers[column][place] for column in columns}),
+            message=_message(str(row.rule), score, values),
             location=Location(location.path, lines.get(index, location.line)),
             reasons=tuple(part for part in (reasons[place] or "").split("; ") if part),
             group=groups[place],
-            values=values,
+            values={column: value if math.isfinite(value) else None for column, value in values.items()},
             state=row.state,  # type: ignore[arg-type]
             ignored_because=row.ignored_because,  # type: ignore[arg-type]
         )
@@ -174,10 +174,6 @@ def _texts(rows: pd.DataFrame, column: str) -> list[str | None]:
     if column not in rows:
         return [None] * len(rows)
     return [None if pd.isna(each) else str(each) for each in rows[column].tolist()]
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _id(value: object) -> object:

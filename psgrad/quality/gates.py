@@ -264,9 +264,7 @@ def separability(p: Array, reference: int, flagged: int, smallest: int | None) -
     return Separability(surplus, low, words if low else None)
 
 
-def caveats_of(
-    reference: Reference | None, p: Array, in_both: int, joined: set[str], review_fraction: float
-) -> list[str]:
+def caveats_of(reference: Reference | None, p: Array, in_both: int, joined: set[str]) -> list[str]:
     """Sentences that belong to the verdict."""
     if reference is None:
         return [NO_VERDICT]

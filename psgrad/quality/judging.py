@@ -32,7 +32,7 @@ from psgrad.quality.gates import (
     share_of,
     why_not_evaluable,
 )
-from psgrad.quality.references import OTHER, Reference, join_small, labels_of, robust_z, scored_by
+from psgrad.quality.references import Reference, join_small, joined, labels_of, robust_z, scored_by
 from psgrad.results import SAMPLE_COLUMNS
 from psgrad.results.manifest import (
     DetectorFacts,
@@ -197,8 +197,13 @@ def rank_samples(
         reasons=reasons,
         status=np.select([~finite, ~ranked], ["nonfinite", "skipped"], default="ok"),
     )
-    columns = [column for column in SAMPLE_COLUMNS if column in result]
-    return result[columns + [column for column in result if column not in SAMPLE_COLUMNS]]
+    return _in_order(result)
+
+
+def _in_order(samples: pd.DataFrame) -> pd.DataFrame:
+    """The table with SAMPLE_COLUMNS first."""
+    columns = [column for column in SAMPLE_COLUMNS if column in samples]
+    return samples[columns + [column for column in samples if column not in SAMPLE_COLUMNS]]
 
 
 @dataclass(frozen=True)
@@ -259,8 +264,9 @@ def judge(
         none = np.full(len(frame), np.nan)
         verdict = _Verdict(none, none, ahead.to_numpy("float64"), in_both)
     else:
-        reference = replace(reference, labels=_joined(reference.labels, small))
-        verdict = _tested(scores, labels, reference, in_both, outliers.tail)
+        reference = replace(reference, labels=joined(reference.labels, small))
+        p = grouped_p_values(scores, labels, reference.scores, reference.labels, outliers.tail)
+        verdict = _Verdict(p, q_values(np.where(in_both, np.nan, p)), p, in_both)
         ranked["is_outlier_issue"] = (verdict.q <= outliers.fdr) | (ranked["status"] == "nonfinite")
         ranked["reasons"] = _reasons(ranked, verdict, reference, labels)
     ranked = ranked.assign(
@@ -271,12 +277,11 @@ def judge(
         group=labels,
     )
     for each in detected:
-        ranked = ranked.assign(**_detector_values(each, labels, small, verdict, outliers.tail))
+        ranked = ranked.assign(**_detector_values(each, labels, small, verdict))
     facts = _facts(ranked, config, reference, verdict, small)
     detectors = {each.name: _detector_facts(each, ranked, outliers.fdr) for each in detected}
     facts = replace(facts, robust_z={"groups_without": without_z}, detectors=detectors)
-    columns = [column for column in SAMPLE_COLUMNS if column in ranked]
-    return Judged(ranked[columns + [column for column in ranked if column not in SAMPLE_COLUMNS]], facts)
+    return Judged(_in_order(ranked), facts)
 
 
 def _require_score(frame: pd.DataFrame, score: str) -> None:
@@ -310,15 +315,6 @@ def _scores(frame: pd.DataFrame, name: str) -> Array:
     return frame[name].to_numpy("float64", na_value=np.nan)
 
 
-def _joined(labels: Array, small: set[str]) -> Array:
-    return np.array([OTHER if label in small else label for label in labels], dtype=object)
-
-
-def _tested(scores: Array, labels: Array, reference: Reference, in_both: Array, tail: str) -> _Verdict:
-    p = grouped_p_values(scores, labels, reference.scores, reference.labels, tail)
-    return _Verdict(p, q_values(np.where(in_both, np.nan, p)), p, in_both)
-
-
 def _reasons(ranked: pd.DataFrame, verdict: _Verdict, reference: Reference, labels: Array) -> Array:
     """The texts of `reasons`, where a reference decides: the review list is not mentioned."""
     reasons = np.where(ranked["grad_norm"] == 0, "gradient is exactly zero", "").astype(object)
@@ -336,12 +332,12 @@ def _reasons(ranked: pd.DataFrame, verdict: _Verdict, reference: Reference, labe
 
 
 def _detector_values(
-    scores: DetectorScores, labels: Array, small: set[str], verdict: _Verdict, tail: str
+    scores: DetectorScores, labels: Array, small: set[str], verdict: _Verdict
 ) -> dict[str, Array]:
     """A detector's p- and q-values; none without a reference."""
     if scores.reference is None:
         return {}
-    trusted = _joined(scores.reference.labels, small)
+    trusted = joined(scores.reference.labels, small)
     p = grouped_p_values(scores.scores, labels, scores.reference.scores, trusted)
     return {f"{scores.name}_p": p, f"{scores.name}_q": q_values(np.where(verdict.in_both, np.nan, p))}
 
@@ -411,7 +407,7 @@ def _facts(
         resolution=resolution_words(limit.smallest, reference, tested, outliers.fdr, len(groups)),
         counts=counts,
         loss_agreement=loss_agreement(ranked[ok], outliers.score, outliers.tail, fraction),
-        caveats=caveats_of(reference, verdict.p[tests], in_both, small, fraction),
+        caveats=caveats_of(reference, verdict.p[tests], in_both, small),
     )
     if reference is None:
         return facts

@@ -66,7 +66,12 @@ def join_small(labels: Labels, counted: Labels, least: int) -> tuple[Labels, set
     """
     sizes = pd.Series(counted, dtype=object).value_counts()
     small = {str(label) for label in {*labels.tolist(), *counted.tolist()} if sizes.get(label, 0) < least}
-    return np.array([OTHER if label in small else label for label in labels], dtype=object), small
+    return joined(labels, small), small
+
+
+def joined(labels: Labels, small: set[str]) -> Labels:
+    """The labels, with '(other)' for those of small groups."""
+    return np.array([OTHER if label in small else label for label in labels], dtype=object)
 
 
 def _length_classes(values: pd.Series[Any]) -> Labels:

@@ -14,7 +14,14 @@ import pandas as pd
 from markupsafe import Markup
 
 from psgrad.reports.analyze_plots import MAX_PICTURES, draw_plots
-from psgrad.reports.analyze_sections import class_parts, gate_parts, verdict_parts
+from psgrad.reports.analyze_sections import (
+    class_parts,
+    gate_parts,
+    listed_samples,
+    sample_table,
+    values_table,
+    verdict_parts,
+)
 from psgrad.reports.attribution_plots import attribution_plots
 from psgrad.reports.attribution_section import ATTRIBUTION_NOTE, AttributionCard, attribution_cards
 from psgrad.reports.drawing import Plot
@@ -31,7 +38,6 @@ from psgrad.reports.outliers import (
     score_words,
 )
 from psgrad.reports.pictures import PICTURE_NOTE, excerpt, original_uri, picture_uri
-from psgrad.reports.sample_table import listed_samples, sample_table, values_table
 from psgrad.reports.sections import (
     Bullets,
     Card,

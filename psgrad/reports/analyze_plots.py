@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 
 from psgrad.reports.drawing import (
     DARK,
@@ -14,7 +13,6 @@ from psgrad.reports.drawing import (
     REST,
     REVIEW,
     WIDTH_IN,
-    Array,
     Plot,
     figure_with_axes,
     figure_with_panels,
@@ -83,14 +81,28 @@ def norm_histogram(samples: pd.DataFrame, listed: str = LISTED) -> Plot:
         axes.set_xlim(bins[0], bins[-1])
         axes.set(xlabel=NORM_AXIS, ylabel="samples per bin")
         begins = bool(review.any() and not review.all() and norm[review].min() >= norm[~review].max())
-        _mark_review(axes, norm[review], begins)
+        if begins:
+            axes.axvline(norm[review].min(), color=REVIEW, linewidth=1, linestyle=DASHES)
+        if 0 < review.sum() <= MAX_MARKS:
+            axes.plot(
+                norm[review],
+                np.full(int(review.sum()), -0.02),
+                "|",
+                color=REVIEW,
+                markersize=7,
+                transform=axes.get_xaxis_transform(),
+                clip_on=False,
+            )
         axes.set_ylim(bottom=0)
         count_axis(axes)
         legend_above(axes)
         caption += f"Orange: {listed} ({count(int(review.sum()))})"
         caption += ", from the dashed line on" if begins else ""
         caption += "; the ticks below are these samples. " if 0 < review.sum() <= MAX_MARKS else ". "
-        alt = f"Histogram of the gradient norms of {count(len(norm))} on a log axis: {_range_words(norm)}."
+        alt = (
+            f"Histogram of the gradient norms of {count(len(norm))} on a log axis: from {number(norm.min())}"
+            f" to {number(norm.max())}, median {number(np.median(norm))}."
+        )
         if review.any():
             reviewed_norms = f"{number(norm[review].min())} to {number(norm[review].max())}"
             alt += f" Of them {int(review.sum()):,} are marked, {listed}, of norms from {reviewed_norms}."
@@ -140,7 +152,12 @@ def norms_per_class(samples: pd.DataFrame, class_names: list[str] | None, listed
     if not total:
         say_empty(axes)
     else:
-        _draw_spread(axes, spread[0.05], spread[0.5], spread[0.95], box=(spread[0.25], spread[0.75]))
+        rows = np.arange(len(spread))
+        axes.hlines(rows, spread[0.05], spread[0.95], color=REST, linewidth=1.4, alpha=0.7)
+        half = spread[0.75] - spread[0.25]
+        axes.barh(rows, half, left=spread[0.25], height=0.5, color=REST, alpha=0.55)
+        axes.vlines(spread[0.5], rows - 0.32, rows + 0.32, color=DARK, linewidth=2)
+        log_axis(axes, "x")
         review = drawn[drawn["is_outlier_issue"] & drawn["target"].isin(spread.index)]
         if len(review) > MAX_MARKS:
             caption += f"Of these only the {MAX_MARKS} with the largest norms are drawn. "
@@ -238,38 +255,3 @@ def _sheet_words(row: dict[Any, Any] | None, class_names: list[str] | None) -> l
         return []
     truth, guess = (label(row.get(column), class_names) for column in ("target", "prediction"))
     return [f"label {truth}", f"model {guess}", f"norm {number(row['grad_norm'])}"]
-
-
-def _range_words(values: Array) -> str:
-    return f"from {number(values.min())} to {number(values.max())}, median {number(np.median(values))}"
-
-
-def _mark_review(axes: Axes, norms: Array, begins: bool) -> None:
-    if not len(norms):
-        return
-    if begins:
-        axes.axvline(norms.min(), color=REVIEW, linewidth=1, linestyle=DASHES)
-    if len(norms) <= MAX_MARKS:
-        axes.plot(
-            norms,
-            np.full(len(norms), -0.02),
-            "|",
-            color=REVIEW,
-            markersize=7,
-            transform=axes.get_xaxis_transform(),
-            clip_on=False,
-        )
-
-
-def _draw_spread(
-    axes: Axes,
-    low: pd.Series[float],
-    middle: pd.Series[float],
-    high: pd.Series[float],
-    box: tuple[pd.Series[float], pd.Series[float]],
-) -> None:
-    rows = np.arange(len(middle))
-    axes.hlines(rows, low, high, color=REST, linewidth=1.4, alpha=0.7)
-    axes.barh(rows, box[1] - box[0], left=box[0], height=0.5, color=REST, alpha=0.55)
-    axes.vlines(middle, rows - 0.32, rows + 0.32, color=DARK, linewidth=2)
-    log_axis(axes, "x")

@@ -42,9 +42,8 @@ def overlaid(grey: Array, values: Array) -> Array:
     scale = scale_of(values)
     share = (np.abs(values) / scale if scale else np.zeros(values.shape)) * _OVER_PICTURE
     colours = np.where((values >= 0)[..., None], _rgb(RAISES), _rgb(LOWERS))
-    paper = np.repeat(
-        (70 + grey * (170 / 255))[..., None], 3, axis=2
-    )  # no black, no white: both colours are seen on all of it
+    # No black, no white: both colours are seen on all of it.
+    paper = np.repeat((70 + grey * (170 / 255))[..., None], 3, axis=2)
     mixed = paper * (1 - share[..., None]) + colours * share[..., None]
     rounded: Array = np.round(mixed).astype(np.uint8)
     return rounded
@@ -102,7 +101,6 @@ class Passage:
     left out, if anything.
     """
 
-    measure: str
     title: str
     spans: list[Span]
     scale: str
@@ -355,9 +353,8 @@ def passages_of(result: AnalyzeResult, measure: MeasureResult, row: int, shown: 
     for place in ids:
         at = np.flatnonzero(measure.arrays["rows"] == row)[0]
         counted = measure.arrays.get(f"counted_{place}")
-        words = (
-            result.vocabulary if place == ids[0] else {}
-        )  # the dataset knows the words of the first input of ids
+        # The dataset knows the words of the first input of ids.
+        words = result.vocabulary if place == ids[0] else {}
         padding = (measure.numbers.get("padding_ids") or {}).get(str(place))
         here = measure.arrays[f"ids_{place}"][at].reshape(-1)
         length = int(np.flatnonzero(here >= 0).max(initial=-1)) + 1  # -1 behind the last token
@@ -371,7 +368,7 @@ def passages_of(result: AnalyzeResult, measure: MeasureResult, row: int, shown: 
             result.special_tokens if place == ids[0] else frozenset(),
         )
         title = f"{measure.title}, input {place}" if len(ids) > 1 else measure.title
-        found.append(Passage(measure.name, title, spans, scale_words(result, measure, scale), note))
+        found.append(Passage(title, spans, scale_words(result, measure, scale), note))
     return found
 
 

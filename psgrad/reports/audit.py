@@ -10,9 +10,10 @@ from typing import Any, TextIO
 
 from psgrad.reports.privacy import RELATIONS
 from psgrad.reports.tables import Table, TableColumn, table
-from psgrad.reports.terminal import facts_lines, json_values, print_table, write_json
+from psgrad.reports.terminal import facts_lines, print_table, write_json
 from psgrad.reports.words import count, number, printable
 from psgrad.results import AuditBound, DPAuditResult, NeighbourPair
+from psgrad.wording import json_values
 
 PRIVATE_WARNING = (
     "NOT PRIVATE: the audit took single records' gradients without noise, and what it prints and writes is"
@@ -35,6 +36,7 @@ def write_audit(result: DPAuditResult, style: str, stream: TextIO) -> None:
 
 def facts(result: DPAuditResult) -> list[tuple[str, str]]:
     """What was looked at, and what the bound is: (question, answer)."""
+    canaries = count(result.canaries, "canary")
     beside = "records of the dataset beside them" if result.records else "no records beside them"
     accounted = (
         "accounted for these steps: none"
@@ -47,7 +49,7 @@ def facts(result: DPAuditResult) -> list[tuple[str, str]]:
         else f"; their norm is {result.reach:.0%} of a record's most, as some groups are too small"
     )
     return [
-        ("audited", f"{count(result.steps, 'step')} with {canaries_words(result.canaries)}, {beside}{reach}"),
+        ("audited", f"{count(result.steps, 'step')} with {canaries}, {beside}{reach}"),
         (
             "relation",
             (
@@ -65,11 +67,6 @@ def facts(result: DPAuditResult) -> list[tuple[str, str]]:
         ("guesses", f"{result.right:,} of {result.guesses:,} right, in the attack that needs no assumption"),
         ("noise", noise_words(result)),
     ]
-
-
-def canaries_words(n: int) -> str:
-    """1 canary, 1,000 canaries."""
-    return "1 canary" if n == 1 else f"{n:,} canaries"
 
 
 def noise_words(result: DPAuditResult) -> str:

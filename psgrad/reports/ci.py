@@ -66,26 +66,12 @@ def render_csv(result: CheckResult) -> str:
     writer = csv.writer(lines, lineterminator="\n")
     writer.writerow([*_CSV_COLUMNS, *map(cell, numbers)])
     for finding in result.findings:
-        texts = (
-            finding.rule,
-            finding.level,
-            finding.state,
-            finding.id,
-            finding.index,
-            finding.location.path,
-            finding.location.line,
-        )
-        rest = (
-            finding.fingerprint,
-            finding.message,
-            "; ".join(finding.reasons),
-            finding.group,
-            finding.ignored_because,
-        )
+        own = {**vars(finding), **vars(finding.location), "reasons": "; ".join(finding.reasons)}
+        values = (finding.values.get(column) for column in numbers)
         writer.writerow(
             [
-                *map(cell, (*texts, *rest)),
-                *(_cell_of_number(finding.values.get(column)) for column in numbers),
+                *(cell(own[column]) for column in _CSV_COLUMNS),
+                *("" if value is None else repr(value) for value in values),
             ]
         )
     return lines.getvalue()
@@ -96,10 +82,6 @@ def cell(value: object) -> object:
         return value
     text = clean(str(value), 1000)
     return f"'{text}" if text.lstrip().startswith(_FORMULA_STARTS) else text
-
-
-def _cell_of_number(value: float | None) -> str:
-    return "" if value is None else repr(value)
 
 
 SHOWN_IN_JUNIT = 20
@@ -250,7 +232,7 @@ def render_gitlab(result: CheckResult) -> str:
                 "description": words,
                 "check_name": "psgrad/more",
                 "severity": "info",
-                "fingerprint": _fingerprint(words),
+                "fingerprint": hashlib.sha256(words.encode()).hexdigest()[:32],
             }
         )
     return json.dumps(issues, indent=1) + "\n"
@@ -264,10 +246,6 @@ def _issue(finding: Finding) -> dict[str, Any]:
         "severity": _GITLAB_SEVERITIES[finding.level],
         "location": {"path": clean(finding.location.path), "lines": {"begin": finding.location.line or 1}},
     }
-
-
-def _fingerprint(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 FORMATS: dict[str, Callable[[CheckResult], str]] = {

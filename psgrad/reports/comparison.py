@@ -123,15 +123,12 @@ def _json(result: Comparison) -> str:
 
 
 def _plain_values(row: dict[Hashable, Any]) -> dict[str, Any]:
-    values = {
+    found: dict[str, Any] = {
         str(key): None if not isinstance(value, str) and pd.isna(value) else value
         for key, value in row.items()
     }
     # Rows are floats in the frame, as one of the two may be missing.
-    return {
-        key: int(value) if key in ("row_a", "row_b") and value is not None else value
-        for key, value in values.items()
-    }
+    return found | {key: int(found[key]) for key in ("row_a", "row_b") if found.get(key) is not None}
 
 
 def _csv(result: Comparison) -> str:

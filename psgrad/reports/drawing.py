@@ -81,17 +81,15 @@ class Plot:
         finally:
             title.remove()
 
-    def svg(self) -> bytes:
+    def svg(self, **options: Any) -> bytes:
         # Without a date and with fixed ids the same run gives the same bytes.
         self._arrange()
         with matplotlib.rc_context({"svg.hashsalt": "psgrad"}):
-            return self._render("svg", metadata={"Date": None})
+            return self._render("svg", metadata={"Date": None}, **options)
 
     def adaptive_svg(self) -> bytes:
         """As SVG without a ground, whose colours follow the light or dark of the page that it stands on."""
-        self._arrange()
-        with matplotlib.rc_context({"svg.hashsalt": "psgrad"}):
-            drawn = self._render("svg", metadata={"Date": None}, transparent=True, dpi=130)
+        drawn = self.svg(transparent=True, dpi=130)
         rules = "".join(
             f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
             for _, light, dark in SHADES

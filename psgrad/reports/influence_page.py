@@ -17,10 +17,8 @@ from psgrad.reports.influence_sections import coverage_sections, next_step, ques
 from psgrad.reports.influence_sheets import MAX_SHEETS, PER_SIDE, differs_note
 from psgrad.reports.influence_words import (
     Example,
-    agreement_words,
     beyond_note,
     check_table,
-    damping_words,
     examples,
     fit_facts,
     is_uncalibrated,
@@ -28,7 +26,7 @@ from psgrad.reports.influence_words import (
     query_example,
     query_title,
     reported_queries,
-    search_words,
+    run_words,
     signed,
     unit_words,
 )
@@ -51,7 +49,7 @@ from psgrad.reports.sections import (
     title_of,
 )
 from psgrad.reports.tables import Table, TableColumn, table
-from psgrad.reports.words import FACT_LIMIT, MISSING, brief, identifier, label, number
+from psgrad.reports.words import FACT_LIMIT, MISSING, brief, count, identifier, label, number, plural
 from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, disagrees, has_classes
 from psgrad.results.manifest import read_manifest
 
@@ -107,7 +105,7 @@ def headline(result: InfluenceResult) -> list[tuple[str, str]]:
     gone = sum(int((frame["status"] != "ok").sum()) for frame in (result.training, result.queries))
     found = [
         (f"{len(result.training):,}", "training examples"),
-        (f"{len(result.queries):,}", "queries" if len(result.queries) != 1 else "query"),
+        (f"{len(result.queries):,}", plural(len(result.queries), "query")),
         (f"{gone:,}", "excluded, not finite"),
     ]
     if len(result.facts) > 1:
@@ -115,8 +113,7 @@ def headline(result: InfluenceResult) -> list[tuple[str, str]]:
         if "agreement" in result.queries and result.queries["agreement"].notna().any():
             found.append((f"{result.queries['agreement'].median():.2f}", "correlation of two checkpoints"))
     if has_classes(result.queries) and (wrong := int(disagrees(result.queries).sum())):
-        queries = "queries" if wrong != 1 else "query"
-        found.append((f"{wrong:,}", f"{queries} the model gets wrong"))
+        found.append((f"{wrong:,}", f"{plural(wrong, 'query')} the model gets wrong"))
     return found
 
 
@@ -137,7 +134,7 @@ def asked(result: InfluenceResult) -> Section:
             " any loss after removal."
         )
         parts.append(Text(no_removal, "quiet"))
-    for words in filter(None, (agreement_words(result), damping_words(result), search_words(result))):
+    for words in run_words(result):
         parts.append(Text(f"{words[:1].upper()}{words[1:]}."))
     if result.check is not None and result.check.removals:
         checked = replace(check_table(result), tall=False, note=result.check.words)
@@ -145,17 +142,16 @@ def asked(result: InfluenceResult) -> Section:
     parts += [Text(brief(str(warning), FACT_LIMIT), "differs") for warning in result.warnings[:MAX_WARNINGS]]
     if (more := len(result.warnings) - MAX_WARNINGS) > 0:
         parts.append(Text(f"{more} more warnings are in manifest.json.", "quiet"))
-    parts += _excluded(result.training, ("training example", "training examples", "self_influence"))
-    parts += _excluded(result.queries, ("query", "queries", "queries"))
+    parts += _excluded(result.training, "training example", "self_influence")
+    parts += _excluded(result.queries, "query", "queries")
     return Section("What was asked", parts)
 
 
-def _excluded(frame: pd.DataFrame, names: tuple[str, str, str]) -> Iterator[Part]:
-    """Rows without scores, counted and named; names: of one, of several, and of their file."""
+def _excluded(frame: pd.DataFrame, noun: str, file: str) -> Iterator[Part]:
+    """Rows without scores, counted and named; noun: of one of them; file: the name of their file."""
     gone = frame.loc[frame["status"] != "ok", "id"]
-    one, several, file = names
     if len(gone):
-        words = f"{len(gone):,} {one if len(gone) == 1 else several} excluded: loss or gradient not finite."
+        words = f"{count(len(gone), noun)} excluded: loss or gradient not finite."
         others = f", … (the others are in {file}.parquet, status “nonfinite”)" if len(gone) > MAX_ROWS else ""
         yield Text(words, "differs")
         yield Text(", ".join(map(identifier, gone.head(MAX_ROWS))) + others, "quiet")

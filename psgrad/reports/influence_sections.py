@@ -138,7 +138,7 @@ def cluster_table(result: InfluenceResult, number: int, rows: pd.DataFrame) -> T
         TableColumn("score", lambda row: signed(row["score"]), True),
         TableColumn("same sign", lambda row: f"{row['same_sign']:.0%}", True),
     ]
-    title = f"Cluster {number}: {len(members):,} {'query' if len(members) == 1 else 'queries'} ({ids})"
+    title = f"Cluster {number}: {count(len(members), 'query')} ({ids})"
     return table("", title, columns, _first_of_either_sign(rows), tall=False)
 
 
@@ -276,7 +276,7 @@ def _coloured(name: str, text: TokenText, values: Array) -> Text:
     counted = text.spread(values * 0 + 1).astype(bool)
     words = dict(zip(text.ids.tolist(), text.pieces, strict=False))
     spans, scale, note = spans_of(text.ids, weights, None, words, None, counted)
-    passage = Passage("", "", spans, "", note)
+    passage = Passage("", spans, "", note)
     said = Markup("<b>{}</b> (full colour: {}) {}").format(name, number(scale), passage.html)
     return Text(said + (Markup(' <span class="quiet">{}</span>').format(note) if note else Markup()))
 

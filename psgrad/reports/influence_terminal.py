@@ -11,15 +11,13 @@ import pandas as pd
 from psgrad.reports.influence_sections import question_tables
 from psgrad.reports.influence_words import (
     Example,
-    agreement_words,
     beyond_note,
     check_table,
-    damping_words,
     examples,
     header,
     query_title,
     reported_queries,
-    search_words,
+    run_words,
 )
 from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.terminal import print_table, write_json
@@ -40,7 +38,7 @@ def write_influence(result: InfluenceResult, top: int, style: str, stream: TextI
     stream.write(header(result) + "\n")
     if note := beyond_note(result):
         stream.write(note + "\n")
-    for words in filter(None, (agreement_words(result), damping_words(result), search_words(result))):
+    for words in run_words(result):
         stream.write(words + "\n")
     if result.check is not None:
         stream.write("\nLargest changes, predicted and found\n")
@@ -124,14 +122,14 @@ def summary(result: InfluenceResult) -> str:
     search, those = read_manifest(result.manifest).influence.search, count(len(training), "training example")
     if search is not None:
         those = f"{search['rows_scored']:,} of {those} found and"
-    said = [f"{those} scored for {_queries(len(queries))}"]
+    said = [f"{those} scored for {count(len(queries), 'query')}"]
     examples_gone, queries_gone = (int((frame["status"] != "ok").sum()) for frame in (training, queries))
     if examples_gone:
         said.append(
             f"{count(examples_gone, 'training example')} excluded, whose loss or gradient is not finite"
         )
     if queries_gone:
-        said.append(f"{_queries(queries_gone)} excluded, whose loss or gradient is not finite")
+        said.append(f"{count(queries_gone, 'query')} excluded, whose loss or gradient is not finite")
     return "; ".join(said)
 
 
@@ -141,7 +139,3 @@ def index_summary(result: IndexResult) -> str:
         f"{count(result.rows, 'training example')}, {count(result.columns, 'number')} each at"
         f" {count(result.checkpoints, 'checkpoint')}: {amount(result.size)}"
     )
-
-
-def _queries(n: int) -> str:
-    return f"{n:,} {'query' if n == 1 else 'queries'}"

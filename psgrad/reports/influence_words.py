@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from psgrad.reports.tables import Table, TableColumn, table
-from psgrad.reports.words import FACT_LIMIT, MISSING, brief, identifier, label, number, percent
+from psgrad.reports.words import FACT_LIMIT, MISSING, brief, cell, identifier, label, number, percent
 from psgrad.results import (
     ALL_INDEX,
     ALL_QUERIES,
@@ -103,6 +103,11 @@ def beyond_note(result: InfluenceResult) -> str:
     """What the mark of a score beyond the query's loss says; empty where no ranked score has it."""
     scores = result.scores
     return BEYOND_NOTE if "beyond_loss" in scores and bool(scores["beyond_loss"].any()) else ""
+
+
+def run_words(result: InfluenceResult) -> list[str]:
+    """What a run says of its checkpoints, its damping and its search, as far as there is something to say."""
+    return list(filter(None, (agreement_words(result), damping_words(result), search_words(result))))
 
 
 def agreement_words(result: InfluenceResult) -> str:
@@ -294,10 +299,6 @@ def flattened(facts: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _plain(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return number(value)
     if isinstance(value, list | tuple):
         return ", ".join(map(_plain, value[:MAX_ITEMS]))
-    return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    return cell(value) if value is None or isinstance(value, bool | int | float) else str(value)

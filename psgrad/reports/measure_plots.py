@@ -89,10 +89,8 @@ def histograms(measure: MeasureResult, samples: pd.DataFrame, columns: list[str]
     for axes, column in zip(panels, columns, strict=False):
         values = samples[column].to_numpy(np.float64)
         finite = np.isfinite(values)
-        said.append(
-            _histogram(axes, values[finite], listed[finite], words_of(column))
-            + _missing(int((~finite).sum()))
-        )
+        missing = f" ({(~finite).sum():,} without a value)" if not finite.all() else ""
+        said.append(f"{_histogram(axes, values[finite], listed[finite], words_of(column))}{missing}.")
     for axes in panels[len(columns) :]:
         axes.axis("off")
     # A measure's unit is that of its first column: each column's own is in its meaning.
@@ -302,10 +300,6 @@ def _sentence(meaning: str) -> str:
     """A column's meaning in a caption."""
     cut = shorten(meaning, MEANING_LIMIT)
     return cut if cut.endswith("…") else f"{cut}."
-
-
-def _missing(missing: int) -> str:
-    return f" ({missing:,} without a value)." if missing else "."
 
 
 def _averaged(values: Array, most: int) -> Array:

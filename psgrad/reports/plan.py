@@ -42,12 +42,13 @@ def totals(result: PlanResult) -> list[str]:
     seconds, of_chunk = duration(result.seconds), duration(result.chunk_seconds)
     chunks = count(-(-result.rows // result.chunk_size), "chunk")
     materialised = listed_names([each.parameter for each in result.parameters if not each.factored])
+    over = "" if result.shard_ranks == 1 else f" over {result.shard_ranks:,} ranks"
     lines = [
         f"chunk size   {result.chunk_size:,}, {chunks} for {count(result.rows)}",
         f"time         {seconds} for the gradients, {of_chunk} a chunk",
         f"memory       {amount(result.total_bytes)} at its highest: a pass {amount(result.peak_bytes)},"
         f" a chunk's inputs {amount(result.input_bytes)}, the parameters {amount(result.parameter_bytes)}",
-        f"weights      {_living(result)}: {result.parameters_reason}" + _moved(result),
+        f"weights      {result.parameters_live}{over}: {result.parameters_reason}" + _moved(result),
         *(
             [f"recompute    {len(result.recomputed)} blocks run again: {listed_names(result.recomputed)}"]
             if result.recomputed
@@ -63,13 +64,6 @@ def totals(result: PlanResult) -> list[str]:
     if result.processes is not None:
         lines += processes_lines(result.processes, result.total_bytes)
     return lines
-
-
-def _living(result: PlanResult) -> str:
-    """Where the weights live."""
-    if result.shard_ranks == 1:
-        return result.parameters_live
-    return f"{result.parameters_live} over {result.shard_ranks:,} ranks"
 
 
 def _moved(result: PlanResult) -> str:

@@ -216,13 +216,13 @@ def sampling_words(step: dict[str, Any]) -> str:
     return words
 
 
-def live_words(spent: float | None, delta: float, accountant: str = "RDP") -> str:
+def live_words(spent: float | None, delta: float) -> str:
     """What is shown beside the count of steps while they are taken; an accountant that knows nothing of them
     leaves it to the end.
     """
     if spent is None:
         return "epsilon at the end"
-    return f"epsilon {epsilon(spent)} ({accountant}, delta {compact(delta)})"
+    return f"epsilon {epsilon(spent)} (RDP, delta {compact(delta)})"
 
 
 def epsilon(value: float | None) -> str:

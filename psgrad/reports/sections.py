@@ -1,5 +1,5 @@
 """What stands on a page: what every page says of its run (the title, when it was made and by which version,
-where numbers come from), and typed parts in order, which page.html renders by their kind.
+where numbers come from), and typed parts in order, which page.html renders by their type.
 
 A page is a list of sections, and a section a title with parts: text, facts, tables, figures, cards. A
 command's module says which sections its result has. The terminal prints the same tables and facts. Texts are
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
@@ -35,7 +35,6 @@ class Text:
     words: str
     style: str = ""
     id: str = ""
-    kind: ClassVar[str] = "text"
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class Bullets:
 
     items: Sequence[str]
     style: str = ""
-    kind: ClassVar[str] = "bullets"
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,6 @@ class Subtitle:
 
     words: str
     style: str = ""
-    kind: ClassVar[str] = "subtitle"
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,6 @@ class Facts:
     """Pairs of (name, value)."""
 
     pairs: Pairs
-    kind: ClassVar[str] = "facts"
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,6 @@ class Meanings:
     """What columns say, and their units, to be unfolded."""
 
     columns: Sequence[TableColumn]
-    kind: ClassVar[str] = "meanings"
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,6 @@ class Image:
     source: str
     alt: str
     plate: bool = False
-    kind: ClassVar[str] = "image"
 
 
 def data_uri(kind: str, data: bytes) -> str:
@@ -111,7 +105,6 @@ class Card:
     text: str | None = None
     sample: int | None = None
     original: str | None = None
-    kind: ClassVar[str] = "card"
 
 
 @dataclass(frozen=True)
@@ -119,7 +112,6 @@ class Cards:
     """Cards side by side."""
 
     cards: Sequence[Card]
-    kind: ClassVar[str] = "cards"
 
     @property
     def pictures(self) -> bool:
@@ -133,7 +125,6 @@ class Fold:
     summary: str
     parts: Sequence[Part]
     style: str = ""
-    kind: ClassVar[str] = "fold"
 
 
 @dataclass(frozen=True)
@@ -142,7 +133,6 @@ class Beside:
 
     left: Sequence[Part]
     right: Sequence[Part]
-    kind: ClassVar[str] = "beside"
 
 
 Part = Text | Bullets | Subtitle | Facts | Table | Meanings | Image | Card | Cards | Fold | Beside
@@ -158,7 +148,6 @@ class Section:
     parts: Sequence[Part]
     anchor: str = ""
     contents: str = ""
-    kind: ClassVar[str] = "section"
 
 
 @dataclass(frozen=True)
@@ -188,13 +177,15 @@ def render(page: Page) -> str:
 def _templates() -> jinja2.Environment:
     import jinja2
 
-    return jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.PackageLoader("psgrad.reports", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    templates.filters["kind"] = lambda part: type(part).__name__
+    return templates
 
 
 @cache

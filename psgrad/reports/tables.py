@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 Pairs = Sequence[tuple[str, str]]
 Writer = Callable[[Any], str]
@@ -59,7 +59,6 @@ class Table:
     note: str = ""
     tall: bool = True
     explained: bool = False
-    kind: ClassVar[str] = "table"
 
 
 def table(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 import rich.table
@@ -16,6 +14,7 @@ from rich.text import Text
 
 from psgrad.reports.tables import Pairs, Table, TableColumn, table
 from psgrad.reports.words import printable
+from psgrad.wording import json_values
 
 # Wide enough that a table in a pipe or a file is never cut to some screen's width.
 PIPE_WIDTH = 240
@@ -67,18 +66,3 @@ def write_json(content: Any, stream: TextIO) -> None:
     """One JSON value; numbers that are not finite are null, as in the files of a run."""
     json.dump(json_values(content), stream, indent=2, allow_nan=False)
     stream.write("\n")
-
-
-def json_values(value: Any) -> Any:
-    """The value as every reader of JSON accepts it: paths are texts, numbers of numpy are plain ones, and
-    those that are not finite are null.
-    """
-    if isinstance(value, Mapping):
-        return {str(key): json_values(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_values(each) for each in value]
-    if isinstance(value, Path):
-        return str(value)
-    if hasattr(value, "item"):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -40,8 +40,13 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def count(n: int, noun: str = "sample") -> str:
-    """1 sample, 1,797 samples."""
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+    """1 sample, 1,797 samples, 3 queries."""
+    return f"{n:,} {plural(n, noun)}"
+
+
+def plural(n: int, noun: str) -> str:
+    """The noun for so many."""
+    return noun if n == 1 else f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
 
 
 def percentile(value: float) -> str:
@@ -53,16 +58,13 @@ def label(value: Any, class_names: Sequence[str] | None = None) -> str:
     """A target or prediction: the class's name where there is one, else the value."""
     if value is None or _is_missing(value):
         return MISSING
-    if isinstance(value, Real) and not isinstance(value, bool) and float(value).is_integer():
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    if real and float(value).is_integer():
         index = int(float(value))
         if class_names and 0 <= index < len(class_names):
             return brief(class_names[index], LABEL_LIMIT)
         return str(index) if isinstance(value, Integral) else number(value)
-    return (
-        number(value)
-        if isinstance(value, Real) and not isinstance(value, bool)
-        else brief(str(value), LABEL_LIMIT)
-    )
+    return number(value) if real else brief(str(value), LABEL_LIMIT)
 
 
 def values_line(values: Sequence[tuple[str, Any]]) -> str | None:

@@ -17,10 +17,8 @@ from psgrad.results.findings import GateOutcome as GateOutcome
 from psgrad.results.findings import Location as Location
 from psgrad.results.influence import ALL_INDEX as ALL_INDEX
 from psgrad.results.influence import ALL_QUERIES as ALL_QUERIES
-from psgrad.results.influence import QUERY_COLUMNS as QUERY_COLUMNS
 from psgrad.results.influence import SCORE_COLUMNS as SCORE_COLUMNS
 from psgrad.results.influence import SIGN as SIGN
-from psgrad.results.influence import TRAINING_COLUMNS as TRAINING_COLUMNS
 from psgrad.results.influence import CheckedRemoval as CheckedRemoval
 from psgrad.results.influence import IndexResult as IndexResult
 from psgrad.results.influence import InfluenceResult as InfluenceResult

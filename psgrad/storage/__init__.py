@@ -2,7 +2,7 @@
 
 from psgrad.storage.folders import RunFolder
 from psgrad.storage.ledger import Ledger
-from psgrad.storage.ledger_lines import LedgerContent, require_same
+from psgrad.storage.ledger_lines import LedgerContent
 from psgrad.storage.private_runs import PrivateRunFolder
 
-__all__ = ["Ledger", "LedgerContent", "PrivateRunFolder", "RunFolder", "require_same"]
+__all__ = ["Ledger", "LedgerContent", "PrivateRunFolder", "RunFolder"]

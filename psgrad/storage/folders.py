@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 from psgrad.errors import OutputError, OutputExistsError
 from psgrad.storage import durable_files
 from psgrad.storage.ledger_lines import has_begun
+from psgrad.wording import json_values
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -245,7 +245,7 @@ class RunFolder:
 
     def write_json(self, name: str, content: Any) -> None:
         """Write JSON for every reader: numpy values as plain ones, paths as text, what is not finite null."""
-        text = json.dumps(_plain(content), indent=2, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(json_values(content), indent=2, ensure_ascii=False, allow_nan=False)
         self.write_bytes(name, (text + "\n").encode("utf-8", "backslashreplace"))
 
     def write_bytes(self, name: str, data: bytes | memoryview) -> None:
@@ -334,17 +334,3 @@ def _harmless(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _without_formula(cell: Any) -> Any:
     return f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
-    if isinstance(value, np.generic):
-        return _plain(value.item())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value

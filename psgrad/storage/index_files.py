@@ -121,7 +121,7 @@ def shortened(value: Any) -> str:
     return shorten_middle(value, 32) if isinstance(value, str) else shorten_middle(str(value), 80)
 
 
-SEAL = "psgrad"  # of a file's metadata: which index it is of, and the hash of its numbers
+SEAL = "psgrad"  # of a file's metadata: which index or rows it is of, and the hash of its numbers
 # Numbers of a file by the names that safetensors has for them.
 _DTYPES = {
     name: f"<{kind.lower()}{int(bits) // 8}"
@@ -139,7 +139,7 @@ def write(target: Path, arrays: Mapping[str, np.ndarray], seal: str, next_step: 
     """
     whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     # One entry: safetensors writes several in any order, and the bytes of equal indexes would differ.
-    data = save(whole, metadata={SEAL: f"{seal} {_digest(whole)}"})
+    data = save(whole, metadata={SEAL: f"{seal} {digest_of(whole)}"})
     try:
         durable_files.make_folder(target.parent)
         durable_files.write_atomically(target, data)
@@ -183,7 +183,7 @@ def arrays_of(file: Any) -> Arrays:
 
 def require_as_written(path: Path, file: Any, next_step: str) -> None:
     """Raises OutputError for an open file with other numbers than were written."""
-    if _digest(arrays_of(file)) != file.metadata()[SEAL].rpartition(" ")[2]:
+    if digest_of(arrays_of(file)) != file.metadata()[SEAL].rpartition(" ")[2]:
         raise OutputError(
             f"{path} holds other numbers than were written",
             expected="the numbers that its own hash was made of",
@@ -213,9 +213,10 @@ def as_slice(rows: np.ndarray) -> np.ndarray | slice:
     return slice(first, last + 1) if last - first + 1 == len(rows) else rows
 
 
-def _digest(arrays: Arrays) -> str:
+def digest_of(arrays: Arrays) -> str:
+    """The SHA-256 of arrays by name."""
     digest = sha256()
     for name in sorted(arrays):
         digest.update(name.encode())
-        digest.update(arrays[name].data if arrays[name].size else b"")
+        digest.update(np.ascontiguousarray(arrays[name]).data if arrays[name].size else b"")
     return digest.hexdigest()

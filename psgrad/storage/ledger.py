@@ -42,6 +42,7 @@ from psgrad.storage.ledger_lines import (
     STEP,
     UNFINISHED,
     LedgerContent,
+    LedgerLines,
     bytes_of,
     is_torn_header,
     parse,
@@ -55,7 +56,7 @@ from psgrad.storage.ledger_lines import (
 _OWN_KEYS = ("kind", "position", "previous", "torn", "tool", "format")
 
 
-class Ledger:
+class Ledger(LedgerLines):
     """A ledger open for writing, by this process only. `create` or `resume` makes one; close it, or use it in
     a `with`.
 
@@ -67,7 +68,7 @@ class Ledger:
         self.path = path
         self._descriptor = descriptor
         self._sound = True
-        self._lines: list[dict[str, Any]] = []
+        self.lines: list[dict[str, Any]] = []
         self._digests: list[str] = []
         self._size = 0
 
@@ -148,25 +149,6 @@ class Ledger:
         require_begun(content)
         return content
 
-    @property
-    def header(self) -> dict[str, Any]:
-        return self._lines[0]
-
-    @property
-    def position(self) -> int:
-        """How many complete lines there are."""
-        return len(self._lines)
-
-    @property
-    def lines(self) -> list[dict[str, Any]]:
-        """All complete lines."""
-        return list(self._lines)
-
-    @property
-    def steps(self) -> list[dict[str, Any]]:
-        """The lines of all steps that were paid for, earlier processes' included."""
-        return [line for line in self._lines if line["kind"] == STEP]
-
     def mark(self) -> dict[str, Any]:
         """The ledger's present state, for a checkpoint: by it the ledger that paid for it is known."""
         return {"ledger_position": self.position, "ledger_sha256": self._digests[-1]}
@@ -210,17 +192,13 @@ class Ledger:
             raise unreadable(path, error) from error
         try:
             _lock(path, descriptor)
-            durable_files.sync_folder(
-                path.parent
-            )  # its creator may have been killed before its name was on the disk
+            # Its creator may have been killed before its name was on the disk.
+            durable_files.sync_folder(path.parent)
             ledger = cls(path, descriptor)
             data = bytes_of(path)
             content = parse(path, data)
-            ledger._lines, ledger._digests, ledger._size = (
-                list(content.lines),
-                list(content.digests),
-                len(data),
-            )
+            ledger.lines, ledger._digests = list(content.lines), list(content.digests)
+            ledger._size = len(data)
             return ledger, content
         except OSError as error:
             os.close(descriptor)
@@ -252,7 +230,7 @@ class Ledger:
         except OSError as error:
             raise _unwritten(self.path, error, len(opening + line)) from error
         self._sound = True
-        self._lines.append(json.loads(text))
+        self.lines.append(json.loads(text))
         self._digests.append(hashlib.sha256(line).hexdigest())
         self._size += len(opening + line)
 

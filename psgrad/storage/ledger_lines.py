@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,30 @@ _SHOWN = 80  # characters of a value in a message
 _BEGINNING = b'{"kind": "header", '
 
 
+class LedgerLines:
+    """What the lines of a ledger say. lines: the complete ones in order; the first is the header."""
+
+    lines: Sequence[dict[str, Any]]
+
+    @property
+    def header(self) -> dict[str, Any]:
+        return self.lines[0]
+
+    @property
+    def position(self) -> int:
+        """How many complete lines there are."""
+        return len(self.lines)
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The lines of all steps that were paid for, earlier processes' included; for the last one of a
+        ledger that was read nothing may have been released.
+        """
+        return [line for line in self.lines if line["kind"] == STEP]
+
+
 @dataclass(frozen=True)
-class LedgerContent:
+class LedgerContent(LedgerLines):
     """The content of a ledger.
 
     Attributes:
@@ -37,20 +59,6 @@ class LedgerContent:
     digests: tuple[str, ...]
     unfinished: bytes
     open_ended: bool
-
-    @property
-    def header(self) -> dict[str, Any]:
-        return self.lines[0]
-
-    @property
-    def steps(self) -> list[dict[str, Any]]:
-        """The lines of the steps that were paid for; for the last one nothing may have been released."""
-        return [line for line in self.lines if line["kind"] == STEP]
-
-    @property
-    def position(self) -> int:
-        """How many complete lines there are."""
-        return len(self.lines)
 
 
 def parse(path: Path, data: bytes) -> LedgerContent:

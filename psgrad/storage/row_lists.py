@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,11 +15,11 @@ from safetensors.numpy import save
 
 from psgrad.errors import ConfigError
 from psgrad.storage import durable_files
+from psgrad.storage.index_files import SEAL, arrays_of, digest_of
 
 Array = np.ndarray[Any, Any]
 
 NAME = "lists.safetensors"  # in the folder of a checkpoint
-_SEAL = "psgrad"  # of the file's metadata: the identity of the rows, and the hash of the numbers
 _ROUNDS = 10  # of k-means
 _TOGETHER = 1 << 14  # rows that are given to faiss at once
 
@@ -96,19 +95,19 @@ class RowLists:
         try:
             file: Any = safe_open(path, framework="numpy")
             with file:
-                whose, _, digest = (file.metadata() or {}).get(_SEAL, "").partition(" ")
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a handle)
+                whose, _, digest = (file.metadata() or {}).get(SEAL, "").partition(" ")
+                arrays = arrays_of(file)
         except (OSError, SafetensorError) as error:
             return None, f"those that are there can't be read: {getattr(error, 'strerror', None) or error}"
         if whose != identity:
             return None, "those that are there were made of other rows, or with other settings"
-        if digest != _digest(arrays) or not _fit(**arrays):
+        if digest != digest_of(arrays) or not _fit(**arrays):
             return None, f"{NAME} holds other numbers than were written"
         return cls(**arrays), ""
 
     def store(self, folder: Path, identity: str) -> None:
         """Write the lists into a folder, in the place of earlier ones. Raises OSError."""
-        data = save(self.arrays, metadata={_SEAL: f"{identity} {_digest(self.arrays)}"})
+        data = save(self.arrays, metadata={SEAL: f"{identity} {digest_of(self.arrays)}"})
         durable_files.write_atomically(folder / NAME, data)
 
     @property
@@ -123,14 +122,6 @@ class RowLists:
         self._index.nprobe = probes
         found: Array = self._index.search(np.ascontiguousarray(vectors, np.float32), most)[1]
         return found
-
-
-def _digest(arrays: dict[str, Array]) -> str:
-    digest = sha256()
-    for name in sorted(arrays):
-        digest.update(name.encode())
-        digest.update(np.ascontiguousarray(arrays[name]).data)
-    return digest.hexdigest()
 
 
 def _fit(means: Array, rows: Array, numbers: Array, places: Array) -> bool:

@@ -36,7 +36,6 @@ from psgrad.engine.influence.method import Checkpoint
 from psgrad.errors import ConfigError, InfluenceError
 from psgrad.inputs.rows import Block
 from psgrad.reports.evaluation_plots import evaluation_plots
-from psgrad.reports.terminal import json_values
 from psgrad.results import Progress, Say
 from psgrad.results.influence import EVALUATION_FILE, EvaluationResult, evaluation_content
 from psgrad.storage import RunFolder
@@ -301,4 +300,4 @@ def write_files(result: EvaluationResult, folder: RunFolder) -> None:
     folder.write_table("evaluation_details.parquet", result.details)
     if len(result.points):
         folder.write_table("evaluation_points.parquet", result.points)
-    folder.write_json(EVALUATION_FILE, json_values(evaluation_content(result)))
+    folder.write_json(EVALUATION_FILE, evaluation_content(result))

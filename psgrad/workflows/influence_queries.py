@@ -20,7 +20,7 @@ from psgrad.inputs.derived import TwoCompletions
 from psgrad.inputs.measurements import Measurement
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Block, Samples
-from psgrad.results.matching_rows import rows_where
+from psgrad.results.analyze import rows_where
 from psgrad.workflows.setup import Setup
 
 

@@ -25,8 +25,7 @@ from psgrad.engine.gradients import machine
 from psgrad.errors import ConfigError
 from psgrad.inputs.derived import GroupedSamples, SamplesWithColumns
 from psgrad.inputs.loss import Criterion, resolve_loss
-from psgrad.inputs.models.factory import load_model
-from psgrad.inputs.models.loaded import LoadedModel
+from psgrad.inputs.models.factory import LoadedModel, load_model
 from psgrad.inputs.models.model_identity import ModelIdentity, identify
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.load import load_data

@@ -33,7 +33,7 @@ from psgrad.inputs.sources.selection import (
     write_table,
 )
 from psgrad.inputs.sources.source import ArraySource, TableSource, data_files, source_of
-from psgrad.results.matching_rows import rows_where
+from psgrad.results.analyze import rows_where
 from psgrad.storage.durable_files import folder_atomically, written_atomically
 from psgrad.storage.finished import finished_manifest, require_there
 

@@ -117,11 +117,11 @@ class DataChecks:
         if model is None or model.pretrained is None or self.found.problems:
             return
         if data.text or data.prompt or data.messages:
-            from psgrad.inputs.row_checks import text_facts
+            from psgrad.inputs.sources.load import text_facts
 
             self.found.facts[f"{where} (texts)"] = text_facts(model, data, self.base)
         if data.image:
-            from psgrad.inputs.row_checks import image_facts
+            from psgrad.inputs.sources.load import image_facts
 
             self.found.facts[f"{where} (images)"], notes = image_facts(model, data, self.base)
             self.found.notes += notes

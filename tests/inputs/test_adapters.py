@@ -16,8 +16,7 @@ from psgrad.config import ModelConfig
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.transforms import functional_call
 from psgrad.errors import CheckpointError, ConfigError, ModelError, PsgradError
-from psgrad.inputs.models.factory import load_model
-from psgrad.inputs.models.loaded import LoadedModel
+from psgrad.inputs.models.factory import LoadedModel, load_model
 from tests.hugging_face import tiny_model
 
 peft = pytest.importorskip("peft", reason="the extra hugging-face is not installed")

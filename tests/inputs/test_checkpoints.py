@@ -20,13 +20,17 @@ from torch import Tensor, nn
 
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, CheckpointError, ConfigError, PsgradError
 from psgrad.inputs.models.checkpoint_headers import checkpoint_files
-from psgrad.inputs.models.checkpoints import load_into, read_state_dict
+from psgrad.inputs.models.checkpoints import load_into, read_checkpoint
 
 TENSORS = {
     "weight": torch.arange(6.0).reshape(2, 3),
     "steps": torch.tensor(7),
     "half": torch.ones(3, dtype=torch.bfloat16),
 }
+
+
+def read_state_dict(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
+    return read_checkpoint(path, key).tensors
 
 
 def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:

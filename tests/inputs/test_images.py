@@ -20,7 +20,7 @@ from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.inputs import image_files
 from psgrad.inputs import image_samples as samples_of_images
 from psgrad.inputs.loss import resolve_loss
-from psgrad.inputs.models.loaded import Pretrained
+from psgrad.inputs.models.pretrained import Pretrained
 from psgrad.inputs.previews import input_of
 from psgrad.inputs.sources.host_files import shared_on_host
 from psgrad.inputs.sources.load import Samples, load_data, open_rows

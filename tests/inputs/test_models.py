@@ -13,8 +13,7 @@ from torch import nn
 
 from psgrad.config import ModelConfig
 from psgrad.errors import EXIT_RUNTIME, CheckpointError, ConfigError, ModelError
-from psgrad.inputs.models.factory import load_model
-from psgrad.inputs.models.loaded import LoadedModel
+from psgrad.inputs.models.factory import LoadedModel, load_model
 
 CODE = """\
 import torch

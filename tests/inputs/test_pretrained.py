@@ -14,8 +14,7 @@ import torch
 
 from psgrad.config import ModelConfig
 from psgrad.errors import CheckpointError, ConfigError, ModelError, PsgradError
-from psgrad.inputs.models.factory import load_model
-from psgrad.inputs.models.loaded import LoadedModel
+from psgrad.inputs.models.factory import LoadedModel, load_model
 from psgrad.results.manifest import content_of
 from tests.hugging_face import AUTO, tiny_model
 

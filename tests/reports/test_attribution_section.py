@@ -215,7 +215,7 @@ def test_special_tokens_are_marked() -> None:
         ("film", True, False),
         ("[SEP]", True, True),
     ]
-    html = Passage("token_loss", "Token loss", spans, "", "").html
+    html = Passage("Token loss", spans, "", "").html
     assert '<span class="special">[CLS] </span><span>good </span>' in html
     assert html.count('class="special" style=') == 1
 

@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psgrad.errors import ConfigError, LedgerError, OutputError
-from psgrad.storage import Ledger, require_same
-from psgrad.storage.ledger_lines import has_begun, parse
+from psgrad.storage import Ledger
+from psgrad.storage.ledger_lines import has_begun, parse, require_same
 from tests.crashes import Ended, in_a_child
 
 HEADER = {

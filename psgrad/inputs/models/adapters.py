@@ -106,9 +106,8 @@ def _with_one(peft: Any, model: Any, folder: Path, name: str) -> Any:
             cause="an adapter of a newer peft, of another base model, or damaged files",
             next_step="load it with peft alone to see more",
         ) from error
-    extra = [
-        name for name in report.unexpected_keys if name != "prompt_embeddings"
-    ]  # peft places them itself
+    # peft places prompt embeddings itself
+    extra = [name for name in report.unexpected_keys if name != "prompt_embeddings"]
     odd = [("missing", report.missing_keys), ("without a place", extra)]
     lost = [f"{len(names)} {what} ({first_of(names, _SHOWN)})" for what, names in odd if names]
     if lost:

@@ -36,7 +36,7 @@ def checkpoint_header(path: Path, key: str | None = None) -> dict[str, TensorHea
     .ckpt file, of which only the outside is looked at: what is in it, torch alone can tell. None, too, for a
     folder of torch.distributed.checkpoint.
 
-    Raises as `read_state_dict` in checkpoints.py does.
+    Raises as `read_checkpoint` in checkpoints.py does.
     """
     kind = checkpoint_kind(path, key)
     if kind == "torch":

@@ -45,11 +45,6 @@ class StateDict:
     notes: tuple[str, ...] = ()
 
 
-def read_state_dict(path: Path, key: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by name; see `read_checkpoint`."""
-    return read_checkpoint(path, key).tensors
-
-
 def read_checkpoint(path: Path, key: str | None = None) -> StateDict:
     """What a checkpoint holds; nothing in the file is ever executed.
 

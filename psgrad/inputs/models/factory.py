@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,32 @@ from psgrad.inputs.models.checkpoint_headers import checkpoint_files, require_ch
 from psgrad.inputs.models.checkpoints import StateDict, load_into, read_checkpoint
 from psgrad.inputs.models.hub import library
 from psgrad.inputs.models.in_files import built_without_memory, tensors_in_files
-from psgrad.inputs.models.loaded import LoadedModel
 from psgrad.inputs.models.model_folders import adapter_weights, weight_files, weights_file
-from psgrad.inputs.models.pretrained import load_pretrained, pick_for
+from psgrad.inputs.models.pretrained import Pretrained, load_pretrained, pick_for
 from psgrad.inputs.sources.file_checks import sha256_of
 from psgrad.results.manifest import ModelOrigin
 from psgrad.user_code import call_factory, module_of
 from psgrad.wording import first_line, first_of
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready for use, and what a person should know about its origin.
+
+    `notes` are sentences for the manifest and the terminal, `modules_imported` the modules and files whose
+    code was run, `sha256` the hash of the checkpoint (of the hashes of its files, where it has several); None
+    without a checkpoint. `pick` takes what the loss reads out of what the model returns; None for all of it.
+    `pretrained` is what a pretrained model's folder tells; None for other models. `origin` says where
+    a model that no factory built came from.
+    """
+
+    model: nn.Module
+    notes: list[str]
+    modules_imported: list[str]
+    sha256: str | None
+    pick: Callable[[Any], Any] | None = None
+    pretrained: Pretrained | None = None
+    origin: ModelOrigin = field(default_factory=ModelOrigin)
 
 
 def load_model(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -155,8 +156,6 @@ def quiet() -> Iterator[None]:
     """Transformers writes neither progress bars nor warnings to stderr in here: what matters of them
     becomes a note or an error of psgrad.
     """
-    import warnings
-
     logging: Any = library("transformers").utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)

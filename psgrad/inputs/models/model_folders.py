@@ -94,12 +94,14 @@ def weights_file(folder: Path) -> Path:
     return found
 
 
-def weight_headers(path: Path) -> dict[str, TensorHeader] | None:
-    """Type and shape of each tensor; None for pickled weights, of which only the outside is checked."""
+def weight_headers(path: Path, what: str = "weights") -> dict[str, TensorHeader] | None:
+    """Type and shape of each tensor; None for pickled weights, of which only the outside is checked. what:
+    the word for the file in messages.
+    """
     if ".bin" not in path.name:
         return checkpoint_header(path)
     for each in weight_files(path):
-        require_plain_archive(require_file(each, "weights", CheckpointError))
+        require_plain_archive(require_file(each, what, CheckpointError))
     return None
 
 
@@ -169,16 +171,8 @@ def adapter_weights(folder: Path) -> Path:
             expected=f"one of {', '.join(WEIGHTS)}",
             cause="an interrupted copy or download",
         )
-    adapter_headers(found)
+    weight_headers(found, "adapter")
     return found
-
-
-def adapter_headers(path: Path) -> dict[str, TensorHeader] | None:
-    """Type and shape of each tensor of an adapter; None for pickled ones."""
-    if path.suffix != ".bin":
-        return checkpoint_header(path)
-    require_plain_archive(require_file(path, "adapter", CheckpointError))
-    return None
 
 
 def base_notes(

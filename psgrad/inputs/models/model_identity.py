@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copyreg
 import hashlib
-import json
 import sys
 import types
 import warnings
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from psgrad.engine.execution.stored import Stored
 from psgrad.engine.execution.weight_sources import InFile
 from psgrad.inputs.code_identity import is_installed
-from psgrad.inputs.sources.host_files import made_once
+from psgrad.inputs.sources.host_files import json_made_once
 from psgrad.user_code import without_digest
 
 _DIGITS = 32
@@ -116,16 +115,8 @@ def _digests_on_this_host(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     }
     others = {name: each for name, each in tensors.items() if name not in in_files}
     content = "\n".join(f"{name} {_place_in_file(each)}" for name, each in in_files.items())
-    file = made_once(
-        f"digests of {content}",
-        lambda target: _write(target, _digests(in_files)),
-    )
-    found = _digests(in_files) if file is None else json.loads(file.read_text(encoding="utf-8"))
+    found: dict[str, str] = json_made_once(f"digests of {content}", lambda: _digests(in_files))
     return _digests(others) | found
-
-
-def _write(target: Path, digests: Mapping[str, str]) -> None:
-    target.write_text(json.dumps(digests), encoding="utf-8")
 
 
 def _place_in_file(tensor: Stored) -> str:

@@ -20,7 +20,6 @@ from psgrad.errors import CheckpointError, ConfigError, ModelError, PsgradError
 from psgrad.inputs.models.checkpoints import load_into
 from psgrad.inputs.models.hub import LocalFolder, library, located, quiet
 from psgrad.inputs.models.in_files import built_without_memory, plain_tensors, tensors_in_files
-from psgrad.inputs.models.loaded import Pretrained
 from psgrad.inputs.models.model_folders import (
     config_of,
     dtype_of_weights,
@@ -44,6 +43,23 @@ AUTO_CLASSES: Mapping[Task, str] = {
 }
 _SHOWN = 8
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """What a pretrained model's folder tells those that prepare its data.
+
+    Attributes:
+        folder: the local folder of the model: the one that the config names, or a cached snapshot.
+        task: what the model does.
+        config: transformers' config object of the model (id2label, pad_token_id, problem_type, ...).
+        allow_download: whether hub ids that are not in the local cache may be downloaded.
+    """
+
+    folder: Path
+    task: Task
+    config: Any
+    allow_download: bool = False
 
 
 @dataclass(frozen=True)

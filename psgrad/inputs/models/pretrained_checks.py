@@ -18,7 +18,6 @@ from psgrad.inputs.models.hub import LocalFolder, is_hub_id, located, not_instal
 from psgrad.inputs.models.model_folders import (
     SETTINGS,
     WEIGHTS,
-    adapter_headers,
     adapter_weights,
     base_notes,
     config_of,
@@ -90,7 +89,7 @@ def adapter_facts(
             yield found, []
             continue
         settings = read_adapter_settings(found.folder)
-        headers = adapter_headers(adapter_weights(found.folder))
+        headers = weight_headers(adapter_weights(found.folder), "adapter")
         if headers is not None and theirs is not None:
             _require_places(found.folder, headers, theirs)
         size = sum(math.prod(each.shape) for each in (headers or {}).values())
@@ -103,7 +102,7 @@ def checkpoint_tensors(path: Path, key: str | None = None) -> dict[str, TensorHe
     be known by loading alone.
     """
     if (path / SETTINGS).is_file():
-        return adapter_headers(adapter_weights(path))
+        return weight_headers(adapter_weights(path), "adapter")
     if (path / "config.json").is_file():
         return weight_headers(weights_file(path))
     return checkpoint_header(path, key)

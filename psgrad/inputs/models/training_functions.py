@@ -39,16 +39,7 @@ def resolve_training(spec: str, base: Path) -> Train:
     and returns the trained model. Raises ConfigError for a function that can't be called so. What it returns
     is checked, and an exception that it raises is reported as an error of this function.
     """
-    function = resolve(spec, base)
-    try:
-        inspect.signature(function).bind(None, (), None, 0)
-    except TypeError as error:
-        raise ConfigError(
-            f"influence.evaluate.train: {spec} can't be called as {_TRAIN.split(' -> ')[0]}: {error}",
-            expected=f"a function {_TRAIN}",
-        ) from None
-    except ValueError:  # some callables written in C have no signature
-        pass
+    function = _function("evaluate.train", spec, base, _TRAIN, (None, (), None, 0))
 
     def train(
         model: nn.Module, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, seed: int
@@ -99,10 +90,10 @@ def resolve_step(training: TrainingConfig, base: Path) -> OwnSteps | None:
     """
     if training.step is None:
         return None
-    step = _function("step", training.step, base, STEP, ({}, {}, (), None))
+    step = _function("training.step", training.step, base, STEP, ({}, {}, (), None), **_ADVICE)
     state = None
     if training.state is not None:
-        state = _function("state", training.state, base, "state(params) -> state", ({},))
+        state = _function("training.state", training.state, base, "state(params) -> state", ({},), **_ADVICE)
     return OwnSteps(training.step, step, state, partial(_errors_of, f"the training step {training.step}"))
 
 
@@ -113,7 +104,7 @@ def resolve_batches(training: TrainingConfig, base: Path) -> Loader | None:
     spec = training.batches
     if spec is None:
         return None
-    function = _function("batches", spec, base, _BATCHES, (0, 0))
+    function = _function("training.batches", spec, base, _BATCHES, (0, 0), **_ADVICE)
 
     def loader(rows: int, seed: int) -> list[torch.Tensor]:
         with _errors_of(f"the batches {spec}"):
@@ -155,21 +146,31 @@ def resolve_batches(training: TrainingConfig, base: Path) -> Loader | None:
 
 
 _BATCHES = "batches(rows, seed) -> rows of each step"
+_ADVICE = {
+    "cause": "a function of other arguments",
+    "next_step": "give it these arguments, in this order",
+}
 
 
 def _function(
-    key: str, spec: str, base: Path, signature: str, arguments: tuple[Any, ...]
+    key: str,
+    spec: str,
+    base: Path,
+    signature: str,
+    arguments: tuple[Any, ...],
+    **advice: str,
 ) -> Callable[..., Any]:
-    """The callable of a spec, which takes such arguments. Raises ConfigError where it does not."""
+    """The callable of a spec, which takes such arguments. Raises ConfigError, with this advice, where it does
+    not.
+    """
     function = resolve(spec, base)
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
         raise ConfigError(
-            f"influence.training.{key}: {spec} can't be called as {signature.split(' -> ')[0]}: {error}",
+            f"influence.{key}: {spec} can't be called as {signature.split(' -> ')[0]}: {error}",
             expected=f"a function {signature}",
-            cause="a function of other arguments",
-            next_step="give it these arguments, in this order",
+            **advice,
         ) from None
     except ValueError:  # some callables written in C have no signature
         pass

@@ -25,8 +25,7 @@ def require_numbers(name: str, kind: pa.DataType) -> pa.DataType:
     value = kind
     while is_list(value):
         value = value.value_type
-    if pa.types.is_dictionary(value):
-        value = value.value_type
+    value = plain_type(value)
     if not (pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)):
         raise not_numbers(name, kind)
     return value
@@ -55,6 +54,11 @@ def plain(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     """A column as one array, without categories."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type of a column's values, without categories."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def kind_of(kind: pa.DataType) -> str:
@@ -120,7 +124,7 @@ def _common_type(
 
 def merged_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     """The type that holds what either of two holds; None where there is none."""
-    plain_types = [kind.value_type if pa.types.is_dictionary(kind) else kind for kind in (one, other)]
+    plain_types = [plain_type(one), plain_type(other)]
     if is_text(plain_types[0]) and is_text(plain_types[1]):
         return pa.string()
     if is_bytes(plain_types[0]) != is_bytes(plain_types[1]) and pa.null() not in plain_types:

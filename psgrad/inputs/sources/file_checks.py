@@ -16,7 +16,7 @@ from typing import TextIO
 from psgrad.config import DataConfig, did_you_mean
 from psgrad.config.data import COMPRESSIONS
 from psgrad.errors import ConfigError, DataError, PsgradError
-from psgrad.inputs.sources.host_files import made_once
+from psgrad.inputs.sources.host_files import json_made_once
 from psgrad.wording import first_of
 
 _LFS_POINTER = b"version https://git-lfs"
@@ -122,22 +122,12 @@ def require_unchanged(stamps: Iterable[Stamp]) -> None:
             )
 
 
-def is_archive(path: Path) -> bool:
-    """Whether a file begins as a zip archive does."""
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
-
-
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal: of a large one taken once on each host."""
     if path.stat().st_size <= _HASH_BLOCK:
         return _sha256_of(path)
-    found = made_once(f"sha256 {Stamp.of(path)}", lambda target: _write_hash(path, target))
-    return _sha256_of(path) if found is None else found.read_text()
-
-
-def _write_hash(path: Path, target: Path) -> None:
-    target.write_text(_sha256_of(path))
+    found: str = json_made_once(f"sha256 {Stamp.of(path)}", lambda: _sha256_of(path))
+    return found
 
 
 def _sha256_of(path: Path) -> str:

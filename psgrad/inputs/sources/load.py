@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from psgrad.config import DataConfig
+from psgrad.config import DataConfig, ModelConfig
 from psgrad.engine.execution.ranks import spread_rows
 from psgrad.errors import ConfigError
 from psgrad.inputs.loss import Criterion
-from psgrad.inputs.models.loaded import Pretrained
+from psgrad.inputs.models.hub import located
+from psgrad.inputs.models.pretrained import Pretrained, read_settings
 from psgrad.inputs.rows import Block, Samples
 from psgrad.inputs.sources.arrays import ArraySamples
 from psgrad.inputs.sources.arrow_columns import plain
@@ -246,3 +247,51 @@ def _load_texts(
     task = text_task(config, base, pretrained)
     rows = open_rows(config, base, unit, allow_download=pretrained.allow_download)
     return _noted(TextSamples(rows, task, config, unit, kept), rows)
+
+
+# -- what is known without weights, for `psgrad validate` --------------------------------------------------
+
+_LOOKED_AT = 2048  # rows of text, for their lengths
+
+
+def text_facts(model: ModelConfig, data: DataConfig, base: Path) -> str:
+    """The lengths of the first rows in tokens, in words. The columns, all labels that are one number or name
+    a row, and these rows are looked at. Raises ConfigError and DataError as loading and reading them would.
+    """
+    from psgrad.inputs.text_samples import TextSamples, text_task
+
+    task = text_task(data, base, _settings(model, base))
+    samples = TextSamples(open_rows(data, base), task, data)
+    count = min(_LOOKED_AT, len(samples))
+    lengths = samples.read(0, count).lengths
+    assert lengths is not None
+    limit = "" if task.tokenizer.limit is None else f", at most {task.tokenizer.limit:,} are taken"
+    notes = "".join(f"; {note}" for note in task.tokenizer.notes)
+    rows = f"the first {count:,} rows" if count < len(samples) else "rows"
+    return f"{rows} of {int(lengths[:, 0].min()):,} to {int(lengths[:, 0].max()):,} tokens{limit}{notes}"
+
+
+def image_facts(model: ModelConfig, data: DataConfig, base: Path) -> tuple[str, tuple[str, ...]]:
+    """(how many images there are, in words; what is to be said of their folder). Labels by name are looked
+    at, and no image is opened. Raises ConfigError and DataError as loading them would.
+    """
+    from psgrad.inputs.image_files import with_names
+
+    settings = _settings(model, base).config
+    rows = open_rows(data, base)
+    named = data if data.images is None else with_names(data, base)
+    labels = labels_of_head(Labels(kind="class"), settings, named)
+    if named.target_column is not None:
+        values = np.array(plain(rows.column(named.target_column)).to_pylist(), dtype=object)
+        if len(values) and all(isinstance(value, str) for value in values):
+            labels.encoded(values, named.target_column, rows.row_name)
+    return f"{rows.count:,} images", rows.notes
+
+
+def _settings(model: ModelConfig, base: Path) -> Pretrained:
+    assert model.pretrained is not None
+    assert model.task is not None
+    found = located(
+        model.pretrained, base, key="model.pretrained", holds=("*.json",), revision=model.revision
+    )
+    return Pretrained(found.folder, model.task, read_settings(found.folder, model))

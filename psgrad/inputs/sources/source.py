@@ -277,7 +277,9 @@ def header_problems(
                 f"the ids {identifier!r} in {header.path} have the shape {list(found.shape)}",
                 expected="one per row",
             )
-    yield from _error_of(_require_one_length, header, wanted)
+    named = {name: header.columns[name] for name in wanted if name in header.columns}
+    shapes = {name: each.shape for name, each in named.items() if each.shape is not None}
+    yield from _error_of(common_length, shapes, header.path)
 
 
 def with_rows(headers: list[DataHeader]) -> list[DataHeader]:
@@ -301,12 +303,6 @@ def joined_header(headers: Sequence[DataHeader]) -> DataHeader:
     rows = [header.rows for header in headers]
     known = [count for count in rows if count is not None]
     return replace(first, rows=sum(known) if len(known) == len(rows) else None)
-
-
-def _require_one_length(header: DataHeader, wanted: list[str]) -> None:
-    columns = {name: header.columns[name] for name in wanted if name in header.columns}
-    shapes = {name: each.shape for name, each in columns.items() if each.shape is not None}
-    common_length(shapes, header.path)
 
 
 def common_length(shapes: Mapping[str, tuple[int, ...]], path: Path | str) -> int | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.rows import Block, Samples, checked_weights, ids_and_units, stacked, to_tensor
-from psgrad.inputs.sources.arrow_columns import is_list, is_text, plain, require_numbers
+from psgrad.inputs.sources.arrow_columns import is_list, is_text, plain, plain_type, require_numbers
 from psgrad.inputs.sources.file_checks import input_names, length_inputs, require_rows, target_names
 from psgrad.inputs.sources.host_files import arrays_made_once, in_pieces, is_divided
 from psgrad.inputs.sources.source_rows import Array, SourceRows, pieces_of
@@ -229,7 +229,7 @@ class TableSamples(Samples):
                 raise DataError(f"length_of: {name!r} is of type {kind}", expected="a column of lists")
         for name in targets:
             kind = schema.field(name).type
-            if len(targets) > 1 or not is_text(_value_type(kind)):
+            if len(targets) > 1 or not is_text(plain_type(kind)):
                 require_numbers(name, kind)
             if len(targets) > 1 and is_list(kind):
                 raise DataError(f"data.target: {name!r} holds lists", expected="one number a row in each")
@@ -257,7 +257,7 @@ class TableSamples(Samples):
             return None
         (name,) = self._layout.target
         column, kind = self._rows.column(name), self._rows.schema.field(name).type
-        if is_text(_value_type(kind)):
+        if is_text(plain_type(kind)):
             values = np.array(plain(column).to_pylist(), dtype=object)
         else:
             values = numbers(column, name, self._rows.row_name)
@@ -315,10 +315,6 @@ class TableSamples(Samples):
             target = stacked(found, self._layout.target, "data.target") if len(found) > 1 else found[0]
         lengths = None if self._row_lengths is None else self._row_lengths[torch.from_numpy(rows)]
         return Block(tuple(inputs), target, lengths, self.ragged)
-
-
-def _value_type(kind: pa.DataType) -> pa.DataType:
-    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def _tensors(table: pa.Table, names: Sequence[str], row_name: RowName, fill: float = 0) -> list[Tensor]:

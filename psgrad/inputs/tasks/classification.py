@@ -14,10 +14,10 @@ import pyarrow as pa
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.models.loaded import Pretrained
+from psgrad.inputs.loss import IGNORED
+from psgrad.inputs.models.pretrained import Pretrained
 from psgrad.inputs.sources.arrow_columns import is_list, require_numbers
 from psgrad.inputs.tasks.task import (
-    IGNORED,
     Array,
     EncodedRow,
     TextRows,

@@ -12,11 +12,10 @@ import pyarrow as pa
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.models.loaded import Pretrained
-from psgrad.inputs.models.pretrained import shift_of
+from psgrad.inputs.loss import IGNORED
+from psgrad.inputs.models.pretrained import Pretrained, shift_of
 from psgrad.inputs.sources.arrow_columns import is_list
 from psgrad.inputs.tasks.task import (
-    IGNORED,
     TARGET,
     Array,
     EncodedRow,

@@ -13,14 +13,12 @@ import pyarrow as pa
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.models.loaded import Pretrained
-from psgrad.inputs.sources.arrow_columns import is_list
+from psgrad.inputs.loss import IGNORED
+from psgrad.inputs.models.pretrained import Pretrained
+from psgrad.inputs.sources.arrow_columns import is_list, plain_type
 from psgrad.inputs.tokenizer import Encoding, Tokenizer
 
 Array = npt.NDArray[Any]
-
-IGNORED = -100
-"""The label that does not count in a loss."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +155,7 @@ class TextTask(ABC):
 
 def is_text(kind: pa.DataType) -> bool:
     """Whether a column holds texts."""
-    value = kind.value_type if pa.types.is_dictionary(kind) else kind
+    value = plain_type(kind)
     return bool(pa.types.is_string(value) or pa.types.is_large_string(value))
 
 

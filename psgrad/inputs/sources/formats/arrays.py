@@ -14,7 +14,7 @@ import safetensors
 from numpy.lib import format as npy
 
 from psgrad.errors import ConfigError, DataError
-from psgrad.inputs.sources.file_checks import Wanted, is_archive, require_columns
+from psgrad.inputs.sources.file_checks import Wanted, require_columns
 from psgrad.inputs.sources.source import (
     ArraySource,
     Column,
@@ -34,8 +34,7 @@ class NPZ(ArraySource):
     name: ClassVar[str] = "npz"
 
     def header(self, path: Path) -> DataHeader:
-        if not is_archive(path):
-            raise DataError(f"{path} is no npz archive", expected="named arrays, as numpy.savez writes them")
+        _require_archive(path)
         columns = {}
         try:
             with zipfile.ZipFile(path) as archive:
@@ -57,8 +56,7 @@ class NPZ(ArraySource):
 
     def arrays(self, path: Path, wanted: Wanted) -> dict[str, Any]:
         """The columns that are named, in memory; nothing in them is ever unpickled."""
-        if not is_archive(path):
-            raise DataError(f"{path} is no npz archive", expected="named arrays, as numpy.savez writes them")
+        _require_archive(path)
         try:
             with np.load(path, allow_pickle=False) as file:
                 require_columns(wanted.columns, file.files, str(path))
@@ -78,6 +76,13 @@ class NPZ(ArraySource):
                 require_same_columns(found, files)
         joined: dict[str, Any] = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
         np.savez(target, **joined)
+
+
+def _require_archive(path: Path) -> None:
+    with path.open("rb") as file:
+        head = file.read(4)
+    if head != b"PK\x03\x04":
+        raise DataError(f"{path} is no npz archive", expected="named arrays, as numpy.savez writes them")
 
 
 def unreadable(path: Path, error: Exception) -> DataError:
