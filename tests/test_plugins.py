@@ -78,6 +78,7 @@ def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     plugin_options.installed_plugins.cache_clear()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("other_package")
 def test_entry_point_measure_in_a_run(workplace: Workplace) -> None:
     workplace.config["analyze"] = {"measures": [{"name": "halved", "by": 4.0}]}
@@ -93,6 +94,7 @@ def test_entry_point_loss_in_a_run(workplace: Workplace) -> None:
     workplace.succeeded()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("other_package")
 def test_entry_point_source_in_a_run(workplace: Workplace) -> None:
     (workplace.folder / "data.npz").rename(workplace.folder / "data.zipped")

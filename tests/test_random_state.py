@@ -56,6 +56,7 @@ def ends(which: str, seconds: float) -> bool:
     return done.returncode == 0
 
 
+@pytest.mark.long
 def test_two_threads_read_the_states_of_generators() -> None:
     assert ends("psgrad", 2)
 

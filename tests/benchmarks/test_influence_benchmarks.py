@@ -166,6 +166,7 @@ def test_a_short_setting_leaves_out_what_is_slow(settings: Any, tmp_path: Path) 
     assert not short.rivals
 
 
+@pytest.mark.long
 def test_stored_scores_of_several_models_join_as_fresh_ones(settings: Any, tmp_path: Path) -> None:
     """TRAK averages two factors over models; each is stored."""
     ours = importlib.import_module("influence_ours")
@@ -189,6 +190,7 @@ def test_stored_scores_of_several_models_join_as_fresh_ones(settings: Any, tmp_p
     assert scored.memory is not None
 
 
+@pytest.mark.long
 def test_a_run_that_is_replayed_is_the_run_of_the_checkpoints(settings: Any, tmp_path: Path) -> None:
     setting = small(
         settings,

@@ -72,6 +72,7 @@ def test_scores_are_those_of_others(agreement: Any, setting: Any, title: str) ->
     assert float((theirs - ours).norm() / ours.norm()) < (1e-6 if single else 1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_comparison_sees_another_definition(agreement: Any, setting: Any) -> None:
     """The bar is one that a forgotten factor, or another damping, misses."""

@@ -78,6 +78,7 @@ def test_noise_is_added_as_its_multiplier_says(script: Any, posed: tuple[Any, An
     assert 0.6 < float(apart.std()) < 1.4  # 95 draws: five standard errors on either side
 
 
+@pytest.mark.long
 def test_a_contest_has_times_memory_and_a_verdict(
     script: Any, posed: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,7 @@ def test_sample_draws_rows_by_the_seed_and_resumes_as_the_same(workplace: Workpl
         assert found["uid"].tolist() == ones["id"].tolist()
 
 
+@pytest.mark.long
 def test_sample_of_a_sorted_file_sees_all_classes_and_a_report_of_it_opens(workplace: Workplace) -> None:
     order = np.argsort(workplace.arrays["y"], kind="stable")
     workplace.save(**{name: each[order] for name, each in workplace.arrays.items()})

@@ -21,6 +21,7 @@ def judged(work: Workplace, name: str = "run", listed: tuple[int, ...] = (2, 5),
     return finished(work.folder / name, table(10, listed=listed), REFERENCE, **changes)
 
 
+@pytest.mark.long
 def test_every_run_has_findings_and_a_verdict(workplace: Workplace) -> None:
     workplace.succeeded()
     verdict = json.loads((workplace.folder / "out" / "check.json").read_text())
@@ -30,6 +31,7 @@ def test_every_run_has_findings_and_a_verdict(workplace: Workplace) -> None:
     assert json.loads(lines[0])["location"] == {"path": "data.npz", "line": None}
 
 
+@pytest.mark.long
 def test_a_sample_that_is_not_finite_fails_the_gate(workplace: Workplace) -> None:
     x = workplace.arrays["x"].copy()
     x[3, 1] = np.nan
@@ -185,6 +187,7 @@ def test_a_run_that_can_not_be_written_to_is_still_checked(
     assert (outcome.code, "the verdict is not kept in the run folder" in outcome.out) == (0, True)
 
 
+@pytest.mark.long
 def test_lines_of_a_csv_file_are_reported_as_long_as_it_is_the_same(workplace: Workplace) -> None:
     rows = ["uid,a,b,c,d,y", *(f'"row\n{row}",{row},1,0,0.5,{row % 3}' for row in range(6))]
     (workplace.folder / "data.csv").write_text("\n".join(rows) + "\n")

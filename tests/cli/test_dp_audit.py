@@ -82,6 +82,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 # -- what is right -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_an_audit_prints_the_bound_beside_the_accounted_epsilon(private: Workplace) -> None:
     outcome = audited(private)
     assert outcome.code == 0, outcome.err + outcome.out
@@ -102,6 +103,7 @@ def test_an_audit_prints_the_bound_beside_the_accounted_epsilon(private: Workpla
     assert not (private.folder / "out").exists()
 
 
+@pytest.mark.long
 def test_json_and_the_file_say_the_same(private: Workplace) -> None:
     found = as_json(private)
     assert found.pop("file") == "out-audit/private/NOT_PRIVATE_audit.json"
@@ -123,6 +125,7 @@ def test_json_and_the_file_say_the_same(private: Workplace) -> None:
     assert list((private.folder / "out-audit").glob("public/*")) == []
 
 
+@pytest.mark.long
 def test_neighbours_are_those_of_the_relation(private: Workplace) -> None:
     pairs = {pair["pair"]: pair for pair in as_json(private)["pairs"]}
     assert len(pairs) >= 6
@@ -162,6 +165,7 @@ def test_a_run_in_the_output_folder_stays_as_it_is(private: Workplace) -> None:
     assert files_of(private.folder / "out") == before
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     "change",
@@ -202,6 +206,7 @@ def test_a_seed_is_left_aside_and_that_is_said(private: Workplace, monkeypatch: 
     assert "can be drawn again" in audited(private, "--canaries-only", "--overwrite").err
 
 
+@pytest.mark.long
 def test_integer_inputs_have_no_monsters(private: Workplace) -> None:
     private.use_model("""\
 class Model(nn.Module):
@@ -248,6 +253,7 @@ def drawing(private: Workplace) -> Workplace:
     return private
 
 
+@pytest.mark.long
 def test_audit_compares_neighbours_of_models_and_augmentations_that_draw(drawing: Workplace) -> None:
     found = as_json(drawing, "--steps", "1")
     assert (found["violations"], found["notes"]) == ([], [])
@@ -256,6 +262,7 @@ def test_audit_compares_neighbours_of_models_and_augmentations_that_draw(drawing
     assert max(pair["ratio"] for pair in found["pairs"]) > 0.9
 
 
+@pytest.mark.long
 def test_audit_says_which_records_an_augmentation_does_not_take(drawing: Workplace) -> None:
     (drawing.folder / "augment.py").write_text(
         SHAKEN
@@ -275,6 +282,7 @@ def test_audit_says_which_records_an_augmentation_does_not_take(drawing: Workpla
 # -- what is wrong -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_half_the_noise_is_a_violation(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Noise.add
     monkeypatch.setattr(
@@ -288,6 +296,7 @@ def test_half_the_noise_is_a_violation(private: Workplace, monkeypatch: pytest.M
     assert float(noise.split()[1]) == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.long
 def test_a_bound_that_is_not_kept_to_is_a_violation(
     private: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,6 +341,7 @@ def test_a_replayed_stream_is_a_violation(private: Workplace, monkeypatch: pytes
     )
 
 
+@pytest.mark.long
 def test_a_ledger_that_tells_the_size_of_the_dataset_is_a_violation(
     private: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -476,6 +486,7 @@ def plant_float32_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("groups", ["flat", "parameter"])
 def test_audit_finds_float32_clipped_sums_of_cancelling_positions(
@@ -494,6 +505,7 @@ def test_audit_finds_float32_clipped_sums_of_cancelling_positions(
     assert re.search(r": the sums are (1 \+ \S+|\d\S+) times the declared sensitivity apart$", violation)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parts", CANCELLING_MODELS.values(), ids=CANCELLING_MODELS)
 def test_audit_finds_float32_clipped_sums_of_layers(
     private: Workplace, monkeypatch: pytest.MonkeyPatch, parts: tuple[str, str]
@@ -528,6 +540,7 @@ WRITES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_audit_finds_state_that_is_not_put_back(
@@ -552,6 +565,7 @@ def test_audit_finds_state_that_is_not_put_back(
     )
 
 
+@pytest.mark.long
 def test_audit_finds_sums_that_are_not_rounded(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     def unrounded(values: torch.Tensor, deviation: float, generator: Generator) -> torch.Tensor:
         return values + deviation * generator.normal(values.shape, values.dtype)

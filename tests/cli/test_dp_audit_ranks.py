@@ -64,6 +64,7 @@ def test_audit_of_ranks_equals_one_process(
     assert [each["rank"] for each in manifest["ranks"]["each"]] == list(range(size))
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_audit_of_ranks_finds_the_mistake_of_one(private: Workplace, rank: int) -> None:

@@ -34,6 +34,7 @@ def written(place: Workplace, *options: str) -> tuple[dict[str, Any], Outcome]:
     return config.model_dump(mode="json"), outcome
 
 
+@pytest.mark.long
 def test_init_writes_a_config_of_own_files_that_runs(place: Workplace) -> None:
     before = {path.name: path.read_bytes() for path in place.folder.iterdir()}
     config, outcome = written(place)
@@ -227,6 +228,7 @@ def test_init_tells_columns_that_do_not_say_what_they_are(workplace: Workplace) 
     outcome.refused(3, "the columns of t.csv, first, second, do not say which is text and which target")
 
 
+@pytest.mark.long
 def test_init_from_imports_neither_torch_nor_transformers(workplace: Workplace) -> None:
     model_folder(workplace, "BertForMaskedLM")
     rows(workplace, "t.jsonl", text=["a"])

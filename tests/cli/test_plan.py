@@ -75,6 +75,7 @@ def test_json_says_the_same(reluctant: Workplace) -> None:
     assert "50 whole chunks" in found["replay_reason"]
 
 
+@pytest.mark.long
 def test_memory_sizes_the_chunk(reluctant: Workplace) -> None:
     reluctant.config["model"] = {"factory": "model.py:mlp", "kwargs": {"hidden": 2000}}
     found = [

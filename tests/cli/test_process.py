@@ -63,6 +63,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
     "arguments", [["schema"], ["validate", "psgrad.yaml"], ["init", "there"], ["analyze", "nowhere.yaml"]]
@@ -211,6 +212,7 @@ def test_signals_end_the_run_with_a_word(config: Path, number: signal.Signals, c
     assert "Traceback" not in words
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
@@ -232,6 +234,7 @@ def test_a_signal_during_an_import_is_not_swallowed(
     assert word in words
 
 
+@pytest.mark.long
 def test_an_import_that_does_not_end_is_ended_by_a_signal(config: Path) -> None:
     (config.parent / "works.py").write_text(
         "import sys, time\nprint('at work', file=sys.stderr, flush=True)\ntime.sleep(60)\n"

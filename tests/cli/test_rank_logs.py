@@ -81,6 +81,7 @@ def test_error_without_a_log_stays_as_it_is(begun: Path, number: int | None) -> 
     assert with_last_lines(error, begun) is error
 
 
+@pytest.mark.long
 def test_rank_that_dies_is_named_with_what_it_has_logged(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def test_the_report_made_again_is_the_same_byte_for_byte(workplace: Workplace) -
     assert _files(run) == before
 
 
+@pytest.mark.long
 def test_another_folder_takes_the_report_and_the_run_stays_as_it_was(workplace: Workplace) -> None:
     workplace.succeeded()
     before = _files(workplace.folder / "out")

@@ -55,6 +55,7 @@ def test_the_operator_has_per_sample_gradients(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(found, torch.stack(expected))
 
 
+@pytest.mark.long
 def test_the_measure_is_found_by_its_file(
     workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

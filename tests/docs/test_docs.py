@@ -144,6 +144,7 @@ def test_an_avoided_phrase_is_found() -> None:
 # -- Parts that are made from the code -----------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "generator",
     [config_page, influence_page, layers, large_models_page],

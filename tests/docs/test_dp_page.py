@@ -200,6 +200,7 @@ def test_a_step_of_the_example_is_quick(two_steps: tuple[Path, str, float]) -> N
     assert two_steps[2] < 30
 
 
+@pytest.mark.long
 def test_the_public_record_has_its_keys(two_steps: tuple[Path, str, float]) -> None:
     folder, printed, _ = two_steps
     stated = json.loads((folder / "public" / "step.json").read_text(encoding="utf-8"))

@@ -90,6 +90,7 @@ def test_the_code_of_the_page_runs() -> None:
     torch.testing.assert_close(names["scores"], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_the_training_step_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its scores are finite differences of a plain loop over its own functions."""
     step = next(block for block in blocks("python") if "def step(" in block)

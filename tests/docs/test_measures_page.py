@@ -82,6 +82,7 @@ def write_measure_of_the_page(folder: Path) -> None:
     (folder / "config.yaml").write_text(config, encoding="utf-8")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_the_measure_of_the_page_by_ranks_is_that_of_one_process(folder: Path, count: int) -> None:
     write_measure_of_the_page(folder)

@@ -137,6 +137,7 @@ def test_the_main_job_is_quick(digits_run: tuple[Path, str]) -> None:
     assert sum(timings.values()) < 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("page", "top"), [(README, 5), (TUTORIAL, 10)], ids=["README", "tutorial"])
 def test_the_table_is_the_one_shown(page: str, top: int, digits_run: tuple[Path, str]) -> None:
     """Ids, labels and predictions to the letter; numbers may differ in the last digit on other processors."""
@@ -205,6 +206,7 @@ def test_the_code_of_the_tutorial_prints_what_is_shown(
     assert [line.split()[:3] for line in said] == [line.split()[:3] for line in expected]
 
 
+@pytest.mark.long
 def test_init_and_validate_print_what_the_tutorial_shows(tmp_path: Path) -> None:
     for words in ("psgrad init", "psgrad validate"):
         (_, *arguments), lines = shown(TUTORIAL, words)
@@ -237,6 +239,7 @@ def test_the_plan_has_the_parameters_shown() -> None:
     ]
 
 
+@pytest.mark.long
 def test_the_operators_are_listed_as_shown() -> None:
     (_, *arguments), expected = shown(LIBRARY, "psgrad ops")
     assert psgrad(*arguments).stdout.splitlines() == expected

@@ -62,6 +62,7 @@ def run(code: str, tmp_path: Path, *arguments: str) -> subprocess.CompletedProce
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("code", [ALL_OF_IT, A_RUN], ids=["imports", "a run"])
 def test_engine_with_torch_alone(tmp_path: Path, code: str) -> None:

@@ -323,6 +323,7 @@ def made():
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrap", ["", pytest.param("torch.compile", marks=pytest.mark.sweep)])
 def test_identify_is_the_same_in_every_process(wrap: str) -> None:
     """Python's hash of a text, and so the order of a set, is another one in each process."""

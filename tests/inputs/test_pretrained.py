@@ -85,6 +85,7 @@ def test_sharded_weights(tmp_path: Path) -> None:
     assert loaded.sha256 != whole.sha256
 
 
+@pytest.mark.long
 def test_a_missing_shard(tmp_path: Path) -> None:
     tiny_model("causal-lm", tmp_path / "whole").save_pretrained(tmp_path / "model", max_shard_size="8KB")
     sorted((tmp_path / "model").glob("model-*.safetensors"))[1].unlink()

@@ -482,6 +482,7 @@ def test_compressed_tar_holds_the_rows_of_the_plain_one(tmp_path: Path, suffix: 
     assert list(header.columns) == [KEY, "jpg", "npy", "txt"]
 
 
+@pytest.mark.long
 def test_compressed_tar_copies_the_columns_that_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from psgrad.inputs.sources.source_rows import TemporaryFolder, temporary_file
 
 
+@pytest.mark.long
 def test_a_temporary_folder_goes_with_its_object() -> None:
     folder = TemporaryFolder()
     path = Path(folder.name)
@@ -27,6 +28,7 @@ class Owner:
         self.file = temporary_file(self)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_temporary_file_is_closed_with_its_owner() -> None:
     owner = Owner()

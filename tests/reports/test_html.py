@@ -94,6 +94,7 @@ def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
+@pytest.mark.long
 def test_the_page_shows_all_figures_the_table_the_pictures_and_the_facts() -> None:
     result = frames.result(frames.classification())
     page = _page(result)
@@ -126,6 +127,7 @@ def test_the_page_shows_all_figures_the_table_the_pictures_and_the_facts() -> No
         assert page.text.count(identifier) >= 2
 
 
+@pytest.mark.long
 def test_the_page_is_honest_about_privacy_and_about_the_list() -> None:
     text = _page(frames.result(frames.classification())).text
     assert "Nothing here is differentially private" in text
@@ -133,6 +135,7 @@ def test_the_page_is_honest_about_privacy_and_about_the_list() -> None:
     assert "Loss often finds wrong labels as well as the norm does, or better" in text
 
 
+@pytest.mark.long
 def test_rows_that_are_not_finite_are_counted_and_named() -> None:
     samples = frames.classification(nonfinite=3)
     text = _page(frames.result(samples)).text
@@ -261,6 +264,7 @@ def test_a_million_samples_take_less_than_ten_seconds_and_two_megabytes() -> Non
     assert sum(map(len, files.values())) <= 2 * LIMIT_BYTES
 
 
+@pytest.mark.long
 def test_all_files_of_the_report_reach_the_writer() -> None:
     files = written(frames.result(frames.classification(100)))
     names = ("norm_histogram", "loss_against_norm", "norms_per_class", "norms_per_layer", "top_sheet")
@@ -268,6 +272,7 @@ def test_all_files_of_the_report_reach_the_writer() -> None:
     assert all(data.startswith(b"\x89PNG") for name, data in files.items() if name.endswith(".png"))
 
 
+@pytest.mark.long
 def test_each_figure_is_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For file and page together: a layout takes as long as drawing."""
     laid_out: list[int] = []
@@ -286,6 +291,7 @@ def test_each_figure_is_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(laid_out) == len(with_axes) == 4
 
 
+@pytest.mark.long
 def test_the_same_result_gives_the_same_page() -> None:
     result = frames.result(frames.classification(300))
     assert written(result) == written(result)

@@ -199,6 +199,7 @@ def test_legends_stand_clear_of_what_is_drawn(drawn: list[Plot]) -> None:
     assert all(clear)
 
 
+@pytest.mark.long
 def test_logarithmic_axes_say_that_they_are(drawn: list[Plot]) -> None:
     axes = [axis for plot in drawn for each in plot.figure.axes for axis in (each.xaxis, each.yaxis)]
     scales = {
@@ -266,6 +267,7 @@ def test_log_ticks_are_plain_text() -> None:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("error")
 def test_figures_render_without_warnings_and_leave_matplotlib_as_it_was() -> None:
     before = dict(matplotlib.rcParams)
@@ -276,6 +278,7 @@ def test_figures_render_without_warnings_and_leave_matplotlib_as_it_was() -> Non
     assert dict(matplotlib.rcParams) == before
 
 
+@pytest.mark.long
 def test_reports_load_neither_torch_nor_pyplot() -> None:
     script = (
         "import sys, psgrad.reports.analyze_page, psgrad.reports.terminal, psgrad.reports.privacy_plots,"

@@ -253,6 +253,7 @@ def test_each_figure_goes_where_it_belongs() -> None:
     assert all(data.startswith(b"\x89PNG") for data in files.values())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("error")
 def test_figures_render_without_warnings_and_leave_matplotlib_as_it_was() -> None:
     before = dict(matplotlib.rcParams)

@@ -91,6 +91,7 @@ def test_gradient_index_killed_repeatedly(tmp_path: Path) -> None:
     assert kill_and_resume(go, is_right_in_the_end, tmp_path, [7] * 20) >= 3
 
 
+@pytest.mark.long
 def test_gradient_index_kill_check_finds_write_in_place(tmp_path: Path) -> None:
     class InPlace(GradientIndex):
         def write(self, checkpoint: int, shard: int | None, found: Any) -> None:

@@ -20,6 +20,7 @@ from tests.crashes import Tell, in_a_child, kill_and_resume, points_of
 from tests.storage.runs import Run, check, go
 
 
+@pytest.mark.long
 def test_kill_and_resume(tmp_path: Path) -> None:
     # at every third operation; test_kill_dp_step.py takes every one, of the real run
     points = points_of(go, tmp_path / "undisturbed")
@@ -27,6 +28,7 @@ def test_kill_and_resume(tmp_path: Path) -> None:
         assert kill_and_resume(go, check, tmp_path / str(at), [at]) == 1
 
 
+@pytest.mark.long
 def test_kill_repeatedly_and_resume(tmp_path: Path) -> None:
     # no progress but in the ledger: each process dies before its first checkpoint
     path = tmp_path / "run"
@@ -58,6 +60,7 @@ class ReleasesInPlace(Run):
         self.tell(content)
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("mistake", "words"),

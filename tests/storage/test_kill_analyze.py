@@ -136,6 +136,7 @@ class Checked:
 
 
 # A hundred kills in all, a tenth of them by default.
+@pytest.mark.long
 @pytest.mark.parametrize(("seed", "kills_in_all"), [(0, 10), pytest.param(1, 90, marks=pytest.mark.sweep)])
 def test_analyze_killed_at_every_point_and_resumed(
     go: Go, tmp_path: Path, seed: int, kills_in_all: int

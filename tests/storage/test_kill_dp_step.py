@@ -115,6 +115,7 @@ def check(folder: Path, told: list[Any], finished: bool) -> None:
 
 
 # A hundred runs in all, a quarter of them a test; a tenth of them by default.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "apart"), [(5, 10), *(pytest.param(each, 4, marks=pytest.mark.sweep) for each in (1, 2, 3, 4))]
 )
@@ -132,6 +133,7 @@ def test_dp_step_killed_at_every_operation_and_resumed(
     assert deaths >= 100 // apart
 
 
+@pytest.mark.long
 def test_dp_step_resume_publishes_last_step(private: PrivateWorkplace, go: Go, tmp_path: Path) -> None:
     # no step is left to take when the process dies that paid for the last one
     private.privacy["steps"] = STEPS

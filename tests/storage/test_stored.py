@@ -59,6 +59,7 @@ def test_stored_run_check(stored: Workplace) -> None:
     assert Path("analyze/findings.jsonl").read_bytes() == findings
 
 
+@pytest.mark.long
 def test_stored_run_diff_with_a_run_of_today(stored: Workplace) -> None:
     assert stored.command("analyze", "config.yaml", "--output", "today").code == 0
     outcome = stored.command("diff", "analyze", "today")
@@ -71,6 +72,7 @@ def test_stored_run_diff_with_a_run_of_today(stored: Workplace) -> None:
     pd.testing.assert_frame_equal(then, now, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_stored_run_manifest_has_the_keys_of_today(stored: Workplace) -> None:
     assert stored.command("analyze", "config.yaml", "--output", "today").code == 0
     then, now = content("analyze/manifest.json"), content("today/manifest.json")
@@ -102,6 +104,7 @@ def test_stored_run_resume_of_a_finished_run(stored: Workplace) -> None:
         outcome.refused(2, "was begun with something else", "versions: was")
 
 
+@pytest.mark.long
 def test_stored_index_answers_queries(stored: Workplace) -> None:
     before = files_of("index")
     outcome = stored.command("influence", "config.yaml", "--output", "scores")
@@ -121,6 +124,7 @@ def test_stored_index_answers_queries(stored: Workplace) -> None:
     assert files_of("index") == before
 
 
+@pytest.mark.long
 def test_stored_private_run_resume(stored: Workplace) -> None:
     before = content("dp-step/public/step.json")
     assert (before["steps"], before["planned_steps"]) == (2, 4)

@@ -81,6 +81,7 @@ def of_a_model(place: Workplace) -> None:
     place.config["analyze"] = {"measures": measures}
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("prepare", [of_a_model, with_checkpoints, with_tokens])
@@ -103,6 +104,7 @@ def test_columns_of_a_second_pass_in_float64_by_processes(workplace: Workplace, 
     assert_same_runs(workplace.folder / "one", workplace.folder / "several", rounded=TWICE)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize(
@@ -155,6 +157,7 @@ def assert_same_scores(folder: Path, bound: float) -> None:
         pd.testing.assert_frame_equal(found, wanted, rtol=bound, atol=bound / 1000)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize(

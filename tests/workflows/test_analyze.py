@@ -97,6 +97,7 @@ print("\\n".join(sorted(sys.modules)), file=open("modules.txt", "w"))
     assert [name for name in found if name.startswith(unwanted)] == []
 
 
+@pytest.mark.long
 def test_a_run_leaves_a_whole_folder_and_prints_its_table(workplace: Workplace) -> None:
     outcome = workplace.succeeded()
     folder = workplace.folder / "out"
@@ -141,6 +142,7 @@ def test_a_run_leaves_a_whole_folder_and_prints_its_table(workplace: Workplace) 
     assert set(manifest["timings"]) == {"load", "self-check", "gradients", "tables", "report"}
 
 
+@pytest.mark.long
 def test_many_chunks_are_replayed_unless_capture_is_off(
     quick: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,6 +265,7 @@ def test_memory_given_bounds_an_automatic_chunk(quick: Workplace) -> None:
     )
 
 
+@pytest.mark.long
 def test_retries_are_said_and_counted(quick: Workplace) -> None:
     quick.use_loss(
         textwrap.dedent("""
@@ -652,6 +655,7 @@ def test_a_real_limit_on_file_size_leaves_the_tables(workplace: Workplace) -> No
     assert not any(name.endswith(".tmp") for name in files_of(workplace.folder / "out"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("signal", "code", "word"),
     [

@@ -123,6 +123,7 @@ def test_checkpoints_are_relative_to_the_config(training: Workplace, monkeypatch
     assert len(analyze(config, overwrite=True, report=False).samples) == 24
 
 
+@pytest.mark.long
 def test_a_run_that_was_stopped_goes_on_at_the_checkpoint_it_had_come_to(
     training: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_config_has_the_keys_that_objects_leave_open(workplace: Workplace) -> No
     assert by_mapping.samples["el2n"].tolist() == by_file.samples["el2n"].tolist()
 
 
+@pytest.mark.long
 def test_influence_and_dp_step_and_plan_of_objects(workplace: Workplace) -> None:
     objects: dict[str, Any] = {
         "model": workplace.model,

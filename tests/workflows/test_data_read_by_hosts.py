@@ -153,6 +153,7 @@ def test_a_block_is_a_gibibyte(monkeypatch: pytest.MonkeyPatch) -> None:
     assert file_hashes.BLOCK == 2**30
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_with_a_piece_ends_the_run(
     tmp_path: Path, files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +238,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], tuple[str
 }
 
 
+@pytest.mark.long
 @pytest.mark.every(4)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_host_with_another_file_is_refused_by_name(
@@ -298,6 +300,7 @@ def counted(
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("per_host", [1, 2])
 def test_images_are_looked_at_once_by_all_hosts_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_host: int

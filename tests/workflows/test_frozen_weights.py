@@ -32,6 +32,7 @@ def workplace(
     return workplace
 
 
+@pytest.mark.long
 def test_analyze_gives_the_numbers_of_the_wide_model(workplace: Workplace) -> None:
     workplace.succeeded()
     workplace.config["model"]["kwargs"] = {"wide": True}
@@ -42,6 +43,7 @@ def test_analyze_gives_the_numbers_of_the_wide_model(workplace: Workplace) -> No
     assert workplace.manifest()["model"]["parameters"] == 43
 
 
+@pytest.mark.long
 def test_analyze_trainable_has_the_norms_of_these_parameters(workplace: Workplace) -> None:
     workplace.config["analyze"] = {"trainable": ["2.bias"]}
     workplace.succeeded()
@@ -56,6 +58,7 @@ def test_analyze_trainable_without_a_match(workplace: Workplace) -> None:
     workplace.refused(2, "analyze.trainable: no parameter matches '3.*'")
 
 
+@pytest.mark.long
 def test_dp_step_gives_the_numbers_of_the_wide_model(workplace: Workplace) -> None:
     from safetensors.torch import load_file
 

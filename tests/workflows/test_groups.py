@@ -58,6 +58,7 @@ def test_norm_and_loss_of_a_group_are_those_of_the_sum(place: Workplace, engine:
     assert place.manifest()["self_check"]["worst_relative_error"] < 1e-9
 
 
+@pytest.mark.long
 def test_weights_are_those_of_the_rows_and_the_report_is_written(place: Workplace) -> None:
     place.config["data"]["weight"] = "w"
     place.succeeded()
@@ -120,6 +121,7 @@ def test_a_private_run_names_its_unit_instead(place: Workplace) -> None:
     place.command("dp-step", "config.yaml").refused(2, "data.group", "privacy.unit: {column: doc")
 
 
+@pytest.mark.long
 def test_plan_and_validate_take_groups(place: Workplace) -> None:
     (place.folder / "config.yaml").write_text(yaml.safe_dump(place.config))
     for command in (["plan", "config.yaml"], ["validate", "config.yaml", "--deep"]):
@@ -141,6 +143,7 @@ def test_samples_are_compared_within_a_column_in_which_groups_agree(place: Workp
 # -- Rows of unequal length ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_groups_of_texts_are_the_sums_of_their_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +217,7 @@ def test_influence_is_between_groups(asking: InfluenceWorkplace) -> None:
     np.testing.assert_allclose(scores(asking), products, rtol=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("curvature", "solver"),
     [("hessian", "exact"), pytest.param("gauss_newton", "conjugate_gradient", marks=pytest.mark.sweep)],

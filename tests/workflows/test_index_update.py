@@ -60,6 +60,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_index_update_answers_as_a_new_index(place: InfluenceWorkplace, change: str) -> None:

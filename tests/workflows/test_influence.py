@@ -66,6 +66,7 @@ def test_each_query_has_its_strongest_of_either_sign(place: InfluenceWorkplace) 
     assert set(everyone["query_id"]) == {"(all)"}
 
 
+@pytest.mark.long
 @pytest.mark.report
 def test_the_files_of_a_run(place: InfluenceWorkplace) -> None:
     ranked = place.ranked("--matrix")
@@ -218,6 +219,7 @@ def test_tracin_adds_up_checkpoints_by_their_learning_rate(place: InfluenceWorkp
         assert row.rank_stability == np.mean(among)
 
 
+@pytest.mark.long
 def test_two_checkpoints_are_not_the_first_one_twice(place: InfluenceWorkplace) -> None:
     matrices = []
     place.save_checkpoint("a.safetensors", 3)
@@ -238,6 +240,7 @@ def test_two_checkpoints_are_not_the_first_one_twice(place: InfluenceWorkplace) 
     np.testing.assert_allclose(queries["agreement"], expected, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_source_reads_steps_and_learning_rates_and_warns_of_one_checkpoint(
     place: InfluenceWorkplace,
 ) -> None:
@@ -257,6 +260,7 @@ def test_source_reads_steps_and_learning_rates_and_warns_of_one_checkpoint(
     place.influence("--overwrite").refused(3, "checkpoint 0 has no step", "psgrad.RunCheckpoints")
 
 
+@pytest.mark.long
 def test_a_plain_mean_over_checkpoints_is_warned_of_and_keeps_its_unit(place: InfluenceWorkplace) -> None:
     """With the share of the checkpoint of the largest scores."""
     matrices = []
@@ -501,6 +505,7 @@ def convex(place: InfluenceWorkplace, weight_decay: float = 0.05) -> np.ndarray:
     )
 
 
+@pytest.mark.long
 def test_amounts_of_a_convex_model_are_retraining_and_checked(place: InfluenceWorkplace) -> None:
     truth = convex(place)
     place.ranked("--matrix")
@@ -548,6 +553,7 @@ def test_scores_that_are_no_amounts_say_so_everywhere(place: InfluenceWorkplace,
     assert "beyond_loss" not in pd.read_parquet(folder / "scores.parquet")
 
 
+@pytest.mark.long
 def test_amounts_of_a_network_are_uncalibrated_and_checked(place: InfluenceWorkplace) -> None:
     solved = {"name": "influence", "solver": "conjugate_gradient"}  # with passes for each step
     for method, steps in (("influence", "10 steps"), (solved, "1 step")):

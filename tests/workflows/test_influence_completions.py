@@ -81,6 +81,7 @@ def test_influence_of_two_completions_is_that_of_their_log_probabilities(
     assert result.unit.startswith("fall of the query's log-probability, in nats")
 
 
+@pytest.mark.long
 def test_influence_of_two_completions_of_chosen_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     whole = influence(config(tmp_path), report=False).questions.contrasts

@@ -101,6 +101,7 @@ def subsets_of(place: EvaluationWorkplace, count: int) -> np.ndarray:
 # -- the four of them ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_lds_is_the_rank_correlation_with_subsets_that_numpy_retrains(place: EvaluationWorkplace) -> None:
     found = place.evaluated("lds")["lds"]
     drawn, products = subsets_of(place, 12), place.products()
@@ -155,6 +156,7 @@ def test_leave_one_out_is_what_numpy_retrains(place: EvaluationWorkplace) -> Non
         np.testing.assert_allclose(rows["predicted"], dense[int(str(name).removeprefix("row-"))], atol=1e-10)
 
 
+@pytest.mark.long
 def test_mislabels_are_flipped_trained_on_and_looked_for(place: EvaluationWorkplace) -> None:
     place.evaluate |= {"flips": 2, "share": 0.2}
     place.section["method"] = "gradient_dot"
@@ -183,6 +185,7 @@ def test_mislabels_are_flipped_trained_on_and_looked_for(place: EvaluationWorkpl
     assert found["models"] == 2 * 6
 
 
+@pytest.mark.long
 def test_flipped_labels_are_trained_on_once(
     place: EvaluationWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +206,7 @@ def test_labels_to_be_ignored_are_none_to_flip(place: EvaluationWorkplace) -> No
     place.influence("--evaluate", "mislabel").refused(2, "2 of 24 rows have -100, to be ignored")
 
 
+@pytest.mark.long
 def test_what_an_evaluation_does_not_take_from_the_config_is_reported(place: EvaluationWorkplace) -> None:
     place.section["index"] = "index"
     place.section["method"] = {"name": "influence", "weight_decay": 2 * DECAY}
@@ -214,6 +218,7 @@ def test_what_an_evaluation_does_not_take_from_the_config_is_reported(place: Eva
     )
 
 
+@pytest.mark.long
 def test_cross_validated_confidence_is_of_models_that_have_not_seen_the_row(
     place: EvaluationWorkplace,
 ) -> None:
@@ -231,6 +236,7 @@ def test_cross_validated_confidence_is_of_models_that_have_not_seen_the_row(
     assert found["random"]["auc"] < 0.9
 
 
+@pytest.mark.long
 def test_removal_curves_are_what_numpy_retrains(place: EvaluationWorkplace) -> None:
     place.evaluate |= {"ks": [2, 5], "explained": 3, "methods": ["gradient_cosine"]}
     found = place.evaluated("removal")["removal"]
@@ -332,6 +338,7 @@ def test_as_many_queries_as_there_are_cannot_be_set_aside(place: EvaluationWorkp
 # -- training ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_that_was_stopped_goes_on_and_a_finished_one_trains_nothing(
     place: EvaluationWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +366,7 @@ def test_a_run_that_was_stopped_goes_on_and_a_finished_one_trains_nothing(
     assert batches == [5, -1, 5, 2, 5, 5, 2]
 
 
+@pytest.mark.long
 def test_retraining_that_takes_long_is_predicted_from_its_first_batch(
     place: EvaluationWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,6 +407,7 @@ def test_models_may_be_trained_by_a_function_of_ones_own(place: EvaluationWorkpl
     assert len(sorted((place.folder / "out-lds" / "retrained").iterdir())) == 2 * len(shards)
 
 
+@pytest.mark.long
 def test_weights_that_do_not_depend_on_the_seed_are_reported(place: EvaluationWorkplace) -> None:
     place.evaluate["subsets"] = 3
     assert not any("whatever the seed" in note for note in place.evaluated("lds")["notes"])
@@ -409,6 +418,7 @@ def test_weights_that_do_not_depend_on_the_seed_are_reported(place: EvaluationWo
 # -- methods and refusals ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_methods_of_one_name_are_distinguished_and_one_without_scores_is_left_out(
     place: EvaluationWorkplace,
 ) -> None:

@@ -90,6 +90,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("changed", SECTIONS.values(), ids=SECTIONS)
 def test_parts_equal_one_run(place: InfluenceWorkplace, changed: dict[str, Any]) -> None:
@@ -99,6 +100,7 @@ def test_parts_equal_one_run(place: InfluenceWorkplace, changed: dict[str, Any])
     assert_same_scores(place)
 
 
+@pytest.mark.long
 def test_parts_of_several_checkpoints_equal_one_run(place: InfluenceWorkplace) -> None:
     """With the spread of scores over checkpoints, of all queries together, too."""
     for seed in range(3):

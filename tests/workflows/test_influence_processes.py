@@ -54,6 +54,7 @@ def assert_same_scores(one: Path, other: Path) -> None:
         pd.testing.assert_frame_equal(found, wanted, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.long
 def test_two_processes_rank_as_one(place: InfluenceWorkplace) -> None:
     place.config["influence"] |= {"method": {"name": "ekfac", "damping": 0.1}, "queries": {"worst": 3}}
     write(place)

@@ -72,6 +72,7 @@ def test_ids_choose_rows_in_their_order(place: InfluenceWorkplace) -> None:
     assert asked(place, None, "--id", "row-07", "--id", "row-02") == [7, 2]
 
 
+@pytest.mark.long
 def test_wrong_worst_and_where_choose_what_the_model_says(place: InfluenceWorkplace) -> None:
     losses, wrong = by_model(place, place.arrays)
     assert 3 < wrong.sum() < ROWS - 3

@@ -76,6 +76,7 @@ def losses_of_queries(place: InfluenceWorkplace, model: nn.Module) -> np.ndarray
     return losses
 
 
+@pytest.mark.long
 def test_replay_scores_are_the_run_with_less_of_an_example(replay: InfluenceWorkplace) -> None:
     table = replay.ranked("--no-report").query("query_index >= 0")
     assert len(table) == QUERIES * 6
@@ -162,6 +163,7 @@ def test_replay_options_that_do_not_fit(
     assert message in " ".join(outcome.err.split())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "message"),
     [

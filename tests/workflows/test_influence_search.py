@@ -75,6 +75,7 @@ def training_table(place: InfluenceWorkplace) -> pd.DataFrame:
 # -- The rows that are found ---------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize("form", ["float32", "int8"])
 @pytest.mark.parametrize("method", ["gradient_dot", "gradient_cosine", "projected_influence", "trak"])
@@ -137,6 +138,7 @@ def test_index_search_of_few_lists_says_what_it_misses(place: InfluenceWorkplace
     assert said["search"] == facts
 
 
+@pytest.mark.long
 def test_index_search_measures_a_sample_of_the_queries(place: InfluenceWorkplace) -> None:
     assert place.index().code == 0
     approximate(place, {**ALL_LISTS, "sample": 2})

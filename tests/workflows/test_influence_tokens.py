@@ -52,6 +52,7 @@ def ran(place: InfluenceWorkplace, *options: str) -> pd.DataFrame:
     return pd.read_parquet(place.folder / "out" / "tokens.parquet")
 
 
+@pytest.mark.long
 def test_influence_tokens_add_up_to_the_scores_of_samples(place: InfluenceWorkplace) -> None:
     found = ran(place)
     scores = pd.read_parquet(place.folder / "out" / "scores.parquet")
@@ -68,6 +69,7 @@ def test_influence_tokens_add_up_to_the_scores_of_samples(place: InfluenceWorkpl
     assert "The strongest pairs of tokens" in page
 
 
+@pytest.mark.long
 def test_influence_tokens_of_some_query_tokens(place: InfluenceWorkplace) -> None:
     whole = ran(place, "--no-report")
     place.section["query_tokens"] = [4]
@@ -79,6 +81,7 @@ def test_influence_tokens_of_some_query_tokens(place: InfluenceWorkplace) -> Non
     )
 
 
+@pytest.mark.long
 def test_influence_tokens_a_named_method_stays(place: InfluenceWorkplace) -> None:
     place.section.update({"method": "influence", "level": "sample"})
     assert place.influence("--no-report").code == 0

@@ -53,6 +53,7 @@ def matrix(place: InfluenceWorkplace, **options: Any) -> np.ndarray:
     return scores
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
     "options",
@@ -83,6 +84,7 @@ def test_weighted_removals_are_those_of_training_without_the_row(
     np.testing.assert_array_equal(found[0], 0)
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("solver", ["exact", "conjugate_gradient"])
 def test_a_row_of_weight_two_scores_as_the_row_twice(place: InfluenceWorkplace, solver: str) -> None:

@@ -37,6 +37,7 @@ def images(workplace: Workplace) -> Workplace:
     return workplace
 
 
+@pytest.mark.long
 def test_analyze_an_image_folder(images: Workplace) -> None:
     images.succeeded()
     samples = images.samples()
@@ -44,6 +45,7 @@ def test_analyze_an_image_folder(images: Workplace) -> None:
     assert (samples["status"] == "ok").all()
 
 
+@pytest.mark.long
 def test_analyze_goes_on_at_a_broken_image(images: Workplace) -> None:
     images.succeeded()
     before = images.samples()
@@ -58,6 +60,7 @@ def test_analyze_goes_on_at_a_broken_image(images: Workplace) -> None:
     assert "dog/04.png in row 8 can't be read: " in outcome.err
 
 
+@pytest.mark.long
 def test_influence_refuses_a_broken_image(images: Workplace) -> None:
     path = images.folder / "images" / "dog" / "04.png"
     path.write_bytes(path.read_bytes()[:90])
@@ -148,6 +151,7 @@ def test_a_file_that_is_changed_while_other_commands_read_it(
         assert len((workplace.folder / "out/public/ledger.jsonl").read_text().splitlines()) == 1  # its header
 
 
+@pytest.mark.long
 def test_weights_multiply_losses_and_gradients(workplace: Workplace, tmp_path: Path) -> None:
     weights = np.linspace(0, 3, len(workplace.arrays["y"])).astype(np.float32)
     workplace.save(w=weights)
@@ -160,6 +164,7 @@ def test_weights_multiply_losses_and_gradients(workplace: Workplace, tmp_path: P
     np.testing.assert_allclose(after["grad_norm"], weights * before["grad_norm"], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
 def test_names_of_classes_are_in_the_manifest_and_the_report(workplace: Workplace) -> None:
     x, y = workplace.arrays["x"], workplace.arrays["y"]
     frame = pd.DataFrame({f"x{place}": x[:, place] for place in range(x.shape[1])})

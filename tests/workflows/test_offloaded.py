@@ -80,6 +80,7 @@ def test_all_measures(workplace: Workplace, both_ways: Run, dtype: str) -> None:
     assert manifests[0]["hashes"] == manifests[1]["hashes"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("task", ["sequence-classification", "causal-lm"])
 def test_pretrained_model_has_the_same_numbers_and_identity(
     tmp_path: Path, both_ways: Run, monkeypatch: pytest.MonkeyPatch, task: str
@@ -103,6 +104,7 @@ def test_pretrained_model_has_the_same_numbers_and_identity(
     assert manifests[0]["hashes"] == manifests[1]["hashes"]
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("method", METHODS)

@@ -97,6 +97,7 @@ DISCRETE = {"noise": {"multiplier": 1.0, "mechanism": "discrete_gaussian"}}
 FEW = {"sampling": {"scheme": "poisson", "sample_rate": 0.04}, "expected_batch_size": 1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "changes"),
     [
@@ -289,6 +290,7 @@ def others(mine: np.ndarray) -> np.ndarray:
     return (mine + 1) % 24
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plant",
     [
@@ -400,6 +402,7 @@ MOMENTS = {
 BY_DEFAULT = {"rank 0 before the ledger", "rank 0 after the ledger", "rank 1 while it sends its share"}
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     "moment",

@@ -360,6 +360,7 @@ def test_a_resumed_optimiser_goes_on_as_one_that_never_stopped(private: PrivateW
 # -- What is said --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_leaves_what_is_public_apart_from_what_is_not(whole: PrivateWorkplace) -> None:
     outcome = whole.succeeded("--steps", "3")
     assert names(whole.run_folder) == {"manifest.json", "checkpoint.safetensors", "public", "private"}
@@ -841,6 +842,7 @@ def keeping(private: PrivateWorkplace, write: str) -> None:
     private.privacy.update(sampling={"scheme": "poisson", "sample_rate": 1.0}, expected_batch_size=24)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("write", "chunk"),
     [("self.largest = torch.full((2,), place / 8)", "auto"), ("self.largest.data.numpy()[0] = place / 8", 5)],
@@ -857,6 +859,7 @@ def test_buffer_written_under_a_branch_is_published_as_it_began(
     assert private.weights()["largest"].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.long
 def test_attribute_written_under_a_branch_changes_no_gradient(private: PrivateWorkplace) -> None:
     sums: list[dict[str, torch.Tensor]] = []
     for write in ("pass", "self.known[0] = place"):
@@ -951,6 +954,7 @@ def test_parameter_that_the_model_has_under_another_name_is_trained_as_without(
     assert torch.equal(*trained)
 
 
+@pytest.mark.long
 def test_global_that_a_record_writes_changes_no_gradient(private: PrivateWorkplace) -> None:
     sums: list[torch.Tensor] = []
     for write in ("pass", "GLOBAL[0] = place"):

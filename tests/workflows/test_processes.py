@@ -60,6 +60,7 @@ def place(workplace: Workplace) -> Workplace:
     return workplace
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_two_processes_equal_one(place: Workplace) -> None:
     place.config["analyze"] = {"measures": [*MEASURES, {"name": "covariance_spectrum", "exact_up_to": 0}]}

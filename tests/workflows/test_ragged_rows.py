@@ -102,6 +102,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "engine"),
     [("mean", {}), ("mean", {"tokens_per_chunk": 12}), ("last", {"chunk_size": 5})],
@@ -120,6 +121,7 @@ def test_analyze_gives_ragged_rows_their_own_norms(
     assert ("the model does not ignore padding" in outcome.err) == (model == "last")
 
 
+@pytest.mark.long
 def test_analyze_of_some_ragged_rows_gives_the_same_numbers(samples: Sequences, place: Workplace) -> None:
     place.config |= {"model": {"factory": "model.py:mean"}, "engine": {"device": "cpu"}}
     place.config["analyze"] = {"measures": ["cosine_to_mean", "input_gradient"]}

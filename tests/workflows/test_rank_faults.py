@@ -50,6 +50,7 @@ def refused(place: InfluenceWorkplace, plant: Plant, *words: str) -> list[str]:
     return said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("full", [pytest.param(0, marks=pytest.mark.sweep), 1])
 def test_full_disk_of_a_rank_ends_all_and_is_resumed(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch, full: int
@@ -104,6 +105,7 @@ def test_port_that_is_taken_is_a_named_error(place: InfluenceWorkplace) -> None:
     assert "Traceback" not in first.err
 
 
+@pytest.mark.long
 def test_port_that_is_taken_ends_all_ranks_of_srun(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +135,7 @@ def test_port_that_is_taken_ends_all_ranks_of_srun(
     assert "another program uses that port" in other
 
 
+@pytest.mark.long
 def test_host_without_an_address_is_a_named_error(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +149,7 @@ def test_host_without_an_address_is_a_named_error(
         assert "c10d" not in said
 
 
+@pytest.mark.long
 def test_first_rank_that_does_not_start_is_a_named_error(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

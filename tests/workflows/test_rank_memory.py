@@ -132,6 +132,7 @@ def test_analyze_rank_with_a_limit_of_the_system_backs_off_alone(
     assert "out of memory on rows" in (place.folder / "two/logs/rank-1.log").read_text()
 
 
+@pytest.mark.long
 def test_index_rank_out_of_memory_backs_off_alone(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

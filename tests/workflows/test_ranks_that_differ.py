@@ -117,6 +117,7 @@ class Rows:
 """
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("rows", "words"),

@@ -87,6 +87,7 @@ def test_weights_in_use_take_as_much_as_a_part() -> None:
         assert found.supply.budget == expected
 
 
+@pytest.mark.long
 def test_plan_says_what_other_ranks_send(workplace: Workplace) -> None:
     """All weights come to the device forward and back, since two of them have no room at a time."""
     workplace.config["engine"] = {"parameters": "sharded", "chunk_size": 4}

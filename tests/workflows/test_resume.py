@@ -180,6 +180,7 @@ def test_a_limit_that_is_none_is_refused(quick: Workplace, limit: float) -> None
         run(quick, limit=limit)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.sweep)])
 def test_a_signal_at_any_time_leaves_what_can_be_gone_on_with(workplace: Workplace, name: str) -> None:
     workplace.config |= {"engine": {"chunk_size": 1, "verify": 0, "capture": "off"}}

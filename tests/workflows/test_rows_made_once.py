@@ -116,6 +116,7 @@ def test_rows_without_room_are_made_again(workplace: Any, monkeypatch: pytest.Mo
     assert found.samples["loss"].tolist() == enough.samples["loss"].tolist()
 
 
+@pytest.mark.long
 def test_private_runs_make_rows_anew(workplace: Any) -> None:
     privacy = {
         "steps": 3,

@@ -80,6 +80,7 @@ def bytes_read() -> int:
     return int(found["rchar"])
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.skipif(sys.platform != "linux", reason="bytes read are counted as Linux tells them")
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def refusal(name: str, change: Change, place: IdentityWorkplace, command: Any) -
     raise AssertionError(f"{name}: accepted")
 
 
+@pytest.mark.long
 def test_analyze_resume_refuses_every_change_and_accepts_none(
     place: IdentityWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +96,7 @@ def test_analyze_resume_of_an_older_run_is_refused(place: IdentityWorkplace) -> 
         analyze(place.read(), resume=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["run", "baseline"])
 @some_or_all
 def test_reference_refuses_other_weights_and_tells_other_code(
@@ -139,6 +141,7 @@ def test_diff_tells_every_change_and_nothing_where_none_is(
     assert diff(place.folder / "first", place.folder / "second").warnings == ()
 
 
+@pytest.mark.long
 def test_index_open_and_resume_refuse_every_change(place: IdentityWorkplace) -> None:
     place.config["influence"] = {
         "queries": {"rows": [0, 1]},

@@ -81,6 +81,7 @@ def test_only_psgrads_own_command_line_is_kept(monkeypatch: pytest.MonkeyPatch) 
     assert command_line() is None
 
 
+@pytest.mark.long
 def test_the_manifest_and_the_page_say_when_how_and_from_where(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +99,7 @@ def test_the_manifest_and_the_page_say_when_how_and_from_where(
     assert "psgrad analyze config.yaml" in page
 
 
+@pytest.mark.long
 def test_a_run_that_is_gone_on_with_keeps_the_time_it_began(
     private_workplace: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def succeeded(place: Any, size: int, *command: str) -> Path:
     return Path(place.folder) / "sharded"
 
 
+@pytest.mark.long
 def test_analyze_with_second_passes_and_checkpoints(workplace: Workplace) -> None:
     weights = load_file(workplace.folder / "model.safetensors")
     for number in range(2):
@@ -75,6 +76,7 @@ def test_analyze_with_second_passes_and_checkpoints(workplace: Workplace) -> Non
     assert manifest["hashes"] == json.loads((workplace.folder / "out/manifest.json").read_text())["hashes"]
 
 
+@pytest.mark.long
 def test_analyze_in_float64_over_three_ranks_of_which_one_has_no_rows(workplace: Workplace) -> None:
     """Two chunks for three ranks."""
     workplace.config["engine"] = {"chunk_size": 12, "dtype": "float64"}
@@ -83,6 +85,7 @@ def test_analyze_in_float64_over_three_ranks_of_which_one_has_no_rows(workplace:
     assert_same_runs(workplace.folder / "out", found)
 
 
+@pytest.mark.long
 def test_analyze_over_two_groups_of_two_ranks(workplace: Workplace) -> None:
     workplace.config["engine"] = {"chunk_size": 3, "shard_ranks": 2}
     workplace.succeeded("--no-report")
@@ -90,6 +93,7 @@ def test_analyze_over_two_groups_of_two_ranks(workplace: Workplace) -> None:
     assert_same_runs(workplace.folder / "out", found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method",
     [pytest.param(each, marks=[] if each == "ekfac" else pytest.mark.sweep, id=each) for each in METHODS],
@@ -110,6 +114,7 @@ def test_influence(
     torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recompute", "norms_apart"),
     [
@@ -145,6 +150,7 @@ def test_index_has_the_gradients_of_one_process(
             torch.testing.assert_close(other[name], value, rtol=bound, atol=apart)
 
 
+@pytest.mark.long
 def test_dp_step_with_frozen_weights(workplace: Workplace) -> None:
     place = PrivateWorkplace(workplace)
     place.config["privacy"] |= EXACT | {"steps": 2, "trainable": ["2.*"]}
@@ -159,6 +165,7 @@ def test_dp_step_with_frozen_weights(workplace: Workplace) -> None:
         torch.testing.assert_close(models[1][name], value, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_is_named_and_the_run_goes_on_in_one_process(workplace: Workplace) -> None:
     workplace.config["engine"] = {"chunk_size": 4}
     workplace.succeeded("--no-report")

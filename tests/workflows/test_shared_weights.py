@@ -61,6 +61,7 @@ def _share(rank: int, answers: Any, go_on: Any) -> None:
         answers.put((same, torch.equal(model[0].weight, expected[0].weight + rank), found))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the memory is read from /proc")
 def test_weights_are_in_memory_once_for_all_processes_of_a_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

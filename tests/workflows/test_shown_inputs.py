@@ -141,6 +141,7 @@ def test_the_page_of_a_table_shows_its_rows_and_a_report_made_again_is_the_same(
     assert (folder / "report.html").read_bytes() == page
 
 
+@pytest.mark.long
 def test_values_and_words_come_back_from_the_folder(workplace: Workplace) -> None:
     workplace.succeeded()
     RunFolder(workplace.folder / "out").write_inputs(
@@ -149,6 +150,7 @@ def test_values_and_words_come_back_from_the_folder(workplace: Workplace) -> Non
     assert load_run(workplace.folder / "out").vocabulary == {0: "[PAD]", 5: "good"}
 
 
+@pytest.mark.long
 def test_no_value_is_kept_where_inputs_are_left_out(workplace: Workplace) -> None:
     workplace.config["report"] = {"include_inputs": False}
     workplace.succeeded()

@@ -47,6 +47,7 @@ def assert_peft_opens(public: Path, model: Path) -> None:
         assert torch.equal(opened[name], value), name
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     "name", ["classification", "completion", "seq2seq", pytest.param("tokens", marks=pytest.mark.sweep)]

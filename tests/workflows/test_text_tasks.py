@@ -39,6 +39,7 @@ def test_analyze_task_norms_are_those_of_the_librarys_loss_on_each_row_alone(
     assert (found["status"] == "ok").all()
 
 
+@pytest.mark.long
 def test_analyze_rows_of_equal_length_together_where_padding_changes_the_loss(tmp_path: Path) -> None:
     path = CASES["last token"].write(tmp_path)
     manifest = psgrad.analyze(path, report=False).manifest

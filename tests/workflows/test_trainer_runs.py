@@ -101,6 +101,7 @@ def grad_norms(result: Any) -> torch.Tensor:
     return torch.from_numpy(samples["grad_norm"].to_numpy(copy=True)).double()
 
 
+@pytest.mark.long
 def test_analyze_a_trainers_checkpoint_from_an_empty_folder(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

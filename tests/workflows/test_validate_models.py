@@ -53,6 +53,7 @@ def test_what_the_files_say(folder: Path) -> None:
     assert facts["model.adapter"] == "adapter: LORA, 336 numbers"
 
 
+@pytest.mark.long
 def test_neither_torch_nor_transformers_is_imported(folder: Path) -> None:
     # A tokenizer, which texts are checked with, needs transformers; the model's files alone do not.
     path = write(folder, {"adapter": "adapter"}, data={"path": "rows.jsonl", "inputs": "number"})

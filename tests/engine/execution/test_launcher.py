@@ -15,6 +15,7 @@ from psgrad.engine.execution import launcher
 from psgrad.engine.execution.launcher import launch
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", [0, 3])
 def test_launch_leaves_the_handlers_of_signals(code: int) -> None:
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -41,6 +42,7 @@ def test_ranks_that_are_asked_to_end_have_time_for_their_chunk(
     assert found[0].shutdown_timeout == seconds
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("given", "threads"), [(None, 3), ("2", 2)])
 def test_ranks_divide_the_cores(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None, threads: int

@@ -240,6 +240,7 @@ print(open("/proc/self/smaps_rollup").read())
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not re.search(
         r"\[(always|madvise)\]",

@@ -287,6 +287,7 @@ def test_ways_are_those_that_the_pass_takes(device: torch.device) -> None:
     assert {p.name: p.way for p in found.parameters} == taken
 
 
+@pytest.mark.long
 def test_memory_of_a_pass_is_flat_in_depth_where_blocks_run_again(device: torch.device) -> None:
     """Beyond what goes into each block, which is kept. benchmarks/depth.py measures a decoder of 4 to 48
     layers.

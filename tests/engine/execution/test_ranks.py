@@ -326,6 +326,7 @@ def test_store_that_is_gone_is_a_named_error(groups: list[RankGroup]) -> None:
         groups[1].progress("samples", 3)
 
 
+@pytest.mark.long
 def test_rank_that_was_stopped_itself_takes_no_other_for_dead(groups: list[RankGroup]) -> None:
     """Ctrl-Z stops all ranks; the first that goes on sees heartbeats that are as old as the pause."""
     groups[0].heartbeats.limits = Limits(silence=2.0)

@@ -237,6 +237,7 @@ def anonymous_memory() -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say what is used")
 def test_a_rank_holds_its_share_of_the_weights_alone(tmp_path: Path) -> None:
     """256 MiB of weights in a file; each of two ranks has its 128 MiB and 8 MiB of weights in use."""
@@ -283,6 +284,7 @@ def test_a_rank_holds_its_share_of_the_weights_alone(tmp_path: Path) -> None:
 # -- ranks that do other things ------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_ranks_that_ask_in_other_orders_and_unequally_often(tmp_path: Path) -> None:
     """Three ranks at one time, each in an order of its own and reading ahead; one of them asks nothing."""
     weights = [torch.full((40, 50), float(number)) for number in range(12)]
@@ -302,6 +304,7 @@ def test_ranks_that_ask_in_other_orders_and_unequally_often(tmp_path: Path) -> N
     assert [rank.code for rank in ended] == [0, 0, 0], "\n".join(rank.err for rank in ended)
 
 
+@pytest.mark.long
 def test_a_rank_that_can_not_answer_ends_the_one_that_asks(tmp_path: Path) -> None:
     def work(group: Any) -> None:
         def answer(question: Tensor) -> Tensor:
@@ -319,6 +322,7 @@ def test_a_rank_that_can_not_answer_ends_the_one_that_asks(tmp_path: Path) -> No
     assert first.seconds < 15
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize("how", ["dies", "hangs", "fails"])
 def test_a_rank_that_is_gone_ends_the_one_that_needs_its_part(tmp_path: Path, how: str) -> None:

@@ -308,6 +308,7 @@ def test_one_chunk_that_fails_leaves_the_next_ones_as_large_as_before(model: nn.
     assert (stream.chunk_size, stream.retries) == (8, 1)
 
 
+@pytest.mark.long
 def test_a_size_that_fails_twice_in_a_row_is_given_up(model: nn.Module) -> None:
     table = Table(300)
     room = Room(table, lambda row: 7 if row >= 128 else 64)

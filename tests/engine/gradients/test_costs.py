@@ -160,6 +160,7 @@ def test_norm_order_of_every_term() -> None:
 # -- Machines ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_machine_measured_within_seconds() -> None:
     start = time.perf_counter()
     result = measure(CPU)

@@ -132,6 +132,7 @@ def tied_pairs(draw: st.DrawFn) -> tuple[list[Gradient], tuple[int, ...]]:
     return sides, (count, b)
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("way", "block", "side"),

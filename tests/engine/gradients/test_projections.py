@@ -414,6 +414,7 @@ VARIANCES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("projection", "variance"),
@@ -461,6 +462,7 @@ def test_projection_segment_fills_its_columns() -> None:
 # -- How little they hold ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("projection", "positions"),

@@ -199,6 +199,7 @@ def test_calibration_networks_damping_value(kind: Any) -> None:
         )
 
 
+@pytest.mark.long
 def test_calibration_affine_model_of_many_outputs_has_scores_by_default() -> None:
     """Its corrections would take its outputs one by one, so that its scores are to first order, and no
     amounts.

@@ -168,6 +168,7 @@ def test_conjugate_gradient_extreme_eigenvalues_are_reported() -> None:
     assert facts["ritz_max"] == pytest.approx(30)
 
 
+@pytest.mark.long
 def test_conjugate_gradient_iterations_on_digits() -> None:
     """The Gauss-Newton system of a softmax regression, at a damping of 1e-4 of the mean eigenvalue: against a
     dense solve.

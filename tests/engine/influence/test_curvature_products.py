@@ -158,6 +158,7 @@ def test_curvature_products_equal_dense_matrix(
         assert mean == pytest.approx(exact, rel=1e-10)
 
 
+@pytest.mark.long
 @settings(max_examples=10)
 @given(chunk=st.integers(1, N), vectors=st.sampled_from([1, 5, 33]), way=st.sampled_from(WAYS))
 def test_curvature_products_independent_of_chunks_and_vectors(
@@ -170,6 +171,7 @@ def test_curvature_products_independent_of_chunks_and_vectors(
     torch.testing.assert_close(parts.apply(block), expected, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.long
 def test_curvature_products_float32_model() -> None:
     """Rows are rounded once; the products with them are of a symmetric matrix to the last digit but one of
     float64.

@@ -95,6 +95,7 @@ def test_dual_small_damping_precision(curvature: Any) -> None:
     np.testing.assert_allclose(scores(fitted, queries), want, rtol=0, atol=1e-6 * np.abs(want).max())
 
 
+@pytest.mark.long
 def test_dual_equals_exact_on_digits() -> None:
     inputs, labels, test_inputs, test_labels = digits()
     model = trained_digits_mlp()

@@ -211,6 +211,7 @@ def test_ekfac_small_blocks_are_exact(case: str) -> None:
     np.testing.assert_allclose(own, scores_of_training.diagonal(), rtol=1e-9)
 
 
+@pytest.mark.long
 def test_ekfac_exact_blocks_up_to_a_size() -> None:
     """The first layer has 35 numbers with its bias, and the second 18."""
     training = problem("linear")[1]

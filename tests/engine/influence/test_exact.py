@@ -258,6 +258,7 @@ def test_exact_choice_of_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice(Influence())[1] == "an output of 3 numbers is too large for the other solvers"
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("curvature", CURVATURES)
 @pytest.mark.parametrize(

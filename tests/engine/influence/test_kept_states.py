@@ -80,6 +80,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.long
 def test_states_on_disk_are_gone_after_a_kill(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=root, check=False)

@@ -157,6 +157,7 @@ def test_kronecker_block_without_factors() -> None:
     assert np.abs(dense(fit_blocks(training, 9), training.flat)[own, own] - expected).max() < 1e-13
 
 
+@pytest.mark.long
 def test_kronecker_sampled_rows_unbiased() -> None:
     """Signs e with e_k e_l = 0 on average: over many draws what is left falls as one over their root."""
     inputs, labels = classified(4)
@@ -172,6 +173,7 @@ def test_kronecker_sampled_rows_unbiased() -> None:
     assert error(6400) < error(64) / 3
 
 
+@pytest.mark.long
 def test_kronecker_sampled_rows_seed() -> None:
     inputs, labels = classified(7)
     model = mlp()

@@ -243,6 +243,7 @@ def test_leverage_estimate_error() -> None:
     np.testing.assert_array_equal(again.fitted.leverage.largest.numpy(), result)
 
 
+@pytest.mark.long
 def test_leverage_omitted_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psgrad.engine.execution.examples.free_memory", lambda device: 1 << 12)
     inputs, labels = classified(30)

@@ -58,6 +58,7 @@ def truth() -> Truth:
     return Truth(training, queries, removed, rises, scores(fitted, queries)[removed])
 
 
+@pytest.mark.long
 def test_influence_function_predicts_left_out_losses(truth: Truth) -> None:
     for curvature in ("gauss_newton", "hessian"):  # the same matrix here
         method = Influence(curvature, damping=0.0, weight_decay=WEIGHT_DECAY)  # type: ignore[arg-type]
@@ -67,6 +68,7 @@ def test_influence_function_predicts_left_out_losses(truth: Truth) -> None:
         assert 0.9 < line.slope < 1.1
 
 
+@pytest.mark.long
 def test_influence_with_leverage_the_slope_is_one(truth: Truth) -> None:
     method = Influence(damping=0.0, weight_decay=WEIGHT_DECAY, leverage=True, change="output")
     result = scores(fit(method, truth.training), truth.queries)[truth.removed]
@@ -95,6 +97,7 @@ def slope_of(fitted: Any, truth: Truth) -> float:
     return float(linregress(result.ravel(), truth.rises.ravel()).slope)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [{}, {"curvature": "hessian"}, pytest.param({"solver": "conjugate_gradient"}, marks=pytest.mark.sweep)],
@@ -151,6 +154,7 @@ class Few:
         )
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("solver", ["exact", "dual", "conjugate_gradient"])
 def test_influence_default_options_of_each_solver_have_slope_one(few: Truth, solver: Any) -> None:
@@ -204,6 +208,7 @@ def test_influence_default_options_by_layer_have_slope_one(truth: Truth) -> None
     assert abs(linregress(total.ravel(), truth.rises.ravel()).slope - 1) < 0.02
 
 
+@pytest.mark.long
 def test_influence_wrong_weight_decay_is_not_calibrated(truth: Truth) -> None:
     """Of another weight decay than that of training the weights are no minimum."""
     for wrong in (0.1 * WEIGHT_DECAY, 2 * WEIGHT_DECAY):

@@ -89,6 +89,7 @@ def test_own_step_is_the_recipe_of_the_same_optimiser(name: str) -> None:
     torch.testing.assert_close(derivatives(own), derivatives(recipes), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["sgd, torch.func", "adam"])
 def test_own_step_derivatives_are_finite_differences_of_retraining(name: str) -> None:
@@ -114,6 +115,7 @@ def test_own_step_retrained_is_a_plain_loop() -> None:
         torch.testing.assert_close(value[0], params[name], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.long
 def test_own_step_with_weights_that_are_normalised() -> None:
     """A step that is not linear in the weights."""
 
@@ -150,6 +152,7 @@ def test_own_step_that_draws_by_a_seed_and_a_count() -> None:
     torch.testing.assert_close(derivatives(run)[:, 3], expected, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.long
 def test_loader_with_rows_that_come_twice() -> None:
     """Batches with replacement: the derivative is by the one weight of a row."""
 
@@ -281,6 +284,7 @@ def test_first_state_of_a_python_number_refused() -> None:
     assert all((caught.value.expected, caught.value.cause, caught.value.next_step))
 
 
+@pytest.mark.long
 def test_own_step_with_a_first_rate_of_zero() -> None:
     """A warm-up: the weights act from the second step on."""
 

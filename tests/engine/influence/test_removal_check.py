@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 
 from psgrad.engine.gradients.flat import Vectors
@@ -34,6 +35,7 @@ def inverse(method: Influence | EKFAC, training: object) -> Preconditioned:
     return result
 
 
+@pytest.mark.long
 def test_removal_check_equals_retraining_of_convex_model() -> None:
     inputs, labels = classified(60)
     problem = SoftmaxRegression.of(inputs, labels, 0.02)

@@ -79,6 +79,7 @@ def test_training_run_ends_where_torch_optim_does(name: str) -> None:
         torch.testing.assert_close(value, members.state[parameter][0], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", RECIPES)
 def test_weight_derivatives_are_finite_differences_of_retraining(name: str) -> None:
@@ -111,6 +112,7 @@ def test_steps_come_in_reverse_order_with_few_states() -> None:
         point = run._after(point, step)
 
 
+@pytest.mark.long
 def test_a_row_without_weight_is_left_out() -> None:
     """Its numbers do not matter then, and those of the others do."""
     run, weights = run_of(RECIPES["momentum"]), torch.ones(1, ROWS)

@@ -66,6 +66,7 @@ def test_checkpoints_columns_equal_the_loop(sizes: tuple[int, ...], monkeypatch:
     torch.testing.assert_close(history["el2n"], errors, rtol=1e-10, atol=0)
 
 
+@pytest.mark.long
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 5), st.booleans())
 def test_checkpoints_independent_of_chunks_and_resume(
     n: int, chunk_size: int, start: int, together: bool

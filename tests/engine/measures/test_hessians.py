@@ -47,6 +47,7 @@ def dense(model: nn.Module, loss: object, inputs: tuple[Tensor, ...], target: Te
     return torch.stack(rows)
 
 
+@pytest.mark.long
 def test_hessian_exact_of_few_parameters() -> None:
     model, inputs, target = small()
     setting = setting_of(model, F.cross_entropy, inputs, target)

@@ -229,6 +229,7 @@ def same(one: Measured, other: Measured, exactly: bool) -> None:
             assert numbers == {key: again.numbers[key] for key in numbers}
 
 
+@pytest.mark.long
 @settings(max_examples=8, deadline=None)
 @given(n=st.integers(1, 19), chunk_size=st.integers(1, 20), keeps=st.booleans())
 def test_measures_independent_of_chunks(n: int, chunk_size: int, keeps: bool) -> None:
@@ -236,6 +237,7 @@ def test_measures_independent_of_chunks(n: int, chunk_size: int, keeps: bool) ->
     same(measured(rows, every, chunk_size, keeps=keeps), measured(rows, every, n), exactly=False)
 
 
+@pytest.mark.long
 @settings(max_examples=8, deadline=None)
 @given(n=st.integers(2, 17), chunk_size=st.integers(1, 6), at=st.integers(1, 16), keeps=st.booleans())
 def test_measures_resume_same_bits(n: int, chunk_size: int, at: int, keeps: bool) -> None:

@@ -53,6 +53,7 @@ def test_vog_equals_definition(of: str) -> None:
     assert result["vog_z"][6].isnan()  # alone in its class
 
 
+@pytest.mark.long
 @given(st.integers(1, 7), st.integers(0, 6))
 def test_vog_independent_of_chunks_and_resume(chunk_size: int, start: int) -> None:
     models = [perceptron(seed) for seed in range(3)]

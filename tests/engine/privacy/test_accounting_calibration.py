@@ -62,6 +62,7 @@ def test_calibration_of_gaussians_equals_closed_form(target: float, steps: int) 
     assert target * (1 - 2.5e-3) < exact <= target
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param("exponential", marks=pytest.mark.sweep), "list"])
 def test_calibration_of_schedule(kind: str) -> None:
     schedule = (

@@ -86,6 +86,7 @@ def test_clipped_sum_automatic_clipping(
     torch.testing.assert_close(result.records.norms, norms, rtol=1e-10, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.every(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 def test_clipped_sum_independent_of_order_and_chunks(architecture: Architecture, dtype: torch.dtype) -> None:

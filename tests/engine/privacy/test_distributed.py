@@ -89,6 +89,7 @@ def test_distributed_same_records_in_all_processes(found: list[dict[str, Any]]) 
     assert found[1]["secure"]
 
 
+@pytest.mark.long
 def test_distributed_sum_equals_one_process(found: list[dict[str, Any]]) -> None:
     params, x, y = problem()
     drawn = torch.from_numpy(found[0]["drawn"])

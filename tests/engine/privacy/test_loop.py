@@ -97,6 +97,7 @@ def test_steps_without_noise_are_those_of_opacus() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)  # it divides by norm + 1e-6
 
 
+@pytest.mark.long
 def test_epsilon_is_that_of_opacus_and_never_below_the_closed_form() -> None:
     parts = parts_of(network(), batch_size=ROWS // 2, noise_multiplier=2.0)
     assert len(parts.data_loader) == 2
@@ -139,6 +140,7 @@ def test_noise_has_the_stated_deviation(poisson: bool, sensitivity: float) -> No
     assert float(noise.std()) == pytest.approx(2.0 * sensitivity, rel=0.03)
 
 
+@pytest.mark.long
 def test_fixed_batches_have_one_size_and_are_accounted_without_amplification() -> None:
     parts = parts_of(network(), batch_size=8, noise_multiplier=2.0, poisson_sampling=False)
     assert trained(parts) == [8, 8, 8]

@@ -141,6 +141,7 @@ def seeded_anew() -> None:
 # -- What a record adds --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_record_draws_sum_equals_single_records(name: str, kind: str) -> None:
@@ -225,6 +226,7 @@ def test_record_draws_of_batch_in_memory() -> None:
         summed([1], randomness="same")
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["Noise", "AttentionDropout", "Recurrent"])
 def test_record_draws_predicted_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,7 @@ def unrounded(values: Tensor, deviation: float, generator: Generator) -> Tensor:
     return generator.normal(values.shape, values.dtype, values.device).mul_(deviation).add_(values)
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("released", "dtype"),

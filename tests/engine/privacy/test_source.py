@@ -149,6 +149,7 @@ def test_clipped_source_chunk_size_predicted_once(
     assert sizes == [4, 4, 4]
 
 
+@pytest.mark.long
 def test_clipped_source_out_of_memory(
     model: nn.Module, batch: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

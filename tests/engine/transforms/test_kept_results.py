@@ -287,6 +287,7 @@ def test_weights_without_memory_are_told_apart() -> None:
     torch.testing.assert_close(gradient(Room(MUCH)), gradient(None), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
 @given(
     sizes=st.lists(st.integers(32, 40), min_size=2, max_size=4),
     rows=st.integers(1, 4),

@@ -330,6 +330,7 @@ except TransformError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("module", "name"),
@@ -420,6 +421,7 @@ def private_names(tree: ast.Module, own: set[str]) -> Iterator[str]:
             yield from [str(key)] if str(key).startswith("torch") else []
 
 
+@pytest.mark.long
 def test_only_one_module_uses_private_names() -> None:
     files = {
         path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))

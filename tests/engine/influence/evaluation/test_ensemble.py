@@ -94,6 +94,7 @@ def test_trainer_ensemble_equals_single_trainings(recipe: Recipe) -> None:
         )
 
 
+@pytest.mark.long
 @settings(max_examples=10)
 @given(
     order=st.permutations(range(5)),
@@ -112,6 +113,7 @@ def test_trainer_independent_of_order_and_group(order: list[int], sizes: list[in
         )
 
 
+@pytest.mark.long
 def test_trainer_unequal_sizes_with_as_many_steps_are_trained_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -276,6 +278,7 @@ def test_trainer_newton_minimum_with_weight_decay() -> None:
         )
 
 
+@pytest.mark.long
 def test_trainer_newton_warm_start() -> None:
     wanted = jobs(6, 20)
     result = EnsembleTrainer(linear, ROWS, cross_entropy, NEWTON)(wanted)

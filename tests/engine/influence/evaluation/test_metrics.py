@@ -69,6 +69,7 @@ def test_metrics_correlations_equal_scipy(seed: int, levels: int, items: int) ->
     np.testing.assert_allclose(pearson(x, y), plain, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:An input array is constant")
 @settings(max_examples=15)
 @given(seed=st.integers(0, 1000), levels=st.sampled_from([3, 10**9]))

@@ -237,6 +237,7 @@ def test_audit_game_norm_of_canary(clipping: Clipping) -> None:
     assert sum(int(value.count_nonzero()) for value in sums.values()) == len(clipping.groups)
 
 
+@pytest.mark.long
 def test_audit_game_canaries_with_adaptive_bound() -> None:
     """They drive the bound up by a half or more at each step, until it is near their own norm, and stays
     there.
