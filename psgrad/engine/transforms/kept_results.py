@@ -1,5 +1,5 @@
-"""Results of a recomputed function's first run that its second run does not compute again: it takes those that
-were kept, and leaves out those whose numbers no derivative reads.
+"""Results of a recomputed function's first run that its second run does not compute again: it takes those
+that were kept, and leaves out those whose numbers no derivative reads.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ class KeptResults:
     def result(self, op: Op, args: tuple[Any, ...], kwargs: Any, compute: Callable[..., Any]) -> Any:
         """What `op` returns for these arguments, values below the level of the call."""
         unread = self._among(tensors_in(args, kwargs)) if self._unread else []
-        if unread and op not in _PASS_ON and not facts(op).is_view:
+        if unread and not ((op in _PASS_ON or facts(op).is_view) and self._meets_the_same(unread[0], args)):
             self._read(unread)
             unread = []
         result = self._result(op, args, kwargs, compute)
@@ -139,6 +139,19 @@ class KeptResults:
             self._kept.setdefault(asked[0], []).append(kept)
             self._unread[id(result)] = weakref.ref(result), [kept]
         return result
+
+    def _meets_the_same(self, kept: _Kept, args: tuple[Any, ...]) -> bool:
+        """Whether an operator on an unread value has the same other arguments in both runs, as far as one can
+        tell in this one.
+        """
+        asked = _asked(None, [x for x in args if not self._among([x])], self._constant)
+        if asked is None:
+            return False
+        if not self.follows:
+            kept.met.append(asked)
+            return True
+        call, prints = kept.met.pop(0) if kept.met else (None, [])
+        return call == asked[0] and all(map(torch.equal, prints, asked[1]))
 
     def read(self, values: Iterable[Any]) -> None:
         """The numbers of values are read by something that is no operator of the level."""
@@ -190,6 +203,7 @@ class _Kept:
 
     prints: of the arguments. worth: multiplications for a byte.
     is_read: whether an operator has read the numbers. stands_in: whether the value is without numbers.
+    met: the other arguments of operators that passed it on, as of `_asked`, in their order.
     """
 
     def __init__(self, value: Any, prints: list[torch.Tensor], worth: float) -> None:
@@ -198,6 +212,7 @@ class _Kept:
         self.bytes = plain.numel() * plain.itemsize
         self.writes = _writes(plain)
         self.is_read = self.stands_in = False
+        self.met: list[tuple[Any, list[torch.Tensor]]] = []
 
     def become_stand_in(self) -> None:
         self.value, self.stands_in = _stand_in(self.value), True
@@ -209,7 +224,7 @@ class _Kept:
         return value if value is not None and _writes(innermost(value)) == self.writes else None
 
 
-def _asked(op: Op, args: tuple[Any, ...], constant: set[int]) -> tuple[Any, list[torch.Tensor]] | None:
+def _asked(op: Op | None, args: Sequence[Any], constant: set[int]) -> tuple[Any, list[torch.Tensor]] | None:
     """(all about a call but its numbers, prints of the arguments that may have others the next time); None
     for a call that can't be compared. constant: the memories that stay as they are.
     """
@@ -234,7 +249,7 @@ def _asked(op: Op, args: tuple[Any, ...], constant: set[int]) -> tuple[Any, list
 
 
 def _stand_in(value: Any) -> Any:
-    """A value of this shape, with the same sample axes, that takes no memory; None for other kinds of values."""
+    """A value without numbers of this shape, with the same sample axes; None for other kinds of values."""
     if isinstance(value, BatchTracer):
         physical = _stand_in(value.value)
         return None if physical is None else value.level.lift(physical)
@@ -275,6 +290,8 @@ def _print(plain: torch.Tensor) -> torch.Tensor:
     """[...]: the product of each row with random numbers, which tells tensors apart."""
     with without_modes():
         wide = plain if plain.itemsize > 2 else plain.float()
+        if not wide.dim():
+            return wide.clone()
         return wide @ _random(plain.shape[-1], wide.dtype, wide.device)
 
 

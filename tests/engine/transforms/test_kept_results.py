@@ -165,8 +165,8 @@ def read_at_the_end(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("block", "left_out"), [(read_at_the_end, 0), (layers, 3), (composed, 3)])
 def test_kept_results_are_not_computed_again(block: Callable[..., Tensor], left_out: int) -> None:
-    """Three blocks have two products each, which run once where all are kept. Nothing reads the last one where
-    it is only added to others: it runs once in any case.
+    """Three blocks have two products each, which run once where all are kept. Nothing reads a last one
+    that is only added to others: it runs once in any case.
     """
     none = products_of(block, None)
     assert products_of(block, Room(MUCH)) == none - 6
