@@ -12,7 +12,7 @@ from psgrad.engine.transforms.private_torch import tree_leaves
 
 # Bytes. The C library keeps memory for smaller weights; what lies here is not given back, so not for larger
 # ones.
-_LEAST, _MOST = 1 << 20, 1 << 26
+_LEAST, LARGEST_LENT = 1 << 20, 1 << 26
 _spare: list[Tensor] = []  # at most one, flat, in bytes
 _taking = threading.Lock()
 
@@ -32,7 +32,7 @@ class Lent:
         size = narrow.numel() * dtype.itemsize
         dense = narrow.is_contiguous() or (narrow.dim() == 2 and narrow.t().is_contiguous())
         plain = type(narrow) is Tensor and narrow.device.type == "cpu"  # and no tensor without values
-        if narrow.dtype == dtype or not plain or not dense or not _LEAST <= size <= _MOST:
+        if narrow.dtype == dtype or not plain or not dense or not _LEAST <= size <= LARGEST_LENT:
             return narrow.to(dtype)
         with _taking:
             memory = _spare.pop() if _spare else torch.empty(0)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psgrad.engine.execution.lent_memory import Lent
+from psgrad.engine.execution.lent_memory import LARGEST_LENT, Lent
 from psgrad.engine.execution.weight_sources import InMemory, WeightSource
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.transforms.private_torch import make_wrapper, no_torch_function, schema_of, tree_map
@@ -48,6 +48,9 @@ _VIEWS = {
     _aten.unsqueeze.default,
     _aten.view.default,
 }
+_PRODUCTS = {_aten.addmm.default, _aten.linear.default, _aten.matmul.default, _aten.mm.default}
+# Bytes of a slice of a weight that would take more than LARGEST_LENT where it is widened.
+SLICE = 32 << 20
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -142,6 +145,8 @@ class Stored(Tensor):
             _is_written(op, place, value) for place, value in enumerate(args)
         ):
             raise next(each for each in args if isinstance(each, Stored))._written_by(op)
+        if op in _PRODUCTS and not kwargs and (product := _product_by_slices(op, *args)) is not None:
+            return product
         lent = Lent()
         numbers = partial(_numbers, lent)
         result = op(*tree_map(numbers, args), **tree_map(numbers, kwargs))
@@ -179,6 +184,30 @@ class Stored(Tensor):
         if isinstance(self.source, InMemory):
             return Stored(InMemory(self.view_of_source.clone()), self.dtype, self.supply)
         return self._seen_as(self.view_of_source)  # type: ignore[no-any-return]
+
+
+def _product_by_slices(op: Any, x: Any, weight: Any, bias: Any = None) -> Tensor | None:
+    """[..., outputs]: a product with a weight whose numbers are too many to be widened at once; None for
+    others. The weights of a head for a large vocabulary are such.
+    """
+    if op is _aten.addmm.default:
+        bias, x, weight = x, weight, bias
+    columns = weight.t() if op is _aten.linear.default else weight
+    if isinstance(x, Stored) or not isinstance(columns, Stored) or columns.dim() != 2:
+        return None
+    wide = columns.numel() * columns.dtype.itemsize
+    if wide <= LARGEST_LENT or columns.stored_dtype == columns.dtype:
+        return None
+    inputs, outputs = columns.shape
+    each = -(-max(inputs, outputs) * SLICE // wide)
+    if outputs < inputs:
+        parts = zip(x.split(each, -1), columns.split(each), strict=True)
+        result = sum(_aten.matmul.default(some, part) for some, part in parts)
+    else:
+        result = x.new_empty((*x.shape[:-1], outputs))
+        for into, part in zip(result.split(each, -1), columns.split(each, 1), strict=True):
+            into.copy_(_aten.matmul.default(x, part))
+    return result if bias is None else result + bias  # type: ignore[return-value]
 
 
 def _numbers(lent: Lent, value: Any) -> Any:

@@ -24,7 +24,7 @@ from psgrad.engine.transforms.calls import (
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, creation_numbers
 from psgrad.engine.transforms.forward import ForwardLevel
 from psgrad.engine.transforms.functional import current_swaps, swapped_again
-from psgrad.engine.transforms.kept_results import KeptResults, Room
+from psgrad.engine.transforms.kept_results import KeptResults, Room, StandInRead
 from psgrad.engine.transforms.private_torch import (
     DisableTorchFunction,
     make_fx_runs,
@@ -133,7 +133,7 @@ class RecomputedCall(Call):
         return [level.unwrap(x) for x in outs], [x.tangent if level.owns(x) else None for x in outs]
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> TapedCall:
-        kept = KeptResults(self.room) if self.room and self._may_keep(level) else None
+        kept = KeptResults(self.room) if self.room is not None and self._may_keep(level) else None
         watch, settings = OutsideValues(level, self.name, kept), CallSettings()
         # both runs of a function must treat fresh tensors alike; another function for the value runs alone
         below = without_adoption(level) if self.value is not self.function else nullcontext()
@@ -142,26 +142,37 @@ class RecomputedCall(Call):
         captured = watch.captured()
         shapes = [getattr(x, "shape", None) for x in outs]
 
-        def pull(cotangents: Cotangents) -> Cotangents:
+        def run_again(cotangents: Cotangents) -> tuple[list[tuple[TapePosition, Any]], list[Node]]:
+            """(tape positions of the results with their cotangents, the nodes of what goes in)"""
             with (
                 entered_again(level),
                 torch.set_grad_enabled(True),
                 settings.restored(),
                 read_only(values),
+                watch.over_second_run(captured) as nodes,
             ):
-                with watch.over_second_run(captured) as nodes:
-                    leaves = {i: level.leaf(values[i]) for i in needed}
-                    again = map_tracers(
-                        on_active_levels, self.function([leaves.get(i, x) for i, x in enumerate(values)])
-                    )
-                    if [getattr(x, "shape", None) for x in again] != shapes:
-                        raise changed(self.name)
-                    ends = [
-                        (_position(x), g)
-                        for x, g in zip(again, cotangents, strict=True)
-                        if level.owns(x) and g is not None
-                    ]
-                starts = [leaf.node for leaf in leaves.values()] + nodes
+                leaves = {i: level.leaf(values[i]) for i in needed}
+                again = map_tracers(
+                    on_active_levels, self.function([leaves.get(i, x) for i, x in enumerate(values)])
+                )
+                if kept is not None and kept.stand_in_was_read:  # the function has caught what says so
+                    raise StandInRead
+                if [getattr(x, "shape", None) for x in again] != shapes:
+                    raise changed(self.name)
+                ends = [
+                    (_position(x), g)
+                    for x, g in zip(again, cotangents, strict=True)
+                    if level.owns(x) and g is not None
+                ]
+                return ends, [leaf.node for leaf in leaves.values()] + nodes  # type: ignore[return-value]
+
+        def pull(cotangents: Cotangents) -> Cotangents:
+            try:
+                ends, starts = run_again(cotangents)
+            except StandInRead:
+                assert kept is not None
+                kept.forget()
+                ends, starts = run_again(cotangents)
             cotangents_of_inputs = pull_back(ends, starts, keep=False, attached=level.attached)
             if self.settle:  # no operator on two of them is deferred
                 cotangents_of_inputs = [g if g is None else torch.maximum(g, g) for g in cotangents_of_inputs]
@@ -198,6 +209,7 @@ class OutsideValues:
 
     def __init__(self, level: GradLevel, name: str, kept: KeptResults | None = None) -> None:
         self.level, self.name, self.kept = level, name, kept
+        self.outer: KeptResults | None = None  # of a call in which this one is
         self.reads: dict[int, DerivativeTracer] = {}
         self.follows = False
         self.since = 0
@@ -213,6 +225,8 @@ class OutsideValues:
     def _keep(self, tracer: DerivativeTracer) -> None:
         self.level.refresh(tracer)
         self.reads[id(tracer)] = tracer
+        if self.outer is not None:
+            self.outer.read([tracer.value])
         if self.kept is not None and tracer.varies:
             self.kept.note_constant(tracer.value)
         while tracer is not None:
@@ -226,6 +240,8 @@ class OutsideValues:
     def over_first_run(self) -> Iterator[None]:
         with self._watching(follows=False):
             yield
+        if self.kept is not None:
+            self.kept.end_first_run()
 
     @contextmanager
     def over_second_run(self, captured: Sequence[GradTracer]) -> Iterator[list[Node]]:
@@ -246,6 +262,7 @@ class OutsideValues:
     @contextmanager
     def _watching(self, *, follows: bool) -> Iterator[None]:
         before = self.level.reads, self.level.kept
+        self.outer = self.level.kept
         self.level.reads, self.level.kept = self, self.kept
         self.follows, self.since = follows, next(creation_numbers)
         if self.kept is not None:

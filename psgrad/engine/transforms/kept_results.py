@@ -1,15 +1,19 @@
-"""Results of a recomputed function's first run that its second run takes instead of computing them again."""
+"""Results of a recomputed function's first run that its second run does not compute again: it takes those
+that were kept, and leaves out those whose numbers no derivative reads.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.operators import Op, aten, is_random
+from psgrad.engine.transforms.batch_values import BatchTracer
+from psgrad.engine.transforms.operators import Op, aten, facts, is_random
 from psgrad.engine.transforms.private_torch import (
     DisableTorchFunction,
     FakeTensor,
@@ -17,7 +21,7 @@ from psgrad.engine.transforms.private_torch import (
     without_modes,
     write_count,
 )
-from psgrad.engine.transforms.tracer import innermost
+from psgrad.engine.transforms.tracer import Tracer, innermost, tensors_in
 
 # By operator, the multiplications for one number of its result.
 _MULTIPLICATIONS: dict[Op, Callable[..., int]] = {
@@ -32,6 +36,18 @@ _MULTIPLICATIONS: dict[Op, Callable[..., int]] = {
 }
 # Programs of these, which are run as such both times.
 COMPOSED: frozenset[Op] = frozenset({aten.addmm.default, aten.baddbmm.default, aten.addbmm.default})
+# Besides views, operators whose derivatives need no number of their arguments.
+_PASS_ON: frozenset[Op] = frozenset(
+    {
+        aten.add.Tensor,
+        aten.sub.Tensor,
+        aten.neg.default,
+        aten._to_copy.default,
+        aten.clone.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+    }
+)
 # A result of fewer is as soon computed as it is compared.
 FEWEST = 32
 
@@ -65,16 +81,26 @@ class Room:
         self._held.add(kept)
 
 
+class StandInRead(BaseException):
+    """The second run reads the numbers of a result that no operator of the first run had read."""
+
+
 class KeptResults:
     """The results of one call's first run. A result is taken by the second run where the same operator has
     the same arguments, so a function that computes something else is computed.
+
+    A result that is only added to others, or seen through views, until the function ends has numbers that no
+    derivative reads. The second run gets a stand-in without memory for it. All numbers of a stand-in are NaN.
     """
 
     def __init__(self, room: Room) -> None:
         self.room = room
         self.follows = False  # whether the second run has begun
+        self.stand_in_was_read = False
         self._constant: set[int] = set()  # memories
         self._kept: dict[Any, list[_Kept]] = {}
+        # By id, the values whose numbers are those of results that no operator has read so far.
+        self._unread: dict[int, tuple[weakref.ref[Any], list[_Kept]]] = {}
 
     def note_constant(self, value: Any) -> None:
         """A value that the function reads, and that is the same in both runs."""
@@ -83,6 +109,17 @@ class KeptResults:
 
     def result(self, op: Op, args: tuple[Any, ...], kwargs: Any, compute: Callable[..., Any]) -> Any:
         """What `op` returns for these arguments, values below the level of the call."""
+        unread = self._among(tensors_in(args, kwargs)) if self._unread else []
+        if unread and not ((op in _PASS_ON or facts(op).is_view) and self._meets_the_same(unread[0], args)):
+            self._read(unread)
+            unread = []
+        result = self._result(op, args, kwargs, compute)
+        if unread:
+            for value in result if isinstance(result, (tuple, list)) else [result]:
+                self._unread[id(value)] = weakref.ref(value), unread
+        return result
+
+    def _result(self, op: Op, args: tuple[Any, ...], kwargs: Any, compute: Callable[..., Any]) -> Any:
         multiplications = None if kwargs or is_random(op, args, kwargs) else _MULTIPLICATIONS.get(op)
         if multiplications is None or (worth := multiplications(*args)) < FEWEST:
             return compute(op, args, kwargs)
@@ -90,21 +127,74 @@ class KeptResults:
         if asked is None:
             return compute(op, args, kwargs)
         if self.follows:
-            found = self._found(*asked)
+            kept = self._found(*asked)
+            found = None if kept is None else kept.taken()
+            if kept is not None and found is not None and kept.stands_in:
+                self._unread[id(found)] = weakref.ref(found), [kept]
             return compute(op, args, kwargs) if found is None else found
         result = compute(op, args, kwargs)
         plain = innermost(result)
         if isinstance(plain, torch.Tensor) and plain.numel():
             kept = _Kept(result, asked[1], worth / plain.itemsize)
             self._kept.setdefault(asked[0], []).append(kept)
-            self.room.take(kept)
+            self._unread[id(result)] = weakref.ref(result), [kept]
         return result
 
-    def _found(self, call: Any, prints: list[torch.Tensor]) -> Any:
+    def _meets_the_same(self, kept: _Kept, args: tuple[Any, ...]) -> bool:
+        """Whether an operator on an unread value has the same other arguments in both runs, as far as one can
+        tell in this one.
+        """
+        asked = _asked(None, [x for x in args if not self._among([x])], self._constant)
+        if asked is None:
+            return False
+        if not self.follows:
+            kept.met.append(asked)
+            return True
+        call, prints = kept.met.pop(0) if kept.met else (None, [])
+        return call == asked[0] and all(map(torch.equal, prints, asked[1]))
+
+    def read(self, values: Iterable[Any]) -> None:
+        """The numbers of values are read by something that is no operator of the level."""
+        if self._unread and (unread := self._among(values)):
+            self._read(unread)
+
+    def end_first_run(self) -> None:
+        """Stand-ins take the places of the results that nothing has read."""
+        for kept in {id(kept): kept for _, unread in self._unread.values() for kept in unread}.values():
+            if not kept.is_read:
+                kept.become_stand_in()
+        self._unread.clear()
+
+    def forget(self) -> None:
+        """The next run computes everything."""
+        self._kept.clear()
+        self.stand_in_was_read = False
+
+    def is_left_out(self, value: Any) -> bool:
+        """Whether a value of the second run has the numbers of stand-ins."""
+        return self.follows and bool(self._among([value]))
+
+    def _among(self, values: Iterable[Any]) -> list[_Kept]:
+        return [
+            kept
+            for value in values
+            if (found := self._unread.get(id(value))) is not None and found[0]() is value
+            for kept in found[1]
+        ]
+
+    def _read(self, unread: list[_Kept]) -> None:
+        if self.follows:
+            self.stand_in_was_read = True
+            raise StandInRead
+        for kept in unread:
+            if not kept.is_read:
+                kept.is_read = True
+                self.room.take(kept)
+
+    def _found(self, call: Any, prints: list[torch.Tensor]) -> _Kept | None:
         for place, kept in enumerate(found := self._kept.get(call, [])):
             if all(map(torch.equal, kept.prints, prints)):
-                del found[place]
-                return kept.taken()
+                return found.pop(place)
         return None
 
 
@@ -112,6 +202,8 @@ class _Kept:
     """A result; None where it is not held.
 
     prints: of the arguments. worth: multiplications for a byte.
+    is_read: whether an operator has read the numbers. stands_in: whether the value is without numbers.
+    met: the other arguments of operators that passed it on, as of `_asked`, in their order.
     """
 
     def __init__(self, value: Any, prints: list[torch.Tensor], worth: float) -> None:
@@ -119,6 +211,12 @@ class _Kept:
         self.value, self.prints, self.worth = value, prints, worth
         self.bytes = plain.numel() * plain.itemsize
         self.writes = _writes(plain)
+        self.is_read = self.stands_in = False
+        self.met: list[tuple[Any, list[torch.Tensor]]] = []
+
+    def become_stand_in(self) -> None:
+        self.value, self.stands_in = _stand_in(self.value), True
+        self.writes = 0 if self.value is None else _writes(innermost(self.value))
 
     def taken(self) -> Any:
         """The value, unless something was written into it."""
@@ -126,7 +224,7 @@ class _Kept:
         return value if value is not None and _writes(innermost(value)) == self.writes else None
 
 
-def _asked(op: Op, args: tuple[Any, ...], constant: set[int]) -> tuple[Any, list[torch.Tensor]] | None:
+def _asked(op: Op | None, args: Sequence[Any], constant: set[int]) -> tuple[Any, list[torch.Tensor]] | None:
     """(all about a call but its numbers, prints of the arguments that may have others the next time); None
     for a call that can't be compared. constant: the memories that stay as they are.
     """
@@ -150,6 +248,27 @@ def _asked(op: Op, args: tuple[Any, ...], constant: set[int]) -> tuple[Any, list
     return tuple(call), prints
 
 
+def _stand_in(value: Any) -> Any:
+    """A value without numbers of this shape, with the same sample axes; None for other kinds of values."""
+    if isinstance(value, BatchTracer):
+        physical = _stand_in(value.value)
+        return None if physical is None else value.level.lift(physical)
+    if type(value) is not torch.Tensor and not isinstance(value, FakeTensor):
+        return None
+    with without_modes():
+        return value.new_full((), math.nan).expand(value.shape)
+
+
+def is_left_out(value: Any) -> bool:
+    """Whether the numbers of a second run's result are not computed, as no derivative reads them."""
+    while isinstance(value, Tracer):
+        kept = getattr(value.level, "kept", None)
+        value = value.below()
+        if kept is not None and kept.is_left_out(value):
+            return True
+    return False
+
+
 def _writes(plain: torch.Tensor) -> int:
     return 0 if plain.is_inference() else write_count(plain)
 
@@ -171,6 +290,8 @@ def _print(plain: torch.Tensor) -> torch.Tensor:
     """[...]: the product of each row with random numbers, which tells tensors apart."""
     with without_modes():
         wide = plain if plain.itemsize > 2 else plain.float()
+        if not wide.dim():
+            return wide.clone()
         return wide @ _random(plain.shape[-1], wide.dtype, wide.device)
 
 

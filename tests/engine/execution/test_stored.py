@@ -15,10 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from psgrad.engine.execution import stored
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.recompute import Recompute, named_modules, repeated_modules
 from psgrad.engine.execution.stored import Stored
+from psgrad.engine.execution.weight_sources import InMemory
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.gradients import (
     Sparse,
@@ -419,23 +421,33 @@ def test_models_with_checkpoints_of_their_own(tmp_path: Path, again: bool) -> No
 
 
 class Counting(nn.Module):
-    """A block that adds how often it has run."""
+    """A block that counts how often it has run, and computes something else each time."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: Callable[[nn.Linear, Tensor, int], Tensor]) -> None:
         super().__init__()
-        self.layer, self.runs = nn.Linear(3, 3), 0
+        self.layer, self.runs, self.block = nn.Linear(3, 3), 0, block
 
     def forward(self, x: Tensor) -> Tensor:
         self.runs += 1
-        return self.layer(x + self.runs).tanh()
+        return self.block(self.layer, x, self.runs)
 
 
 @pytest.mark.parametrize("room", [0, 1 << 22])
+@pytest.mark.parametrize(
+    "block",
+    [
+        lambda layer, x, runs: layer(x + runs).tanh(),
+        lambda layer, x, runs: layer(x + runs),
+        lambda layer, x, runs: layer(x) + x.sin() * runs,
+        lambda layer, x, runs: layer(x) - runs * torch.ones(3),
+    ],
+    ids=["before", "in a product that nothing reads", "beside it", "after it"],
+)
 def test_a_block_that_computes_something_else_the_second_time_is_refused(
-    room: int, monkeypatch: pytest.MonkeyPatch
+    block: Callable[[nn.Linear, Tensor, int], Tensor], room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept_results, "FEWEST", 1)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Counting(), Counting()))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Counting(block), Counting(block)))
     Recompute(True, room=room).add(model)
     objective = Objective(model, lambda output, target: (output - target).square().sum())
     x = torch.randn(2, 3)
@@ -444,3 +456,31 @@ def test_a_block_that_computes_something_else_the_second_time_is_refused(
     ) as refusal:
         per_sample_square_norms(objective.loss, objective.params, (x,), x, in_dims=(0, 0), has_aux=True)
     assert "engine.recompute: none" in str(refusal.value)
+
+
+@pytest.mark.parametrize("outputs", [3, 60])
+@pytest.mark.parametrize("kind", ["linear", "linear with bias", "matmul", "mm", "addmm"])
+def test_a_weight_of_many_numbers_is_widened_in_slices(
+    outputs: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle: the product with all of it widened. No more than a slice is widened at a time."""
+    monkeypatch.setattr(stored, "LARGEST_LENT", 500)
+    monkeypatch.setattr(stored, "SLICE", 200)
+    sizes: list[int] = []
+    wide = Stored.numbers
+
+    def noted(self: Stored, lent: Any = None) -> Tensor:
+        sizes.append(self.numel() * 4)
+        return wide(self, lent)
+
+    monkeypatch.setattr(Stored, "numbers", noted)
+    inputs = 180 // outputs
+    x = torch.randn(2, inputs) if "mm" in kind else torch.randn(2, 3, inputs)
+    narrow = (torch.randn(outputs, inputs) if "linear" in kind else torch.randn(inputs, outputs)).bfloat16()
+    bias = [torch.randn(outputs)] if kind == "linear with bias" else []
+    addmm = lambda x, weight: torch.addmm(torch.ones(outputs), x, weight)
+    op = {"mm": torch.mm, "addmm": addmm, "matmul": torch.matmul}.get(kind, torch.ops.aten.linear.default)
+    found = op(x, Stored(InMemory(narrow), torch.float32), *bias)
+    torch.testing.assert_close(found, op(x, narrow.float(), *bias), rtol=1e-5, atol=1e-5)
+    assert max(sizes) <= 240
+    assert sum(sizes) == 180 * 4

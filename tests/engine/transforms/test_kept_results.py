@@ -93,9 +93,24 @@ def convolved(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return F.conv1d(x.unsqueeze(0), kernel, padding=15).sin().squeeze(0)[:, :WIDTH] @ b[:, :WIDTH].t() + c
 
 
+def parallel(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    left, right = F.linear(x.sin(), a), F.linear(x.cos(), b, c)
+    return (x - right.view(-1).neg().view(ROWS, WIDTH)).clone() + left.float().double().t().t()
+
+
 BLOCKS: dict[str, Callable[..., Tensor]] = {
     each.__name__: each
-    for each in (layers, writing, composed, drawing, batched_products, twice_the_same, frozen, convolved)
+    for each in (
+        layers,
+        writing,
+        composed,
+        drawing,
+        batched_products,
+        twice_the_same,
+        frozen,
+        convolved,
+        parallel,
+    )
 }
 
 
@@ -144,13 +159,98 @@ def products_of(block: Callable[..., Tensor], room: Room | None) -> int:
     return sum(kernels.counts[name] for name in ("mm", "bmm", "addmm", "baddbmm", "linear", "matmul"))
 
 
-@pytest.mark.parametrize("block", [layers, composed])
-def test_kept_results_are_not_computed_again(block: Callable[..., Tensor]) -> None:
-    """Three blocks have two products each, which run once where all are kept."""
+def read_at_the_end(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return x + F.linear(torch.tanh(x @ a.t()), b, c).sin()
+
+
+@pytest.mark.parametrize(("block", "left_out"), [(read_at_the_end, 0), (layers, 3), (composed, 3)])
+def test_kept_results_are_not_computed_again(block: Callable[..., Tensor], left_out: int) -> None:
+    """Three blocks have two products each, which run once where all are kept. Nothing reads a last one
+    that is only added to others: it runs once in any case.
+    """
     none = products_of(block, None)
     assert products_of(block, Room(MUCH)) == none - 6
-    assert products_of(block, Room(2 * SAMPLES * ROWS * WIDTH * 8)) == none - 2
-    assert products_of(block, Room(0)) == none
+    assert products_of(block, Room(2 * SAMPLES * ROWS * WIDTH * 8)) == none - 2 - left_out
+    assert products_of(block, Room(0)) == none - left_out
+
+
+def test_results_that_pass_views_and_sums_are_left_out() -> None:
+    with Kernels() as kernels:
+        found = gradients_of(parallel, Room(0))
+    with Kernels() as all_kernels:
+        expected = gradients_of(parallel, None)
+    assert (
+        all_kernels.counts["mm"] + all_kernels.counts["linear"] - 6
+        == kernels.counts["mm"] + kernels.counts["linear"]
+    )
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+
+
+def read_by_an_operator(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+def read_by_a_branch(x: Tensor) -> Tensor:
+    return x * 2 if x.sum().item() > 0 else x * 3
+
+
+def read_by_a_call(x: Tensor) -> Tensor:
+    return checkpoint(lambda y: y.sin() * y, x)
+
+
+def read_in_a_nested_call(x: Tensor) -> Tensor:
+    return checkpoint(lambda: x.sin() * x)
+
+
+def read_by_a_bare_except(x: Tensor) -> Tensor:
+    try:
+        return x.exp()
+    except BaseException:
+        return x
+
+
+@pytest.mark.parametrize(
+    "read",
+    [read_by_an_operator, read_by_a_branch, read_by_a_call, read_in_a_nested_call, read_by_a_bare_except],
+)
+@pytest.mark.parametrize("always", [True, False])
+def test_no_number_of_a_left_out_result_is_read(read: Callable[[Tensor], Tensor], always: bool) -> None:
+    """Also where the second run alone reads it: then this run is made once more, with all numbers."""
+
+    def gradient(room: Room | None) -> Tensor:
+        runs = 0
+
+        def block(x: Tensor, a: Tensor) -> Tensor:
+            nonlocal runs
+            runs += 1
+            hidden = F.linear(x, a)
+            return read(hidden) if always or runs > 1 else hidden
+
+        def f(a: Tensor, x: Tensor) -> Tensor:
+            return checkpoint(block, x, a, room=room).square().sum()
+
+        if read is read_by_a_branch:  # no two samples have the same number
+            return grad(f)(weights()[0], samples()[0])  # type: ignore[no-any-return]
+        return vmap(grad(f), (None, 0))(weights()[0], samples())  # type: ignore[no-any-return]
+
+    torch.testing.assert_close(gradient(Room(0)), gradient(None), rtol=0, atol=0)
+
+
+def test_a_result_of_frozen_weights_that_a_nested_call_reads() -> None:
+    a, b, _ = weights()
+
+    def gradient(room: Room | None) -> Tensor:
+        def block(x: Tensor, b: Tensor) -> Tensor:
+            frozen = F.linear(x.detach(), a)
+            return checkpoint(lambda y: F.linear(y, b) * frozen, x)
+
+        def f(b: Tensor, x: Tensor) -> Tensor:
+            return checkpoint(block, x, b, room=room).square().sum()
+
+        return vmap(grad(f), (None, 0))(b, samples())  # type: ignore[no-any-return]
+
+    torch.testing.assert_close(gradient(Room(0)), gradient(None), rtol=0, atol=0)
 
 
 def test_results_that_take_most_for_a_byte_stay() -> None:
@@ -169,7 +269,7 @@ def test_results_that_take_most_for_a_byte_stay() -> None:
                 return result
 
         with Shapes():
-            per_sample_gradients(loss_of(layers, room), params, samples())
+            per_sample_gradients(loss_of(read_at_the_end, room), params, samples())
         return found
 
     fewer = shapes(None) - shapes(room)
