@@ -289,6 +289,19 @@ def test_replay_beside_the_same_run_without_examples(
 
 
 @pytest.mark.sweep
+def test_replay_of_a_small_language_model(
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    replay = script("influence_replay_text")
+    monkeypatch.setattr("sys.argv", ["replay", "--small", "--json", str(tmp_path / "found.json")])
+    replay.main()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["parameters"], found["steps"]) == (34_688, 50)
+    assert found["times"] > 0
+    assert [len(found["changes"][each]) for each in ("predicted", "actual")] == [2, 2]
+
+
+@pytest.mark.sweep
 def test_seconds_of_solves_beside_plain_ways(script: Any, tmp_path: Path) -> None:
     """The scores of psgrad and of the plain way are the same."""
     bars = script("influence_bars")
