@@ -129,6 +129,7 @@ def test_the_exponent_of_a_power_law(script: Any) -> None:
     assert (crooked.exponent, crooked.error) == (pytest.approx(0.5), pytest.approx(0.75**0.5))
 
 
+@pytest.mark.long
 def test_scaling_runs_and_draws(script: Any, tmp_path: Path) -> None:
     scaling, norms = script("scaling"), script("norms")
     device = torch.device("cpu")

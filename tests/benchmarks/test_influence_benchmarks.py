@@ -123,6 +123,7 @@ def small(settings: Any, setting: Any, rows: list[Any], epochs: int = 1) -> Any:
     return replace(setting, task=task, subsets=4, seeds=2, rows=rows, order=order, rivals=())
 
 
+@pytest.mark.long
 def test_a_setting_is_measured_once(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,6 +114,7 @@ def test_samples_that_are_not_judged_are_not_counted_as_not_finite(workplace: Wo
     assert of_class.loc[-100, ["samples", "nonfinite", "listed", "median_norm"]].tolist() == [2, 0, 0, 0.0]
 
 
+@pytest.mark.long
 def test_sample_draws_rows_by_the_seed_and_resumes_as_the_same(workplace: Workplace) -> None:
     workplace.succeeded(*LIGHT)
     whole = workplace.samples()

@@ -333,6 +333,7 @@ def test_half_a_bound_too_much_in_bfloat16_is_a_violation(
     assert pair["ratio"] == pytest.approx(1.5, rel=1e-3)
 
 
+@pytest.mark.long
 def test_a_replayed_stream_is_a_violation(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dp_audit, "make_generator", lambda kind: make_generator(kind, seed=3))
     assert (

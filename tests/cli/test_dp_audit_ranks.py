@@ -84,6 +84,7 @@ def test_audit_of_ranks_finds_the_mistake_of_one(private: Workplace, rank: int) 
     assert "VIOLATION" in ended[0].out
 
 
+@pytest.mark.long
 def test_audit_ends_where_a_rank_fails(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that can't compute its share is named; nothing is judged."""
     hasty(monkeypatch)

@@ -40,6 +40,7 @@ class Rows(torch.utils.data.Dataset):
     return workplace
 
 
+@pytest.mark.long
 def test_the_table_and_the_totals_go_to_stdout(reluctant: Workplace) -> None:
     outcome = planned(reluctant)
     assert outcome.code == 0, outcome.err
@@ -102,6 +103,7 @@ class Model(nn.Module):
     assert "materialised weight" in outcome.out
 
 
+@pytest.mark.long
 def test_a_first_plan_measures_and_keeps_the_machine(
     reluctant: Workplace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

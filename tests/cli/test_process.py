@@ -105,6 +105,7 @@ def test_analyze_no_report_loads_no_matplotlib(begun: Path) -> None:
 IMPORT_SECONDS = 0.13
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "bar"), [(["--help"], 0.4), (["validate", "psgrad.yaml"], 1.5), (["schema"], 1.5)]
 )
@@ -283,6 +284,7 @@ def test_a_second_sigterm_ends_the_process_at_once(config: Path) -> None:
     assert process.wait(timeout=20) == -signal.SIGTERM
 
 
+@pytest.mark.long
 def test_a_reader_that_leaves_is_no_error(config: Path) -> None:
     process = _start(config, "raise BrokenPipeError")
     _, words = process.communicate(timeout=20)
@@ -290,6 +292,7 @@ def test_a_reader_that_leaves_is_no_error(config: Path) -> None:
     assert words == "under way\n"
 
 
+@pytest.mark.long
 def test_a_full_disk_under_standard_output_is_reported(config: Path) -> None:
     process = _start(config, "raise OSError(28, 'No space left on device')")
     _, words = process.communicate(timeout=20)

@@ -431,6 +431,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 FULL = Config.model_validate(yaml.safe_load(MINIMAL)).model_dump(mode="json")
 
 
+@pytest.mark.long
 @given(path=st.sampled_from(leaves(FULL)), value=plain_values)
 def test_any_value_anywhere_is_accepted_or_reported(
     tmp_path_factory: pytest.TempPathFactory, path: tuple[str, ...], value: object

@@ -195,6 +195,7 @@ def test_the_readme_shows_lines_of_the_page() -> None:
 # -- The example ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_step_of_the_example_is_quick(two_steps: tuple[Path, str, float]) -> None:
     """One step with the imports, the accounting and the plots: under 30 s on two cores."""
     assert two_steps[2] < 30

@@ -130,6 +130,7 @@ def test_the_flipped_labels_are_found_as_claimed(page: str, digits_run: tuple[Pa
     assert done.stdout.splitlines() == lines
 
 
+@pytest.mark.long
 def test_the_main_job_is_quick(digits_run: tuple[Path, str]) -> None:
     """1,797 digits after the imports, plots and report included: under 20 s on two cores."""
     timings = json.loads((digits_run[0] / "manifest.json").read_text(encoding="utf-8"))["timings"]

@@ -63,6 +63,7 @@ def test_task_guide_config_runs_on_its_rows(
     assert (samples["grad_norm"] > 0).all()
 
 
+@pytest.mark.long
 def test_image_guide_configs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page names the images of its rows and says how a folder looks; some more are drawn here."""
     page = IMAGES.read_text(encoding="utf-8")

@@ -100,6 +100,7 @@ def test_tied_weights_are_one_parameter(tmp_path: Path) -> None:
     assert loaded.model.lm_head.weight is names["transformer.wte.weight"]
 
 
+@pytest.mark.long
 def test_the_type_of_the_weights_and_not_of_the_config(tmp_path: Path) -> None:
     tiny_model("causal-lm", tmp_path / "model").to(torch.bfloat16).save_pretrained(tmp_path / "model")
     settings = tmp_path / "model" / "config.json"

@@ -164,6 +164,7 @@ def test_streams_that_can_not_be_read(tmp_path: Path) -> None:
         DataConfig(path=Path("a.csv"), inputs="x", streaming=True)
 
 
+@pytest.mark.long
 def test_analyze_of_a_stream_has_the_numbers_of_the_copied_rows(workplace: Workplace) -> None:
     write_lines(workplace.folder / "a")
     workplace.config["data"] = {

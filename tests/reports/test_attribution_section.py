@@ -253,6 +253,7 @@ def test_ids_without_a_text_are_shown_by_position() -> None:
 # -- figures -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_there_is_a_sheet_a_measure_of_pictures_and_of_text() -> None:
     rng = np.random.default_rng(0)
     pictures = run(

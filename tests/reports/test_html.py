@@ -145,6 +145,7 @@ def test_rows_that_are_not_finite_are_counted_and_named() -> None:
         assert identifier in text
 
 
+@pytest.mark.long
 def test_markup_from_ids_classes_texts_and_the_manifest_stays_text() -> None:
     evil = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{7*7}}"
     samples = frames.classification(40, nonfinite=2)
@@ -169,12 +170,14 @@ def test_markup_from_ids_classes_texts_and_the_manifest_stays_text() -> None:
     assert "{{7*7}}" in page.text
 
 
+@pytest.mark.long
 def test_control_characters_are_spelled_out() -> None:
     samples = frames.classification(5, nonfinite=0)
     samples["id"] = [f"a\x00\x1b[2J\u202e{index}" for index in range(5)]
     assert "a\\x00\\x1b[2J\\u202e0" in _page(frames.result(samples)).text
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
     "result",

@@ -223,6 +223,7 @@ def test_self_influence_is_reported_as_influence_on_the_own_loss(
     assert expected in axes.get_xlabel().replace("\n", " ")
 
 
+@pytest.mark.long
 def test_all_queries_come_first_unless_there_is_but_one() -> None:
     found = result()
     names = [plot.name for plot in draw_influence_plots(found)]

@@ -55,6 +55,7 @@ def test_facts_names_lose_what_all_begin_with() -> None:
     assert _facts(places=["input 0"]) == {"Places": "input 0"}
 
 
+@pytest.mark.long
 def test_sources_and_meanings_of_known_measures_are_whole() -> None:
     samples = frames.classification(20)
     for kind in own_classes(MEASURES).values():

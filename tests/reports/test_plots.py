@@ -60,6 +60,7 @@ def test_the_histogram_holds_every_finite_sample_once() -> None:
     assert axes.get_xscale() == "log"
 
 
+@pytest.mark.long
 def test_figures_of_a_run_with_a_reference_call_those_in_orange_by_name() -> None:
     run = frames.result(frames.classification(300))
     judged = replace(run, manifest={**run.manifest, "outliers": {"decided_by": "reference"}})

@@ -153,6 +153,7 @@ def test_analyze_killed_at_every_point_and_resumed(
         deaths += kill_and_resume(go, check, tmp_path / f"run-{deaths}", kills)
 
 
+@pytest.mark.long
 def test_analyze_kill_check_finds_lost_state(go: Go, tmp_path: Path, workplace: Workplace) -> None:
     points = points_of(go, tmp_path / "undisturbed")
     check = Checked(tmp_path / "undisturbed")
@@ -161,6 +162,7 @@ def test_analyze_kill_check_finds_lost_state(go: Go, tmp_path: Path, workplace: 
         kill_and_resume(go, check, tmp_path / "run", [points // 2])
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["00001.parquet", "_00002.state.safetensors", "_00001.arrays.safetensors"])
 @pytest.mark.parametrize("damage", ["cut", "gone", "empty"])
@@ -188,6 +190,7 @@ def test_analyze_resume_damaged_shard(
     assert told[0] == 0
 
 
+@pytest.mark.long
 def test_analyze_resume_keeps_chunk_size(go: Go, workplace: Workplace, tmp_path: Path) -> None:
     workplace.config["engine"]["chunk_size"] = "auto"
     workplace.save(

@@ -42,6 +42,7 @@ def test_stored_folders_are_small() -> None:
     assert sum(path.stat().st_size for path in STORED.rglob("*") if path.is_file()) < 300_000
 
 
+@pytest.mark.long
 def test_stored_run_report(stored: Workplace) -> None:
     outcome = stored.command("report", "analyze")
     assert outcome.code == 0, outcome.err

@@ -114,6 +114,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_any_work(training: Work
     assert not (training.folder / "out").exists()
 
 
+@pytest.mark.long
 def test_checkpoints_are_relative_to_the_config(training: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     training.succeeded("--no-report")
     elsewhere = training.folder / "elsewhere"

@@ -77,6 +77,7 @@ def test_a_trusted_dataset_is_measured_in_the_same_command(judged: Workplace) ->
     assert not (judged.folder / "out" / "parts").exists()
 
 
+@pytest.mark.long
 def test_a_run_and_its_baseline_judge_as_the_dataset_did(judged: Workplace) -> None:
     judged.succeeded()
     by_data = judged.samples()
@@ -200,6 +201,7 @@ def test_lengths_count_the_positions_that_count(judged: Workplace) -> None:
     assert frame["group"].value_counts().to_dict() == {"0 to 1": 3, "2 to 3": 6, "4 to 7": 12, "8 to 15": 3}
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_with_the_same_reference_alone(
     judged: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def found_on_hosts(
     return [json.loads((folder / f"found-{rank}").read_text()) for rank in range(RANKS)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("per_host", [1, 2])
 def test_files_are_read_once_by_all_hosts_together(tmp_path: Path, files: list[Path], per_host: int) -> None:
     found = found_on_hosts(tmp_path, lambda: hashes_of(files), per_host)
@@ -328,6 +329,7 @@ def test_images_are_looked_at_once_by_all_hosts_together(
     assert 0 < min(looked for _, looked in found) <= max(looked for _, looked in found) < ROWS / 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("per_host", [1, 2])
 def test_lengths_of_lists_are_read_once_by_all_hosts_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_host: int

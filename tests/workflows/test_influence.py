@@ -161,6 +161,7 @@ def test_queries_may_be_rows_of_the_training_data(place: InfluenceWorkplace) -> 
     )
 
 
+@pytest.mark.long
 def test_queries_in_small_blocks_are_ranked_as_at_once(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,6 +301,7 @@ def with_index(place: InfluenceWorkplace, **options: Any) -> None:
     place.section["index"] = {"path": "index", "projection": "none", "rows_per_shard": 7} | options
 
 
+@pytest.mark.long
 def test_an_index_answers_as_the_data_do(place: InfluenceWorkplace) -> None:
     without = place.ranked()
     with_index(place)
@@ -526,6 +528,7 @@ def test_amounts_of_a_convex_model_are_retraining_and_checked(place: InfluenceWo
     assert own["found"] == pytest.approx(own["predicted"], rel=0.2)
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
     "method",
@@ -630,6 +633,7 @@ def test_self_influence_by_solves_follows_its_predicted_time(
     np.testing.assert_allclose(run("auto")[1]["self_influence"], own, rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     "method",

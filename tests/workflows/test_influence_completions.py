@@ -48,6 +48,7 @@ def config(folder: Path, **changes: object) -> dict[str, object]:
     }
 
 
+@pytest.mark.long
 def test_influence_of_two_completions_is_that_of_their_log_probabilities(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def test_influence_damping_on_terminal_page_and_in_manifest(place: InfluenceWork
     assert words in page
 
 
+@pytest.mark.long
 def test_influence_damping_of_several_checkpoints_is_the_default(place: InfluenceWorkplace) -> None:
     for name, seed in (("a.safetensors", 1), ("b.safetensors", 2)):
         place.save_checkpoint(name, seed, hidden=6)

@@ -196,6 +196,7 @@ class Rows(torch.utils.data.Dataset):
 """
 
 
+@pytest.mark.long
 def test_rows_are_not_read_twice_at_once_for_two_checkpoints(place: InfluenceWorkplace) -> None:
     (place.folder / "rows.py").write_text(SLOW)
     place.config["data"] = {"factory": "rows.py:Rows"}
@@ -277,6 +278,7 @@ def test_rows_are_named_by_their_number_in_the_dataset(
     place.influence().refused(3, words)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["projected_influence", "trak"])
 def test_an_index_damps_by_the_rows_that_have_a_gradient(place: InfluenceWorkplace, name: str) -> None:
     x = place.arrays["x"].copy()

@@ -131,6 +131,7 @@ def test_lds_is_the_rank_correlation_with_subsets_that_numpy_retrains(place: Eva
     assert details["query_id"].unique().tolist() == [f"query-{row}" for row in range(QUERIES)]
 
 
+@pytest.mark.long
 def test_leave_one_out_is_what_numpy_retrains(place: EvaluationWorkplace) -> None:
     place.section["method"] = {
         "name": "influence",
@@ -315,6 +316,7 @@ def dense_scores(place: EvaluationWorkplace, matrix: np.ndarray, asked: np.ndarr
     return training @ np.linalg.solve(matrix[np.ix_(order, order)], queries.T)
 
 
+@pytest.mark.long
 def test_a_damping_without_an_inverse_is_no_candidate(place: EvaluationWorkplace) -> None:
     """Without weight decay the softmax's own directions have no curvature."""
     place.section["method"] = "influence"
@@ -443,6 +445,7 @@ def test_methods_of_one_name_are_distinguished_and_one_without_scores_is_left_ou
     )
 
 
+@pytest.mark.long
 def test_a_method_without_scores_of_its_own_ends_the_run(place: EvaluationWorkplace) -> None:
     """And nothing of an earlier one is left that could be taken for its own."""
     place.evaluate["subsets"] = 3
@@ -478,6 +481,7 @@ def test_shares_that_are_all_or_nothing_are_refused(
     )
 
 
+@pytest.mark.long
 def test_a_method_of_ones_own_that_fails_is_left_out_of_the_comparison(place: EvaluationWorkplace) -> None:
     (place.folder / "own.py").write_text(
         "from dataclasses import dataclass\nfrom psgrad.engine.influence.methods.gradient_products import"

@@ -71,6 +71,7 @@ def test_parts_in_any_order_equal_one_run(place: InfluenceWorkplace, count: int)
     assert_same_scores(place)
 
 
+@pytest.mark.long
 def test_parts_that_were_made_in_folders_of_their_own_equal_one_run(place: InfluenceWorkplace) -> None:
     part(place, 1, 2)
     shutil.move(place.folder / "parts", place.folder / "elsewhere")
@@ -112,6 +113,7 @@ def test_parts_of_several_checkpoints_equal_one_run(place: InfluenceWorkplace) -
     assert_same_scores(place)
 
 
+@pytest.mark.long
 def test_parts_leave_out_a_query_that_is_not_finite(place: InfluenceWorkplace) -> None:
     inputs = place.queries["x"].copy()
     inputs[1] = np.nan
@@ -123,6 +125,7 @@ def test_parts_leave_out_a_query_that_is_not_finite(place: InfluenceWorkplace) -
     assert any("excluded 1 of" in each for each in place.manifest("parts")["influence"]["warnings"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("broken", [False, True], ids=["finite rows", "a row with NaN"])
 def test_parts_are_answered_from_an_index(place: InfluenceWorkplace, broken: bool) -> None:
     if broken:
@@ -136,6 +139,7 @@ def test_parts_are_answered_from_an_index(place: InfluenceWorkplace, broken: boo
     assert_same_scores(place)
 
 
+@pytest.mark.long
 def test_part_of_which_no_query_is_finite(place: InfluenceWorkplace) -> None:
     """Five parts of five queries: the four that are finite are divided."""
     inputs = place.queries["x"].copy()
@@ -146,6 +150,7 @@ def test_part_of_which_no_query_is_finite(place: InfluenceWorkplace) -> None:
     assert_same_scores(place)
 
 
+@pytest.mark.long
 def test_parts_write_the_matrix_of_all_queries(place: InfluenceWorkplace) -> None:
     in_parts(place, 3, "--matrix")
     place.ranked("--no-report", "--matrix")
@@ -164,6 +169,7 @@ def test_merged_parts_have_a_report(place: InfluenceWorkplace) -> None:
     assert "query-" in (place.folder / "parts" / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_merge_names_missing_parts(place: InfluenceWorkplace) -> None:
     part(place, 2, 4)
     place.command("merge", "parts").refused(
@@ -182,6 +188,7 @@ def test_part_that_is_finished_is_not_computed_again(place: InfluenceWorkplace) 
     assert file.stat().st_mtime_ns == before
 
 
+@pytest.mark.long
 def test_part_that_ended_early_is_computed_again(place: InfluenceWorkplace) -> None:
     part(place, 1, 2)
     folder = place.folder / "parts" / "parts" / "part-1-of-2"

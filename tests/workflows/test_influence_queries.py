@@ -43,6 +43,7 @@ def by_model(place: InfluenceWorkplace, arrays: dict[str, Any]) -> tuple[np.ndar
     return losses.detach().numpy(), output.argmax(1).numpy() != arrays["y"]
 
 
+@pytest.mark.long
 def test_queries_have_the_columns_of_data_and_their_own_where_they_name_them(
     place: InfluenceWorkplace,
 ) -> None:
@@ -66,6 +67,7 @@ def test_queries_of_another_kind_of_source_have_no_columns_of_data(place: Influe
     assert asked(place, {"factory": "rows.py:build"}) == [0, 1]
 
 
+@pytest.mark.long
 def test_ids_choose_rows_in_their_order(place: InfluenceWorkplace) -> None:
     assert asked(place, {"path": "queries.npz", "ids": ["query-3", "query-1"]}) == [3, 1]
     assert asked(place, {"ids": ["row-07"]}) == [7]

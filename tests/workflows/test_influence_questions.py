@@ -65,6 +65,7 @@ def test_influence_groups_unknown_column(place: EvaluationWorkplace) -> None:
     place.influence().refused(2, "dok")
 
 
+@pytest.mark.long
 def test_influence_groups_in_parts_are_those_of_one_run(place: EvaluationWorkplace) -> None:
     place.section.update({"groups": "doc", "over_queries": "max", "clusters": 2})
     ran(place)
@@ -77,6 +78,7 @@ def test_influence_groups_in_parts_are_those_of_one_run(place: EvaluationWorkpla
         pd.testing.assert_frame_equal(table(place, name, "parts"), whole)
 
 
+@pytest.mark.long
 def test_evaluate_groups_is_what_numpy_retrains(place: EvaluationWorkplace) -> None:
     place.section["groups"] = "doc"
     place.section["method"] = {
@@ -136,6 +138,7 @@ def test_evaluate_curve_is_what_numpy_retrains(place: EvaluationWorkplace) -> No
     assert drawn[0]["predicted"] is None
 
 
+@pytest.mark.long
 def test_evaluate_curve_of_a_method_that_only_ranks_predicts_nothing(place: EvaluationWorkplace) -> None:
     found = place.evaluated("curve", "--remove", "2")["curve"]
     assert {entry["predicted"] for entry in found["curve"]} == {None}

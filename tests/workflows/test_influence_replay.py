@@ -128,6 +128,7 @@ def test_replay_that_ends_at_the_checkpoint(replay: InfluenceWorkplace) -> None:
     assert replay.influence("--no-report").code == 0
 
 
+@pytest.mark.long
 def test_replay_that_ends_elsewhere_is_refused(replay: InfluenceWorkplace) -> None:
     save_file(trained(replay).state_dict(), replay.folder / "end.safetensors")
     replay.config["model"]["checkpoint"] = "end.safetensors"

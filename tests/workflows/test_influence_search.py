@@ -286,6 +286,7 @@ def test_index_search_never_gives_faiss_places_that_are_not_there(tmp_path: Path
         assert RowLists.stored(tmp_path, "rows")[0] is None
 
 
+@pytest.mark.long
 def test_index_search_follows_an_update(place: InfluenceWorkplace) -> None:
     assert place.index().code == 0
     approximate(place, ALL_LISTS)

@@ -65,6 +65,7 @@ def check(place: Workplace, *options: str) -> None:
     assert place.samples()["grad_norm"].to_numpy() == pytest.approx(norms, rel=1e-4)
 
 
+@pytest.mark.long
 def test_loss_gets_columns_of_arrays_and_the_report_shows_them(place: Workplace) -> None:
     check(place)
     assert place.manifest()["self_check"]["worst_relative_error"] < 1e-4
@@ -90,6 +91,7 @@ def test_change_of_a_loss_column_is_another_run(place: Workplace) -> None:
     place.analyze("--no-report", "--limit", "9", "--resume").refused(2, "data (its content)")
 
 
+@pytest.mark.long
 def test_loss_columns_in_influence_and_its_queries(place: Workplace) -> None:
     place.config["influence"] = {"method": "gradient_dot", "queries": {"worst": 3}, "check": "never"}
     place.analyze()  # writes the config
@@ -103,6 +105,7 @@ def test_loss_columns_in_influence_and_its_queries(place: Workplace) -> None:
     assert own.iloc[0] == pytest.approx(norms[asked[0]] ** 2, rel=1e-4)
 
 
+@pytest.mark.long
 def test_loss_columns_in_a_private_step(place: Workplace) -> None:
     private = PrivateWorkplace(place)
     private.privacy.update({**EXACT, "clipping": {"norm": 1e3}})
@@ -133,6 +136,7 @@ def test_loss_columns_that_do_not_fit_are_reported(
     place.refused(code, words)
 
 
+@pytest.mark.long
 def test_methods_that_differentiate_in_the_output_refuse_loss_columns(place: Workplace) -> None:
     place.config["influence"] = {"method": {"name": "influence", "damping": 0.1}, "queries": {"rows": [0]}}
     place.analyze()

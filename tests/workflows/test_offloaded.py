@@ -212,6 +212,7 @@ def test_audit_of_a_private_step(workplace: Workplace, monkeypatch: pytest.Monke
     assert found[0] == found[1]
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_private_step_keeps_what_it_trains_in_memory(

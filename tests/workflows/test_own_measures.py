@@ -33,6 +33,7 @@ def use(place: Workplace, body: str, *others: str) -> None:
     place.config["analyze"] = {"measures": [*others, "mine.py:Mine"]}
 
 
+@pytest.mark.long
 def test_its_columns_stand_in_the_table(workplace: Workplace) -> None:
     use(
         workplace,

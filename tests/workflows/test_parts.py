@@ -93,6 +93,7 @@ def test_merge_names_a_missing_part(place: Workplace) -> None:
     merged(place)
 
 
+@pytest.mark.long
 def test_part_run_twice_counts_once(place: Workplace) -> None:
     part(place, 1, 2)
     part(place, 1, 2)

@@ -100,6 +100,7 @@ def test_dp_step_does_not_reveal_a_member_to_one_with_the_seed_of_the_factory(
     assert right <= 30  # 22 are to be expected, give or take 3
 
 
+@pytest.mark.long
 def test_seeded_draws_are_the_same_in_another_run_and_after_a_resume(private: PrivateWorkplace) -> None:
     """Without noise: what differs between runs is what the model draws."""
     private.privacy.update(EXACT, noise={"multiplier": 0.0, "seed": 4})
@@ -222,6 +223,7 @@ def test_rows_that_follow_from_what_was_read_before_are_refused(private: Private
     assert not private.run_folder.exists()
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize("drawn", ["np.random.rand()", "random.random()", "self.rng.random()"])
 def test_a_dataset_that_draws_is_the_same_when_a_run_goes_on(private: PrivateWorkplace, drawn: str) -> None:

@@ -66,6 +66,7 @@ def place_file_gone(private: PrivateWorkplace) -> None:
 CASES = [copied, moved, replaced_by_a_backup, ledger_and_checkpoint_restored, place_file_gone]
 
 
+@pytest.mark.long
 @pytest.mark.every(5)
 @pytest.mark.parametrize("happened", CASES)
 def test_dp_resume_in_a_folder_that_may_be_a_copy_is_refused_until_owned(
@@ -89,6 +90,7 @@ def test_dp_resume_in_a_folder_that_may_be_a_copy_is_refused_until_owned(
     assert private.step()["moved"] == 1
 
 
+@pytest.mark.long
 def test_dp_resume_of_a_copy_does_not_stop_the_original(private: PrivateWorkplace) -> None:
     private.succeeded()
     copied(private)
@@ -101,6 +103,7 @@ def test_dp_resume_of_a_copy_does_not_stop_the_original(private: PrivateWorkplac
     assert "folder was moved" not in private.step()["guarantee"]
 
 
+@pytest.mark.long
 def test_dp_resume_from_another_folder_or_by_a_link_or_after_touch_is_accepted(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +160,7 @@ def test_dp_resume_with_the_private_folder_of_another_run_is_refused(private: Pr
     private.refused(2, "belongs to another run than the ledger", options=("--resume",))
 
 
+@pytest.mark.long
 def test_public_files_have_no_path_and_no_machine(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

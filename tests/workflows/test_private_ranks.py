@@ -307,6 +307,7 @@ def test_mistake_in_a_share_is_seen_in_the_numbers(private: PrivateWorkplace, pl
         assert_released_alike(private.folder / "one", private.folder / "two", 1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "change",
     [
@@ -469,6 +470,7 @@ def test_rank_dies_at_any_time(private: PrivateWorkplace, seed: int) -> None:
     assert paid(private) == before + 3
 
 
+@pytest.mark.long
 def test_error_of_a_rank_stops_the_step_unpaid(private: PrivateWorkplace) -> None:
     def plant(rank: int) -> None:
         def fails(*arguments: Any) -> Any:
@@ -485,6 +487,7 @@ def test_error_of_a_rank_stops_the_step_unpaid(private: PrivateWorkplace) -> Non
     assert "rank 1 failed: the disk" in manifest(private.run_folder)["error"]
 
 
+@pytest.mark.long
 def test_signal_to_all_ranks_ends_them_after_the_step(private: PrivateWorkplace) -> None:
     def plant(rank: int) -> None:
         computed = rank_steps._computed

@@ -340,6 +340,7 @@ def test_an_adaptive_bound_is_kept_from_step_to_step_and_over_a_resume(private: 
     assert len({line["clipping_sha256"] for line in lines}) == 4
 
 
+@pytest.mark.long
 @pytest.mark.every(4)
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "Adafactor"])
 def test_a_resumed_optimiser_goes_on_as_one_that_never_stopped(private: PrivateWorkplace, name: str) -> None:
@@ -480,6 +481,7 @@ def test_no_noise_is_infinite_epsilon(private: PrivateWorkplace) -> None:
     assert private.step()["epsilon_rdp"] in (None, math.inf)
 
 
+@pytest.mark.long
 def test_a_list_of_multipliers_is_taken_to_its_end(private: PrivateWorkplace) -> None:
     private.privacy["steps"] = 3
     private.privacy["noise"] = {"schedule": {"kind": "list", "multipliers": [3.0, 2.0, 1.5]}}
@@ -521,6 +523,7 @@ def test_a_resumed_run_counts_all_its_steps_and_draws_other_noise(private: Priva
     assert apart.std() > 0.5 * 0.1 * 2.0 * 0.5 / 24
 
 
+@pytest.mark.long
 def test_steps_beyond_the_plan_are_refused_before_any_is_taken(private: PrivateWorkplace) -> None:
     private.refused(
         2, "21 steps were asked for, and 20 of the 20 planned ones are left", options=("--steps", "21")
@@ -772,6 +775,7 @@ def test_a_checkpoint_that_is_a_folder(private: PrivateWorkplace) -> None:
     private.refused(3, "checkpoint.safetensors can't be read: Is a directory", options=("--resume",))
 
 
+@pytest.mark.long
 def test_weights_that_are_no_numbers_any_more_are_reported(private: PrivateWorkplace) -> None:
     private.privacy["optimizer"]["kwargs"]["lr"] = 1e-3
     assert "NaN or infinite" not in private.succeeded().err
@@ -794,6 +798,7 @@ def test_private_figures_have_the_steps_of_all_processes(
     assert drawn == [[1, 2], [1, 2, 3], [1, 2, 3, 4, 5]]
 
 
+@pytest.mark.long
 def test_an_interrupted_process_leaves_the_private_table_of_its_steps(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

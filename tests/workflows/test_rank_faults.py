@@ -74,6 +74,7 @@ def test_full_disk_of_a_rank_ends_all_and_is_resumed(
     assert_same_runs(place.folder / "one", place.folder / "out")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "folder"), [(ANALYZE, "run folder"), (("influence", "index", "config.yaml"), "index")]
 )

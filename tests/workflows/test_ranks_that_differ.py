@@ -90,6 +90,7 @@ def assert_refused(ended: list[EndedRank], *words: str) -> None:
     assert (first.out, other.out) == ("", "")
 
 
+@pytest.mark.long
 @pytest.mark.every(4)
 @pytest.mark.parametrize("name", CHANGES)
 def test_analyze_by_ranks_that_differ_is_refused(place: InfluenceWorkplace, name: str) -> None:

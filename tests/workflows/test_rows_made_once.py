@@ -66,6 +66,7 @@ def of_rows(said: list[tuple[int, Progress]]) -> list[tuple[int, Progress]]:
     return [each for each in said if each[1].phase == "rows"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("data", [None, NAMED], ids=["numbered", "named"])
 @pytest.mark.parametrize("measures", [[], ["cosine_to_mean", "el2n"]], ids=["one pass", "two passes"])
 def test_analyze_makes_each_row_once(workplace: Any, data: Any, measures: list[str]) -> None:

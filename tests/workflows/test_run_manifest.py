@@ -113,6 +113,7 @@ def test_a_run_that_is_gone_on_with_keeps_the_time_it_began(
         assert manifest["created"] == "2026-01-01T00:00:00+00:00"
 
 
+@pytest.mark.long
 def test_what_is_public_names_no_path_command_or_commit(
     private_workplace: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -234,6 +234,7 @@ def test_ids_of_rows_that_code_makes_come_back(workplace: Workplace) -> None:
     outcome.refused(2, "clean has no suffix")
 
 
+@pytest.mark.long
 def test_rows_of_several_files_of_arrays_come_back_in_one(workplace: Workplace) -> None:
     for number, rows in enumerate((slice(0, 9), slice(9, ROWS))):
         part = {name: each[rows] for name, each in workplace.arrays.items()}

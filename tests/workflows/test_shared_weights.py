@@ -198,7 +198,7 @@ def test_model_of_a_config_and_those_of_its_checkpoints_are_shared(
     workplace.refused(2, "", options=("--part", "0/1"))  # which writes the config
     with shared_on_host("a run", removes=True):
         loaded = load(load_config(workplace.folder / "config.yaml"), trained=Trained(None, "parameters"))
-        other = loaded.placed(_model(), "float32")
+        other = loaded.placed(_model())
         for model in (loaded.model, other):
             files = {_of_mapping(value.data_ptr())[0] for value in model.parameters()}
             assert len(files) == 1

@@ -93,6 +93,7 @@ def norm_of(loss: torch.Tensor, model: Any) -> float:
     return float(torch.cat([gradient.flatten() for gradient in gradients]).norm())
 
 
+@pytest.mark.long
 @each_method
 def test_image_folder_and_pretrained_model(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -117,6 +118,7 @@ def test_image_folder_and_pretrained_model(
         assert norm == pytest.approx(norm_of(model(inputs, labels=label).loss, model), rel=1e-9)
 
 
+@pytest.mark.long
 @each_method
 @pytest.mark.parametrize("source", ["rows.parquet", "rows.csv"])
 def test_sequences_of_unequal_length_and_lstm(

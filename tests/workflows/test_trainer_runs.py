@@ -123,6 +123,7 @@ def test_analyze_a_trainers_checkpoint_from_an_empty_folder(
     assert workplace.manifest()["hashes"]["packages"] == {"transformers": transformers.__version__}
 
 
+@pytest.mark.long
 def test_analyze_an_adapter_that_a_trainer_saved(trained: Path, tmp_path: Path) -> None:
     model = {**CONFIG["model"], "adapter": "lora/checkpoint-4"}
     found = psgrad.analyze(write(trained, tmp_path / "adapter", model=model), report=False)
@@ -135,6 +136,7 @@ def test_analyze_an_adapter_that_a_trainer_saved(trained: Path, tmp_path: Path) 
     torch.testing.assert_close(grad_norms(found), expected, rtol=1e-4, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["run", "lora"])
 def test_influence_sums_over_a_trainers_checkpoints(kind: str, trained: Path, tmp_path: Path) -> None:
@@ -156,6 +158,7 @@ def adam_of(checkpoint: Path, model: Any, folder: Path) -> Any:
     return optimizer
 
 
+@pytest.mark.long
 def test_influence_undoes_the_steps_of_a_trainers_adam(trained: Path, tmp_path: Path) -> None:
     influence = {
         "method": {"name": "tracin", "optimizer": "adam"},
@@ -195,6 +198,7 @@ def test_influence_undoes_the_steps_of_a_trainers_adam(trained: Path, tmp_path: 
     )
 
 
+@pytest.mark.long
 def test_influence_reads_the_adam_of_an_adapter(trained: Path, tmp_path: Path) -> None:
     model = {**CONFIG["model"], "adapter": "lora/checkpoint-2"}
     influence = {"method": {"name": "tracin", "optimizer": "adam"}, "checkpoints": "lora/checkpoint-*"}
@@ -202,6 +206,7 @@ def test_influence_reads_the_adam_of_an_adapter(trained: Path, tmp_path: Path) -
     assert {each["second_moments"] for each in found.facts} == {"the optimiser's state beside the checkpoint"}
 
 
+@pytest.mark.long
 def test_analyze_checkpoints_of_another_model(trained: Path, tmp_path: Path) -> None:
     config = write(
         trained,
@@ -212,6 +217,7 @@ def test_analyze_checkpoints_of_another_model(trained: Path, tmp_path: Path) -> 
         psgrad.analyze(config, report=False)
 
 
+@pytest.mark.long
 def test_influence_evaluation_of_a_model_without_the_weights_that_training_began_with(
     trained: Path, tmp_path: Path
 ) -> None:
@@ -254,6 +260,7 @@ def test_a_pattern_without_a_match(tmp_path: Path) -> None:
         listed(tmp_path, "run/*.pt")
 
 
+@pytest.mark.long
 def test_a_learning_rate_that_is_said_goes_before_the_trainers(trained: Path) -> None:
     content = {"checkpoints": [{"path": "run/checkpoint-*", "learning_rate": 0.5}]}
     found = InfluenceConfig.model_validate(content, context={"base": trained}).checkpoints

@@ -339,6 +339,7 @@ def test_bucket_that_runs_out_of_memory_is_halved_and_others_stay_done(
     assert "8 rows of up to 9 positions" in said[-1]
 
 
+@pytest.mark.long
 def test_plan_of_ragged_rows_counts_their_own_positions() -> None:
     """Times are for rows of the mean length, sizes for rows of the longest."""
     ragged = case("lstm")

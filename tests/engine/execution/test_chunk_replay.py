@@ -248,6 +248,7 @@ def test_agreement_is_of_all_numbers() -> None:
     assert not chunk_replay.agree(one, {"a": one["a"].nan_to_num(), "b": one["b"]}, 1e-3)
 
 
+@pytest.mark.long
 def test_want_of_memory_in_a_replay_halves_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     class Short(chunk_replay.ChunkReplay):
         calls = 0

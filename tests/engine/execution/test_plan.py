@@ -98,6 +98,7 @@ def test_predicted_memory_of_small_networks(
     hold_peak_against_the_allocator(model, *placed, how, architecture.loss, architecture.randomness)
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @PASSES
 @pytest.mark.parametrize(
@@ -276,6 +277,7 @@ def test_plan_run_reads_first_rows_only(device: torch.device) -> None:
     assert found.parameter_bytes == 4 * (20 * 16 + 16 + 16 * 7 + 7)
 
 
+@pytest.mark.long
 def test_ways_are_those_that_the_pass_takes(device: torch.device) -> None:
     torch.manual_seed(0)
     tokens = torch.randint(19, (8, 11))

@@ -233,6 +233,7 @@ def attempt(store: HashStore, size: int, slow: int) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow", [0, 1, 2])
 def test_ranks_that_start_again_find_no_key_of_the_attempt_before(slow: int) -> None:
     """The agent of torchrun keeps its store; ranks may be more or fewer then."""
@@ -271,6 +272,7 @@ def test_store_that_gives_no_answer_is_a_named_error() -> None:
     go_on.set()
 
 
+@pytest.mark.long
 def test_wait_for_a_rank_that_lives_has_a_limit_and_names_it(
     groups: list[RankGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:

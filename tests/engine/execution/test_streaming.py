@@ -156,6 +156,7 @@ def test_want_of_memory_halves_the_rows_that_failed_and_changes_nothing_else(
         ]
 
 
+@pytest.mark.long
 def test_an_automatic_chunk_is_the_largest_whose_predicted_memory_fits(model: nn.Module) -> None:
     table, budget = Table(1000), 40_000
     stream = stream_of(model, table.read, memory=budget)
@@ -323,6 +324,7 @@ def test_a_size_that_fails_twice_in_a_row_is_given_up(model: nn.Module) -> None:
     assert (stream.chunk_size, stream.retries) == (4, 5)
 
 
+@pytest.mark.long
 def test_rows_are_not_read_again_after_a_failure(model: nn.Module) -> None:
     table = Table()
     in_a_room(model, table, Room(table, lambda row: 3), 16)

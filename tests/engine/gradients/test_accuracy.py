@@ -27,6 +27,7 @@ from tests.oracles import one_sample_gradients
 SAMPLES = 34
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_queries_equal_the_loop(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> None:

@@ -332,6 +332,7 @@ def assert_every_query(
     assert_close("reduce", result, flat(exact).abs().amax(1) if len(grads) else whole, whole, tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=20)

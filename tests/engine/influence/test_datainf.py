@@ -117,6 +117,7 @@ def test_datainf_self_influence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(norms.cpu(), prepared.norm(dim=1).cpu(), rtol=1e-10, atol=0)
 
 
+@pytest.mark.long
 @given(size=st.integers(1, N))
 @settings(max_examples=5, deadline=None)
 def test_datainf_scores_do_not_depend_on_chunks(size: int) -> None:

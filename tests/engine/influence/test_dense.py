@@ -112,6 +112,7 @@ def test_curvature_matrix_hessian_in_blocks(monkeypatch: pytest.MonkeyPatch) -> 
     np.testing.assert_allclose(loss_hessian(training).numpy(), whole.numpy(), rtol=0, atol=1e-13)
 
 
+@pytest.mark.long
 def test_curvature_matrix_float32_model() -> None:
     inputs, labels = classified(50)
     single = examples(mlp().float(), cross_entropy, inputs.float(), labels, chunk_size=7)

@@ -298,6 +298,7 @@ def test_ekfac_unused_layer_refused() -> None:
         fitted(examples(Unused().double(), cross_entropy, inputs, labels))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_ekfac_rotated_gradients_or_rotated_vectors(case: str) -> None:
     """Both orders of a product with multiplied vectors give the inner products of materialised ones."""

@@ -253,6 +253,7 @@ def test_leverage_omitted_without_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not fitted.calibrated
 
 
+@pytest.mark.long
 def test_leverage_self_influence_by_solves() -> None:
     """The corrected fit takes a solve an example as the plain one does."""
     inputs, labels = classified(30)

@@ -115,6 +115,7 @@ def test_influence_default_options_with_weight_decay_have_slope_one(
     assert abs(slope_of(fitted, truth) - 1) < 0.01
 
 
+@pytest.mark.long
 def test_influence_without_leverage_scores_are_not_calibrated(truth: Truth) -> None:
     method = Influence(weight_decay=WEIGHT_DECAY, leverage=False)
     fitted = fit(method, truth.training)
@@ -196,6 +197,7 @@ def test_influence_fewer_rows_than_one_newton_step_serves_are_not_calibrated() -
             np.testing.assert_allclose(result, predicted, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.long
 def test_influence_default_options_by_layer_have_slope_one(truth: Truth) -> None:
     """Scores by layer are to first order in the query's output, and add up."""
     parts = [
@@ -218,6 +220,7 @@ def test_influence_wrong_weight_decay_is_not_calibrated(truth: Truth) -> None:
         assert "not at the minimum of the training objective" in heard[0]
 
 
+@pytest.mark.long
 def test_influence_added_damping_is_not_calibrated(truth: Truth) -> None:
     for method in (
         Influence(),

@@ -46,6 +46,7 @@ def test_ragged_fisher_is_the_sum_of_the_rows_outer_products() -> None:
     assert_close(sum_of_outer_products(examples(ragged, 6)), each.t() @ each)
 
 
+@pytest.mark.long
 def test_ragged_gauss_newton_matrix_and_its_rows(pair: tuple[Examples, Examples]) -> None:
     buckets, alone = (gauss_newton_rows(each) for each in pair)
     assert_close(sum_of_outer_products(buckets), sum_of_outer_products(alone))

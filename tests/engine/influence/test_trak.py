@@ -106,6 +106,7 @@ def test_trak_other_measurements(data: Any) -> None:
     )
 
 
+@pytest.mark.long
 @settings(max_examples=6)
 @given(st.integers(1, N + 3), st.integers(1, 30), st.sampled_from(KINDS), st.integers(0, 3))
 def test_trak_independent_of_chunks(chunk_size: int, dimension: int, kind: Any, seed: int) -> None:

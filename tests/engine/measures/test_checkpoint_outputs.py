@@ -239,6 +239,7 @@ def test_checkpoints_grouping_of_models() -> None:
     assert "one checkpoint after another: priced" in alone.why
 
 
+@pytest.mark.long
 def test_checkpoints_grouping_by_memory() -> None:
     x, y = torch.randn(8, 4), torch.randint(3, (8,))
     setting = of_checkpoints([perceptron(0).float()], F.cross_entropy, (x,), y, kind="class")

@@ -153,6 +153,7 @@ def test_hessian_another_seed_draws_other_probes() -> None:
     assert (one["hessian_trace"] != other["hessian_trace"]).all()
 
 
+@pytest.mark.long
 def test_hessian_nonfinite_rows() -> None:
     model, inputs, target = small()
     clean = setting_of(model, F.cross_entropy, inputs, target)

@@ -59,6 +59,7 @@ def mean_of_nearest(table: np.ndarray, count: int) -> np.ndarray:
     return np.array([np.mean(row) if row else np.nan for row in nearest])
 
 
+@pytest.mark.long
 @given(
     n=st.integers(1, 25),
     p=st.integers(2, MOST),

@@ -35,6 +35,7 @@ def steps_of(
 # -- the noise that a target needs ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "steps", "target", "accountant"),
     [

@@ -51,6 +51,7 @@ def test_pld_known_runs(event: StepEvent, steps: int, delta: float, epsilon: flo
     assert value_of([(event, steps)], delta) == pytest.approx(epsilon, abs=5.1e-5)
 
 
+@pytest.mark.long
 def test_pld_one_noise_under_four_schemes() -> None:
     # The noise is C, whatever the scheme: the multiplier is 1 where S = C, and 1/2 where a record is replaced
     # and S = 2C.
@@ -71,6 +72,7 @@ def test_pld_within_interval_of_prv_accountant() -> None:
 # -- the factor 2 of replaced records ------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_pld_noise_convention_of_accountants() -> None:
     """Where a record is replaced, S = 2C is in the noise already. RDP takes noise / S; PLD takes noise / C,
     and doubles C itself.

@@ -54,6 +54,7 @@ def sum_of(
     return batch_source(objective.loss, objective.params, *batch, has_aux=True, **options)(clipping)
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 def test_clipped_sum_equals_the_loop(architecture: Architecture, dtype: torch.dtype) -> None:

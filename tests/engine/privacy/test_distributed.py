@@ -102,6 +102,7 @@ def test_distributed_sum_equals_one_process(found: list[dict[str, Any]]) -> None
         )
 
 
+@pytest.mark.long
 def test_distributed_noise_added_once(found: list[dict[str, Any]]) -> None:
     first, second = (torch.cat([value.flatten() for value in part["noisy"].values()]) for part in found)
     assert torch.equal(first, second)

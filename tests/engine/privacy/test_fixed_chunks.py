@@ -116,6 +116,7 @@ def test_records_at_a_kink_add_at_most_the_bound(name: str, how: Any) -> None:
             assert torch.equal(whole.records.norms[others], rest.records.norms)
 
 
+@pytest.mark.long
 def test_users_at_a_kink_add_at_most_the_bound() -> None:
     """Users of one row to five, who are read in streams by their number of rows."""
     torch.manual_seed(0)

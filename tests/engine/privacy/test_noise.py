@@ -55,6 +55,7 @@ def deviates(values: np.ndarray, deviation: float) -> float:
     return float(stats.kstest(values, stats.norm(0, deviation).cdf).pvalue)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize(
     ("relation", "sensitivity"), [("add_or_remove_one", 0.5), ("zero_out", 0.5), ("replace_one", 1.0)]

@@ -82,6 +82,7 @@ def test_ragged_record_adds_no_more_than_its_bound(
         assert float(part.norm()) <= 0.5 * (1 + 1e-6)
 
 
+@pytest.mark.long
 def test_ragged_record_on_a_grid_is_the_same_in_any_company() -> None:
     """It is computed alone, and not padded to the others."""
     ragged = case("gpt2", torch.float32)

@@ -133,6 +133,7 @@ def test_trainer_unequal_sizes_with_as_many_steps_are_trained_together(
         torch.testing.assert_close(member(result, number), alone, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.long
 def test_trainer_long_training_uses_capture() -> None:
     recipe, wanted = replace(RECIPE, epochs=26), jobs(2)
     assert recipe.epochs * 4 >= _CAPTURED_FROM

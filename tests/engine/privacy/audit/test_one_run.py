@@ -192,6 +192,7 @@ MU = 1.0
 TRIALS = 250
 
 
+@pytest.mark.long
 def test_one_run_false_alarm_rate_and_power() -> None:
     """At a level of 20 % each, the methods may be wrong in a fifth of the trials; more than one in 10^4
     suites would see is a mistake.
