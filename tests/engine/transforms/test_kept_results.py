@@ -417,3 +417,62 @@ def test_kept_results_of_any_stack(sizes: list[int], rows: int, room: int, seed:
         expected = torch.autograd.grad(through(leaves, x, lambda f, *xs: f(*xs)), list(leaves.values()))
         for name, value in zip(leaves, expected, strict=True):
             torch.testing.assert_close(found[name][sample], value, rtol=1e-10, atol=1e-12)
+
+
+# -- random blocks -------------------------------------------------------------------------------------------
+
+Again = Callable[..., Tensor]  # checkpoint, or a plain call
+STEPS: dict[str, Callable[[Tensor, Tensor, Tensor, Again], Tensor]] = {
+    "product": lambda x, y, w, again: F.linear(x, w),
+    "product with a constant": lambda x, y, w, again: F.linear(x.detach(), w.detach()),
+    "matrix product": lambda x, y, w, again: torch.addmm(y, x, w),
+    "sum": lambda x, y, w, again: x + y,
+    "difference": lambda x, y, w, again: x - y,
+    "negative": lambda x, y, w, again: -x,
+    "view": lambda x, y, w, again: x.view(-1).view(ROWS, WIDTH),
+    "reshaped transpose": lambda x, y, w, again: x.t().reshape(ROWS, WIDTH),
+    "part": lambda x, y, w, again: torch.cat([x[1:], y[:1]]),
+    "sine": lambda x, y, w, again: x.sin(),
+    "product of numbers": lambda x, y, w, again: x * y,
+    "write": lambda x, y, w, again: x.clone().add_(y),
+    "write into a view": lambda x, y, w, again: _with_first_row_written(x, y),
+    "nested product": lambda x, y, w, again: again(lambda z: F.linear(z, w) + z, x),
+    "nested closure": lambda x, y, w, again: again(lambda: x.cos() - y),
+}
+
+
+def _with_first_row_written(x: Tensor, y: Tensor) -> Tensor:
+    whole = x.clone()
+    whole[0].copy_(y[1])
+    return whole
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(list(STEPS)), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=7
+    ),
+    results=st.integers(1, 3),
+    room=st.sampled_from([0, SAMPLES * ROWS * WIDTH * 8, MUCH]),
+)
+@settings(max_examples=60, deadline=None)
+def test_kept_results_of_random_blocks(steps: list[tuple[str, int, int]], results: int, room: int) -> None:
+    """The oracle: torch.func without checkpoint."""
+    weight, batch = weights()[0], samples()
+
+    def loss(w: Tensor, x: Tensor, again: Again) -> Tensor:
+        def block(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+            values = [x, x.sin()]
+            for name, i, j in steps:
+                values.append(STEPS[name](values[i % len(values)], values[j % len(values)], w, again))
+            return tuple(values[-results:])
+
+        outputs = again(block, x, w)
+        return sum(value.square().sum() for value in again(block, sum(outputs), w))
+
+    kept = Room(room)
+    found = vmap(grad(lambda w, x: loss(w, x, lambda f, *xs: checkpoint(f, *xs, room=kept))), (None, 0))(
+        weight, batch
+    )
+    plainly = torch.func.grad(lambda w, x: loss(w, x, lambda f, *xs: f(*xs)))
+    expected = torch.func.vmap(plainly, (None, 0))(weight, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9 * float(expected.abs().max()) + 1e-30)
