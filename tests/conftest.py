@@ -52,6 +52,8 @@ register_random(torch_random)
 # A test with more cases runs every second one by default, and the others in the sweep; one that is marked
 # `every(n)` each n-th, and all of them with `every(1)`.
 MANY_CASES = 12
+# On a named device of those that are marked each fourth at most: their numbers are judged without it.
+EVERY_ON_A_DEVICE = 4
 
 # The part of the sweep that runs, such as 2/4; None for all of it.
 SWEEP_PART = os.environ.get("PSGRAD_SWEEP_PART")
@@ -98,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         every = item.get_closest_marker("every")
         if every is None:
             unmarked[test].append(item)
-        elif cases[test] % every.args[0]:
+        elif cases[test] % (every.args[0] if NAMED is None else max(every.args[0], EVERY_ON_A_DEVICE)):
             item.add_marker(pytest.mark.sweep)
         cases[test] += 1
     for some in unmarked.values():
