@@ -180,6 +180,7 @@ class KeptResults:
             for value in values
             if (found := self._unread.get(id(value))) is not None and found[0]() is value
             for kept in found[1]
+            if not kept.is_read
         ]
 
     def _read(self, unread: list[_Kept]) -> None:

@@ -163,7 +163,15 @@ def read_at_the_end(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return x + F.linear(torch.tanh(x @ a.t()), b, c).sin()
 
 
-@pytest.mark.parametrize(("block", "left_out"), [(read_at_the_end, 0), (layers, 3), (composed, 3)])
+def two_parts(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """As a transformer's block: what is read of the first part is added to the second one."""
+    x = x + F.linear(x.sin(), a)
+    return x + F.linear(x.tanh(), b, c)
+
+
+@pytest.mark.parametrize(
+    ("block", "left_out"), [(read_at_the_end, 0), (layers, 3), (composed, 3), (two_parts, 3)]
+)
 def test_kept_results_are_not_computed_again(block: Callable[..., Tensor], left_out: int) -> None:
     """Three blocks have two products each, which run once where all are kept. Nothing reads a last one
     that is only added to others: it runs once in any case.
