@@ -102,13 +102,13 @@ class RecomputedForward:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             results = self.forward(*args, **kwargs)
+            # What is left out was made of the same as the first time.
             leaves = [x for x in tree_leaves(results) if isinstance(x, torch.Tensor)]
-            if any(map(is_left_out, leaves)):  # what they are made of was found to be the same
-                return results
-            found = [innermost(x) for x in leaves]
-            if first and not make_fx_runs():
+            found = [None if is_left_out(x) else innermost(x) for x in leaves]
+            if not first:
+                first[:] = found
+            elif not make_fx_runs():
                 self._require_same(first, found)
-            first[:] = found
             return results
 
         through = lambda args, kwargs: run(*args, **kwargs)  # with names that checkpoint has, too

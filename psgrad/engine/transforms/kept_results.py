@@ -99,6 +99,7 @@ class KeptResults:
         self.stand_in_was_read = False
         self._constant: set[int] = set()  # memories
         self._kept: dict[Any, list[_Kept]] = {}
+        self._stand_ins: list[_Kept] = []  # that the second run has got
         # By id, the values whose numbers are those of results that no operator has read so far.
         self._unread: dict[int, tuple[weakref.ref[Any], list[_Kept]]] = {}
 
@@ -110,7 +111,8 @@ class KeptResults:
     def result(self, op: Op, args: tuple[Any, ...], kwargs: Any, compute: Callable[..., Any]) -> Any:
         """What `op` returns for these arguments, values below the level of the call."""
         unread = self._among(tensors_in(args, kwargs)) if self._unread else []
-        if unread and not ((op in _PASS_ON or facts(op).is_view) and self._meets_the_same(unread[0], args)):
+        passes_on = op in _PASS_ON or facts(op).is_view
+        if unread and not (passes_on and self._passes_as_before(unread[0], op, args, kwargs)):
             self._read(unread)
             unread = []
         result = self._result(op, args, kwargs, compute)
@@ -130,6 +132,7 @@ class KeptResults:
             kept = self._found(*asked)
             found = None if kept is None else kept.taken()
             if kept is not None and found is not None and kept.stands_in:
+                self._stand_ins.append(kept)
                 self._unread[id(found)] = weakref.ref(found), [kept]
             return compute(op, args, kwargs) if found is None else found
         result = compute(op, args, kwargs)
@@ -140,11 +143,12 @@ class KeptResults:
             self._unread[id(result)] = weakref.ref(result), [kept]
         return result
 
-    def _meets_the_same(self, kept: _Kept, args: tuple[Any, ...]) -> bool:
-        """Whether an operator on an unread value has the same other arguments in both runs, as far as one can
-        tell in this one.
+    def _passes_as_before(self, kept: _Kept, op: Op, args: tuple[Any, ...], kwargs: Any) -> bool:
+        """Whether the same operator passed the value on in the first run, with the same other arguments; in
+        the first run, whether that can be compared.
         """
-        asked = _asked(None, [x for x in args if not self._among([x])], self._constant)
+        others = [None if self._among([x]) else x for x in args]
+        asked = _asked(op, [*others, *sorted(kwargs.items())], self._constant)
         if asked is None:
             return False
         if not self.follows:
@@ -152,6 +156,11 @@ class KeptResults:
             return True
         call, prints = kept.met.pop(0) if kept.met else (None, [])
         return call == asked[0] and all(map(torch.equal, prints, asked[1]))
+
+    def end_second_run(self) -> None:
+        """Raises StandInRead where a stand-in was read, or not passed on as the result in its place was."""
+        if self.stand_in_was_read or any(kept.met for kept in self._stand_ins):
+            raise StandInRead
 
     def read(self, values: Iterable[Any]) -> None:
         """The numbers of values are read by something that is no operator of the level."""
@@ -168,6 +177,7 @@ class KeptResults:
     def forget(self) -> None:
         """The next run computes everything."""
         self._kept.clear()
+        self._stand_ins.clear()
         self.stand_in_was_read = False
 
     def is_left_out(self, value: Any) -> bool:
@@ -204,7 +214,7 @@ class _Kept:
 
     prints: of the arguments. worth: multiplications for a byte.
     is_read: whether an operator has read the numbers. stands_in: whether the value is without numbers.
-    met: the other arguments of operators that passed it on, as of `_asked`, in their order.
+    met: the operators that passed it on with their other arguments, as of `_asked`, in their order.
     """
 
     def __init__(self, value: Any, prints: list[torch.Tensor], worth: float) -> None:
@@ -225,7 +235,7 @@ class _Kept:
         return value if value is not None and _writes(innermost(value)) == self.writes else None
 
 
-def _asked(op: Op | None, args: Sequence[Any], constant: set[int]) -> tuple[Any, list[torch.Tensor]] | None:
+def _asked(op: Op, args: Sequence[Any], constant: set[int]) -> tuple[Any, list[torch.Tensor]] | None:
     """(all about a call but its numbers, prints of the arguments that may have others the next time); None
     for a call that can't be compared. constant: the memories that stay as they are.
     """

@@ -440,8 +440,21 @@ class Counting(nn.Module):
         lambda layer, x, runs: layer(x + runs),
         lambda layer, x, runs: layer(x) + x.sin() * runs,
         lambda layer, x, runs: layer(x) - runs * torch.ones(3),
+        lambda layer, x, runs: torch.add(x, layer(x), alpha=runs),
+        lambda layer, x, runs: x - layer(x) if runs == 1 else layer(x) - x,
+        lambda layer, x, runs: -layer(x) if runs == 1 else layer(x),
+        lambda layer, x, runs: torch.cat([layer(x), x.sin() * runs], dim=-1)[..., ::2],
     ],
-    ids=["before", "in a product that nothing reads", "beside it", "after it"],
+    ids=[
+        "before",
+        "in a product that nothing reads",
+        "beside it",
+        "after it",
+        "a keyword",
+        "another order",
+        "an operator less",
+        "another part",
+    ],
 )
 def test_a_block_that_computes_something_else_the_second_time_is_refused(
     block: Callable[[nn.Linear, Tensor, int], Tensor], room: int, monkeypatch: pytest.MonkeyPatch
