@@ -98,7 +98,7 @@ class RecomputedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.recompute.on and state.stack):
             return self.forward(*args, **kwargs)
-        first: list[torch.Tensor] = []
+        first: list[Any] = []
 
         def run(*args: Any, **kwargs: Any) -> Any:
             results = self.forward(*args, **kwargs)
