@@ -6,13 +6,15 @@
 
 A checkpoint of GPT-2 XL's shape (1.5 billion parameters) with random weights is
 written to a temporary folder, and the norms of all its parameters' gradients are computed for 8 rows of 128
-tokens, three ways:
+tokens, four ways:
 
     resident             all weights in memory
     resident, recompute  the same, each block run again in the backward pass
     offloaded            weights read from the file when an operator needs them, blocks run again
                          but for 256 MiB of products that are kept; in a process under a limit of 2 GiB
                          on its memory (RLIMIT_DATA: all but mappings of files)
+    offloaded, scratch   the same, and the other products wait in files of the checkpoint's folder, whose pages
+                         leave the system's memory once they are written (engine.scratch)
 
 The first needs about 17 GB at the full size; `--ways` leaves it out. The ways take turns, and a ratio is of
 two passes of the same round. On a busy machine the ratio of processor seconds, of all threads, says more than
@@ -51,6 +53,7 @@ WAYS = {
     "resident": ("resident", False),
     "resident, recompute": ("resident", True),
     "offloaded": ("offloaded", True),
+    "offloaded, scratch": ("scratch", True),
 }
 
 
@@ -85,14 +88,14 @@ def serve(folder: Path, where: str) -> None:
     from psgrad.engine.gradients.per_sample import per_sample_square_norms
     from psgrad.inputs.models.factory import load_model
 
-    device, offloaded = torch.device("cpu"), where == "offloaded"
+    device, offloaded = torch.device("cpu"), where != "resident"
     if offloaded:
         resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT))
     peak = Peak()
     supply = Supply(device, 128 << 20) if offloaded else None
     loaded = load_model(ModelConfig(pretrained=str(folder), task="causal-lm"), Path(), in_files=offloaded)
     model = place(loaded.model, device, torch.float32, "as-saved", supply)
-    again = Recompute(False, room=KEPT if offloaded else 0)
+    again = Recompute(False, room=KEPT if offloaded else 0, scratch=folder if where == "scratch" else None)
     again.add(model)
     objective = Objective(
         model,
@@ -216,7 +219,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), metavar="WAY")
     parser.add_argument("--small", action="store_true", help="tiny shapes: shows that the script runs")
-    parser.add_argument("--serve", choices=["resident", "offloaded"], help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=["resident", "offloaded", "scratch"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help="of the checkpoint, which stays there for the next time")
     arguments = parser.parse_args()
     if arguments.serve:

@@ -138,6 +138,10 @@ class EngineConfig(ConfigSection):
     Patterns such as `encoder.layer.*` name other modules to run again. A quarter of a chunk's memory holds
     matrix products and convolutions that are not computed again.
     """
+    scratch: FilePath | None = None
+    """A folder on a fast disk for those of them that this memory does not hold: each chunk writes them once
+    and reads them once. They are computed again without it, which on a GPU is faster.
+    """
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
     """Precision; bfloat16 and float16 are mixed: products in them, parameters, sums and norms in float32.
     float16, for `analyze`, scales each sample's loss by a power of two.

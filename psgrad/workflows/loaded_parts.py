@@ -202,6 +202,7 @@ def load(
             engine.recompute != "auto" or residence.supply is not None,
             engine.recompute if isinstance(engine.recompute, list) else (),
             room=kept_budget(device, residence.memory(engine.memory), engine.chunk_size == "auto"),
+            scratch=None if engine.scratch is None else config.base / engine.scratch,
         )
         recompute.add(model)
     criterion = resolve_loss(config.loss, config.base)

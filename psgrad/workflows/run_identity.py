@@ -110,7 +110,7 @@ _OF_ANALYZE = ("measures", "checkpoints", "seed", "trainable")
 # What of it decides who is an outlier in rows that are there.
 _OF_VERDICT = ("outliers", "review_fraction")
 # What is not part of a number: how much is checked, and how much memory there is.
-_FREE = ("verify", "memory", "machine", "class_names", "stream_rows")
+_FREE = ("verify", "memory", "scratch", "machine", "class_names", "stream_rows")
 
 # Lines of an identity: see psgrad.workflows.run_identity.flat.
 _WEIGHTS, _MODULES = "model (its weights)", "model (its modules)"

@@ -275,7 +275,14 @@ class _Checks:
 
     def _engine(self) -> None:
         engine = self.sections.get("engine")
-        if engine is None or engine.machine is None:
+        if engine is None:
+            return
+        if engine.scratch is not None:
+            from psgrad.engine.transforms.scratch_file import ScratchFolder
+
+            with self.found.problems_at("engine.scratch"):
+                ScratchFolder(self.base / engine.scratch)
+        if engine.machine is None:
             return
         with self.found.problems_at("engine.machine"):
             path = require_file(self.base / engine.machine, "machine file", ConfigError)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from psgrad.engine.transforms.checkpoint import checkpoint
 from psgrad.engine.transforms.kept_results import Room, is_left_out
 from psgrad.engine.transforms.private_torch import make_fx_runs, tree_leaves
+from psgrad.engine.transforms.scratch_file import ScratchFolder
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import innermost
 from psgrad.errors import ConfigError, ModelError
@@ -26,10 +28,14 @@ class Recompute:
 
     patterns: of the blocks' names, as in a shell; without any they are the modules that repeat.
     room: bytes of results that are kept until the backward pass, so that they are not computed again.
+    scratch: a folder on a disk, for results that the room does not hold; None computes them again.
     """
 
-    def __init__(self, on: bool, patterns: Sequence[str] = (), room: int = 0) -> None:
-        self.on, self.patterns, self.room = on, tuple(patterns), Room(room)
+    def __init__(
+        self, on: bool, patterns: Sequence[str] = (), room: int = 0, scratch: Path | None = None
+    ) -> None:
+        self.on, self.patterns = on, tuple(patterns)
+        self.room = Room(room, None if scratch is None else ScratchFolder(scratch))
         self.modules: list[str] = []
 
     def add(self, model: nn.Module) -> nn.Module:

@@ -21,6 +21,7 @@ from psgrad.engine.transforms.private_torch import (
     without_modes,
     write_count,
 )
+from psgrad.engine.transforms.scratch_file import ScratchFile, ScratchFolder
 from psgrad.engine.transforms.tracer import Tracer, innermost, tensors_in
 
 # By operator, the multiplications for one number of its result.
@@ -55,29 +56,30 @@ FEWEST = 32
 class Room:
     """Memory for kept results. Where it is full, those stay whose computation takes most for a byte.
 
-    size: bytes; 0 keeps nothing.
+    size: bytes; 0 keeps nothing. scratch: on a disk, for those that do not stay; None computes them again.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, scratch: ScratchFolder | None = None) -> None:
+        self.size, self.scratch = size, scratch
         self._held: weakref.WeakSet[_Kept] = weakref.WeakSet()
 
     def __bool__(self) -> bool:
         return self.size > 0
 
     def take(self, kept: _Kept) -> None:
-        """Hold the value of `kept`, or delete it, or those of others."""
+        """Hold the value of `kept`, or let it go, or those of others."""
         held = sorted((each for each in self._held if each.value is not None), key=lambda each: each.worth)
         used = sum(each.bytes for each in held)
         fewer = [each for each in held if each.worth < kept.worth]
         if used - sum(each.bytes for each in fewer) + kept.bytes > self.size:
-            kept.value = None
+            kept.let_go()
             return
         for each in fewer:
             if used + kept.bytes <= self.size:
                 break
             used -= each.bytes
-            each.value = None
+            self._held.discard(each)
+            each.let_go()
         self._held.add(kept)
 
 
@@ -95,6 +97,7 @@ class KeptResults:
 
     def __init__(self, room: Room) -> None:
         self.room = room
+        self.file = None if room.scratch is None else ScratchFile(room.scratch)
         self.follows = False  # whether the second run has begun
         self.stand_in_was_read = False
         self._constant: set[int] = set()  # memories
@@ -138,7 +141,7 @@ class KeptResults:
         result = compute(op, args, kwargs)
         plain = innermost(result)
         if isinstance(plain, torch.Tensor) and plain.numel():
-            kept = _Kept(result, asked[1], worth / plain.itemsize)
+            kept = _Kept(result, asked[1], worth / plain.itemsize, self.file)
             self._kept.setdefault(asked[0], []).append(kept)
             self._unread[id(result)] = weakref.ref(result), [kept]
         return result
@@ -173,6 +176,8 @@ class KeptResults:
             if not kept.is_read:
                 kept.become_stand_in()
         self._unread.clear()
+        if self.file is not None:
+            self.file.end_writing()
 
     def forget(self) -> None:
         """The next run computes everything."""
@@ -212,14 +217,18 @@ class KeptResults:
 class _Kept:
     """A result; None where it is not held.
 
-    prints: of the arguments. worth: multiplications for a byte.
+    prints: of the arguments. worth: multiplications for a byte. place: of its numbers in the file, where the
+    value is without.
     is_read: whether an operator has read the numbers. stands_in: whether the value is without numbers.
     met: the operators that passed it on with their other arguments, as of `_asked`, in their order.
     """
 
-    def __init__(self, value: Any, prints: list[torch.Tensor], worth: float) -> None:
+    def __init__(
+        self, value: Any, prints: list[torch.Tensor], worth: float, file: ScratchFile | None
+    ) -> None:
         plain = innermost(value)
-        self.value, self.prints, self.worth = value, prints, worth
+        self.value, self.prints, self.worth, self.file = value, prints, worth, file
+        self.place: int | None = None
         self.bytes = plain.numel() * plain.itemsize
         self.writes = _writes(plain)
         self.is_read = self.stands_in = False
@@ -229,10 +238,26 @@ class _Kept:
         self.value, self.stands_in = _stand_in(self.value), True
         self.writes = 0 if self.value is None else _writes(innermost(self.value))
 
+    def let_go(self) -> None:
+        """The memory is needed. The numbers go into the file, if there is one."""
+        value, self.value = self.value, None
+        plain = innermost(value)
+        if self.file is None or not plain.is_contiguous() or _writes(plain) != self.writes:
+            return
+        without_numbers = _stand_in(value)
+        if without_numbers is not None and type(plain) is torch.Tensor:
+            self.place = self.file.write(plain)
+            self.value = None if self.place is None else without_numbers
+
     def taken(self) -> Any:
         """The value, unless something was written into it."""
         value, self.value = self.value, None
-        return value if value is not None and _writes(innermost(value)) == self.writes else None
+        if value is None:
+            return None
+        if self.place is not None and self.file is not None:
+            numbers = self.file.read(self.place, innermost(value).device)
+            return None if numbers is None else _with_numbers(value, numbers)
+        return value if _writes(innermost(value)) == self.writes else None
 
 
 def _asked(op: Op, args: Sequence[Any], constant: set[int]) -> tuple[Any, list[torch.Tensor]] | None:
@@ -268,6 +293,13 @@ def _stand_in(value: Any) -> Any:
         return None
     with without_modes():
         return value.new_full((), math.nan).expand(value.shape)
+
+
+def _with_numbers(stand_in: Any, plain: torch.Tensor) -> Any:
+    """The value whose stand-in this is."""
+    if isinstance(stand_in, BatchTracer):
+        return stand_in.level.lift(_with_numbers(stand_in.value, plain))
+    return plain
 
 
 def is_left_out(value: Any) -> bool:

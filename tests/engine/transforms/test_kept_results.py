@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.transforms import checkpoint, grad, vmap
 from psgrad.engine.transforms.kept_results import Room
 from psgrad.engine.transforms.private_torch import DispatchMode, count_write, make_wrapper, without_modes
+from psgrad.engine.transforms.scratch_file import ScratchFile, ScratchFolder
 from psgrad.engine.transforms.tracer import Tracer, innermost
 from tests.engine.transforms.nests import NESTS, agree, plain
 
@@ -180,6 +184,64 @@ def test_kept_results_are_not_computed_again(block: Callable[..., Tensor], left_
     assert products_of(block, Room(MUCH)) == none - 6
     assert products_of(block, Room(2 * SAMPLES * ROWS * WIDTH * 8)) == none - 2 - left_out
     assert products_of(block, Room(0)) == none - left_out
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("size", [0, 2 * SAMPLES * ROWS * WIDTH * 8])
+def test_results_from_a_scratch_file_equal_recomputed_ones(block: str, size: int, tmp_path: Path) -> None:
+    randomness = "different" if block == "drawing" else "error"
+    expected = gradients_of(BLOCKS[block], None, randomness)
+    found = gradients_of(BLOCKS[block], Room(size, ScratchFolder(tmp_path)), randomness)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [0, 2 * SAMPLES * ROWS * WIDTH * 8, MUCH])
+def test_results_from_a_scratch_file_are_not_computed_again(size: int, tmp_path: Path) -> None:
+    assert products_of(layers, Room(size, ScratchFolder(tmp_path))) == products_of(layers, Room(MUCH))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fault", ["no folder", "a full disk", "a write that ends early", "a failing read"])
+def test_a_scratch_file_that_fails_costs_products_alone(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(file: int, numbers: memoryview, place: int) -> int:
+        if fault == "a full disk":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return len(numbers) - (fault == "a write that ends early")
+
+    def read(file: int, numbers: list[memoryview], place: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / "folder").mkdir()
+    scratch = ScratchFolder(tmp_path / "folder")
+    if fault == "no folder":
+        (tmp_path / "folder").rmdir()
+    else:
+        monkeypatch.setattr(os, "pwrite", write)
+        monkeypatch.setattr(os, "preadv", read)
+    assert products_of(layers, Room(0, scratch)) == products_of(layers, Room(0))
+    found = gradients_of(layers, Room(0, scratch))
+    for name, value in gradients_of(layers, None).items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 1, 5)])
+def test_a_tensor_comes_back_from_a_scratch_file_as_it_was(
+    dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    file = ScratchFile(ScratchFolder(tmp_path))
+    first, second = torch.randn(shape, dtype=dtype), torch.randn(4, dtype=torch.float32)
+    places = [file.write(first), file.write(second)]
+    file.end_writing()
+    for place, tensor in zip(places, [first, second], strict=True):
+        assert place is not None
+        found = file.read(place, torch.device("cpu"))
+        assert found is not None
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor)
 
 
 def test_results_that_pass_views_and_sums_are_left_out() -> None:
@@ -348,6 +410,32 @@ def test_a_kept_result_that_was_written_to_is_computed() -> None:
             return out.square().sum()
 
         return vmap(grad(f), (None, 0))(weights()[0], samples())  # type: ignore[no-any-return]
+
+    torch.testing.assert_close(gradient(True), gradient(False), rtol=0, atol=0)
+
+
+def test_a_result_that_was_written_to_does_not_go_to_the_disk(tmp_path: Path) -> None:
+    """A product that takes longer for a byte needs its memory."""
+    a, b, _ = weights()
+
+    def gradient(write: bool) -> Tensor:
+        runs: list[Tensor] = []
+
+        def block(x: Tensor, a: Tensor) -> Tensor:
+            hidden = F.linear(x, a)
+            sines = hidden.sin()
+            runs.append(hidden)
+            if write and len(runs) == 1:
+                with without_modes():
+                    count_write([innermost(hidden).zero_()])
+            return sines * (torch.cat([x, x], -1) @ torch.cat([a, b])).cos()
+
+        room = Room(SAMPLES * ROWS * WIDTH * 8, ScratchFolder(tmp_path))
+
+        def f(a: Tensor, x: Tensor) -> Tensor:
+            return checkpoint(block, x, a, room=room).square().sum()  # type: ignore[no-any-return]
+
+        return vmap(grad(f), (None, 0))(a, samples())  # type: ignore[no-any-return]
 
     torch.testing.assert_close(gradient(True), gradient(False), rtol=0, atol=0)
 
