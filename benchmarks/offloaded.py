@@ -13,10 +13,11 @@ tokens, four ways:
     offloaded            weights read from the file when an operator needs them, blocks run again
                          but for 256 MiB of products that are kept; in a process under a limit of 2 GiB
                          on its memory (RLIMIT_DATA: all but mappings of files)
-    offloaded, scratch   the same, and the other products wait in files of the checkpoint's folder, whose pages
+    offloaded, scratch   the same, and the other products wait in files beside the checkpoint, whose pages
                          leave the system's memory once they are written (engine.scratch)
 
-The first needs about 17 GB at the full size; `--ways` leaves it out. The ways take turns, and a ratio is of
+The first needs about 17 GB at the full size; `--ways` leaves it out. What it gives back to the system is
+slower to take for the way that follows (on a virtual machine by a tenth of the whole). The ways take turns, and a ratio is of
 two passes of the same round. On a busy machine the ratio of processor seconds, of all threads, says more than
 that of seconds.
 
