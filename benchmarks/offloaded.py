@@ -17,9 +17,9 @@ tokens, four ways:
                          leave the system's memory once they are written (engine.scratch)
 
 The first needs about 17 GB at the full size; `--ways` leaves it out. What it gives back to the system is
-slower to take for the way that follows (on a virtual machine by a tenth of the whole). The ways take turns, and a ratio is of
-two passes of the same round. On a busy machine the ratio of processor seconds, of all threads, says more than
-that of seconds.
+slower to take for the way that follows (on a virtual machine by a tenth of the whole). The ways take turns,
+and a ratio is of two passes of the same round. On a busy machine the ratio of processor seconds, of all
+threads, says more than that of seconds.
 
 *Peak* is the most anonymous memory that the process has had (RssAnon), libraries and Python included. The
 bars: 2 GiB, at most 1.3 times the resident way's time, and the same norms to 1e-5.

@@ -50,6 +50,16 @@ def test_spectrum_extremes_converge_first() -> None:
     assert float(ends.bounds.max()) < 0.1
 
 
+@pytest.mark.parametrize("close", [1e-2, 1e-5, 1e-8])
+def test_spectrum_ends_once_its_highest_value_is_close(close: float) -> None:
+    matrix = symmetric(torch.logspace(-2, 2, 200))
+    ends = extremes(lambda v: v @ matrix, start(200), 60, close)
+    assert ends.iterations < 50
+    assert float(ends.bounds[-1]) <= close * float(ends.values[-1])
+    assert float(ends.values[-1]) == pytest.approx(100, rel=close)
+    assert extremes(lambda v: v @ matrix, start(200), ends.iterations - 4).bounds[-1] > close * 100
+
+
 def test_spectrum_krylov_space_that_ends_early_is_reported() -> None:
     """Three eigenvalues: three steps, and no residual."""
     matrix = symmetric(torch.tensor([1.0, 4.0, 9.0]).repeat_interleave(10))

@@ -15,7 +15,7 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients import PerSampleGradients
-from psgrad.engine.influence.solvers.spectrum import Apply, extremes, random_block
+from psgrad.engine.influence.solvers.spectrum import extremes, random_block
 from psgrad.errors import InfluenceError
 
 # Up to here all eigenvalues are computed, above it the two at the ends.
@@ -85,9 +85,9 @@ def _rounding(size: int) -> float:
     return size * torch.finfo(torch.float64).eps
 
 
-# Products that mostly give an eigenvalue to this share of it: the largest one, and the smallest one with the
-# shift, which is often the lowest of many near zero, and says no more than how near to singular the sum is.
-_FEW, _CLOSE, _NEAR = 14, 1e-7, 1e-2
+# The shares to which eigenvalues are computed: the largest one, and the smallest one with the shift, which is
+# often the lowest of many near zero, and says no more than how near to singular the sum is.
+_CLOSE, _NEAR = 1e-7, 1e-2
 
 
 def _ends(matrix: torch.Tensor, lower: torch.Tensor, shift: float) -> tuple[float, float]:
@@ -98,7 +98,7 @@ def _ends(matrix: torch.Tensor, lower: torch.Tensor, shift: float) -> tuple[floa
         values = torch.linalg.eigvalsh(matrix)
         return float(values[0]), float(values[-1])
     start = random_block(1, len(matrix), seed=0, device=matrix.device)[0]
-    largest = _largest(lambda block: block @ matrix, start, _CLOSE)
+    largest = float(extremes(lambda block: block @ matrix, start, close=_CLOSE).values[-1])
 
     def apply(
         block: torch.Tensor,
@@ -107,7 +107,7 @@ def _ends(matrix: torch.Tensor, lower: torch.Tensor, shift: float) -> tuple[floa
         return torch.linalg.solve_triangular(lower.t(), half, upper=True).t()
 
     with _one_thread():
-        smallest = 1 / _largest(apply, start, _NEAR) - shift
+        smallest = 1 / float(extremes(apply, start, close=_NEAR).values[-1]) - shift
     return smallest, largest
 
 
@@ -120,14 +120,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _largest(apply: Apply, start: torch.Tensor, share: float) -> float:
-    """The largest eigenvalue, from few products if they give it to this share of it."""
-    ritz = extremes(apply, start, _FEW)
-    if ritz.bounds[-1] > share * ritz.values[-1].abs():
-        ritz = extremes(apply, start)
-    return float(ritz.values[-1])
 
 
 def _no_inverse(

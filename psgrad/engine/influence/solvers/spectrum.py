@@ -121,13 +121,14 @@ class Ritz:
     iterations: int
 
 
-def lanczos(apply: Apply, start: torch.Tensor, iterations: int) -> Ritz:
+def lanczos(apply: Apply, start: torch.Tensor, iterations: int, close: float = 0.0) -> Ritz:
     """Ritz values of a symmetric matrix by Lanczos, every vector orthogonalised against all before it, twice.
 
     Args:
         apply: [1, p] to [1, p].
         start: [p], the first vector; all that it is orthogonal to stays unseen.
         iterations: at most; fewer where the Krylov space ends before.
+        close: it ends, too, once the bound of the highest value is at most this share of it.
 
     The bounds are norms of residuals, |A v - value v|. Raises InfluenceError where a product is not finite.
     Parlett, "The Symmetric Eigenvalue Problem" (1998), chapter 13.
@@ -152,21 +153,33 @@ def lanczos(apply: Apply, start: torch.Tensor, iterations: int) -> Ritz:
             betas[-1] = 0.0
             break
         vector = product / betas[-1]
-    done = len(alphas)
-    off = torch.tensor(betas[: done - 1], dtype=torch.float64)
-    values, within = torch.linalg.eigh(
-        torch.diag(torch.tensor(alphas, dtype=torch.float64)) + torch.diag(off, 1) + torch.diag(off, -1)
-    )
+        if close and step % _STEPS == _STEPS - 1:
+            values, within = _eigenpairs(alphas, betas)
+            if betas[-1] * within[-1, -1].abs() <= close * values[-1].abs():
+                break
+    values, within = _eigenpairs(alphas, betas)
     within = within.to(basis.device)
     bounds = betas[-1] * within[-1].abs()
-    return Ritz(values.to(basis.device), within.t() @ basis[:done], bounds, done)
+    return Ritz(values.to(basis.device), within.t() @ basis[: len(alphas)], bounds, len(alphas))
 
 
-def extremes(apply: Apply, start: torch.Tensor, iterations: int = 40) -> Ritz:
+# Products after which `lanczos` checks whether its highest value is close.
+_STEPS = 4
+
+
+def _eigenpairs(alphas: list[float], betas: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a symmetric tridiagonal matrix, given its diagonal and the one beside it: eigenvalues and -vectors."""
+    beside = torch.tensor(betas[: len(alphas) - 1], dtype=torch.float64)
+    diagonal = torch.diag(torch.tensor(alphas, dtype=torch.float64))
+    values, vectors = torch.linalg.eigh(diagonal + torch.diag(beside, 1) + torch.diag(beside, -1))
+    return values, vectors
+
+
+def extremes(apply: Apply, start: torch.Tensor, iterations: int = 40, close: float = 0.0) -> Ritz:
     """The lowest and the highest Ritz value of `lanczos`, with their bounds: `values`, `vectors` and `bounds`
     hold two each.
     """
-    spectrum = lanczos(apply, start, iterations)
+    spectrum = lanczos(apply, start, iterations, close)
     ends = torch.tensor([0, -1], device=spectrum.values.device)
     return Ritz(spectrum.values[ends], spectrum.vectors[ends], spectrum.bounds[ends], spectrum.iterations)
 
