@@ -112,14 +112,21 @@ class Basis:
 
     # -- per-sample gradients --------------------------------------------------------------------------------
 
-    def outer(self, gradients: PerSampleGradients) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rotated gradients of one group as outer products, [n, g, a] and [n, g, b]; None if they are sums of
-        several.
+    def is_outer(self, gradients: PerSampleGradients) -> bool:
+        """Whether gradients of one group are outer products."""
+        term = self.product(gradients)
+        return term is not None and term.is_outer_product
+
+    def outer(
+        self, gradients: PerSampleGradients, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Rotated gradients of one group as outer products, [n, g, a] and [n, g, b], in `dtype` or their own
+        type; None if they are sums of several.
         """
         term = self.product(gradients)
         if term is None or not term.is_outer_product:
             return None
-        rotated = self.rotated_factors(term)
+        rotated = self.rotated_factors(term if dtype is None else term.at(slice(0, len(gradients)), dtype))
         return rotated.left.squeeze(2), rotated.right.squeeze(2)
 
     def rotated(

@@ -1,58 +1,97 @@
-"""A matrix whose entries all differ from zero as a sum of few outer products, by cross approximation: each one
-is a column of what is left times a row of it, through the entry that is off by the largest share.
+"""Inner products of outer products through a matrix of weights that is nearly one of few outer products.
 
-Bebendorf, Approximation of boundary element matrices, Numerische Mathematik 86, 2000.
+sum_ij w_ij (x_i y_j) (x'_i y'_j) takes a * b multiplications for each pair of samples, and a + b for each
+outer product of which w is the sum. The inverse eigenvalues of a block, 1 / (values + damping), are such a sum
+but for the directions with large values, where they are its corner.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-# The largest share of an entry by which the sum may be off: as an inner product of float32 numbers is rounded.
-APART = 2.0**-20
-# How much larger than the entry the outer products may be of which it is the sum. They are float32 numbers.
+# The largest share of an entry by which a sum may be off. A sum of as many float32 numbers is rounded by as much.
+APART = 2.0**-18
+# How many times as large as an entry the numbers may be of which it is the sum, as these are float32 numbers.
 _CANCELS = 16
-# Rows and columns with entries below this share of the largest one are outer products of their own, exactly.
-_SMALL = 1 / 4
+# The share of rows, and of columns, in the corner.
+_CORNER = 1 / 5
+# Multiplications that take as long as it takes to subtract one entry of an outer product and to look for the largest.
+_SUBTRACTION = 20
+# Numbers of an intermediate.
+_NUMBERS = 1 << 22
 
 
-def separated(matrix: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(u, v), [r, a] and [r, b] float64, where u^T v is a matrix of positive numbers [a, b], float64, each off
-    by at most a share of APART, and no sum of float32 numbers u * v cancels; None if r would be over `most`.
+@dataclass(frozen=True)
+class Separable:
+    """A matrix [a, b], its rows and columns in another order: `corner` are the first of both, and left' right is
+    the rest.
+
+    left: [r, a], right: [r, b], corner: [p, q], float64. rows: [a], columns: [b], int64, the order.
     """
-    left, right = [], []
-    rest = matrix.clone()
-    for axis, index in _exceptional(matrix, most):
-        line = rest.select(axis, index)
-        place = torch.zeros_like(matrix[:, 0] if axis == 0 else matrix[0])
-        place[index] = 1
-        left.append(place if axis == 0 else line.clone())
-        right.append(line.clone() if axis == 0 else place)
-        line.zero_()
-    inverse, shares = 1 / matrix, torch.empty_like(matrix)
-    while True:
-        torch.mul(rest, inverse, out=shares)
-        row, column = divmod(int(shares.abs_().argmax()), matrix.shape[1])
-        if not float(shares[row, column]) > APART:
-            break
-        if len(left) >= most:
-            return None
-        left.append(rest[:, column] / rest[row, column])
-        right.append(rest[row].clone())
-        rest.addr_(left[-1], right[-1], alpha=-1)
-    u, v = torch.stack(left), torch.stack(right)
-    sizes = (u.abs().t() @ v.abs()).mul_(inverse)
-    return (u, v) if float(sizes.max()) <= _CANCELS else None
 
+    left: torch.Tensor
+    right: torch.Tensor
+    corner: torch.Tensor
+    rows: torch.Tensor
+    columns: torch.Tensor
 
-def _exceptional(matrix: torch.Tensor, most: int) -> list[tuple[int, int]]:
-    """(axis, index) of rows and columns that hold all small entries; none if they would be over `most`."""
-    small = matrix < _SMALL * matrix.max()
-    found = []
-    while len(found) < most and bool(small.any()):
-        counts = [small.sum(1) / small.shape[1], small.sum(0) / small.shape[0]]
-        axis = int(counts[1].max() > counts[0].max())
-        index = int(counts[axis].argmax())
-        small.select(axis, index).zero_()
-        found.append((axis, index))
-    return [] if bool(small.any()) else found
+    @classmethod
+    def of(cls, matrix: torch.Tensor, pairs: int) -> Separable | None:
+        """Of a matrix of positive numbers [a, b] float64, each off by at most a share of APART; None where that
+        would not halve the work of inner products of so many pairs of samples, or would cancel in float32.
+
+        By cross approximation: an outer product is the column of what is left times its row, through the entry
+        that is off by the largest share. Bebendorf, "Approximation of boundary element matrices" (2000).
+        """
+        rows, columns = matrix.sum(1).argsort(), matrix.sum(0).argsort()
+        rest = matrix[rows][:, columns]
+        (a, b), (p, q) = rest.shape, (int(_CORNER * size) for size in rest.shape)
+        most = int(pairs * (a * b / 2 - p * q) / (pairs * (a + b) + _SUBTRACTION * a * b))
+        corner, inverse, shares = rest[:p, :q].clone(), 1 / rest, torch.empty_like(rest)
+        inverse[:p, :q] = 0
+        left: list[torch.Tensor] = []
+        right: list[torch.Tensor] = []
+        while True:
+            torch.mul(rest, inverse, out=shares)
+            row, column = divmod(int(shares.abs_().argmax()), b)
+            if float(shares[row, column]) <= APART:
+                break
+            if len(left) >= most:
+                return None
+            left.append(rest[:, column] / rest[row, column])
+            right.append(rest[row].clone())
+            rest.addr_(left[-1], right[-1], alpha=-1)
+        found = cls(torch.stack(left), torch.stack(right), corner, rows, columns)
+        sizes = (found.left.abs().t() @ found.right.abs()) * inverse
+        return found if float(sizes.max()) <= _CANCELS else None
+
+    def inner(
+        self, one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """[n, m] float64: the inner products of outer products of [n, a] and [n, b] with those of [m, a] and
+        [m, b].
+        """
+        (x, y), (x_other, y_other) = ((x[:, self.rows], y[:, self.columns]) for x, y in (one, other))
+        left, right, corner = (part.to(x) for part in (self.left, self.right, self.corner))
+        p, q = corner.shape
+        total = x.new_zeros(len(x), len(x_other), dtype=torch.float64)
+        for u, v in zip(left, right, strict=True):
+            weighted, weighted_y = x * u, y * v
+            of_rows, of_columns = (
+                weighted[:, :p] @ x_other[:, :p].t(),
+                weighted_y[:, :q] @ y_other[:, :q].t(),
+            )
+            below, beside = (
+                weighted[:, p:] @ x_other[:, p:].t(),
+                weighted_y[:, q:] @ y_other[:, q:].t(),
+            )
+            total += of_rows.mul_(beside).addcmul_(below, of_columns.add_(beside))
+        x, x_other, y, y_other = x[:, :p], x_other[:, :p], y[:, :q], y_other[:, :q]
+        step = max(1, _NUMBERS // max(1, y.numel(), corner.numel()))
+        for start in range(0, len(x_other), step):
+            some = slice(start, start + step)
+            values = x_other[some].unsqueeze(2) * corner * y_other[some].unsqueeze(1)
+            total[:, some] += (torch.matmul(x, values) * y).sum(2, dtype=torch.float64).t()
+        return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.influence.amounts import is_affine
 from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerBlock, Multiplied
 from psgrad.engine.influence.curvature.kronecker_fitting import EXACT_BLOCK, fisher_rows, fit_blocks
+from psgrad.engine.influence.curvature.separable import Separable
 from psgrad.engine.influence.leverage import Damping, default_damping
 from psgrad.engine.influence.method import (
     RELATIVE,
@@ -94,6 +96,68 @@ class EKFAC(Method):
         return fisher_rows(training, self.draws if self.fisher == "sampled" else None, self.seed)
 
 
+class BlockProducts:
+    """Inner products of training gradients with queries through the inverse of one block. Where all of them are
+    outer products, and the inverse is nearly a sum of few, that is less work than to multiply the queries.
+
+    Args:
+        inverse: [g, a, b] float64.
+        pairs: how many pairs of a training example and a query there are.
+
+    Attributes:
+        queries: the results of `of`, one for each chunk.
+    """
+
+    def __init__(self, block: KroneckerBlock, inverse: torch.Tensor, pairs: int) -> None:
+        self.block, self.inverse, self.pairs = block, inverse, pairs
+        self.label, self.queries = block.label, list[torch.Tensor]()
+
+    @cached_property
+    def separable(self) -> Separable | None:
+        return Separable.of(self.inverse[0], self.pairs) if len(self.inverse) == 1 else None
+
+    def of(self, queries: PerSampleGradients) -> torch.Tensor:
+        """[k, a + b]: both factors of each gradient in the block's bases, if `inner` needs no more; else
+        [k, g, a, b], multiplied.
+        """
+        basis, kind = self.block.basis, queries.gradients[self.block.basis.name].dtype
+        are_outer = all(basis.is_outer(part) for _, part in queries.parts)
+        if kind != torch.float32 or not are_outer or self.separable is None:
+            return self.block.multiplied(queries, self.inverse)
+        factors: torch.Tensor = queries.by_part(
+            lambda part: torch.cat(basis.outer(part, torch.float64) or [], 2)
+        )
+        return factors.squeeze(1).to(kind)
+
+    def inner(self, gradients: PerSampleGradients) -> torch.Tensor:
+        """[n, m] float64: of gradients of one group."""
+        factors = self.block.basis.outer(gradients)
+        if factors is None or self._factors is None or self.separable is None:
+            return self._multiplied.inner(gradients)
+        left, right = (factor.squeeze(1) for factor in factors)
+        return self.separable.inner((left, right), self._factors)
+
+    @cached_property
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """[m, a] and [m, b]; None if a chunk of queries has none."""
+        if any(each.dim() > 2 for each in self.queries):
+            return None
+        sizes = list(self.inverse.shape[1:])
+        left, right = torch.cat(self.queries).split(sizes, 1)
+        return left, right
+
+    @cached_property
+    def _multiplied(self) -> Multiplied:
+        values = []
+        for each in self.queries:
+            if each.dim() == 2:
+                left, right = each.double().split(list(self.inverse.shape[1:]), 1)
+                each = (left.unsqueeze(2) * self.inverse * right.unsqueeze(1)).to(each).unsqueeze(1)
+            values.append(each)
+        found = torch.cat(values)
+        return Multiplied(self.block, found, self.pairs // max(1, len(found)))
+
+
 class KroneckerFactored(Preconditioned):
     """Blocks with a damping.
 
@@ -160,23 +224,19 @@ class KroneckerFactored(Preconditioned):
         if per != "total":
             yield from super().scores(queries, per)
             return
-        device, count = self.training.device, len(self.training)
-        parts = [found for _, found in queries.each(self._multiplied)]
-        asked = [
-            Multiplied(block, torch.cat([part[block.label] for part in parts]).to(device), count)
-            for block in self.blocks
+        pairs = len(self.training) * len(queries)
+        asked = [BlockProducts(*each, pairs) for each in zip(self.blocks, self._inverses, strict=True)]
+        parts = [
+            found for _, found in queries.each(lambda some: {each.label: each.of(some) for each in asked})
         ]
+        for each in asked:
+            each.queries = [part[each.label].to(self.training.device) for part in parts]
 
         def products(gradients: PerSampleGradients) -> torch.Tensor:
             return torch.stack([each.inner(gradients) for each in asked]).sum(0)
 
         for rows, found in self.training.each(lambda gradients: {"": gradients.by_part(products)}):
             yield ScoreBlock(rows.start, rows.stop, found)
-
-    def _multiplied(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
-        """label -> [k, g, a, b]: gradients times the inverse, in the bases of each block."""
-        pairs = zip(self.blocks, self._inverses, strict=True)
-        return {block.label: block.multiplied(gradients, inverse) for block, inverse in pairs}
 
     def self_influence(self) -> Iterator[SelfBlock]:
         def both(gradients: Any) -> dict[str, torch.Tensor]:
