@@ -17,7 +17,7 @@ from psgrad.config.values import ConfigSection, FilePath, Finite, NamedSection, 
 
 
 class MeasureConfig(NamedSection):
-    """A measure by name, a file of `psgrad/engine/measures` or `module:Class`, with its options."""
+    """A measure by name, a file of `psgrad/engine/measures/builtin` or `module:Class`, with its options."""
 
 
 class DetectorConfig(NamedSection):

@@ -26,7 +26,8 @@ from psgrad.errors import ConfigError, DataError
 from psgrad.quality.findings import KNOWN, NEW
 from psgrad.quality.references import Reference
 from psgrad.results import RULES, GateOutcome
-from psgrad.results.findings import FINDINGS_OF_A_GATE, Baseline, BaselineChange, Known
+from psgrad.results.check import FINDINGS_OF_A_GATE
+from psgrad.results.findings import Baseline, BaselineChange, Known
 from psgrad.results.manifest import GroupFacts, LossAgreement, OutlierFacts, Separability
 from psgrad.wording import correlation
 

@@ -144,11 +144,10 @@ def rank_samples(
 
     `score` is a column, `tail` its suspect end. Rows whose loss or norm is not finite are 'nonfinite', those
     without a score, without a position that counts (a length of 0), or `ignored` by the loss [n], 'skipped'.
-    Both are unranked, and
-    nonfinite rows are always in the review list. The rest of the list are the ceil(review_fraction * ranked
-    rows) most suspect, so it is never empty on a healthy model: a list to look at, not a verdict. Samples
-    with a gradient of exactly zero are named, but never reviewed for a large norm. Ties are ranked in dataset
-    order; `percentile` is the percentage of ranked rows that are not more suspect.
+    Both are unranked, and nonfinite rows are always in the review list. The rest of the list are the
+    ceil(review_fraction * ranked rows) most suspect, so it is never empty on a healthy model: a list to look
+    at, not a verdict. Samples with a gradient of exactly zero are named, but never reviewed for a large norm.
+    Ties are ranked in dataset order; `percentile` is the percentage of ranked rows that are not more suspect.
 
     With `labels` [n], a group a row, a row is compared within its group: percentile is that of the group, and
     rank goes by the place in the group as a share of it, so that each group is in the review list in

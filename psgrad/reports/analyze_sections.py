@@ -30,7 +30,8 @@ from psgrad.reports.words import (
     words_of,
 )
 from psgrad.results import AnalyzeResult, disagrees, has_classes, top_samples
-from psgrad.results.findings import RULES, CheckResult, Finding
+from psgrad.results.check import CheckResult
+from psgrad.results.findings import RULES, Finding
 from psgrad.results.manifest import read_manifest
 
 MAX_SAMPLES = 200

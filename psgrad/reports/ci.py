@@ -29,7 +29,8 @@ from psgrad.reports.ci_text import (
     who,
 )
 from psgrad.results import RULES, CheckResult, Finding, GateOutcome
-from psgrad.results.findings import check_content, finding_content
+from psgrad.results.check import check_content
+from psgrad.results.findings import finding_content
 
 
 def render_json(result: CheckResult) -> str:

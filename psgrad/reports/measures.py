@@ -116,9 +116,7 @@ def flat_words(facts: Mapping[str, Any], limit: int, before: str = "") -> list[t
 
 
 def _interval(facts: Mapping[str, Any], key: str) -> str:
-    """A number's uncertainty beside it: its interval, at the level that is written once
-    for all.
-    """
+    """The interval of a number, shown beside it. Its level is written once for all numbers."""
     bounds = facts.get(f"{key}_interval")
     if not isinstance(bounds, list | tuple) or len(bounds) != 2:
         return ""

@@ -153,8 +153,8 @@ class Section:
 @dataclass(frozen=True)
 class Page:
     """A page. what: what it shows; private: what it reveals; made: when, and by which version. headline:
-    figures, (value, what it is). partial: which part of the dataset was looked at,
-    if not all. interactive: whether it has the script that sorts, filters and links.
+    figures, (value, what it is). partial: which part of the dataset was analysed, if not all. interactive:
+    whether it has the script that sorts, filters and links.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""The content of manifest.json as typed values. Only this module writes and reads it.
+"""The content of manifest.json as typed values. `psgrad/storage/folders.py` stores and loads the file.
 
 The fields of each class are the keys of the file, in its order. `content_of` gives what is written.
 `read_manifest` reads it: a key that is missing or null, as in runs of earlier versions, has its default.

@@ -162,8 +162,7 @@ class Ledger(LedgerLines):
 
         Raises:
             LedgerError: the disk is full, the line can't be written, or the file is no longer as this process
-            left it. What the line was to
-                pay for must not be released.
+            left it. What the line was to pay for must not be released.
         """
         if kind not in (STEP, NOTE):
             raise ValueError(f"{kind!r} lines can't be appended: {STEP!r} and {NOTE!r} can")

@@ -29,7 +29,8 @@ from psgrad.quality.findings import (
 )
 from psgrad.quality.gates import changed, evaluate, gone, mark_known, read_baseline, written
 from psgrad.results import CheckResult, Location
-from psgrad.results.findings import Baseline, BaselineChange, CheckFacts
+from psgrad.results.check import CheckFacts
+from psgrad.results.findings import Baseline, BaselineChange
 from psgrad.results.manifest import RunManifest, read_manifest
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import finished_manifest, read_columns, write_check

@@ -79,7 +79,7 @@ def costs_of_pass(
     replayed: bool = False,
 ) -> tuple[PassCosts, int]:
     """(costs, bytes of the chunk itself) of a function of parameters and a chunk; arguments as for
-    `predict`.
+    `plan_chunk`.
     """
     rows = tree_map(
         lambda x: x if chunk is None or not isinstance(x, torch.Tensor) else Like.rows(x, chunk),

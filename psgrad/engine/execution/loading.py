@@ -114,7 +114,7 @@ class Loader:
             if job.stop <= stop:
                 raise job.error
             return self._read_here(start, stop)  # fewer are wanted by now
-        # A reader may be bound to the thread that made it (a database does that). If the row is at fault, it
+        # A reader may be bound to the thread that made it (a database does that). If the row is at fault,
         # the error is raised here.
         chunk = self._read_here(start, job.stop)
         self._read_between_chunks(f"beside the computation the reader raised {type(job.error).__name__}")

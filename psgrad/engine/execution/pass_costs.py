@@ -42,7 +42,7 @@ __all__ = ["Like", "NotCapturable", "PassCosts", "observe_pass", "trace_pass"]
 
 @dataclass(frozen=True)
 class Like:
-    """A contiguous tensor that need not exist, as an argument of `traced`."""
+    """A contiguous tensor that need not exist, as an argument of `trace_pass`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class Like:
 
     @classmethod
     def rows(cls, x: torch.Tensor, count: int) -> Like:
-        """As `x`, with so many rows."""
+        """As `x`, with `count` rows."""
         return cls((count, *x.shape[1:]), x.dtype, x.device)
 
 

@@ -22,7 +22,7 @@ from psgrad.engine.transforms.rules.casts import with_scaled_cotangent
 from psgrad.errors import ModelError
 
 _aten = torch.ops.aten
-# What only looks at a weight; an operator that is missing here brings the numbers in, and is as right.
+# Operators that only make views. One that is missing here reads the numbers, and its result is as correct.
 _VIEWS = {
     _aten.alias.default,
     _aten.as_strided.default,
@@ -59,7 +59,7 @@ class Stored(Tensor):
 
     Attributes:
         source: where the numbers lie.
-        view: of the source's layout: what of it this tensor sees.
+        view_of_source: the view of the source's layout that this tensor is.
         supply: brings the numbers to the device; None for those that lie there.
     """
 

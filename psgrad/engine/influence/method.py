@@ -64,11 +64,10 @@ class Checkpoint:
 
     number: from 0. learning_rate: the optimiser's when the checkpoint was saved; None where the config names
     none. say: called with messages for a person while it runs. queries: how many will be scored, for methods
-    that choose what is the least work; None where that is not known. step: optimiser steps up to it; None
-    where that is not known. run: the training run that led here; None where
-    the config does not describe it. of: how many checkpoints scores are averaged over. second_moments: reads
-    Adam's mean of the squared gradients, name -> [*shape], where the optimiser's state is beside the
-    checkpoint; None where it is not.
+    that choose the cheapest computation; None where that is not known. step: optimiser steps up to it; None
+    where that is not known. run: the training run that led here; None where the config does not describe it.
+    of: how many checkpoints scores are averaged over. second_moments: reads Adam's mean of the squared
+    gradients, name -> [*shape], where the optimiser's state is beside the checkpoint; None where it is not.
     """
 
     number: int = 0

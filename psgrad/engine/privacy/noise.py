@@ -79,8 +79,7 @@ class Noise:
 
         Raises:
             ConfigError: the sums have another dtype, the clipping has no grid where one is needed or has one
-            where none is, or the grid is
-                so fine that 64-bit integers can't hold the noise.
+                where none is, or the grid is so fine that 64-bit integers can't hold the noise.
         """
         deviation = self.standard_deviation(clipping.sensitivity(relation))
         self._check(sums, clipping, relation)

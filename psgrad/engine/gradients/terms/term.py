@@ -379,9 +379,8 @@ class Term(ABC):
         raise NotImplementedError
 
     # -- linear maps -----------------------------------------------------------------------------------------
-    # Each
-    # returns None where the value would have to be materialised. Layouts have no window here. An axis of the
-    # layout is given by its number.
+    # Each returns None where the value would have to be materialised. Layouts have no window here. An axis of
+    # the layout is given by its number.
 
     def narrow(self, layout: AxisLayout, dim: int, start: int, step: int, length: int) -> Placed | None:
         """`length` places of an axis."""

@@ -136,7 +136,7 @@ def _agreement(outcomes: Array, size: int) -> float:
     return float(np.mean(correlations))
 
 
-def half_subsets(rows: int, count: int, fraction: float, random: np.random.Generator) -> Array:
+def random_subsets(rows: int, count: int, fraction: float, random: np.random.Generator) -> Array:
     """[count, rows] bool: subsets with a share of the rows each, all of one size."""
     size = round(fraction * rows)
     subsets = np.zeros((count, rows), dtype=bool)

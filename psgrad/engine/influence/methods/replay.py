@@ -15,7 +15,7 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.influence.evaluation.jobs import LoadedRows
-from psgrad.engine.influence.evaluation.metrics import half_subsets, subset_sums
+from psgrad.engine.influence.evaluation.metrics import random_subsets, subset_sums
 from psgrad.engine.influence.evaluation.statistics import spearman
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Per, ScoreBlock, SelfBlock
 from psgrad.engine.influence.solvers.spectrum import TOLD_SECONDS, duration_words
@@ -232,7 +232,7 @@ def agreement(
     whole = measured(queries, rows, {name: value.unsqueeze(0) for name, value in run.final.items()})
     random = np.random.default_rng([seed, 6])
     for share in LEFT_OUT:
-        left_out = half_subsets(len(scores), subsets, max(share, 1 / len(scores)), random)
+        left_out = random_subsets(len(scores), subsets, max(share, 1 / len(scores)), random)
         trained = [run.retrained(torch.from_numpy(~part)) for part in _parts(left_out, run)]
         actual = np.concatenate([measured(queries, rows, params) for params in trained]) - whole
         predicted = subset_sums(scores, left_out)
