@@ -22,7 +22,7 @@ from torch import nn
 
 from psgrad.engine.influence.damping_choice import AGREES, agreements
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Recipe
-from psgrad.engine.influence.evaluation.metrics import random_subsets, lds_mean, rows_of
+from psgrad.engine.influence.evaluation.metrics import lds_mean, random_subsets, rows_of
 from psgrad.engine.influence.evaluation.retraining import EnsembleTrainer
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.influence import Influence

@@ -36,7 +36,7 @@ from torch import nn
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.influence.evaluation.jobs import LoadedRows
-from psgrad.engine.influence.evaluation.metrics import random_subsets, lds, subset_sums
+from psgrad.engine.influence.evaluation.metrics import lds, random_subsets, subset_sums
 from psgrad.engine.influence.evaluation.retraining import fresh_model
 from psgrad.engine.influence.methods.replay import measured
 from psgrad.engine.influence.training_run import TrainingRun

@@ -123,7 +123,7 @@ _LARGEST_HEADER = 1 << 26
 
 
 def _metadata(path: Path) -> Mapping[str, str]:
-    """What a safetensors file says of itself; nothing of any other file, or a damaged one."""
+    """The metadata of a safetensors file; empty for another or a damaged file."""
     if path.suffix.lower() != ".safetensors":
         return {}
     try:

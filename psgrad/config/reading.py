@@ -205,9 +205,9 @@ class _Document:
         path = tuple(part for part in details["loc"] if part not in (FOLDERS, MADE))
         details = {**details, "loc": path}
         where = ".".join(str(part) for part in path)
-        return f"{self._place(path)}: {where + ': ' if where else ''}{explain(details)}"
+        return f"{self._location(path)}: {where + ': ' if where else ''}{explain(details)}"
 
-    def _place(self, path: KeyPath) -> str:
+    def _location(self, path: KeyPath) -> str:
         while path and path not in self.places:
             path = path[:-1]
         return self.places.get(path, self.name)

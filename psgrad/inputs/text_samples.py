@@ -60,7 +60,7 @@ def text_task(data: DataConfig, base: Path, pretrained: Pretrained) -> TextTask:
 _WEIGHT = "weight"
 BLOCK = 256  # rows that are tokenised together
 _COLUMNS = ("text", "prompt", "completion", "messages", "target", "weight")
-_FORMAT = 1  # of the tokens of a row: another one is another dataset
+_FORMAT = 1  # version of how a row becomes tokens, a part of the fingerprint
 
 
 class TextSamples(Samples):

@@ -83,7 +83,7 @@ def write_report(result: AnalyzeResult, write: Callable[[str, bytes], None]) -> 
 def render(
     result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, list[Plot]] | None = None
 ) -> str:
-    """The report as HTML. Figures are changed: their files come first."""
+    """The report as HTML. It changes the figures, so their files are written before."""
     manifest, by_name = read_manifest(result.manifest), {plot.name: plot for plot in plots}
     sections = [
         stands_out(result),

@@ -64,7 +64,7 @@ class Shards:
         self, folder: RunFolder, name: str, run: str = "", part: str = "", counted: bool = False
     ) -> None:
         self._folder, self._run, self._counted = folder, run, counted
-        self._place = "/".join(filter(None, (SHARDS, name, part)))
+        self._prefix = "/".join(filter(None, (SHARDS, name, part)))
         self._count = 0
         self._rows = 0
 
@@ -113,7 +113,7 @@ class Shards:
 
     def _name_of(self, kind: str, number: int) -> str:
         file = f"{number:05d}.parquet" if kind == "table" else f"_{number:05d}.{kind}.safetensors"
-        return f"{self._place}/{file}"
+        return f"{self._prefix}/{file}"
 
     def _path(self, kind: str, number: int) -> Path:
         return self._folder.path / self._name_of(kind, number)

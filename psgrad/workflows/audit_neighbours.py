@@ -38,8 +38,8 @@ _MORE = 2
 # Records that are computed at the beginning of an audit and again at its end, and how far their contributions
 # may be apart, as a share of the sensitivity.
 _REPEATED, _AGAIN = 3, 1e-6
-# What the inputs of a record that should have no say are multiplied by.
-_MONSTERS = {"NaN": math.nan, "infinite": math.inf, "1e30 times as large": 1e30}
+# The inputs of a record that must not change the sum are multiplied by these.
+_EXTREME_FACTORS = {"NaN": math.nan, "infinite": math.inf, "1e30 times as large": 1e30}
 
 # Records of a batch from whose rows such records are made.
 _CANCELLING = 2
@@ -73,7 +73,7 @@ def audited_pairs(
     was left out, and why). Several processes share the pairs; rank 0 has the results of all, and the others
     none.
     """
-    mixed = with_monsters(setup)
+    mixed = with_extreme_records(setup)
     batch, longest = _drawn(setup, mixed, processes)
     neighbours = list(_neighbours(setup, mixed, batch, longest))
     cancelling = list(_cancelling_records(setup, batch))
@@ -185,29 +185,29 @@ def _state_of_one(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
     )
 
 
-def with_monsters(setup: PrivateSetup) -> PrivateSetup:
-    """The setup with a record more for each of _MONSTERS: the first record with inputs that are no numbers to
-    compute with.
+def with_extreme_records(setup: PrivateSetup) -> PrivateSetup:
+    """The setup with one more record for each of _EXTREME_FACTORS: the first record, its inputs multiplied by
+    the factor.
 
     A dataset without floating-point inputs has no such records.
     """
     records, rows = setup.records, len(setup.run.samples)
-    monsters = list(_MONSTERS.values()) if has_floats(setup) else []
+    extremes = list(_EXTREME_FACTORS.values()) if has_floats(setup) else []
 
     def take(wanted: np.ndarray) -> Block:
         kind, row = np.divmod(wanted, rows)
         block = setup.run.reader.take(row)
-        factors = np.array([1.0, *monsters])[kind]
+        factors = np.array([1.0, *extremes])[kind]
         return dataclasses.replace(block, inputs=tuple(_times(x, factors) for x in block.inputs))
 
     own = records.rows_of(0)
     order = np.concatenate(
         [
             records.rows_of_each(np.arange(len(records))),
-            *(own + rows * kind for kind in range(1, len(monsters) + 1)),
+            *(own + rows * kind for kind in range(1, len(extremes) + 1)),
         ]
     )
-    sizes = np.concatenate([records.sizes, np.full(len(monsters), len(own))])
+    sizes = np.concatenate([records.sizes, np.full(len(extremes), len(own))])
     streams = RecordStreams(
         Records(order, np.cumsum(sizes) - sizes, sizes),
         take,
@@ -239,11 +239,11 @@ def _neighbours(
 ) -> Iterator[_NeighbourBatches]:
     """The neighbours of a batch, as the relation has them. longest: its record with the longest gradient."""
     count = len(setup.records)
-    monsters = dict(zip(_MONSTERS, range(count, len(mixed.records)), strict=False))
+    extremes = dict(zip(_EXTREME_FACTORS, range(count, len(mixed.records)), strict=False))
     outside = np.setdiff1d(np.arange(count), batch)
     chosen = _chosen(batch, longest)
     if setup.privacy.relation == "replace_one":
-        others = dict(zip(("another", "one more of the others"), outside[:2], strict=False)) | monsters
+        others = dict(zip(("another", "one more of the others"), outside[:2], strict=False)) | extremes
         for name, other in others.items():
             for place, which in chosen.items():
                 yield _NeighbourBatches(
@@ -257,7 +257,7 @@ def _neighbours(
         yield _NeighbourBatches(f"{which} goes", batch, batch[batch != place], count - more)
     if len(outside):
         yield _NeighbourBatches("a record comes", batch, _sorted(batch, outside[0]), count + more)
-    for name, monster in monsters.items():
+    for name, monster in extremes.items():
         yield _NeighbourBatches(
             f"a record comes whose inputs are {name}", batch, _sorted(batch, monster), count + more
         )

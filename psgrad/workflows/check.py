@@ -18,7 +18,7 @@ from psgrad.errors import ConfigError, DataError, OutputError
 from psgrad.inputs.sources.formats.csv import csv_lines
 from psgrad.quality.findings import (
     NEEDED,
-    WELCOME,
+    OPTIONAL,
     IgnoreEntry,
     counts_of,
     in_order,
@@ -178,7 +178,7 @@ def _samples(folder: Path, run: RunManifest) -> pd.DataFrame:
     by = run.setting("analyze", "outliers", "group_by")
     # What a baseline keeps scores by, beside what findings are made of.
     return read_columns(
-        folder, NEEDED, (*WELCOME, run.score, "log_norm", *(("target", "length", by) if by else ()))
+        folder, NEEDED, (*OPTIONAL, run.score, "log_norm", *(("target", "length", by) if by else ()))
     )
 
 

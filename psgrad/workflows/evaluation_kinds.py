@@ -15,7 +15,7 @@ import pandas as pd
 
 from psgrad.config import TuningConfig
 from psgrad.engine.influence.evaluation.jobs import Job
-from psgrad.engine.influence.evaluation.metrics import ceiling, random_subsets, lds, lds_mean, rows_of
+from psgrad.engine.influence.evaluation.metrics import ceiling, lds, lds_mean, random_subsets, rows_of
 from psgrad.engine.influence.evaluation.mislabel import controls
 from psgrad.engine.influence.evaluation.retraining import seed_of
 from psgrad.engine.influence.evaluation.statistics import (

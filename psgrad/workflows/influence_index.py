@@ -22,7 +22,7 @@ from psgrad.engine.execution.ranks import OneProcess, Processes, RowPart
 from psgrad.engine.influence.index.build import build_index, write_sums
 from psgrad.engine.influence.index.index_rows import BLOCK
 from psgrad.engine.influence.index.stored_index import IndexSpec, StoredRows, describe
-from psgrad.engine.influence.method import Screened
+from psgrad.engine.influence.method import RowNorms
 from psgrad.errors import ConfigError, DistributedError, OutputError
 from psgrad.inputs.reader import CheckedReader
 from psgrad.results import IndexResult, Progress, Say
@@ -222,12 +222,12 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
     return describe(spec, training, fingerprint, count)
 
 
-def screened_rows(store: GradientIndex) -> list[Screened]:
-    """What an index holds of each training example, checkpoint by checkpoint."""
+def stored_row_norms(store: GradientIndex) -> list[RowNorms]:
+    """The losses and norms that an index holds of each training example, checkpoint by checkpoint."""
     found = []
     for number in range(store.description["checkpoints"]):
         losses, squares = StoredRows(store, number).losses_and_square_norms()
-        found.append(Screened(squares.isfinite(), losses.numpy(), squares.sqrt().numpy(), {}))
+        found.append(RowNorms(squares.isfinite(), losses.numpy(), squares.sqrt().numpy(), {}))
     return found
 
 

@@ -28,7 +28,7 @@ from psgrad.inputs.reader import CheckedReader
 from psgrad.plugins import METHODS, configured
 from psgrad.results import Say
 from psgrad.user_code import describe_failure
-from psgrad.workflows.influence_checkpoints import checkpoints_of, first_run, replayed, run_at
+from psgrad.workflows.influence_checkpoints import checkpoints_of, first_run, recomputed_run, run_at
 from psgrad.workflows.influence_queries import (
     chosen_rows,
     contrasted_rows,
@@ -201,7 +201,7 @@ def set_up_influence(
                 "replay computes one training run, step after step, and can't be shared by several processes",
                 next_step="run it in one process",
             )
-        run, training = replayed(config, run, say)
+        run, training = recomputed_run(config, run, say)
     last = len(checkpoints_of(config)) - 1
     reader, rows = queries_of(config, run, measurement, lambda: run_at(run, last), processes)
     views: list[CheckpointView] = []

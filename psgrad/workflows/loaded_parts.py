@@ -87,7 +87,7 @@ class Loaded:
 
     def class_count(self, criterion: Criterion) -> int | None:
         """The size of the output's class axis, by the first row; None where that differs from row to row, the
-        loss has no classes, or the model fails (told later).
+        loss has no classes, or the model fails (reported later).
         """
         if self.samples.labels_are_positions or criterion.kind not in ("class", "token"):
             return None

@@ -114,18 +114,18 @@ def _with_first_look(work: Workload, run: Setup) -> Workload:
     files = [Stamp.of(path) for path in data_files(data, base)] if data.path is not None else []
     size = sum(file.size for file in files)
     by_host = min(size, SAMPLES * SAMPLE) if files_read_again(data, base) else size
-    work = replace(work, looked_at=size, look_seconds=size * _BYTE_SECONDS, loaded=work.loaded + by_host)
+    work = replace(work, hashed_bytes=size, hash_seconds=size * _BYTE_SECONDS, loaded=work.loaded + by_host)
     if data.images is None and data.image is None:
         return work
     image = image_bytes(data, base, _FEW, run.config.allow_download)
     return replace(
         work,
         read=image,
-        looked_at=size + work.rows * image,
-        look_seconds=work.look_seconds + work.rows * (_IMAGE_SECONDS + image * _BYTE_SECONDS),
+        hashed_bytes=size + work.rows * image,
+        hash_seconds=work.hash_seconds + work.rows * (_IMAGE_SECONDS + image * _BYTE_SECONDS),
         # Rank 0 lists a folder again, for the manifest.
         listing_seconds=0.0 if data.images is None else 2 * work.rows * _NAME_SECONDS,
-        told=work.rows * DIGEST,
+        broadcast_bytes=work.rows * DIGEST,
     )
 
 
@@ -154,13 +154,13 @@ def _moved(supply: Supply, stream: Stream, rows: int) -> int:
 
 
 def plan_of(found: RunPlan, on: Machine) -> PlanResult:
-    """The plan of a run as a plain record."""
+    """The plan of a run as plain values."""
     parameters = [
         ParameterPlan(
             p.name,
             "x".join(map(str, p.shape)) or "scalar",
             p.kinds,
-            p.way,
+            p.order,
             1e6 * p.seconds,
             p.bytes,
             p.factored,

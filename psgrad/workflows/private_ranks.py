@@ -128,8 +128,8 @@ def follow(
     """The steps of a run on a rank that does not lead, until rank 0 ends. Returns (the setup, what `before`
     found, which is called before the first step).
 
-    output: the run folder. progress: hears of each step's number alone, which is public. What the
-    computation says of a rank's records is not, and is written to private/.
+    output: the run folder. progress: called with the number of each step alone, which is public. Messages
+    about a rank's records are not public, and are written to private/.
     """
     messages = _Messages(PrivateRunFolder(output), processes.rank)
     setup = set_up_privately(config, messages, processes)

@@ -116,8 +116,8 @@ class PrivateRun:
         self._spent[event] = self._spent.get(event, 0) + 1
 
     def save(self) -> None:
-        """Say what was spent, then keep where the training stands: what is released is never ahead of what is
-        said.
+        """Write the statement of what was spent, then the state of the training. In this order the statement
+        counts each step that is released.
         """
         training, (tensors, _) = self.training, self.setup.began.tensors()
         self.folder.write_public_json(STATEMENT, self.statement.step(self.ledger, final=False))
@@ -127,8 +127,8 @@ class PrivateRun:
         self._saved_at, self._saved_step = time.monotonic(), training.taken
 
     def finish(self, notes: list[str]) -> DPStepResult:
-        """The last words: the final epsilon, the weights, the figures, and what is not private apart from
-        them. notes: for people.
+        """Write the final epsilon, the weights and the figures, and apart from them the values that are not
+        private. notes: sentences for people.
         """
         self.save()
         model = self._model_bytes()
@@ -139,13 +139,13 @@ class PrivateRun:
             for name, content in adapter_files(self.setup.run.model, self._state()).items():
                 self.folder.write_public_bytes(f"{ADAPTER}/{name}", content)
         if self._latest:
-            said = {
+            metadata = {
                 "step": str(self.training.taken),
                 "expected_batch_size": str(self.setup.privacy.expected_batch_size),
             }
             self.folder.write_public_bytes(
                 NOISY_SUM,
-                save({name: value.cpu().contiguous() for name, value in self._latest.items()}, said),
+                save({name: value.cpu().contiguous() for name, value in self._latest.items()}, metadata),
             )
         curve = epsilon_curve(
             self.statement.planned, self.setup.privacy.delta, curve_points(self.setup.privacy.steps)

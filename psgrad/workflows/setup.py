@@ -263,7 +263,7 @@ def at_weights(objective: Objective, model: nn.Module, path: object) -> Objectiv
 
 
 def _digest(model: nn.Module) -> str:
-    """Of the weights; not of the file, into which torch.save writes its name."""
+    """A hash of the model's weights; not of the file, into which torch.save writes its name."""
     digest = hashlib.blake2b(digest_size=16)
     for name, value in model.state_dict().items():
         digest.update(f"{name}{value.dtype}{tuple(value.shape)}".encode())

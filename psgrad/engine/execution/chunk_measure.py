@@ -44,7 +44,7 @@ class NoColumns:
 
 @dataclass(frozen=True)
 class Columns:
-    """What the measures said of the rows start, ..., stop - 1."""
+    """What the measures computed of the rows start, ..., stop - 1."""
 
     start: int
     stop: int

@@ -118,11 +118,11 @@ class Examples:
         A pass that is cheaper than `each`.
         """
 
-        def said(gradients: PerSampleGradients | SquareNorms) -> dict[str, torch.Tensor]:
+        def columns(gradients: PerSampleGradients | SquareNorms) -> dict[str, torch.Tensor]:
             norms = {"loss": gradients.losses.double(), "square_norm": gradients.square_norms()}
             return norms | {name: accumulating(column) for name, column in gradients.aux.items()}
 
-        return self.run(_QueryColumns(said, needs_factors=False))
+        return self.run(_QueryColumns(columns, needs_factors=False))
 
     def fold(self, query: Callable[[Any], Tree], compute: Callable[..., Any] | None = None) -> Tree:
         """The sum over the chunks of what `query` says of each one's gradients: a pytree of tensors, which
@@ -178,11 +178,11 @@ class Examples:
             dims = (None, 0, None if target is None else 0)
             return vmap(loss, in_dims=dims, randomness=options["randomness"])(params, inputs, target)
 
-        def said(found: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        def columns(found: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
             losses, summary = found
             return {"loss": losses.double()} | {name: accumulating(each) for name, each in summary.items()}
 
-        return self.run(_QueryColumns(said), forward)
+        return self.run(_QueryColumns(columns), forward)
 
     def materialise(self) -> torch.Tensor:
         """[n, p]: every gradient materialised, on the CPU."""

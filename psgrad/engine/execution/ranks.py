@@ -81,15 +81,15 @@ class Processes(Protocol):
         """
 
     def broadcast(self, name: str, arrays: Arrays) -> Arrays:
-        """The tensors of rank 0, on the CPU of every rank; those of other ranks are ignored. For the same
-        name any number of times.
+        """The tensors of rank 0, on the CPU of every rank; those of other ranks are ignored. It may be called
+        for the same name any number of times.
         """
 
     def collect(
         self, name: str, state: Callable[[], Arrays], add: Callable[[str, torch.Tensor], None]
     ) -> None:
-        """Add to what rank 0 has what all have: nothing of it is sent back. For the same name any number of
-        times.
+        """Add the tensors of all ranks to those of rank 0; the other ranks get nothing back. It may be called
+        for the same name any number of times.
 
         state: what this process has by then. add: adds one tensor of another process, by its name.
         """

@@ -104,7 +104,7 @@ class RowComputation:
         return block.inputs, block.target
 
     def load_block(self, start: int, stop: int) -> Block:
-        """The same with the rows' lengths, for `computed`."""
+        """The rows of `load` as a block, with their lengths, for `computed`."""
         return self._to_device(self.read(start, stop))
 
     def _to_device(self, block: Block) -> Block:

@@ -155,8 +155,8 @@ class Leverage:
     """Of n examples, float64 on the CPU.
 
     weights: w_i [n, R]. pull: S_i' M_i r_i [n, R]. extra: [n], what the correction adds to the influence on
-    the own loss. largest: [n], the largest eigenvalue of L_i M_i: zero for an example that the fit does not
-    lean on, one for one without which the problem has no solution, whose numbers here are NaN.
+    the own loss. largest: [n], the largest eigenvalue of L_i M_i: zero for an example that does not change
+    the fit, one for an example without which the problem has no solution, whose numbers here are NaN.
     """
 
     weights: torch.Tensor

@@ -1,5 +1,5 @@
 """The interface of an influence method: options, a fit to the training set at one checkpoint, and scores in
-blocks of training examples. `screened` finds the rows whose loss and gradient are finite.
+blocks of training examples. `row_norms` finds the rows whose loss and gradient are finite.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def not_finite_gradients(arrived: str) -> InfluenceError:
 
 
 @dataclass(frozen=True)
-class Screened:
+class RowNorms:
     """The results of a pass over n rows: finite [n], losses [n], norms [n] of the gradients, and further
     columns (a prediction).
     """
@@ -258,13 +258,13 @@ class Screened:
     columns: dict[str, np.ndarray]
 
 
-def screened(examples: Examples) -> Screened:
-    """One pass for norms."""
+def row_norms(examples: Examples) -> RowNorms:
+    """The losses and gradient norms of all rows, in one pass."""
     chunks = [norms for _, norms in examples.norms()]
     columns = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
     losses, squares = columns.pop("loss"), columns.pop("square_norm")
     finite = torch.isfinite(losses) & torch.isfinite(squares)
-    return Screened(
+    return RowNorms(
         finite,
         losses.numpy(),
         squares.sqrt().numpy(),

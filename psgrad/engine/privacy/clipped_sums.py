@@ -48,7 +48,7 @@ from psgrad.engine.gradients import (
 )
 from psgrad.engine.gradients.bounded_sums import in_type
 from psgrad.engine.gradients.deferred import DeferredGradient
-from psgrad.engine.gradients.per_sample import Pass, SamplesDisagree
+from psgrad.engine.gradients.per_sample import BatchPass, SamplesDisagree
 from psgrad.engine.gradients.terms import square_norm
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.discrete import round_to_grid, tightened
@@ -196,7 +196,7 @@ class Clipper:
         self.clipping, self.samples, self.memory, self.block = clipping, samples, memory, block
 
     def of_block(self, block: Block) -> Clipper:
-        """The same for these records, which a stream computes together."""
+        """A clipper for these records, which a stream computes together."""
         return Clipper(self.clipping, 1, self.memory, block)
 
     @torch.no_grad()
@@ -284,7 +284,7 @@ class _RecordChunk:
     ) -> None:
         self.loss, self.params, self.batch, self.options = loss, params, batch, options
         self.device = next(iter(params.values())).device
-        self._pass = Pass(loss, params, batch, **options)
+        self._pass = BatchPass(loss, params, batch, **options)
         self.records: int = self._pass.level.size
 
     def batch_of(self, records: torch.Tensor) -> tuple[Any, ...]:

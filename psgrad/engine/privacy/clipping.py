@@ -358,8 +358,8 @@ class AdaptiveBound:
     def next(
         self, below: torch.Tensor, expected_batch_size: float, relation: Relation, generator: Generator
     ) -> AdaptiveBound:
-        """The bound for the next step, from which of the drawn records with a gradient had a norm below this
-        one: [n] bool, n = 0 even.
+        """The bound for the next step. below: [n] bool, which of the drawn records with a gradient had a norm
+        below this bound; n may be 0.
 
         The noisy count is rounded to a public grid, as the sums are.
         """

@@ -54,7 +54,7 @@ class Form:
         )
 
     @property
-    def place(self) -> str:
+    def slice_text(self) -> str:
         """The part of the parameter, as an index; empty for all of it."""
         if self.layout is None or self.layout.window is None:
             return ""

@@ -1,5 +1,6 @@
-"""Influence by replay: the exact derivative of a query's measurement, after training, with respect to each
-training example's weight in the whole run.
+"""The method `replay`: metagradients, the exact derivatives of a query's measurement after training by each
+training example's weight in the whole run. The passes over the run, forward and backward, are in
+`training_run.py` and `training_steps.py` beside `methods`.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from psgrad.engine.influence.evaluation.metrics import (
     ceiling,
     choose_removals,
-    random_subsets,
     lds,
     lds_mean,
     leave_one_out,
+    random_subsets,
     removal,
     strongest,
     subset_sums,
