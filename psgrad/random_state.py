@@ -103,5 +103,5 @@ def cpu_states() -> tuple[Any, ...]:
 
 
 def all_states() -> tuple[Any, ...]:
-    """The same, with those on GPUs."""
+    """The states of `cpu_states` and of the generators on GPUs."""
     return (*cpu_states(), *(state.numpy().tobytes() for _, state in states()))

@@ -20,7 +20,7 @@ _STREAM = 0x5A3B1E  # of the seed's numbers, so that nothing else that is drawn 
 
 
 def drawn_rows(rows: int, count: int, seed: int) -> Array:
-    """[count]: different rows of so many, drawn uniformly by a seed, in rising order."""
+    """[count]: different rows out of `rows`, drawn uniformly by a seed, in rising order."""
     return np.sort(np.random.default_rng([seed, _STREAM]).choice(rows, count, replace=False))
 
 

@@ -95,7 +95,7 @@ class Samples(ABC):
         return joined(blocks).at(places)
 
     def anew(self) -> Samples:
-        """The same rows, of which those that code makes are made each time they are read."""
+        """This dataset; rows that code makes are made each time they are read."""
         return self
 
     def read_ahead(self, rows: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -260,7 +260,7 @@ class TokenBlocks:
         return found
 
     def put(self, number: int, table: pa.Table) -> pa.Table:
-        """The same table, from its file where that could be written."""
+        """Store the table, and return it: from its file where that could be written."""
         with suppress(OSError):
             path = self._path(self._folders()[0], number)
             path.parent.mkdir(parents=True, exist_ok=True)

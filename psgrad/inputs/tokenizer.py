@@ -104,7 +104,7 @@ class Tokenizer:
         return found
 
     def require_short(self, length: int, where: str) -> None:
-        """Raises DataError for a row of so many tokens where it is too long and must not be cut."""
+        """Raises DataError for a row of `length` tokens if that is too long and the row must not be cut."""
         if self.limit is not None and length > self.limit and self.truncation == "error":
             raise DataError(
                 f"{where} has {length:,} tokens",
@@ -127,7 +127,7 @@ class Tokenizer:
             )
 
     def kept(self, length: int) -> slice:
-        """The tokens that stay of a row of so many, without special tokens around it."""
+        """The tokens that stay of a row of `length` tokens, without special tokens around it."""
         if self.limit is None or length <= self.limit:
             return slice(None)
         return slice(length - self.limit, None) if self.truncation == "left" else slice(self.limit)

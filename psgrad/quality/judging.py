@@ -3,10 +3,10 @@ are reviewed. docs/explanation/outliers.md has the rules.
 
 The verdict is by conformal p-values and the false discovery rate: Bates et al., Testing for outliers with
 conformal p-values, Annals of Statistics 2023 (arXiv 2104.08279). A p-value here is valid where the sample, if
-it is no outlier, and the reference are exchangeable: drawn from the same source, measured by the same model,
-and both trained on or both held out. Nothing is assumed about how scores are distributed. P-values that share
-one reference depend on each other, in the way (PRDS) under which Benjamini and Hochberg's procedure still
-holds.
+it is not an outlier, and the reference are exchangeable: drawn from the same source, measured by the same
+model, and both trained on or both held out. Nothing is assumed about how scores are distributed. P-values
+that share one reference depend on each other, in the way (PRDS) under which Benjamini and Hochberg's
+procedure still holds.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def grouped_p_values(
 
 def q_values(p: Array) -> Array:
     """The smallest false discovery rate at which each p-value is flagged, by Benjamini and Hochberg; NaN
-    stays NaN, and is no test.
+    stays NaN, and is not a test.
     """
     from scipy.stats import false_discovery_control
 
@@ -302,7 +302,9 @@ def _require_score(frame: pd.DataFrame, score: str) -> None:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Of each sample, [n] each: p- and q-value, the outlier score, and whether it is in the reference."""
+    """The verdicts on n samples, [n] each: p- and q-value, the outlier score, and whether the sample is in
+    the reference.
+    """
 
     p: Array
     q: Array

@@ -32,7 +32,7 @@ def who(finding: Finding) -> str:
 
 
 def sentence(finding: Finding) -> str:
-    """Who and what, with the reasons that the message does not give."""
+    """The sample and the message, with the reasons that the message does not give."""
     reasons = [reason for reason in finding.reasons if reason not in finding.message]
     group = f"; group {finding.group}" if finding.group not in (None, "all") else ""
     return clean(
@@ -81,7 +81,7 @@ def more(left: int, where: str = "findings.jsonl in the run folder") -> str:
 
 
 def counting(findings: Sequence[Finding]) -> list[Finding]:
-    """Those that nobody has accepted: not known to the baseline, not ignored."""
+    """The findings that nobody has accepted: neither in the baseline nor ignored."""
     return [finding for finding in findings if finding.state == "new"]
 
 
@@ -137,8 +137,8 @@ _KEPT = frozenset(" ;=")  # beside letters and digits: no sign of Markdown is ma
 
 
 def render_markdown(result: CheckResult, limit: int = COMMENT_BYTES) -> str:
-    """Markdown for a step's summary or a comment: the outcomes and the first new findings, as many as there
-    is room for in so many bytes. No text of the data is a link, a mention, a table's end or HTML.
+    """Markdown for a step's summary or a comment: the outcomes and the first new findings, as many as fit in
+    `limit` bytes. No text of the data is a link, a mention, a table's end or HTML.
     """
     lines = [f"### psgrad: {plain(headline(result))}", "", "| gate | verdict | |", "| --- | --- | --- |"]
     lines += [

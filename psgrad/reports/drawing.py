@@ -185,7 +185,9 @@ def figure_with_axes(height: float) -> tuple[Figure, Axes]:
 def figure_with_panels(
     height: float, across: int, down: int = 1, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """The same with several pairs of axes, row by row; options: of matplotlib's `subplots`."""
+    """A figure of a height in inches, with several pairs of axes, row by row. options: of matplotlib's
+    `subplots`.
+    """
     figure = Figure(figsize=(WIDTH_IN, height), layout="constrained")
     panels: list[Axes] = figure.subplots(down, across, squeeze=False, **options).ravel().tolist()
     for axes in panels:

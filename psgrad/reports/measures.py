@@ -49,7 +49,7 @@ def measure_sections(
 
 
 def about_parts(measure: MeasureResult) -> Iterator[Part]:
-    """What a measure is, its numbers of the whole dataset, and what its columns say."""
+    """A measure's description, its numbers for the whole dataset, and the meaning of its columns."""
     about = [("Formula", measure.formula), ("Unit", measure.unit), ("Source", measure.source)]
     yield Facts([(name, brief(str(value), ABOUT_LIMIT)) for name, value in about if value])
     if numbers := flat_words(measure.numbers, ABOUT_LIMIT)[:MAX_NUMBERS]:

@@ -1,6 +1,4 @@
-"""What a report says of outliers, on the page and on the terminal: by what samples were judged, against
-which others, and what was found.
-"""
+"""Outliers in reports, on the page and on the terminal: the score, the reference, and the findings."""
 
 from __future__ import annotations
 

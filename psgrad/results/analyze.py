@@ -154,7 +154,7 @@ def disagrees(frame: pd.DataFrame) -> pd.Series[bool]:
 def rows_where(frame: pd.DataFrame, condition: str, option: str) -> np.ndarray[Any, Any]:
     """[n] bool: for which rows a condition on the columns holds. option: what the condition was given as.
 
-    Raises ConfigError for what is no condition, or can't be answered of these columns.
+    Raises ConfigError for a text that is not a condition, or that these columns can't answer.
     """
     try:
         names = names_in_condition(condition, [str(name) for name in frame])

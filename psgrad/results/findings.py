@@ -50,7 +50,7 @@ class Finding:
         reasons: short texts, from the table.
         group: of the sample, where samples are grouped.
         values: column -> number, those that bear on it (the score that samples are judged by, grad_norm,
-            loss, p_value, q_value, outlier_score); None where it is no finite number.
+            loss, p_value, q_value, outlier_score); None where the number is not finite.
         state: 'new'; 'known', in the baseline; 'ignored', by an entry of the ignore list, whose reason is
             `ignored_because`.
     """

@@ -157,7 +157,7 @@ class Ledger(LedgerLines):
         """Add a line; when this returns it is on the disk, and what it pays for may be released.
 
         Args:
-            content: plain JSON values. NaN and infinities are none (ValueError, nothing is written).
+            content: plain JSON values. NaN and infinities are refused: ValueError, and nothing is written.
             kind: `step`, which is what epsilon is computed from, or `note`.
 
         Raises:

@@ -40,7 +40,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class FinishedShards:
-    """What a process has finished of a pass: its shards, in order, and what it gathered over their rows."""
+    """The finished part of a process's pass: its shards, in order, and what it gathered over their rows."""
 
     shards: list[Shard] = field(default_factory=list)
     state: Arrays = field(default_factory=dict)
@@ -51,9 +51,9 @@ class FinishedShards:
 
 
 class Shards:
-    """The shards that one process makes of one pass: parts/<name>/<part>/00000.parquet with the table,
-    beside it, behind an underscore so that readers of the folder skip them, the arrays, and the state after
-    it.
+    """The shards that one process writes for one pass: the table in parts/<name>/<part>/00000.parquet; beside
+    it the arrays and the state after it, whose names begin with an underscore so that readers of the folder
+    skip them.
 
     The parquet file is written last, and completes the shard: before that it does not exist. part: of the
     process, empty for a process alone. run: a hash of the identity of the run. counted: its rows are finished

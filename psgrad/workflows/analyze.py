@@ -291,8 +291,8 @@ def judged_before(config: Config, folder: RunFolder, gate: GateFiles) -> Analyze
 
 
 def limited(count: int, limit: int | float | None) -> int:
-    """How many rows are looked at. Raises ConfigError for a limit that is no number of rows, and no fraction
-    of them.
+    """How many rows are analysed. Raises ConfigError for a limit that is neither a number of rows nor a
+    fraction of them.
     """
     if limit is None:
         return count

@@ -272,7 +272,7 @@ def _rows_of(measured: Measured) -> npt.NDArray[Any] | None:
 
 
 def _described(run: Setup) -> RunManifest:
-    """Of a run's manifest the parts that scores depend on."""
+    """The parts of a run's manifest that scores depend on."""
     trainable = sum(
         parameter.numel() for parameter in run.loaded.model.parameters() if parameter.requires_grad
     )

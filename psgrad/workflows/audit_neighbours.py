@@ -31,7 +31,7 @@ from psgrad.results import NeighbourPair
 from psgrad.workflows.private_setup import PrivateSetup
 from psgrad.workflows.private_statement import Statement, ledger_header
 
-# A batch of so many records at most: neighbours differ by one record in any batch.
+# The largest batch: neighbours differ by one record in any batch.
 _MOST_RECORDS = 256
 # Records that are taken out or exchanged, besides the longest one.
 _MORE = 2
@@ -148,8 +148,9 @@ def contributions(setup: PrivateSetup) -> Contributions:
 
 
 def audited_state(setup: PrivateSetup, before: Contributions, processes: Processes) -> list[NeighbourPair]:
-    """Whether records still add what they added before others passed, and whether what is published besides
-    the weights is what it was. Of several processes rank 0 has the worst result, and the others none.
+    """Whether records still add to the sum what they added before other records were computed, and whether
+    the published values besides the weights are unchanged. Rank 0 has the worst result of all processes; the
+    other ranks have none.
 
     before: `contributions` of before. A model or a loss that keeps what it saw shows here.
     """
@@ -159,7 +160,7 @@ def audited_state(setup: PrivateSetup, before: Contributions, processes: Process
 
 
 def _state_of_one(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
-    """The same of this process."""
+    """The result of `audited_state` for this process alone."""
     after = contributions(setup)
     steps = 1.0 if setup.clipping.grid is None else setup.clipping.grid
     squares = [
@@ -227,7 +228,7 @@ def has_floats(setup: PrivateSetup) -> bool:
 
 
 def _times(x: Tensor, factors: np.ndarray) -> Tensor:
-    """[n, ...]: each row times its factor; numbers that are none become so where the row was zero, too."""
+    """[n, ...]: each row times its factor. NaN and infinite factors also change zeros."""
     if not x.is_floating_point():
         return x
     each = torch.from_numpy(factors).to(x.dtype).reshape(-1, *(1,) * (x.dim() - 1))
@@ -301,7 +302,9 @@ def _compared(
     datasets = iter((len(setup.records), neighbours.records))
 
     def public(noisy: NoisySum) -> dict[str, object]:
-        """What the ledger would say of a run and its first step on a dataset of so many records."""
+        """The ledger's header and first line, for a dataset with the number of records of this batch's
+        dataset.
+        """
         size = next(datasets)
         resized = dataclasses.replace(setup, records=Records.of_rows(size))
         training = PrivateTraining(
@@ -354,7 +357,9 @@ class _CancellingRecord:
 
 
 def _cancelling_records(setup: PrivateSetup, batch: np.ndarray) -> Iterator[_CancellingRecord]:
-    """Such records, made of rows of the first records of a batch; of the first row where it is empty."""
+    """Records whose positions cancel, made of rows of the first records of a batch; of the first row where
+    the batch is empty.
+    """
     starts = [int(setup.records.rows_of(int(record))[0]) for record in batch[:_CANCELLING]] or [0]
     for start, (same, weights) in itertools.product(starts, _TAKEN_BACK):
         rows = np.full(3, start)
@@ -388,7 +393,7 @@ def _cancelling_source(setup: PrivateSetup, record: _CancellingRecord, count: in
         in_dims=dims,
         has_aux=True,
         randomness=setup.run.randomness,
-        samples=2,  # as beside another record: what is computed with others, and what alone, is looked at
+        samples=2,  # two records are computed together, as in a batch; records that are computed alone are compared too
     )
 
     def source(clipping: Clipping) -> ClippedSum:

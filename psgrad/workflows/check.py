@@ -176,7 +176,7 @@ def _gate_of(run: RunManifest, settings: Sequence[str]) -> tuple[GateConfig, Pat
 
 def _samples(folder: Path, run: RunManifest) -> pd.DataFrame:
     by = run.setting("analyze", "outliers", "group_by")
-    # What a baseline keeps scores by, beside what findings are made of.
+    # Columns by which a baseline groups scores, in addition to those that findings are made of.
     return read_columns(
         folder, NEEDED, (*OPTIONAL, run.score, "log_norm", *(("target", "length", by) if by else ()))
     )

@@ -66,7 +66,7 @@ from psgrad.workflows.run_manifest import (
 )
 from psgrad.workflows.run_progress import LOADING, Clock, PassProgress
 
-# What the report shows in pictures: so many queries, and of each so many examples of either sign.
+# Figures of the report: how many queries, and for each how many examples of either sign.
 _SHOWN_QUERIES = 6
 _SHOWN_EXAMPLES = 8
 # What self-influence by a solve an example may be predicted to take, where the config leaves it open.

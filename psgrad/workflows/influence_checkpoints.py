@@ -100,7 +100,7 @@ def of_model(model: nn.Module, run: Setup) -> Vectors:
 
 
 def with_weights(run: Setup, params: Mapping[str, torch.Tensor]) -> Setup:
-    """The same with these parameters in a model of their own."""
+    """`run` with these parameters, in a model of its own."""
     loaded = run.another(run.config.model)
     with torch.no_grad():
         own = dict(loaded.model.named_parameters())

@@ -295,7 +295,7 @@ def matched(stored: np.ndarray, places: np.ndarray, now: np.ndarray) -> np.ndarr
 def require_losses(index: GradientIndex, run: Setup, rows: list[int], known: torch.Tensor) -> None:
     """Raises OutputError where the losses of some rows are not those that an index knows, float64.
 
-    What a description can't see is what code reads from elsewhere while it runs.
+    A description does not see what code reads from elsewhere while it runs.
     """
     found = run.stream(lambda _: None).gradients_at(rows).losses.double().cpu()
     rounding = torch.finfo(run.objective.autocast or run.dtype).eps ** 0.5

@@ -283,9 +283,9 @@ def check_removals(
     own: np.ndarray | None,
     say: Callable[[str], None],
 ) -> RemovalCheck | None:
-    """Of the largest scores, and of the largest self-influence, what training that goes on without the
-    example finds; of several checkpoints the mean. None where the config leaves it out, or the method has no
-    inverse to take steps by.
+    """For the largest scores, and the largest self-influence, the effect of training on without the example;
+    for several checkpoints the mean. None where the config leaves it out, or the method has no inverse to
+    take steps by.
 
     own: [n] self-influences.
     """

@@ -121,7 +121,7 @@ class InfluenceSetup:
         return self.views[0].training.processes
 
     def with_queries(self, rows: np.ndarray) -> InfluenceSetup:
-        """The same with these rows alone as queries."""
+        """This setup with `rows` as its only queries."""
         read = chosen_rows(self.query_reader, rows)
         views = [
             replace(view, queries=replace(view.queries, read=read, count=len(rows))) for view in self.views
@@ -129,7 +129,7 @@ class InfluenceSetup:
         return replace(self, views=views, query_rows=rows)
 
     def watched(self, watch: Callable[[int, int], None]) -> InfluenceSetup:
-        """The same with passes that are watched; see `Examples`."""
+        """This setup with passes that are watched; see `Examples`."""
         views = [
             replace(
                 view,

@@ -74,7 +74,7 @@ def plan(
 
 
 def _of_processes(processes: int, one: PlanResult, run: Setup, say: Callable[[str], None]) -> ProcessesPlan:
-    """The prediction for so many processes. one: that for a process alone."""
+    """The prediction for `processes` processes. one: the prediction for one process."""
     cluster, gathered = Cluster(), _gathered_bytes(run, say)
     work = Workload(
         one.rows,
@@ -130,7 +130,7 @@ def _with_first_look(work: Workload, run: Setup) -> Workload:
 
 
 def _gathered_bytes(run: Setup, say: Callable[[str], None]) -> int:
-    """Bytes of what the measures have gathered, of the first few rows: what a process sends to another."""
+    """Bytes that a process sends to another: what the measures have gathered of the first few rows."""
     setting, every = prepare(run, measures_of(run.config), len(run.samples), say)
     for _ in setting.examples.stream.run(min(_FEW, len(run.samples)), every):
         pass

@@ -224,8 +224,8 @@ def set_up_privately(
 
 
 def refuse(setup: PrivateSetup) -> None:
-    """Refuse what would void the guarantee, before anything is drawn. What is looked at here only ever stops
-    a run.
+    """Refuse settings that would void the guarantee, before anything is drawn. What is looked at here only
+    ever stops a run.
     """
     privacy, run = setup.privacy, setup.run
     # first: the checks below find a model that has set itself up, and changes no more

@@ -43,12 +43,12 @@ from psgrad.workflows.run_progress import without_interrupts
 MODEL, NOISY_SUM, STATEMENT = "model.safetensors", "noisy_sum.safetensors", "step.json"
 ADAPTER = "adapter"  # the folder of the adapters, where the model has some
 _STEPS = "steps.parquet"
-# Norms of so many of the latest records are kept for their histogram.
+# The number of latest records whose norms are kept for their histogram.
 _NORMS = 10_000
 
 
 class PrivateRun:
-    """Steps of one process, and what they leave: ledger lines, checkpoints, and a statement of what was
+    """Steps of one process, and the files they write: ledger lines, checkpoints, and a statement of what was
     spent.
 
     Args:
@@ -77,7 +77,7 @@ class PrivateRun:
         self._saved_at, self._saved_step = time.monotonic(), training.taken
 
     def take(self, steps: int, progress: Say, on_interrupt: Callable[[], None] = lambda: None) -> None:
-        """Take so many steps, and save every now and then; also where Ctrl-C or another rank ends them early.
+        """Take `steps` steps, and save from time to time; also where Ctrl-C or another rank ends them early.
 
         on_interrupt: called when Ctrl-C arrives in a step, which is finished first.
         """

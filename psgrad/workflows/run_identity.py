@@ -197,7 +197,7 @@ def reopen(
 
 
 def _parts_that_differ(path: Path, now: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Of the model's weights and modules the names that differ, in words; nothing where the list of them is
+    """The names of the model's weights and modules that differ, in words; empty where the list of them is
     gone.
     """
     try:
@@ -260,7 +260,7 @@ def _with_later_keys(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 
 
 def flattened(content: Any, above: str = "") -> dict[str, Any]:
-    """Dotted name -> value, of nested dictionaries, without what is no part of a number."""
+    """Dotted name -> value, of nested dictionaries, without the keys that change no number."""
     if not isinstance(content, dict):
         return {above: content}
     inside = [

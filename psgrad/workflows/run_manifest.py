@@ -217,15 +217,15 @@ def rank_facts(processes: Processes, name: str, own: RankReport) -> dict[str, An
     """The work of all processes, on the first of several."""
     if processes.size == 1:
         return None
-    said = {"rank": processes.rank, "host": socket.gethostname(), **asdict(own)}
-    each = [json.loads(text) for text in processes.texts(f"{name}ranks", json.dumps(said))]
+    mine = {"rank": processes.rank, "host": socket.gethostname(), **asdict(own)}
+    each = [json.loads(text) for text in processes.texts(f"{name}ranks", json.dumps(mine))]
     if not each:
         return None
     return facts_of_all(processes, each, [rank["seconds"] for rank in each])
 
 
 def rank_facts_of_steps(processes: Processes, name: str) -> dict[str, Any] | None:
-    """The same of what the processes have computed step by step, together."""
+    """The `rank_facts` of processes that compute step by step, together."""
     return rank_facts(processes, name, RankReport(*processes.spent()))
 
 

@@ -335,7 +335,7 @@ def _unlike(
 
 
 def _free_bytes(output: Path) -> int | None:
-    """Of the disk that the output would be on; None where that can't be told."""
+    """Free bytes of the disk that the output would be on; None where they are not known."""
     for folder in (output, *output.absolute().parents):
         try:
             return shutil.disk_usage(folder).free

@@ -151,7 +151,7 @@ class ChunkReplay:
     def _count_flag(self) -> None:
         self.flags += 1
         if self.flags > 2 + self.chunks / _RARELY:
-            self._captured = None  # what runs twice is slower than what runs once
+            self._captured = None  # chunks that run twice are slower than chunks that are not replayed
 
     def drop_program(self) -> None:
         """Give back what programs hold: memory ran out."""

@@ -156,8 +156,8 @@ def _identity(work: Workload, cluster: Cluster, ranks: int, hosts: int) -> float
 
 
 def _excess(service: float, ranks: int, between: float) -> float:
-    """Seconds by which a server with this time of service delays each of its clients, which ask again so many
-    seconds after an answer: no more than one answer is given at a time.
+    """Seconds by which a server with this time of service delays each of its clients, which ask again
+    `between` seconds after an answer: no more than one answer is given at a time.
     """
     return max(service, ranks * service - between)
 
@@ -175,7 +175,7 @@ def efficiencies(
 
 
 def _varied(draw: random.Random, cluster: Cluster, chunks: float) -> float:
-    """How many times as long as expected a range of so many chunks takes; 1 in the mean."""
+    """The time of a range of `chunks` chunks, as a multiple of the expected time; 1 in the mean."""
     deviation = cluster.variation / math.sqrt(max(1.0, chunks))
     return draw.lognormvariate(-deviation * deviation / 2, deviation)
 

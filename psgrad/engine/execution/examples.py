@@ -26,8 +26,7 @@ from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.transforms import vmap
 from psgrad.engine.transforms.private_torch import tree_flatten, tree_map, tree_unflatten
 
-# What a process computes before it sends its columns to the others: so many bytes, and so many chunks, at
-# most; one chunk at least.
+# Most bytes and chunks that a process computes before it sends its columns to the others; one chunk at least.
 _ROUND_BYTES, _ROUND_CHUNKS = 1 << 25, 16
 
 Query = Callable[[PerSampleGradients], dict[str, torch.Tensor]]
@@ -88,11 +87,11 @@ class Examples:
         return rows if self.numbers is None else self.numbers.to(rows.device)[rows]
 
     def with_scalar(self, criterion: Callable[[Any, Any], torch.Tensor]) -> Examples:
-        """The same rows and parameters, with another scalar of (output, target) in place of the loss."""
+        """These examples with another scalar of (output, target) in place of the loss."""
         return replace(self, objective=self.objective.with_scalar(criterion))
 
     def sized(self, chunk_size: int) -> Examples:
-        """The same, so many rows at a time."""
+        """These examples, `chunk_size` rows at a time."""
         return replace(self, options={**self.options, "chunk_size": chunk_size, "memory": None})
 
     # -- passes ----------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def chunk_budget(device: torch.device, allowed: int | None = None) -> int:
 
 
 def kept_budget(device: torch.device, allowed: int | None, automatic: bool) -> int:
-    """Of a chunk's bytes, those for results that blocks keep until they run again.
+    """The part of a chunk's bytes that is for results which blocks keep until they run again.
 
     allowed: see chunk_budget. automatic: whether the chunk is as large as its memory allows. If more results
     were kept, such a chunk would be much smaller, and weights would be moved to the device more often.

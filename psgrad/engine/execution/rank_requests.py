@@ -117,7 +117,7 @@ class RankRequests:
             return
 
     def _next_question(self, other: int) -> torch.Tensor | None:
-        """None for the word that there are no more."""
+        """The next question of another rank; None if it has no more."""
         head = torch.zeros(_HEAD, dtype=torch.int64)
         dist.recv(head, other, group=self._messages, tag=_QUESTION)
         count = int(head[0]) - 1

@@ -24,8 +24,8 @@ Answer = Callable[[torch.Tensor], torch.Tensor]
 PROGRESS_EVERY = 0.5
 """Seconds between two requests of a rank that add its finished rows to those of all."""
 
-# The rows that are left are divided by so many times the number of ranks: ranges become smaller towards the
-# end, so that ranks end at about the same time.
+# The rows that are left are divided by this multiple of the number of ranks: ranges become smaller towards
+# the end, so that ranks end at about the same time.
 _RANGES_LEFT = 2
 
 
@@ -55,20 +55,20 @@ class Processes(Protocol):
         """The name of a rank's part of what is stored; empty for a process alone."""
 
     def own(self, every: Sequence[range]) -> list[range]:
-        """Of these rows those that these processes compute."""
+        """The ranges of `every` that these processes compute."""
 
     def ranges(self, name: str, every: Sequence[range], first: Collection[int] = ()) -> Iterator[range]:
-        """Those of the ranges `every` (the same on each process) that this process computes in the pass
-        `name`, one after another. Those with a row of `first`, whose gradients it has in memory, come before
-        the others.
+        """The ranges that this process computes in the pass `name`, one after another, from the ranges
+        `every`, which are the same on each process. Ranges with a row of `first`, whose gradients it has in
+        memory, come before the others.
         """
 
     def agreed(self, name: str, numbers: Callable[[], list[int]]) -> list[int]:
         """The whole numbers that rank 0 finds, on every rank."""
 
     def progress(self, name: str, rows: int) -> int:
-        """Add so many finished rows; returns how many all processes had finished when this one last
-        asked: at most every PROGRESS_EVERY seconds.
+        """Add `rows` finished rows; returns how many all processes had finished when this one last asked: at
+        most every PROGRESS_EVERY seconds.
         """
 
     def meet(self, name: str) -> None:
@@ -208,7 +208,7 @@ class RowPart(OneProcess):
 
     @classmethod
     def of(cls, number: int, count: int, total: int, chunk: int) -> RowPart:
-        """The part `number` of `count` of so many rows; all parts together have each row once, in whole
+        """The part `number` of `count` of `total` rows; all parts together have each row once, in whole
         chunks.
         """
         chunks = -(-total // chunk)
@@ -264,8 +264,8 @@ def in_turn(processes: Processes, what: str, own: Iterator[Arrays]) -> Iterator[
 
 
 def guided_ranges(todo: Sequence[range], chunk: int, size: int) -> list[range]:
-    """The same rows as ranges of whole chunks for `size` processes, large ones first; for one process as they
-    are.
+    """The rows of `todo` as ranges of whole chunks for `size` processes, large ones first; for one process
+    `todo` itself.
 
     Source: Polychronopoulos, Kuck: Guided Self-Scheduling (IEEE Transactions on Computers C-36, 1987).
     """

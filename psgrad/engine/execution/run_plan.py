@@ -33,7 +33,7 @@ from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.per_sample import BatchPass, per_sample_gradients, per_sample_square_norms
 
-# Rows of the chunks that are run, and for how long a chunk is run again, up to so many times, for its best
+# Rows of the chunks that are run; how often, and for how many seconds, a chunk is run again for its best
 # time.
 _FEW, _MORE = 1, 8
 _TRIES, _LONG_ENOUGH = 5, 0.5

@@ -24,7 +24,7 @@ from psgrad.errors import DistributedError
 
 # Bytes below which each rank keeps the whole of a weight: to ask for it would take longer than to send it.
 WHOLE_BELOW = 1 << 15
-# A weight is cut between its rows if it has at least so many of them for each rank: parts are about equal.
+# A weight is cut between its rows if it has at least this many rows for each rank: parts are about equal.
 _ROWS_A_RANK = 8
 _SPAN, _ROWS = 0, 1  # the kinds of question
 

@@ -37,7 +37,7 @@ from psgrad.ragged import Block
 
 _PROBE = 8
 LARGEST_AUTO_CHUNK = 1024
-# From so many rows on a prediction is worth its traces, each of which takes as long as some hundred rows do.
+# From this number of rows on a prediction saves more than its traces take, each as long as some hundred rows.
 # Measured on CPUs.
 PREDICTED_FROM = 2048
 
@@ -126,7 +126,7 @@ class Stream(RowComputation):
         self.at_need += [replay.drop_program for replay in self.replays.values()]
 
     def fix_chunk_size(self, size: int, positions: Positions | None = None) -> None:
-        """Take so many rows at a time from now on, as an earlier run did, with its `positions`: then the
+        """Take `size` rows at a time from now on, as an earlier run did, with its `positions`: then the
         numbers are the same to the last bit.
         """
         self.chunk_size, self.automatic, self._measured = size, False, False
@@ -135,7 +135,7 @@ class Stream(RowComputation):
             self.ragged.by_factors = bool(positions[2])
 
     def choose_chunk_size(self, count: int, needs_factors: bool = True, readable: int | None = None) -> None:
-        """Find an automatic chunk size for so many rows by the first few, whose gradients are not used.
+        """Find an automatic chunk size for `count` rows by the first few, whose gradients are not used.
 
         needs_factors: as of the measures of the pass to come. readable: rows that there are now; None for
         all.

@@ -48,8 +48,8 @@ class ScoreBlock:
 
 @dataclass(frozen=True)
 class SelfBlock:
-    """Of the training examples start, ..., stop - 1: their influence on their own loss [k], and the norm of
-    their preconditioned gradient [k], both float64, on the CPU.
+    """The self-influence [k] of the training examples start, ..., stop - 1, and the norm [k] of their
+    preconditioned gradients, both float64 on the CPU.
     """
 
     start: int

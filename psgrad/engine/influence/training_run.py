@@ -255,7 +255,7 @@ class TrainingRun:
         return len(self.batches) * (step + self._ended[1] * self.levels)
 
     def retraining_seconds(self, count: int) -> float:
-        """What `retrained` with so many weights is predicted to take, by one step."""
+        """The predicted seconds of `retrained` with `count` weights, from one step."""
         point = self._copies(count)
         weights = torch.ones(count, len(self.rows)).to(self._like)
         with self.steps.errors():
@@ -398,6 +398,6 @@ def distance(one: Vectors, other: Vectors) -> float:
 
 
 def _parts(first: int, last: int, count: int) -> list[slice]:
-    """Steps first, ..., last - 1 in so many parts of like length."""
+    """Steps first, ..., last - 1 in `count` parts of about equal length."""
     ends = [first + (last - first) * number // count for number in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends) if stop > start]

@@ -90,8 +90,8 @@ class RecordColumns:
 
     @classmethod
     def joined(cls, parts: Sequence[RecordColumns], groups: int = 1) -> RecordColumns:
-        """Those of several parts of a batch, in order. groups: the number of clipping groups, used if there
-        is no part.
+        """The columns of several parts of a batch, joined in order. groups: the number of clipping groups,
+        used if `parts` is empty.
         """
         if not parts:
             none = torch.zeros(0, dtype=torch.float64)
@@ -104,13 +104,13 @@ class RecordColumns:
         )
 
     def at(self, places: torch.Tensor) -> RecordColumns:
-        """Those of the records at these places."""
+        """The columns of the records at these indices."""
         return RecordColumns(
             self.norms[places], self.losses[places], self.factors[places], self.below[places]
         )
 
     def with_record(self, place: int, other: RecordColumns) -> RecordColumns:
-        """The same with another's only record at one place."""
+        """These columns with the only record of `other` at one index."""
         where = torch.tensor([place])
         return RecordColumns(
             *(

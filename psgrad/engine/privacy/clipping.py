@@ -154,7 +154,9 @@ class Clipping:
         )
 
     def with_bound(self, bound: float) -> Clipping:
-        """The same with another bound, where there is one group. Raises ConfigError where there are more."""
+        """This clipping with another bound, where there is one group. Raises ConfigError where there are
+        more.
+        """
         if len(self.groups) != 1:
             raise ConfigError(
                 f"a bound that adapts was asked of {len(self.groups)} clipping groups",

@@ -26,8 +26,8 @@ from psgrad.engine.privacy.full_precision import in_full_precision
 from psgrad.engine.privacy.record_draws import drawn_outside_of_torch
 from psgrad.errors import PsgradError
 
-# Kernels take so many samples, or numbers, at a time. In a batch of another size the last ones are often
-# rounded in another way than the others.
+# Kernels take one of these numbers of samples, or numbers, at a time. In a batch of another size the last
+# ones are often rounded in another way than the others.
 _MULTIPLES = (8, 16, 64)
 _SMALLER = (64, 32, 16, 8)
 ROWS_TRIED = 8

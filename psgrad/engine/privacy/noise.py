@@ -58,7 +58,7 @@ class Noise:
             )
 
     def standard_deviation(self, sensitivity: float) -> float:
-        """Of each coordinate of the noise on the sum; for discrete noise the parameter sigma, times
+        """The standard deviation of each coordinate of the noise on the sum; for discrete noise sigma times
         the grid.
         """
         return self.multiplier * sensitivity

@@ -294,7 +294,7 @@ class Schedule:
         return scaled
 
     def runs(self, base: float, steps: int) -> list[tuple[float, int]]:
-        """(noise multiplier, for how many steps), in order, of the first so many steps."""
+        """(noise multiplier, for how many steps), in order, for the first `steps` steps."""
         if self.kind == "constant":
             return [(base, steps)] if steps else []
         runs: list[tuple[float, int]] = []

@@ -185,7 +185,7 @@ def _class_for(task: Task, settings: Any) -> Any:
 
 
 def _tasks_of(settings: Any, tasks: Iterable[Any]) -> list[Task]:
-    """Those of `tasks` for which transformers has a head of this architecture."""
+    """The `tasks` for which transformers has a head of this architecture."""
     transformers = library("transformers")
     found: list[Task] = []
     for task in tasks:

@@ -147,7 +147,7 @@ def read_distributed(folder: Path, key: str | None = None) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings(action="ignore"):  # that there is no process group
             load(found, storage_reader=Reader(folder), no_dist=True)
-    except (Exception, CheckpointException) as error:  # the second is no Exception
+    except (Exception, CheckpointException) as error:  # the second is not an Exception
         raise CheckpointError(
             f"the checkpoint {folder} is damaged: {_innermost(error)}",
             expected="the files of all ranks, as torch.distributed.checkpoint wrote them",

@@ -282,7 +282,7 @@ class DatasetSamples(Samples):
         return unit_ids(values, unit)
 
     def _digest(self, count: int, units: Array | None) -> str:
-        """Of the factory and its arguments, the length, the first and last item, and the units."""
+        """A hash of the factory and its arguments, the length, the first and last item, and the units."""
         made_by = [self._config.factory, self._config.kwargs, count]
         digest = hashlib.sha256(json.dumps(made_by, sort_keys=True, default=str).encode())
         with restored():

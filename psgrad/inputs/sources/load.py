@@ -206,7 +206,7 @@ def _folder_of_images(config: DataConfig, base: Path, rows: SourceRows) -> Path:
 
 
 def image_bytes(config: DataConfig, base: Path, count: int, allow_download: bool) -> float:
-    """The mean of the bytes of so many images, evenly spread over the dataset, without those that can't be
+    """The mean of the bytes of `count` images, evenly spread over the dataset, without those that can't be
     read.
     """
     from psgrad.inputs.image_files import BrokenImage, content_of, with_names

@@ -48,7 +48,7 @@ class KeptRows:
         self._kept, self._source, self._at = kept, source, 0
 
     def next(self, count: int = 1) -> npt.NDArray[np.bool_]:
-        """Of so many rows. Raises DataError where there are not so many left."""
+        """Which of the next `count` rows are kept, [count] bool. Raises DataError where fewer are left."""
         found = self._kept[self._at : self._at + count]
         self._at += count
         if len(found) < count:

@@ -70,7 +70,7 @@ class Convolution(Term):
         return (self.cotangents, self.inputs)
 
     def as_product(self) -> Product:
-        """The same gradient with its patches materialised, [n, g, t, columns]."""
+        """This gradient as a product with materialised patches [n, g, t, columns]."""
         patches, cotangents = as_matrices(self.cotangents, self.inputs, self.weight_shape, self.geometry)
         return Product(cotangents, patches)
 

@@ -228,7 +228,7 @@ class Term(ABC):
         return None
 
     def as_product(self) -> Term:
-        """A sum of outer products that is no look-up, with `factors` [n, g, t, a] and [n, g, t, b]."""
+        """A sum of outer products that is not a look-up, with `factors` [n, g, t, a] and [n, g, t, b]."""
         raise NotImplementedError
 
     def square_sums(self) -> torch.Tensor | None:

@@ -28,9 +28,8 @@ FOLDS = 5
 
 @dataclass(frozen=True)
 class Detection:
-    """Of one score, for one set of flips: the area under the ROC curve, average precision, and the share of
-    the flips that is found among the first tenth of the rows. undefined: rows without a score, which come
-    last.
+    """How well one score finds one set of flips: the area under the ROC curve, average precision, and the
+    share of the flips among the first tenth of the rows. undefined: rows without a score, which come last.
     """
 
     auc: float

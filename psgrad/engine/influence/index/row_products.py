@@ -149,7 +149,7 @@ class WholeQueries:
 
     @classmethod
     def of(cls, queries: torch.Tensor) -> WholeQueries:
-        """Of queries [m, k] float64."""
+        """The whole numbers of queries [m, k] float64."""
         largest = queries.abs().amax(1)
         scales = torch.where(largest == 0, 1.0, largest / _LARGEST_OF_QUERY)
         scales = scales.where(scales.isfinite(), torch.nan)

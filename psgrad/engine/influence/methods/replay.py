@@ -46,8 +46,8 @@ class Replay(Method):
     Options:
         subsets: how many random subsets of each size (1, 5 and 20 % of the examples) are left out for real;
             0 for none, so that nothing is said about how far scores can be trusted.
-        runs: 1 for the run itself. More for so many other runs on random halves of the examples, of which
-            each two are all of them: scores are the mean over the runs that an example is in. That predicts
+        runs: 1 for the run itself. More for that many other runs on random halves of the examples, where each
+            two runs have all examples: scores are the mean over the runs that an example is in. That predicts
             what a removal does to a model that is trained so, where one run is chaotic, in place of what it
             does to this run, and takes as many times as long.
     """
@@ -186,9 +186,7 @@ class FittedReplay(Fitted):
 
 
 def halves(count: int, runs: int, seed: int) -> Iterator[torch.Tensor]:
-    """For each of so many runs the numbers of the rows that it has, in order: a random half of them all, and
-    then the other half.
-    """
+    """For each of `runs` runs the numbers of its rows, in order: a random half of all, then the other half."""
     random = np.random.default_rng([seed, 7])
     for number in range(runs):
         if number % 2 == 0:
