@@ -393,7 +393,7 @@ def _cancelling_source(setup: PrivateSetup, record: _CancellingRecord, count: in
         in_dims=dims,
         has_aux=True,
         randomness=setup.run.randomness,
-        samples=2,  # two records are computed together, as in a batch; records that are computed alone are compared too
+        samples=2,  # as beside another record; records that are computed alone are compared too
     )
 
     def source(clipping: Clipping) -> ClippedSum:

@@ -103,7 +103,7 @@ def dp_audit(
     ):
         alone = {} if canaries_only else contributions(setup)
         with clock("canaries"):
-            # A seed that is not a whole number is ignored.
+            # The config's seed is for its run; an audit does not use it.
             mechanism = AuditedRun(
                 **setup.step_arguments(base), generator=lambda: make_generator(privacy.noise.generator)
             )

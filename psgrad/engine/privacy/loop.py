@@ -143,8 +143,8 @@ class _Loop:
 
     @contextmanager
     def unchanged(self) -> Iterator[ModelState]:
-        """A context that restores at its end what the model and the loss keep: what is written in it is of
-        records.
+        """A context that restores at its end the state of the model and the loss: values that are written in
+        it come from records.
         """
         self._state.renew()
         with self._state.held():
