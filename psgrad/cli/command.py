@@ -122,7 +122,7 @@ def boundary(debug: bool) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(EXIT_OK) from None
     except OSError as error:
-        # What is written to files has errors of its own.
+        # This error is of standard output: writes to files raise errors of psgrad.
         full = error.errno == errno.ENOSPC
         _leave(_no_room(error) if full else _internal_error(error), EXIT_RUNTIME, debug)
     except SystemExit:

@@ -24,7 +24,7 @@ class MethodConfig(NamedSection):
 EvaluationKind = Literal["loo", "lds", "mislabel", "removal", "groups", "curve"]
 
 _STEPS = frozenset({"epochs", "batch_size", "learning_rate", "schedule"})
-# What each way of training takes, besides weight decay and the number of models at once.
+# The options of each optimizer, in addition to weight decay and the number of models at once.
 _TAKES: Mapping[str, frozenset[str]] = {
     "sgd": _STEPS | {"momentum"},
     "adam": _STEPS,

@@ -18,7 +18,7 @@ from psgrad.user_code import importing_beside
 def spec_problems(
     spec: str, base: Path, kwargs: Mapping[str, Any] | None, raises: type[PsgradError]
 ) -> Iterator[PsgradError]:
-    """What is wrong with `file.py:callable` or `module:callable`, as importing it would tell it.
+    """The problem with `file.py:callable` or `module:callable`, in the words of importing it.
 
     Of a file: that it is there, is Python, has the name at its top, and takes `kwargs` (None: whatever it is
     given). Of an installed module only that its package is there. `raises` is the error for code that can't
@@ -65,7 +65,7 @@ class TopCallable:
 
 
 def callables_in(path: Path) -> list[TopCallable]:
-    """The public functions and classes at the top of a file. Raises ModelError for a file that is not Python."""
+    """The public functions and classes of a file. Raises ModelError for a file that is not Python."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except (OSError, SyntaxError, ValueError) as error:

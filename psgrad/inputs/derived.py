@@ -25,7 +25,7 @@ def drawn_rows(rows: int, count: int, seed: int) -> Array:
 
 
 class SamplesOf(Samples):
-    """What another dataset says of itself, with rows of its own."""
+    """The attributes of another dataset, with rows of its own."""
 
     def __init__(self, samples: Samples) -> None:
         said = (name for name in dir(samples) if not name.startswith("_"))

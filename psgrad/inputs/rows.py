@@ -99,8 +99,8 @@ class Samples(ABC):
         return self
 
     def read_ahead(self, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Reads these rows where code makes them, and keeps them for all who ask later. After each: (how many
-        are read, of how many). Nothing where rows are read from files.
+        """Reads these rows where code makes them, and keeps them for later reads. After each: (how many are
+        read, of how many). Nothing where rows are read from files.
         """
         return iter(())
 

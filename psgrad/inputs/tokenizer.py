@@ -210,7 +210,7 @@ def _read(folder: Path) -> Any:
             cause="a damaged file, code of its own that psgrad does not run, or a library that is missing",
             next_step="load it with transformers.AutoTokenizer.from_pretrained to see more",
         ) from error
-    # Of bytes or characters there is no vocabulary to be saved.
+    # A tokenizer of bytes or characters has no vocabulary to save.
     vocabulary = tuple(inner.vocab_files_names.values()) or _SAVED
     if not any((folder / name).exists() for name in ("tokenizer.json", *vocabulary)):
         raise missing

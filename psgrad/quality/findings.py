@@ -286,7 +286,7 @@ def with_states(
             warnings.append(f"{entry.words} names nothing that was found; it can go")
         else:
             state[rows], because[rows] = IGNORED, entry.reason
-    # Of objects: pandas would make a column of texts of it, and NaN of each None.
+    # A column of objects: otherwise pandas makes it a column of texts, and each None a NaN.
     reasons = pd.Series(because, index=named.index, dtype=object)
     return named.assign(state=state, ignored_because=reasons), warnings
 

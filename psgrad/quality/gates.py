@@ -117,8 +117,8 @@ class _JudgedRun:
         # flagged / tested.
         smallest, exceeding = self.facts.smallest_flaggable, limit + 1 + flagged - count
         if smallest is not None and smallest > exceeding:
-            # So many trusted samples make fdr * exceeding / tested reachable: (1 / (n + 1)) <= fdr *
-            # exceeding / tested.
+            # The number of trusted samples that makes fdr * exceeding / tested reachable: (1 / (n + 1)) <=
+            # fdr * exceeding / tested.
             tested, fdr = self.facts.counts.tested or self.samples, self.facts.fdr or 0.1
             needed = math.ceil(tested / (fdr * exceeding))
             least = smallest - 1 - (flagged - count)
@@ -178,7 +178,7 @@ def why_not_evaluable(
     if not tested:
         if not in_both:
             return "no sample was tested: none has a finite score"
-        # Of a baseline this is the good case: nothing is new.
+        # With a baseline this is the good case: nothing is new.
         return (
             None if reference.kind == "baseline" else "no sample was tested: all of them are in the reference"
         )

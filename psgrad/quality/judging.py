@@ -207,7 +207,7 @@ def _in_order(samples: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Judged:
-    """frame: the table of samples, SAMPLE_COLUMNS first. facts: what manifest.json says of it."""
+    """frame: the table of samples, SAMPLE_COLUMNS first. facts: its part of manifest.json."""
 
     frame: pd.DataFrame
     facts: OutlierFacts

@@ -107,7 +107,7 @@ def sample_table(result: AnalyzeResult) -> Table:
 
 
 def mark_of(row: Mapping[Any, Any]) -> Mark:
-    """The mark of a row of samples, whose `_differs` is what `disagrees` says of it."""
+    """The mark of a row of samples, whose `_differs` is the result of `disagrees`."""
     return Mark(int(row["index"]), differs=("prediction",) if row["_differs"] else ())
 
 

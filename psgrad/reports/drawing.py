@@ -30,7 +30,7 @@ Array = np.ndarray[Any, Any]
 # Blue and orange stay apart for every kind of colour vision, and in grey.
 REST, DARK, REVIEW, INK, QUIET, GRID = "#5b7fa6", "#1d3a5c", "#d9640f", "#1f2933", "#6b7785", "#e6e9ed"
 
-# The same on a dark page: (name of the page's colour, on white, on near black).
+# The colours on a light and a dark page: (name of the page's colour, on white, on near black).
 SHADES = (
     ("rest", REST, "#83abd6"),
     ("dark", DARK, "#d3e3f5"),

@@ -322,7 +322,7 @@ class RunManifest:
 
     @property
     def score(self) -> str:
-        """The column that decided who is an outlier, as the config names it."""
+        """The column that decided which samples are outliers, as the config names it."""
         return str(self.setting("analyze", "outliers", "score") or "grad_norm")
 
     @property
@@ -347,7 +347,7 @@ class RunManifest:
         return {key: value for key, value in result.items() if value or key not in _PARTS}
 
 
-# Of the manifest: left out while they are empty.
+# Parts of the manifest that are left out while they are empty.
 _PARTS = ("influence", "counts", "timings")
 
 

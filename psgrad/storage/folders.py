@@ -283,7 +283,7 @@ def packed(arrays: Mapping[str, np.ndarray[Any, Any]], about: Mapping[str, str] 
     """Arrays as the bytes of a safetensors file."""
     from safetensors.numpy import save
 
-    # What is not contiguous would come back as something else.
+    # A tensor that is not contiguous would be read back with other numbers.
     content: bytes = save(
         {name: np.asarray(array, order="C") for name, array in arrays.items()}, dict(about) if about else None
     )

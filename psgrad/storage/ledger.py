@@ -191,7 +191,7 @@ class Ledger(LedgerLines):
             raise unreadable(path, error) from error
         try:
             _lock(path, descriptor)
-            # Its creator may have been killed before its name was on the disk.
+            # The process that made the file may have been killed before the file's name was on the disk.
             durable_files.sync_folder(path.parent)
             ledger = cls(path, descriptor)
             data = bytes_of(path)
@@ -263,7 +263,7 @@ class Ledger(LedgerLines):
 
 
 def _lock(path: Path, descriptor: int) -> None:
-    import fcntl  # not on every system, and only who writes a ledger needs it
+    import fcntl  # not on every system, and needed only to write a ledger
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -305,8 +305,8 @@ _IN_WORDS = {
     "born": "the file was made anew",
 }
 
-# Of Linux' statx: relative to the current folder; ask for the time of birth; the size of the answer; where
-# the time is in it.
+# Constants of Linux' statx: relative to the current folder; ask for the time of birth; the size of the
+# answer; the offset of the time in it.
 _AT_CURRENT, _BIRTH, _SIZE, _BIRTH_AT = -100, 0x800, 256, 80
 
 

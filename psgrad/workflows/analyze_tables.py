@@ -161,7 +161,9 @@ def about_rows(run: Setup) -> Callable[[int, int], dict[str, Any]]:
 
 
 def engine_facts(before: EngineFacts, stream: Stream, norms: GradientNorms, processes: int) -> EngineFacts:
-    """What manifest.json says of the engine after the passes. processes: that shared the rows, or parts."""
+    """Facts about the engine for manifest.json, after the passes. processes: how many shared the rows, or how
+    many parts.
+    """
     return replace(
         before,
         processes=processes if processes > 1 else None,

@@ -82,7 +82,7 @@ def check(folder: Path, *, settings: Sequence[str] = (), baseline: Path | None =
     run = read_manifest(manifest)
     gate, base = _gate_of(run, settings)
     if baseline is not None:
-        read_baseline(baseline)  # what was named by hand must be there
+        read_baseline(baseline)  # a file that the user named must exist
         gate = gate.model_copy(update={"baseline": baseline.absolute(), "new_only": True})
     found = _check(_samples(folder, run), manifest, str(folder), gate_files(gate, base))
     try:
@@ -143,7 +143,7 @@ def _check(samples: pd.DataFrame, manifest: Mapping[str, Any], folder: str, file
     named = named_samples(samples, run)
     if files.baseline is not None:
         named = mark_known(named, files.baseline)
-        # Of a part of the dataset nothing is known of the rest.
+        # A run of a part of the dataset knows nothing about the rest.
         if not partial and (stale := gone(named, files.baseline)):
             warnings.append(
                 f"{stale:,} of {len(files.baseline.findings):,} entries of the baseline {files.baseline_path}"

@@ -193,7 +193,7 @@ def open_index(config: Config, run: Setup) -> GradientIndex:
 
 
 def described_index(config: Config, run: Setup) -> dict[str, Any]:
-    """What the index of this config says of itself: two that say the same hold the same rows."""
+    """The description of this config's index. Two indexes with the same description hold the same rows."""
     wanted = require_index(config)
     spec = IndexSpec(**wanted.model_dump(exclude={"path"}))
     count = len(config.influence.checkpoints or [None])
@@ -210,8 +210,8 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
             "target": config.data.target,
             **({} if config.data.weight is None else {"weight": config.data.weight}),
         },
-        # Of the first one what was loaded; of the others the files, which the same code loads in the same
-        # manner.
+        # The first checkpoint by its loaded weights; the others by their files, which the same code loads in
+        # the same manner.
         "checkpoints": [hashes["weights"], *(sha256_at(config, number) for number in range(1, count))],
         **{key: hashes[key] for key in ("modules", "code", "packages")},
         **model,

@@ -146,7 +146,7 @@ class InfluenceSetup:
         return self.processes.agreed(name, lambda: [round(own * 1e6)])[0] / 1e6
 
 
-# So many scores are kept even where no question of the config needs them: 32 MiB.
+# Up to this number of scores, 32 MiB, are kept even where no question of the config needs them.
 _FEW_SCORES = 1 << 22
 
 

@@ -289,7 +289,7 @@ def samples_of(
     """The dataset as `load_data` has it for a config's model and loss, with the columns that the loss takes;
     of groups where data.group names them.
     """
-    # What timm says of the images that a model of its was trained on.
+    # timm's facts about the images that its model was trained on.
     images = getattr(loaded.model, "pretrained_cfg", None) if config.model.timm is not None else None
 
     def read(column: str | None) -> Samples:

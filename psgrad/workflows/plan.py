@@ -30,8 +30,8 @@ from psgrad.workflows.setup import Setup, set_up
 # as benchmarks/scale_out.py has measured them.
 _BYTES_A_ROW, _TABLE_SECONDS = 200, 18.5e-6
 _REPORT_SECONDS = 1.8
-# Of the first look at a dataset, by one thread: seconds for a byte that is hashed, for an image beside its
-# bytes, and for what each process does by itself with the name of an image. Measured by the same script.
+# Costs of reading a dataset first, by one thread: seconds for each hashed byte, for an image in addition to
+# its bytes, and for the work of each process on the name of an image. Measured by the same script.
 _BYTE_SECONDS, _IMAGE_SECONDS, _NAME_SECONDS = 0.83e-9, 194e-6, 3.6e-6
 _FEW = 8
 

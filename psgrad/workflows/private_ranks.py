@@ -108,7 +108,7 @@ def leading(setup: PrivateSetup, processes: Processes) -> Iterator[LeadingRank |
 
 
 def facts_of(lead: LeadingRank | None, hosts: list[str], processes: Processes) -> dict[str, Any] | None:
-    """What the manifest says of the ranks: NOT PRIVATE, as the sizes of shares are not."""
+    """Facts about the ranks for the manifest. They are NOT PRIVATE, because the sizes of shares are not."""
     if lead is None:
         return None
     each = [
@@ -167,8 +167,8 @@ def _copy(values: Arrays, into: Mapping[str, torch.Tensor]) -> None:
 
 
 class _Messages:
-    """What a rank's computation says, in private/NOT_PRIVATE_rank-K.log of the run folder, once there is
-    one.
+    """The messages of a rank's computation, in private/NOT_PRIVATE_rank-K.log of the run folder, once there
+    is one.
     """
 
     def __init__(self, folder: PrivateRunFolder, rank: int) -> None:

@@ -51,7 +51,7 @@ def code_of(run: Setup, specs: Iterable[str | None] = ()) -> dict[str, CodeIdent
 
 
 def hashes_of(run: Setup, specs: Iterable[str | None] = ()) -> dict[str, Any]:
-    """What manifest.json says of a run's identity: {weights, modules, code: {spec: {file: hash}}, packages:
+    """A run's identity as manifest.json has it: {weights, modules, code: {spec: {file: hash}}, packages:
     {name: version}}.
     """
     code = code_of(run, specs)

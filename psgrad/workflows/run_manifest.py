@@ -90,7 +90,7 @@ def _commit(text: str) -> str | None:
 def describe_run(
     command: str, run: Setup, check: SelfCheck | None, specs: Iterable[str | None] = ()
 ) -> RunManifest:
-    """What manifest.json says of a run before it starts. `specs` name code that it runs besides its model's,
+    """The content of manifest.json before a run starts. `specs` name code that it runs besides its model's,
     loss's and data's.
     """
     config, loaded, device = run.config, run.loaded, str(run.device)
@@ -232,7 +232,7 @@ def rank_facts_of_steps(processes: Processes, name: str) -> dict[str, Any] | Non
 def facts_of_all(
     processes: Processes, each: Sequence[dict[str, Any]], seconds: Sequence[float]
 ) -> dict[str, Any]:
-    """What the manifest says of several processes. balance: the mean of their seconds over the largest, 1
+    """Facts about several processes for the manifest. balance: the mean of their seconds over the largest, 1
     where all took as long.
     """
     return {

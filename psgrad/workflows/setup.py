@@ -105,7 +105,7 @@ class Setup(Loaded):
         return self.objective if samples.weighted else self.objective.unweighted()
 
     def stream_options(self, say: Callable[[str], None]) -> dict[str, Any]:
-        """What the config's engine section says of chunks, as arguments of Stream."""
+        """The settings of chunks in the config's engine section, as arguments of Stream."""
         engine = self.config.engine
         return {
             "chunk_size": engine.chunk_size,

@@ -120,7 +120,7 @@ class _Checks:
                 weights = weights or ours
 
     def _foreign_model(self, model: ModelConfig) -> None:
-        """A model of a library: that it is there, and what its files say of themselves."""
+        """Check that a library's model exists, and note the facts in its files."""
         self.found.add("model", library_problems(model))
         if model.timm is not None:
             self.found.facts["model"] = f"timm's {model.timm}"

@@ -124,8 +124,8 @@ class Examples:
         return self.run(_QueryColumns(columns, needs_factors=False))
 
     def fold(self, query: Callable[[Any], Tree], compute: Callable[..., Any] | None = None) -> Tree:
-        """The sum over the chunks of what `query` says of each one's gradients: a pytree of tensors, which
-        stay on the device.
+        """The sum over the chunks of the results of `query` for each chunk's gradients: a pytree of tensors,
+        which stay on the device.
 
         compute: what is computed of a chunk and shown to `query`, as in Stream.run; None for the gradients.
         """
@@ -327,7 +327,7 @@ class _QueryColumns:
 
 
 class _ChunkSum(Generic[Tree]):
-    """A measure that adds up what a query says of each chunk, once the chunk is done."""
+    """A measure that adds up a query's results for each chunk, once the chunk is done."""
 
     needs_factors = True
 

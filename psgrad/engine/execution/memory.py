@@ -21,8 +21,8 @@ KEPT_SHARE = 4
 # On a CPU larger chunks save no time: a chunk of this size is far larger than the caches.
 _CPU_CHUNK_BYTES = 128 << 20
 
-# What the CPU's allocators and the libraries of CUDA say in plain RuntimeErrors, some of them long after the
-# call that failed.
+# Messages of plain RuntimeErrors of the CPU's allocators and CUDA's libraries, some of which come long after
+# the call that failed.
 _NO_MEMORY = (
     "can't allocate memory",
     "not enough memory",

@@ -109,11 +109,11 @@ class RankRequests:
             while (question := self._next_question(other)) is not None:
                 try:
                     found = self._answer(question)
-                except Exception as error:  # who asks would wait for ever
+                except Exception as error:  # without an answer the asking rank would wait for ever
                     self._group.fail(f"{type(error).__name__}: {error}")
                     return
                 dist.send(found, other, group=self._messages, tag=_ANSWER)
-        except RuntimeError:  # the connection is lost: who needs it finds out which rank has died
+        except RuntimeError:  # the connection is lost; the next use of it names the dead rank
             return
 
     def _next_question(self, other: int) -> torch.Tensor | None:

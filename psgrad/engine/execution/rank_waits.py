@@ -67,7 +67,7 @@ def _seconds(name: str, text: str) -> float:
 
 
 class Patience:
-    """Whether a wait has taken longer than a number of seconds. Only seconds in which this process ran count."""
+    """Whether a wait has taken longer than a limit. Only seconds in which this process ran count."""
 
     def __init__(self, limit: float) -> None:
         self.limit, self._waited, self._checked = limit, 0.0, time.monotonic()

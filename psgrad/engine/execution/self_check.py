@@ -23,8 +23,8 @@ from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.errors import SelfCheckError
 
-# Of the relative error of a whole gradient; both sides round, so this is a bound on mistakes and not a claim
-# of precision.
+# Largest relative error of a whole gradient. Both sides round, so it finds mistakes and does not measure
+# precision.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-2}
 # Under autocast, autograd's own gradient says how far half precision is from float32 on a sample, which
 # depends on the model's depth and on how much cancels in the sample's gradient. Ours is as far from float32,

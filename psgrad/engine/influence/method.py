@@ -20,9 +20,9 @@ from psgrad.errors import InfluenceError
 Per = Literal["total", "parameter", "module"]
 Scores = dict[str, torch.Tensor]  # label of a layer ("" for all of them) -> [k, m] float64
 
-# Of scores with this unit a sum over examples predicts what their removal does. {change} is what the
-# measurement calls a change for the worse: "rise of the query's loss, in nats", or "fall of the query's
-# margin, in nats".
+# Scores with this unit add up: their sum over examples predicts the effect of removing all of them. {change}
+# is the measurement's name for a change for the worse: "rise of the query's loss, in nats", or "fall of the
+# query's margin, in nats".
 REMOVAL = "predicted {change}, if the training example were removed"
 # For scores whose size is not certain: the curvature is damped or approximate, or the model is not the
 # solution of a convex problem.

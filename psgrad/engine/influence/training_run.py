@@ -115,7 +115,8 @@ Loader = Callable[[int, int], list[torch.Tensor]]
 _SHARE = 4
 # Fewer states than these at a level would compute most steps many times.
 _FEWEST = 8
-# Of the way of a run, how far its end may be from the first one: rounding, where a GPU adds in another order.
+# How far the end of a second run may be from that of the first, as a share of the distance from the initial
+# weights: rounding, where a GPU adds in another order.
 _SAME = 1e-3
 
 
@@ -185,7 +186,7 @@ class TrainingRun:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the manifest says of the run."""
+        """Facts about the run, for the manifest."""
         batches = {"epochs": self.recipe.epochs, "batch_size": self.recipe.batch_size}
         named = self.steps.facts | batches | {"seed": self.seed}
         if self.loader is None:

@@ -97,8 +97,8 @@ def batch_source(
     return source
 
 
-# What was found for a loss, or for the object whose method it is, as long as that lives: shapes -> how many
-# samples are computed together.
+# For a loss, or the object whose method it is, as long as that exists: shapes -> how many samples are
+# computed together.
 _FOUND: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
 
 

@@ -58,7 +58,7 @@ def read_torch(path: Path, device: str = "cpu") -> TorchFile:
         )
     require_plain_archive(path)
     try:
-        # Warnings are about pickle protocols, which the error below tells better.
+        # Warnings are about pickle protocols, which the error below explains better.
         with warnings.catch_warnings(action="ignore"):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             stubs: list[Any] = [(Inert, name) for name in names]  # their names mean nothing else in there

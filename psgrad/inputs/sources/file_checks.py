@@ -94,7 +94,7 @@ def _encoding_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Stamp:
-    """What the system says of a file: its size in bytes, when it was written last, and which file it is."""
+    """The system's facts about a file: its size in bytes, when it was written last, and which file it is."""
 
     path: Path
     size: int

@@ -228,7 +228,7 @@ def labels_of_head(labels: Labels, settings: Any, config: DataConfig) -> Labels:
 
 
 def _noted(samples: Samples, rows: SourceRows) -> Samples:
-    """The samples, with what the rows say of themselves among their notes."""
+    """The samples; their notes include the facts about the rows."""
     samples.notes = (*samples.notes, *rows.notes)
     return samples
 

@@ -104,7 +104,7 @@ class StreamedItems:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the manifest says of rows that were left out."""
+        """The manifest's note about rows that were left out."""
         return stream_notes(len(self)) if self._more else ()
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class StreamedItems:
 
 
 def stream_notes(count: int) -> tuple[str, ...]:
-    """What the manifest says of a stream of which `count` rows were copied, and that has more."""
+    """The manifest's note about a stream of which `count` rows were copied, and that has more."""
     return (f"data.stream_rows: the first {count:,} rows of a stream that has more",)
 
 

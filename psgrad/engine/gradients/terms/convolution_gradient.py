@@ -172,7 +172,8 @@ class Convolution(Term):
         moved = aten.convolution.default(x.flatten(0, 1), vector.to(x.dtype), None, *self.geometry)
         result = sum_of_products(moved.reshape(g.shape), g)
         if self.geometry.transposed and any(self.geometry.padding) and x.numel():
-            # What falls on padding is left out here. The gradient has it times zero, which may be NaN.
+            # Products with padding are left out here. In the gradient they are a number times zero, which may
+            # be NaN.
             result = result + 0 * x.flatten(1).abs().amax(1)
         return result
 

@@ -216,7 +216,7 @@ def _pieces(rows: PartsByName, vectors: torch.Tensor) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-# So many vectors share a forward pass: more only take more memory.
+# The number of vectors that share a forward pass: more take only more memory.
 _VECTORS = 32
 # Random vectors behind an estimated trace.
 _PROBES = 64

@@ -132,7 +132,7 @@ def projector_of(description: Mapping[str, Any], number: int) -> Projector:
 
 # Up to this many columns the sums over rows, columns x columns in float64, are kept: 512 MiB.
 WIDEST = 8192
-# Of rows below 2^-1000 the smallest numbers are lost: the inverse of their power would not be a number.
+# Rows below 2^-1000 lose their smallest numbers: the inverse of their power would not be a number.
 _LEAST = -1000
 
 

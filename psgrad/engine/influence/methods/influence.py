@@ -35,8 +35,8 @@ from psgrad.errors import ConfigError, InfluenceError
 # Parameters up to which the curvature is materialised in any case: 288 MB, and seconds for its
 # factor.
 LARGEST_MATRIX = 6000
-# Of an absolute damping, or a weight decay alone, its share of the mean eigenvalue, which is not known yet;
-# and the number of queries where it is not given.
+# Values that are assumed where they are not known yet: the share of the mean eigenvalue that an absolute
+# damping, or a weight decay alone, has; and the number of queries.
 _UNKNOWN_RATIO, _QUERIES = 0.01, 100
 
 DEFAULT = 1.0

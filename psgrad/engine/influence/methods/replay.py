@@ -186,7 +186,7 @@ class FittedReplay(Fitted):
 
 
 def halves(count: int, runs: int, seed: int) -> Iterator[torch.Tensor]:
-    """For each of `runs` runs the numbers of its rows, in order: a random half of all, then the other half."""
+    """The row numbers of each of `runs` runs, in order: a random half of all, then the other half."""
     random = np.random.default_rng([seed, 7])
     for number in range(runs):
         if number % 2 == 0:

@@ -31,8 +31,8 @@ from psgrad.errors import ConfigError
 
 # Between two losses of the grid; dp-accounting's default.
 INTERVAL = 1e-4
-# So many unlike steps are composed at this interval. More take a coarser one, which costs little where losses
-# are wide.
+# Up to this number of different steps are composed at this interval. More steps take a coarser one, which
+# costs little where losses are wide.
 _FEW = 8
 # Intervals in the root-mean-square loss of a step. With 8 of them epsilon comes out about 0.1 percent too
 # large, with 16 a quarter of that.
@@ -65,7 +65,7 @@ def epsilon_pld(events: Iterable[tuple[StepEvent, int]], delta: float) -> Epsilo
 
 
 def coarse_epsilon_pld(events: Iterable[tuple[StepEvent, int]], delta: float) -> Epsilon:
-    """`epsilon_pld` on a coarser grid: a little larger, in a fraction of the time, for searches and figures."""
+    """`epsilon_pld` on a coarser grid, for searches and figures: a little larger, and faster."""
     return _epsilon(events, delta, coarse=True)
 
 

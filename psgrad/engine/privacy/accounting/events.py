@@ -21,8 +21,8 @@ Mechanism = Literal["gaussian", "discrete_gaussian"]
 Events = Sequence[tuple["StepEvent", int]]
 """(event, how many such steps), in the order in which they are taken."""
 
-# What some accountant covers, of each scheme: moments (RDP), and privacy loss distributions (PLD), which need
-# continuous noise.
+# The relations that each accountant covers, for each scheme: moments (RDP), and privacy loss distributions
+# (PLD), which need continuous noise.
 RDP_RELATIONS: dict[Scheme, tuple[Relation, ...]] = {
     "poisson": ("add_or_remove_one", "zero_out"),
     "truncated_poisson": (),

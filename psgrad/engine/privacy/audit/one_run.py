@@ -151,7 +151,7 @@ class Profile:
         (Dong, Roth and Su, "Gaussian Differential Privacy", 2022, proposition 2.5).
         """
         shrunk = np.exp(-self.epsilons) * (success - self.deltas)
-        # Where almost all is success, the complement's limit is the tighter one. Large epsilons overflow
+        # Where almost all guesses are right, the complement's limit is tighter. Large epsilons overflow
         # towards -inf, which is right.
         with np.errstate(over="ignore"):
             complement = 1 - self.deltas - np.exp(self.epsilons) * (1 - success)
@@ -188,7 +188,7 @@ def is_refuted(profile: Profile, guesses: Guesses, level: float) -> bool:
 
 @dataclass(frozen=True)
 class Rates:
-    """How often a score was above a threshold, among the canaries that were in and among those that were out."""
+    """How often a score was above a threshold, among canaries that were in and among those out."""
 
     hits: int
     inside: int

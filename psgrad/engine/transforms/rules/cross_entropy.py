@@ -298,7 +298,7 @@ def _linear_cross_entropy(
 
 
 _REDUCTIONS = ("none", "mean", "sum")
-# Of the logits of a sample that exist at a time.
+# Bytes of a sample's logits that exist at a time.
 SLICE_BYTES = 32 << 20
 
 
