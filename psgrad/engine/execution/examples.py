@@ -94,8 +94,6 @@ class Examples:
         """These examples, `chunk_size` rows at a time."""
         return replace(self, options={**self.options, "chunk_size": chunk_size, "memory": None})
 
-    # -- passes ----------------------------------------------------------------------------------------------
-
     def each(
         self,
         query: Callable[[Any], dict[str, torch.Tensor]],
@@ -219,8 +217,6 @@ class Examples:
             at_once = _ROUND_BYTES * (ends[-1] - start) // max(taken, 1)
             step = max(chunk, min(at_once, _ROUND_CHUNKS * chunk) // chunk * chunk)
             start = ends[-1]
-
-    # -- the share of a process ------------------------------------------------------------------------------
 
     def free_bytes(self) -> int:
         """Bytes that are free on the device: on all processes as many as on the first one."""

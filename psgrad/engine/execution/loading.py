@@ -169,8 +169,6 @@ class Loader:
             self.say(f"rows are read between chunks, not beside them: {why}")
             self._stop()
 
-    # -- the thread ------------------------------------------------------------------------------------------
-
     def _start(self) -> bool:
         thread = threading.Thread(target=self._work, name="psgrad-reader", daemon=True)
         try:

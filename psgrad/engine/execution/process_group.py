@@ -319,8 +319,6 @@ class RankGroup:
     def hurry(self) -> None:
         self.heartbeats.hurried = True
 
-    # -- questions at any time -------------------------------------------------------------------------------
-
     def requests(self, ranks: Sequence[int], answer: Answer) -> RankRequests:
         self._requests.append(RankRequests(self, ranks, answer))
         return self._requests[-1]

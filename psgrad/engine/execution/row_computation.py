@@ -186,8 +186,6 @@ class RowComputation:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    # -- rows that fail --
-
     def _failure(self, error: Exception, chunk: Chunk) -> PsgradError:
         """The model, the loss or the memory failed on these rows together: find the first row that does by
         itself, and say so.

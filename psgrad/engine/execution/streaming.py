@@ -184,8 +184,6 @@ class Stream(RowComputation):
             "replayed_by": ", ".join(sorted({r.how for r in used})) or None,
         }
 
-    # -- a run -----------------------------------------------------------------------------------------------
-
     def run(
         self,
         count: int,
@@ -320,8 +318,6 @@ class Stream(RowComputation):
             if any(measure.needs_factors for measure in measures)
             else per_sample_square_norms
         )
-
-    # -- memory ----------------------------------------------------------------------------------------------
 
     def _out_of_memory(self, rows: Sequence[int], loader: Loader) -> None:
         """Remember that these rows were too many, and free the memory that is not needed.

@@ -155,8 +155,6 @@ class OwnSteps(Steps):
                 next_step="multiply the losses [b] by weights [b], and leave no_grad() and detach() out",
             )
 
-    # -- what the function returns ---------------------------------------------------------------------------
-
     def _checked(self, params: Vectors, state: Any, returned: Any) -> tuple[Vectors, Any]:
         if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[0], dict):
             raise self._error(

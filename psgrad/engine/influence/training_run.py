@@ -246,8 +246,6 @@ class TrainingRun:
                 found.index_add_(1, self.batches[step], derivatives.double())
         return found
 
-    # -- what it will take -----------------------------------------------------------------------------------
-
     def derivative_seconds(self, cotangents: Vectors) -> float:
         """What `weight_derivatives` is predicted to take, by the steps of the run and one step backward."""
         of_state = self._zero_cotangents(len(next(iter(cotangents.values()))))
@@ -277,8 +275,6 @@ class TrainingRun:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return perf_counter() - begun
-
-    # -- one step --------------------------------------------------------------------------------------------
 
     @cached_property
     def steps(self) -> Steps:
@@ -336,8 +332,6 @@ class TrainingRun:
     @cached_property
     def _pulled(self) -> Any:
         return capture(self.steps.pulled, say=lambda why: None)
-
-    # -- states of the forward run, in reverse order ---------------------------------------------------------
 
     def _backward(self, start: TrainingState, first: int, last: int) -> Iterator[tuple[int, TrainingState]]:
         """(step, the point before it) of the steps last - 1, ..., first. start: the point before `first`."""

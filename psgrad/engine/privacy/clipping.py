@@ -92,8 +92,6 @@ class Clipping:
                     )
                 seen[name] = group.name
 
-    # -- constructors ----------------------------------------------------------------------------------------
-
     @classmethod
     def flat(cls, parameters: Iterable[str], bound: float, **options: Any) -> Clipping:
         """One group of all parameters (their names)."""
@@ -165,8 +163,6 @@ class Clipping:
             )
         return replace(self, groups=(replace(self.groups[0], bound=bound),))
 
-    # -- sensitivity -----------------------------------------------------------------------------------------
-
     def sensitivity(self, relation: Relation) -> float:
         """How far the sum over a batch may move, in Euclidean distance, between neighbouring datasets.
 
@@ -175,8 +171,6 @@ class Clipping:
         """
         each = math.sqrt(math.fsum(group.bound**2 for group in self.groups))
         return 2 * each if relation == "replace_one" else each
-
-    # -- factors ---------------------------------------------------------------------------------------------
 
     def weights(self, norms: SquareNorms, precision: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """name -> [n] float64: the factor of each record's gradient in that parameter.
@@ -249,8 +243,6 @@ class Clipping:
     def parameters(self) -> list[str]:
         """The names of all parameters, group by group."""
         return [name for group in self.groups for name in group.parameters]
-
-    # -- its description -------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
         """The clipping as plain JSON."""

@@ -55,9 +55,6 @@ _COST = 1e-3
 _KEPT = 1 - 2.0**-40
 
 
-# -- the grid ------------------------------------------------------------------------------------------------
-
-
 def default_grid(bound: float, dimensions: int) -> float:
     """The step of a grid for records of norm at most `bound` in `dimensions` coordinates: a power of two,
     2^-31 to 2^-30 of the bound.
@@ -112,9 +109,6 @@ def round_to_grid(gradient: Tensor, grid: float) -> Tensor:
     )
 
 
-# -- the noise -----------------------------------------------------------------------------------------------
-
-
 def discrete_gaussian(count: int, sigma: float, generator: Generator) -> np.ndarray:
     """Independent integers x with P(x) proportional to exp(-x^2 / (2 sigma^2)): int64 [count].
 
@@ -165,9 +159,6 @@ def _exponent(absolute: int, sigma: float) -> Fraction:
     """(|y| - sigma^2 / t)^2 / (2 sigma^2), without rounding."""
     square = Fraction(sigma) ** 2
     return (absolute - square / (math.floor(sigma) + 1)) ** 2 / (2 * square)
-
-
-# -- exact comparisons ---------------------------------------------------------------------------------------
 
 
 _Found = TypeVar("_Found")

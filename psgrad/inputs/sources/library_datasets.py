@@ -51,7 +51,7 @@ def class_names_of(features: Mapping[str, Any], columns: Sequence[str]) -> dict[
 
 
 def library_hashes(config: DataConfig, dataset: Any) -> list[str]:
-    """The note for manifest.json about a dataset of the library: the SHA-256 of the columns that are named."""
+    """The note for manifest.json on a dataset of the library: the SHA-256 of the columns that are named."""
     return [LibraryRows(dataset, Wanted.of(config).columns, str(config.dataset)).fingerprint]
 
 

@@ -111,9 +111,6 @@ def why_not_pld(event: StepEvent) -> str | None:
     return None
 
 
-# -- Which events --------------------------------------------------------------------------------------------
-
-
 def gathered(counts: Mapping[StepEvent, int]) -> dict[StepEvent, int]:
     """The steps, with all those that use every record as one step: Gaussians over the whole dataset compose
     to one with less noise, of multiplier (sum of z^-2)^(-1/2).
@@ -131,9 +128,6 @@ def gathered(counts: Mapping[StepEvent, int]) -> dict[StepEvent, int]:
         )
         rest[replace(next(iter(plain)), noise_multiplier=largest / math.sqrt(precision))] = 1
     return rest
-
-
-# -- On which grid -------------------------------------------------------------------------------------------
 
 
 def interval_for(counts: Mapping[StepEvent, int], coarse: bool = False) -> float:
