@@ -42,7 +42,7 @@ def generators() -> list[torch.Generator]:
 
 
 def states(of: Sequence[torch.Generator] | None = None) -> States:
-    """These generators, or PyTorch's default ones, with their states."""
+    """The generators `of`, or PyTorch's default ones, with their states."""
     return [(generator, state_of(generator)) for generator in (generators() if of is None else of)]
 
 

@@ -120,7 +120,7 @@ class Loader:
         return chunk
 
     def expect(self, start: int, stop: int) -> None:
-        """These rows will be taken next. What is expected already stays so."""
+        """Read these rows ahead, to be taken next. Has no effect while other rows are expected."""
         if not self.ahead or self._expected is not None or start >= stop:
             return
         if self._thread is None and not self._start():

@@ -324,7 +324,7 @@ class RankGroup:
         return self._requests[-1]
 
     def answer_to_the_end(self) -> None:
-        """This rank's program has ended: answer the others' questions until theirs have, too."""
+        """Answer the other ranks' questions until their programs have ended, as this rank's has."""
         if not self._requests:
             return
         with suppress(DistributedError):  # this rank has all it needs; a rank that failed reports it itself

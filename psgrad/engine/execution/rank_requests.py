@@ -70,7 +70,7 @@ class RankRequests:
         self._group.exchange(lambda: self._asked(questions, into), self._in_turn, limit)
 
     def end(self) -> None:
-        """This rank asks no more. Returns when the others have said so, too.
+        """Tell the other ranks that this one asks no more, and wait until they have said so too.
 
         Raises DistributedError where one of them has failed or died before.
         """

@@ -103,7 +103,7 @@ class Processes(Protocol):
         """
 
     def hurry(self) -> None:
-        """This process was asked to end: wait a few seconds only for another one that may be dead."""
+        """Wait only a few seconds for ranks that may be dead, from now on: this process was asked to end."""
 
     # For processes that all go through the same program, step by step.
 

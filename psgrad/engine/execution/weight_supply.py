@@ -41,7 +41,7 @@ class Supply:
         self._using = threading.Lock()
 
     def bring(self, source: WeightSource, view: Tensor) -> Tensor:
-        """On the device, in the stored type: the numbers that `view`, a view of the source's layout, sees."""
+        """The numbers of `view`, a view of the source's layout, on the device and in the stored type."""
         layout = source.layout
         with self._using:
             if view.numel() < layout.numel() and source not in self._kept:  # only this part is moved
@@ -50,7 +50,7 @@ class Supply:
         return whole.as_strided(view.shape, view.stride(), view.storage_offset() - layout.storage_offset())
 
     def bring_rows(self, source: WeightSource, view: Tensor, rows: Tensor) -> Tensor:
-        """These rows (int64 [k]) of what `view` sees, on the device and in the stored type."""
+        """These rows (int64 [k]) of `view`, on the device and in the stored type."""
         with self._using:
             if source not in self._kept:
                 return self._moved(_Arrival(source.rows(view, rows.cpu()), self.device))
