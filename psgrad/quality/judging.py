@@ -229,7 +229,8 @@ def judge(
     score decides, `outliers.score`; detectors only inform, so that nothing is tested twice.
 
     Args:
-        frame: a row a sample with `loss` and `grad_norm`, and the columns that score and groups name.
+        frame: one row for each sample, with `loss` and `grad_norm`, and the columns that score and groups
+            name.
         reference: of trusted samples, with the scores that `outliers.score` names.
         rows: [n, k] projected gradients, if there are detectors.
         base: the folder that the files of detectors are relative to.

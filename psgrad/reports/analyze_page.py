@@ -257,7 +257,7 @@ def by_layer(result: AnalyzeResult, plot: Plot | None) -> Iterator[Section]:
 
 
 def layer_table(parameters: pd.DataFrame, unit_of_loss: str) -> Table:
-    """A row a parameter, in the order of the model."""
+    """One row for each parameter, in the order of the model."""
     shown = parameters
     if len(parameters) > MAX_PARAMETER_ROWS:
         shown = parameters.loc[parameters["share"].fillna(0).nlargest(MAX_PARAMETER_ROWS).index.sort_values()]

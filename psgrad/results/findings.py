@@ -148,12 +148,12 @@ class Comparison(ShortRepr):
             lists and A does not, and the other way round.
         spearman: rank correlation of the score over the common samples that have one in both; None for fewer
             than two, or equal scores.
-        changes: a row a sample with CHANGE_COLUMNS, of each `change` (came, went, rose, fell) the first few:
-            those that moved furthest, and those that rank first in their run. Percentiles are among the
-            common samples, 100 the most suspect; `moved` is their difference, in percentage points; `list`
-            says whether the sample entered or left the review list, or the outliers.
-        groups: a row a group of the common samples: group, samples, spearman, median_a, median_b, entered,
-            left; empty without groups.
+        changes: one row for each sample, with CHANGE_COLUMNS, of each `change` (came, went, rose, fell) the
+            first few: those that moved furthest, and those that rank first in their run. Percentiles are
+            among the common samples, 100 the most suspect; `moved` is their difference, in percentage points;
+            `list` says whether the sample entered or left the review list, or the outliers.
+        groups: one row for each group of the common samples: group, samples, spearman, median_a, median_b,
+            entered, left; empty without groups.
         common: score_a and score_b of the common samples, for the plot.
         warnings: what makes the two hard to compare.
     """

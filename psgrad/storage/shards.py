@@ -25,8 +25,8 @@ _ORDER = "order"
 class Shard:
     """The columns of the rows first, ..., first + n - 1 of the dataset.
 
-    table: a row a sample, its columns of one number (or text) a sample. arrays: name -> [n, ...], its other
-    columns.
+    table: one row for each sample, with the columns of one number (or text) for each. arrays: name -> [n,
+    ...], its other columns.
     """
 
     first: int

@@ -193,8 +193,8 @@ def result_of(measure: Measure, gathered: Gathered, unit: str | None) -> Measure
 
 
 def parameter_table(norms: GradientNorms, params: dict[str, torch.Tensor]) -> pd.DataFrame:
-    """One row a parameter: the distribution of the samples' gradient norms in it, and its share of the mean
-    squared norm.
+    """One row for each parameter: the distribution of the samples' gradient norms in it, and its share of the
+    mean squared norm.
     """
     total = sum(d.mean_square for d in norms.parameters.values())
     rows = [

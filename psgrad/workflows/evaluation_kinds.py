@@ -210,7 +210,7 @@ def ends(interval: Interval | None, start: str = "") -> dict[str, float | None]:
 
 
 def per_query(evaluation: EvaluationParts, asked: Array, values: dict[str, Array]) -> pd.DataFrame:
-    """One row a method and query."""
+    """One row for each method and query."""
     ids = evaluation.setup.query_reader.samples.ids[asked]
     parts = [
         pd.DataFrame({"method": name, "query_id": ids, "query_index": asked, "value": column})

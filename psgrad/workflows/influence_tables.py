@@ -123,7 +123,7 @@ def warn_of_plain_mean(setup: InfluenceSetup, rankings: QueryRankings, say: Call
 
 
 def query_table(setup: InfluenceSetup, screening: ScreenedRows) -> pd.DataFrame:
-    """One row a query; see QUERY_COLUMNS. Excluded ones, too."""
+    """One row for each query, excluded ones too; see QUERY_COLUMNS."""
     reader, rows = setup.query_reader, setup.asked_rows
     targets = reader.targets_at(rows)
     columns = {
@@ -138,7 +138,7 @@ def query_table(setup: InfluenceSetup, screening: ScreenedRows) -> pd.DataFrame:
 
 
 def training_table(setup: InfluenceSetup, screening: ScreenedRows, own: np.ndarray | None) -> pd.DataFrame:
-    """One row a training example; see TRAINING_COLUMNS, but `overall`. Excluded ones, too."""
+    """One row for each training example, excluded ones too; see TRAINING_COLUMNS. `overall` is added later."""
     samples, reader, kept = setup.run.samples, setup.run.reader, screening.kept
     everything = np.arange(len(samples))
     targets = reader.targets_at(everything)

@@ -179,7 +179,7 @@ def has_labels(rows: LoadedRows) -> bool:
 
 def penultimate(objective: Objective, rows: LoadedRows) -> torch.Tensor | None:
     """[n, d] float64: the input of the last module with parameters of its own that runs; None if that is not
-    a tensor with a row a sample.
+    a tensor with one row for each sample.
     """
     last: list[tuple[Any, ...]] = []
 

@@ -68,7 +68,7 @@ def minimise(
 
 
 class _NewtonSearch:
-    """One objective a job, over flat parameters [p]."""
+    """One objective for each job, over flat parameters [p]."""
 
     def __init__(
         self,

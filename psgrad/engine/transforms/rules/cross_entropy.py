@@ -123,7 +123,7 @@ class _LabelLoss:
         )
 
     def losses(self, log_probabilities: torch.Tensor) -> torch.Tensor:
-        """One loss a position; zero if the label is ignored, whatever its value."""
+        """One loss for each position; zero if the label is ignored, whatever its value."""
         picked = torch.gather(log_probabilities, self.axis, self.labels).squeeze(self.axis)
         return self.counted_only(-picked * self.weights)
 
