@@ -125,10 +125,9 @@ class InfluenceResult(ShortRepr):
     the share of them in which the example is among that query's strongest of its sign by itself.
 
     `queries` has one row for each query, with QUERY_COLUMNS (`measurement`: its value; `agreement`, with
-    several
-    checkpoints: the mean over pairs of them of the correlation of their scores), `training` one a training
-    example with TRAINING_COLUMNS (`overall`: the mean of its scores over the queries); columns that a run has
-    not are left out. `status` is "ok", or "nonfinite" for rows that are excluded.
+    several checkpoints: the mean over pairs of them of the correlation of their scores), `training` one a
+    training example with TRAINING_COLUMNS (`overall`: the mean of its scores over the queries); columns that
+    a run has not are left out. `status` is "ok", or "nonfinite" for rows that are excluded.
 
     `shown` holds all n scores of the first few queries, query index -> [n] (NaN: excluded), `query_inputs`
     and `training_inputs` the inputs of what is shown, index -> input: see `shown_rows`.
