@@ -138,7 +138,7 @@ def query_table(setup: InfluenceSetup, screening: ScreenedRows) -> pd.DataFrame:
 
 
 def training_table(setup: InfluenceSetup, screening: ScreenedRows, own: np.ndarray | None) -> pd.DataFrame:
-    """One row for each training example, excluded ones too; see TRAINING_COLUMNS. `overall` is added later."""
+    """One row for each training example, excluded ones too; see TRAINING_COLUMNS. `overall` comes later."""
     samples, reader, kept = setup.run.samples, setup.run.reader, screening.kept
     everything = np.arange(len(samples))
     targets = reader.targets_at(everything)
