@@ -22,7 +22,7 @@ from torch import nn
 
 from psgrad.engine.influence.damping_choice import AGREES, agreements
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Recipe
-from psgrad.engine.influence.evaluation.metrics import half_subsets, lds_mean, rows_of
+from psgrad.engine.influence.evaluation.metrics import lds_mean, random_subsets, rows_of
 from psgrad.engine.influence.evaluation.retraining import EnsembleTrainer
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.influence import Influence
@@ -75,7 +75,7 @@ def measured(recipe: Recipe, noise: float) -> dict[str, Any]:
     training, queries = data(noise)
     assert training.target is not None
     assert queries.target is not None
-    subsets = half_subsets(ROWS, SUBSETS, 0.5, np.random.default_rng(1))
+    subsets = random_subsets(ROWS, SUBSETS, 0.5, np.random.default_rng(1))
     jobs = [
         Job(f"{place}, {seed}", rows, 1000 + place * SEEDS + seed)
         for place, rows in enumerate(rows_of(subsets))

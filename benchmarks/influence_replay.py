@@ -36,7 +36,7 @@ from torch import nn
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.influence.evaluation.jobs import LoadedRows
-from psgrad.engine.influence.evaluation.metrics import half_subsets, lds, subset_sums
+from psgrad.engine.influence.evaluation.metrics import lds, random_subsets, subset_sums
 from psgrad.engine.influence.evaluation.retraining import fresh_model
 from psgrad.engine.influence.methods.replay import measured
 from psgrad.engine.influence.training_run import TrainingRun
@@ -88,7 +88,7 @@ def agreement(
 ) -> dict[str, Any]:
     """Score, interval and slope where this share of the examples is left out. scores: [n, m]."""
     loaded = LoadedRows.of(queries)
-    left_out = half_subsets(len(scores), subsets, share, np.random.default_rng([run.seed, 6]))
+    left_out = random_subsets(len(scores), subsets, share, np.random.default_rng([run.seed, 6]))
     losses = measured(queries, loaded, run.retrained(torch.from_numpy(~left_out)))
     whole = measured(queries, loaded, {name: value.unsqueeze(0) for name, value in run.final.items()})
     predicted, actual = subset_sums(scores, left_out), losses - whole

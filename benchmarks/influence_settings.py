@@ -57,7 +57,7 @@ from torch import Tensor, nn
 
 from psgrad.engine.execution.objective import Criterion
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Recipe
-from psgrad.engine.influence.evaluation.metrics import ceiling, half_subsets, lds, rows_of
+from psgrad.engine.influence.evaluation.metrics import ceiling, lds, random_subsets, rows_of
 from psgrad.engine.influence.evaluation.mislabel import controls, own_controls
 from psgrad.engine.influence.evaluation.retraining import EnsembleTrainer, measured
 from psgrad.engine.influence.methods.datainf import DataInf
@@ -134,7 +134,7 @@ class Setting:
     @cached_property
     def chosen(self) -> Array:
         """[S, n] bool: the rows of each subset."""
-        return half_subsets(len(self.task.training), self.subsets, self.share, np.random.default_rng(1))
+        return random_subsets(len(self.task.training), self.subsets, self.share, np.random.default_rng(1))
 
     def jobs(self) -> list[Job]:
         return [

@@ -22,7 +22,7 @@ from influence_ours import cross_entropy
 from torch import nn
 
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe
-from psgrad.engine.influence.evaluation.metrics import half_subsets, rows_of
+from psgrad.engine.influence.evaluation.metrics import random_subsets, rows_of
 from psgrad.engine.influence.evaluation.retraining import EnsembleTrainer
 
 Array = np.ndarray[Any, Any]
@@ -107,7 +107,7 @@ class Bench:
 
     def outcomes(self, number: int, subsets: int, seeds: int) -> Outcomes:
         """Of random halves; number: which draw of them, and of seeds."""
-        chosen = half_subsets(len(self.everything), subsets, 0.5, np.random.default_rng(number))
+        chosen = random_subsets(len(self.everything), subsets, 0.5, np.random.default_rng(number))
         first = FIRST_SEED * number
         jobs = [
             Job(f"subset {place}, seed {seed}", rows, first + place * seeds + seed)
@@ -137,7 +137,7 @@ class Bench:
     @cached_property
     def halves(self) -> Members:
         """Models of a random half each, as TRAK's authors have them."""
-        halves = half_subsets(len(self.everything), self.models, 0.5, np.random.default_rng(3))
+        halves = random_subsets(len(self.everything), self.models, 0.5, np.random.default_rng(3))
         return self.train(
             [Job(f"half {seed}", rows, 3 * FIRST_SEED + seed) for seed, rows in enumerate(rows_of(halves))]
         )

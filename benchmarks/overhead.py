@@ -8,8 +8,8 @@ round, so that whatever else the machine does falls on all of them alike:
     plain        forward and backward of the batch's summed loss, which gives one gradient in place of eight
     torch.func   vmap(grad) of the one-sample loss
     psgrad       the same, by psgrad's vmap and grad
-    replay       psgrad's, captured: recorded once, and run without the Python that made it
-    inductor     the same record, compiled (with --inductor)
+    replay       psgrad's, captured once as a program, which runs without Python
+    inductor     the same program, compiled (with --inductor)
 """
 
 from __future__ import annotations

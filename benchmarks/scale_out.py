@@ -291,7 +291,7 @@ class Looks:
         """The work with the hashes of files that have `work.read` bytes for each row."""
         size = work.rows * work.read
         sample = min(size, SAMPLES * SAMPLE)
-        return replace(work, looked_at=size, look_seconds=size * self.byte, loaded=work.loaded + sample)
+        return replace(work, hashed_bytes=size, hash_seconds=size * self.byte, loaded=work.loaded + sample)
 
     def of_images(self, work: Workload) -> Workload:
         """The work with the looks at a folder of images. Rank 0 reads the names once more for the manifest,
@@ -299,10 +299,10 @@ class Looks:
         """
         return replace(
             work,
-            looked_at=work.rows * work.read,
-            look_seconds=work.rows * self.image,
+            hashed_bytes=work.rows * work.read,
+            hash_seconds=work.rows * self.image,
             listing_seconds=2 * work.rows * self.name,
-            told=DIGEST * work.rows,
+            broadcast_bytes=DIGEST * work.rows,
         )
 
 
@@ -490,7 +490,7 @@ def extrapolate(jobs: dict[str, tuple[Workload, float]], look: Looks, cluster: C
         on = replace(cluster, variation=variation)
         print(f"\n{name}: {work.chunk_seconds:.3f} s for {work.chunk_size} rows, by one thread")
         print(
-            f"  {work.looked_at / 1e9:,.1f} GB are looked at, in {work.look_seconds:,.0f} s of one thread;"
+            f"  {work.hashed_bytes / 1e9:,.1f} GB are looked at, in {work.hash_seconds:,.0f} s of one thread;"
             f" each process lists for {work.listing_seconds:,.0f} s"
         )
         result[name] = {"before_looks": asdict(alone), "work": asdict(work), "cluster": asdict(on)}

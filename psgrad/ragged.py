@@ -33,15 +33,15 @@ class RaggedAxes:
     alike: tuple[int, ...] = ()
 
     def around(self, before: int = 0, after: int = 0) -> RaggedAxes:
-        """The same for a block with more inputs before and after its own, which are not ragged."""
+        """These axes for a block with more inputs before and after its own. Those inputs are not ragged."""
         return self._mapped(lambda each, none: (*[none] * before, *each[:-1], *[none] * after, each[-1]))
 
     def without_target(self) -> RaggedAxes:
-        """The same for a block with another target, which is not ragged."""
+        """These axes for a block with another target, which is not ragged."""
         return self._mapped(lambda each, none: (*each[:-1], none))
 
     def grouped(self) -> RaggedAxes:
-        """The same for tensors with one more axis in front of their own."""
+        """These axes for tensors with one more axis in front of their own."""
         return replace(
             self, axes=tuple(tuple((axis + 1, column) for axis, column in pairs) for pairs in self.axes)
         )
@@ -108,17 +108,17 @@ class Block:
         return replace(found, lengths=found.lengths.amax(1), ragged=found.ragged.grouped())
 
     def without_padding(self) -> Block:
-        """The same rows, of which only those of equal length are computed together."""
+        """This block, marked so that only rows of equal length are computed together."""
         ragged = None if self.ragged is None else replace(self.ragged, masked=False)
         return replace(self, ragged=ragged)
 
     def with_inputs(self, before: Sequence[Tensor] = (), after: Sequence[Tensor] = ()) -> Block:
-        """The same rows with more inputs, [n, ...] each, which are not ragged."""
+        """This block with more inputs, [n, ...] each, which are not ragged."""
         ragged = None if self.ragged is None else self.ragged.around(len(before), len(after))
         return Block((*before, *self.inputs, *after), self.target, self.lengths, ragged)
 
     def with_target(self, target: Tensor | None) -> Block:
-        """The same rows with another target, [n, ...], which is not ragged."""
+        """This block with another target, [n, ...], which is not ragged."""
         ragged = None if self.ragged is None else self.ragged.without_target()
         return Block(self.inputs, target, self.lengths, ragged)
 

@@ -42,7 +42,7 @@ def generators() -> list[torch.Generator]:
 
 
 def states(of: Sequence[torch.Generator] | None = None) -> States:
-    """These generators, or PyTorch's default ones, with their states."""
+    """The generators `of`, or PyTorch's default ones, with their states."""
     return [(generator, state_of(generator)) for generator in (generators() if of is None else of)]
 
 
@@ -103,5 +103,5 @@ def cpu_states() -> tuple[Any, ...]:
 
 
 def all_states() -> tuple[Any, ...]:
-    """The same, with those on GPUs."""
+    """The states of `cpu_states` and of the generators on GPUs."""
     return (*cpu_states(), *(state.numpy().tobytes() for _, state in states()))

@@ -151,7 +151,7 @@ def importing_beside(base: Path) -> Iterator[None]:
 def with_code_beside(
     workflow: Callable[Concatenate[Config, _P], _R],
 ) -> Callable[Concatenate[Config, _P], _R]:
-    """The same function of a config, run while modules in the config's folder can be imported."""
+    """`workflow`, run while modules in the config's folder can be imported."""
 
     @wraps(workflow)
     def run(config: Config, *args: _P.args, **kwargs: _P.kwargs) -> _R:

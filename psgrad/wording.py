@@ -123,8 +123,8 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def correlation(value: float | None) -> str:
-    """Four decimals, never rounded away from zero: 0.99996 is no 1, which stands for exactly the same order;
-    a dash where there is none.
+    """Four decimals, never rounded away from zero: 0.99996 is not shown as 1, which stands for exactly the
+    same order; a dash where there is none.
     """
     if value is None or math.isnan(value):
         return "–"
@@ -161,7 +161,7 @@ class ShortRepr:
         return f"{type(self).__name__}({values})"
 
     def _repr_html_(self) -> str:
-        """The same as a table, for notebooks: of a frame the first rows."""
+        """The fields as an HTML table, for notebooks; of a data frame the first rows."""
         rows = "".join(
             f"<tr><th style='text-align:left'>{escape(field.name)}</th><td style='text-align:left'>"
             f"{_brief_html(getattr(self, field.name))}</td></tr>"

@@ -116,13 +116,13 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def slow_chunks(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let each chunk of this process take so long at least, so that other ranks get rows."""
-    placed = Loader.place
+    to_device = Loader.to_device
 
-    def place(loader: Loader, chunk: Chunk) -> Any:
+    def slowly(loader: Loader, chunk: Chunk) -> Any:
         time.sleep(seconds)
-        return placed(loader, chunk)
+        return to_device(loader, chunk)
 
-    monkeypatch.setattr(Loader, "place", place)
+    monkeypatch.setattr(Loader, "to_device", slowly)
 
 
 def die() -> None:

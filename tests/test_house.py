@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "psgrad"
 
-# From the top: a part may import the parts of lower layers, and none of its own layer.
+# From the top: a component may import the components of lower layers, and none of its own layer.
 LAYERS = (
     ("__init__", "__main__"),
     ("cli",),
@@ -39,7 +39,7 @@ ENGINE_LAYERS = (
     ("free_memory",),
 )
 
-# Libraries that a part does without, even inside a function.
+# Libraries that a component does without, even inside a function.
 FORBIDDEN_LIBRARIES = {
     "cli": {"torch"},
     "api": {"torch"},
@@ -84,21 +84,21 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def part_of(name: str, parent: str) -> str | None:
-    """The first name below `parent` of a dotted name in it: `psgrad.cli.app` is part `cli` of `psgrad`."""
+def component_of(name: str, parent: str) -> str | None:
+    """The component of `parent` that a dotted name is in: `psgrad.cli.app` is in `cli` of `psgrad`."""
     if not within(name, parent):
         return None
     below = name.removeprefix(parent).lstrip(".")
     return below.split(".")[0] or "__init__"
 
 
-def layer_of(part: str, layers: tuple[tuple[str, ...], ...]) -> int | None:
-    return next((index for index, parts in enumerate(layers) if part in parts), None)
+def layer_of(component: str, layers: tuple[tuple[str, ...], ...]) -> int | None:
+    return next((index for index, names in enumerate(layers) if component in names), None)
 
 
 def goes_up(module: str, imported: str, parent: str, layers: tuple[tuple[str, ...], ...]) -> bool:
-    """Whether this import leads from one part of `parent` to another that is not below it."""
-    importer, target = part_of(module, parent), part_of(imported, parent)
+    """Whether this import leads from one component of `parent` to another that is not below it."""
+    importer, target = component_of(module, parent), component_of(imported, parent)
     if importer is None or target is None or importer == target:
         return False
     above, below = layer_of(importer, layers), layer_of(target, layers)
@@ -133,9 +133,9 @@ def rivals_in(tree: ast.AST) -> list[str]:
     return found
 
 
-def test_every_part_has_a_layer() -> None:
-    parts = {part_of(module, "psgrad") for module in MODULES}
-    assert {part for part in parts if layer_of(str(part), LAYERS) is None} == set()
+def test_every_component_has_a_layer() -> None:
+    found = {component_of(module, "psgrad") for module in MODULES}
+    assert {each for each in found if layer_of(str(each), LAYERS) is None} == set()
 
 
 def test_imports_go_downwards() -> None:
@@ -186,12 +186,12 @@ def test_planted_circle_is_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}] * 3
 
 
-def test_each_part_does_without_the_libraries_that_are_not_for_it() -> None:
+def test_each_component_does_without_the_libraries_that_are_not_for_it() -> None:
     found = [
         f"{module} imports {imported}"
         for module, tree in MODULES.items()
         for imported in imports(tree)
-        if imported.split(".")[0] in FORBIDDEN_LIBRARIES.get(str(part_of(module, "psgrad")), set())
+        if imported.split(".")[0] in FORBIDDEN_LIBRARIES.get(str(component_of(module, "psgrad")), set())
     ]
     assert found == []
 

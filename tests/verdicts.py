@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from psgrad.results import CheckResult, Finding, GateOutcome, Location
-from psgrad.results.findings import CheckFacts
+from psgrad.results.check import CheckFacts
 from psgrad.storage import RunFolder
 
 REFERENCE: dict[str, Any] = {

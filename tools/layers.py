@@ -1,7 +1,7 @@
 """ARCHITECTURE.md: the picture of the layers, from the imports of the code.
 
-`python -m tools.pages` writes it. A part of psgrad is a folder or a file directly in psgrad/, and inside the
-engine one directly in psgrad/engine/. A part stands one layer below the lowest part that imports it.
+`python -m tools.pages` writes it. A component is a folder or a file directly in psgrad/, and inside the
+engine one directly in psgrad/engine/. It stands one layer below the lowest component that imports it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def generated() -> str:
 
 
 def picture(folder: Path) -> str:
-    """One line or more for each part of a folder, the highest layer first, with a rule between layers."""
-    found = parts(folder)
+    """At least one line for each component of a folder, the highest layer first, a rule between layers."""
+    found = components(folder)
     names = max(map(len, found)) + 2
     blocks = []
     for layer in layers(
@@ -49,8 +49,8 @@ def picture(folder: Path) -> str:
     return f"\n{'-' * WIDTH}\n".join(blocks)
 
 
-def parts(folder: Path) -> dict[str, list[Path]]:
-    """name -> its files, of all parts of a folder; a folder's own `__init__` comes first."""
+def components(folder: Path) -> dict[str, list[Path]]:
+    """name -> its files, of all components of a folder; a folder's own `__init__` comes first."""
     found = {}
     for path in sorted(folder.iterdir()):
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.suffix == ".py" else []
@@ -83,14 +83,14 @@ def modules(tree: ast.AST) -> Iterator[str]:
 
 
 def layers(arrows: Mapping[str, set[str]]) -> list[list[str]]:
-    """The parts by layer, the highest first; `arrows` names what each part imports. Raises ValueError for a
+    """The components by layer, the highest first; `arrows` names what each imports. Raises ValueError for a
     cycle.
     """
     try:
         order = list(TopologicalSorter(arrows).static_order())
     except CycleError as error:
         raise ValueError(
-            f"parts import each other in a cycle: {' > '.join(reversed(error.args[1]))}"
+            f"components import each other in a cycle: {' > '.join(reversed(error.args[1]))}"
         ) from error
     depth = dict.fromkeys(order, 0)
     for name in reversed(order):
@@ -102,6 +102,6 @@ def layers(arrows: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def first_sentence(paths: list[Path]) -> str:
-    """The first sentence of a part's docstring."""
+    """The first sentence of a component's docstring."""
     text = ast.get_docstring(ast.parse(paths[0].read_text(encoding="utf-8"))) or ""
     return " ".join(text.split("\n\n")[0].split()).partition(". ")[0].rstrip(".")

@@ -56,7 +56,7 @@ for _command in registered_commands():
 
 def main() -> None:
     """Run the command that the process's arguments name, and leave with its exit code."""
-    if sys.stdout is None:  # closed by who started us; what is printed goes nowhere
+    if sys.stdout is None:  # closed by the process that started this one; output is lost
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (for as long as the process lives)
     app(prog_name="psgrad")
 

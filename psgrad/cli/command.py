@@ -122,11 +122,11 @@ def boundary(debug: bool) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(EXIT_OK) from None
     except OSError as error:
-        # What is written to files has errors of its own.
+        # This error is of standard output: writes to files raise errors of psgrad.
         full = error.errno == errno.ENOSPC
         _leave(_no_room(error) if full else _internal_error(error), EXIT_RUNTIME, debug)
     except SystemExit:
-        # Of a model, a dataset or a loss: their word must not pass for a verdict.
+        # Raised by a model, a dataset or a loss. Their exit code must not be taken for that of a gate.
         _leave(_LEFT_EARLY, EXIT_RUNTIME, debug)
     except MemoryError as error:
         _leave(_no_memory(error), EXIT_RUNTIME, debug)
@@ -150,7 +150,7 @@ def _end(signum: int, frame: FrameType | None) -> None:
             return
     if signum == signal.SIGINT:
         raise KeyboardInterrupt
-    # Who sends it twice means it: the second one ends the process at once.
+    # A second SIGTERM ends the process at once.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise Terminated
 

@@ -230,7 +230,7 @@ def log_of(folder: Path, rank: int) -> Path:
 
 
 def with_last_lines(error: DistributedError, folder: Path) -> DistributedError:
-    """The same error with the last lines that the rank has logged which it names."""
+    """The error with the last lines of the log of the rank that it names."""
     lines = [] if error.rank is None else _last_lines(log_of(folder, error.rank))
     if not lines:
         return error

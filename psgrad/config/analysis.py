@@ -1,5 +1,5 @@
-"""The sections of `psgrad analyze`: what is measured of each sample, who is an outlier, and what may pass a
-gate.
+"""The sections of `psgrad analyze`: what is measured of each sample, which samples are outliers, and what may
+pass a gate.
 
 The options of a measure are its own, and checked where the measure is known: see psgrad/engine/measures.
 """
@@ -17,7 +17,7 @@ from psgrad.config.values import ConfigSection, FilePath, Finite, NamedSection, 
 
 
 class MeasureConfig(NamedSection):
-    """A measure by name, a file of `psgrad/engine/measures` or `module:Class`, with its options."""
+    """A measure by name, a file of `psgrad/engine/measures/builtin` or `module:Class`, with its options."""
 
 
 class DetectorConfig(NamedSection):

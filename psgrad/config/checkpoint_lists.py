@@ -27,8 +27,9 @@ def listed_paths(value: object, info: ValidationInfo) -> object:
 
 
 def listed_checkpoints(value: object, info: ValidationInfo) -> object:
-    """The same of checkpoints with learning rates and steps. What is left out is what trainer_state.json in
-    the checkpoint's folder says, or the metadata of a safetensors file, if they do.
+    """The checkpoints that a list of paths and patterns names, with learning rates and steps. Rates and steps
+    that are left out come from trainer_state.json in the checkpoint's folder or from the metadata of a
+    safetensors file.
     """
     base = _base_of(info)
     if not isinstance(value, str | list):
@@ -67,7 +68,9 @@ def _base_of(info: ValidationInfo) -> Path:
 
 
 def _matched(pattern: str, base: Path) -> list[str]:
-    """What a pattern matches, in the order of training steps; a path that is no pattern alone."""
+    """The paths that a pattern matches, in the order of training steps; a path that is not a pattern by
+    itself.
+    """
     if not glob.has_magic(pattern) or (base / pattern).exists():
         return [pattern]
     found = sorted(glob.glob(pattern, root_dir=base, recursive=True))  # noqa: PTH207 (relative names stay so)
@@ -123,7 +126,7 @@ _LARGEST_HEADER = 1 << 26
 
 
 def _metadata(path: Path) -> Mapping[str, str]:
-    """What a safetensors file says of itself; nothing of any other file, or a damaged one."""
+    """The metadata of a safetensors file; empty for another or a damaged file."""
     if path.suffix.lower() != ".safetensors":
         return {}
     try:

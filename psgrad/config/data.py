@@ -204,7 +204,7 @@ class DataConfig(ConfigSection):
         return self.target
 
     def with_inputs(self, columns: Sequence[str]) -> DataConfig:
-        """The same dataset with these columns alone, as inputs."""
+        """This dataset with `columns` as its only inputs."""
         others = ("target", "text", "prompt", "completion", "messages", "image", "id", "group", "weight")
         return self.model_copy(update={**dict.fromkeys(others), "inputs": list(columns), "stack": False})
 
@@ -279,7 +279,7 @@ class QueriesConfig(DataConfig):
     wrong: bool = False
     """Only rows whose predicted class is another than their label."""
     worst: Annotated[int, Field(ge=1)] | None = None
-    """Only so many rows, those with the largest loss."""
+    """Take only this number of rows, those with the largest loss."""
 
     contrast: str | None = None
     """The column of a second completion of the same prompt: each row becomes two queries, and what helps the
@@ -339,7 +339,7 @@ class QueriesConfig(DataConfig):
 
     @property
     def contrast_data(self) -> DataConfig | None:
-        """The same dataset with the other completions; None without any."""
+        """The dataset of queries with the other completions; None where the config has none."""
         own = self.own_data
         if own is None or self.contrast is None:
             return None

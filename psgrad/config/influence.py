@@ -87,8 +87,8 @@ class IndexConfig(ConfigSection):
     dtype: Literal["float64", "float32", "float16", "bfloat16", "int8"] = "float32"
     """Precision of the stored numbers."""
     rank: Annotated[int, Field(ge=1)] | None = None
-    """With projection two-sided or none, a row has a matrix for each parameter: only so many vectors for its
-    rows and its columns are kept; null keeps all of its numbers.
+    """With projection two-sided or none, a row has a matrix for each parameter. At most `rank` vectors for
+    its rows and its columns are kept; null keeps all of its numbers.
     """
     rows_per_shard: Annotated[int, Field(ge=1)] = 4096
     """Rows in each file of the index."""

@@ -24,7 +24,7 @@ class MethodConfig(NamedSection):
 EvaluationKind = Literal["loo", "lds", "mislabel", "removal", "groups", "curve"]
 
 _STEPS = frozenset({"epochs", "batch_size", "learning_rate", "schedule"})
-# What each way of training takes, besides weight decay and the number of models at once.
+# The options of each optimizer, in addition to weight decay and the number of models at once.
 _TAKES: Mapping[str, frozenset[str]] = {
     "sgd": _STEPS | {"momentum"},
     "adam": _STEPS,
@@ -191,7 +191,7 @@ def _amount(value: str | int) -> str | int:
 
 
 def _rows_of(amount: str | int, rows: int) -> int:
-    """How many of so many rows an amount is: at least one."""
+    """How many of `rows` rows an amount is, at least one."""
     return amount if isinstance(amount, int) else max(1, round(float(amount[:-1]) / 100 * rows))
 
 
@@ -236,7 +236,7 @@ class EvaluationConfig(ConfigSection):
     """
 
     def removed_of(self, rows: int) -> list[int]:
-        """The numbers of rows that `remove` asks for, of so many rows; rising, each once."""
+        """The numbers of rows, out of `rows`, that `remove` asks for; rising, each once."""
         return sorted({_rows_of(amount, rows) for amount in self.remove})
 
     @model_validator(mode="after")

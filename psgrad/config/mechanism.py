@@ -137,9 +137,9 @@ class ScheduleConfig(ConfigSection):
         )
         for name in ("every", "factor", "multipliers"):
             if (getattr(self, name) is not None) != (name in takes):
-                said = f"needs {name}" if name in takes else f"does not take {name}"
+                fault = f"needs {name}" if name in takes else f"does not take {name}"
                 also = f"; it takes {', '.join(takes)}" if takes else ""
-                raise ValueError(f"a schedule of kind {self.kind} {said}{also}")
+                raise ValueError(f"a schedule of kind {self.kind} {fault}{also}")
         return self
 
 

@@ -24,7 +24,7 @@ _MAX_BYTES = 1 << 20
 
 
 class Reading(NamedTuple):
-    """What could be made of a config, or of the sections that are right, and what is wrong with the rest."""
+    """A config, or its valid sections, and the problems of the rest."""
 
     config: Config | None
     sections: Mapping[str, Any]
@@ -51,7 +51,7 @@ def config_from(content: Mapping[str, Any], overrides: Sequence[str] = (), base:
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Reading:
-    """As much of a config as there is, with its problems; see `load_config`. Raises ConfigError for a file
+    """The valid sections of a config, with its problems; see `load_config`. Raises ConfigError for a file
     that holds no config at all.
     """
     return _read(_read_document(path), overrides, path.parent)
@@ -201,13 +201,13 @@ class _Document:
         self.places[tuple(keys)] = place
 
     def problem(self, details: ErrorDetails) -> str:
-        """One of pydantic's errors in our words."""
+        """The message for one of pydantic's errors."""
         path = tuple(part for part in details["loc"] if part not in (FOLDERS, MADE))
         details = {**details, "loc": path}
         where = ".".join(str(part) for part in path)
-        return f"{self._place(path)}: {where + ': ' if where else ''}{explain(details)}"
+        return f"{self._location(path)}: {where + ': ' if where else ''}{explain(details)}"
 
-    def _place(self, path: KeyPath) -> str:
+    def _location(self, path: KeyPath) -> str:
         while path and path not in self.places:
             path = path[:-1]
         return self.places.get(path, self.name)

@@ -45,7 +45,7 @@ _PATHS = {"type": "array", "items": {"type": "string", "format": "path"}}
 _CHECKPOINTS = {"type": "array", "items": {"$ref": f"{_PLACE}CheckpointConfig"}}
 _SIZE = {"type": "string", "pattern": r"^\s*[0-9.]+\s*[A-Za-z]+\s*$"}
 
-# What validators of single keys take besides the types that they are declared with.
+# Types that validators of single keys accept, in addition to the declared ones.
 _ALSO_TAKEN: Mapping[str, Mapping[str, Any]] = {
     "EngineConfig.chunk_size": {"anyOf": [_AUTO, {"type": "integer", "minimum": 1}]},
     "EngineConfig.memory": {"anyOf": [_AUTO, {"type": "integer", "minimum": 1 << 20}, _SIZE]},
@@ -257,7 +257,7 @@ def _written(value: Any) -> str:
         value = value.model_dump(mode="json")
     if isinstance(value, str):
         plain = value and all(each.isalnum() or each in "._-/:" for each in value)
-        # What YAML could take for something else than text is quoted.
+        # Text that YAML could read as another type is quoted.
         special = (
             value.startswith("-") or value.endswith(":") or not isinstance(parse(value, "").content, str)
         )

@@ -166,7 +166,9 @@ _EXPECTED = "comparisons of columns with values, joined by and, or, not, such as
 
 
 def names_in_condition(text: str, columns: Collection[str] | None = None) -> list[str]:
-    """The columns that a condition reads. Raises ValueError for what is none, or names one not there."""
+    """The columns that a condition reads. Raises ValueError for a text that is not a condition, or that names
+    a column which is not there.
+    """
     try:
         tree = ast.parse(" ".join(text.split()), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-# Where the system does not report how much is free.
+# Bytes that are taken to be free where the system does not report it.
 _UNKNOWN = 2 << 30
 
 

@@ -18,7 +18,7 @@ from psgrad.user_code import importing_beside
 def spec_problems(
     spec: str, base: Path, kwargs: Mapping[str, Any] | None, raises: type[PsgradError]
 ) -> Iterator[PsgradError]:
-    """What is wrong with `file.py:callable` or `module:callable`, as importing it would tell it.
+    """The problem with `file.py:callable` or `module:callable`, in the words of importing it.
 
     Of a file: that it is there, is Python, has the name at its top, and takes `kwargs` (None: whatever it is
     given). Of an installed module only that its package is there. `raises` is the error for code that can't
@@ -65,7 +65,7 @@ class TopCallable:
 
 
 def callables_in(path: Path) -> list[TopCallable]:
-    """The public functions and classes at the top of a file. Raises ModelError for what is no Python."""
+    """The public functions and classes of a file. Raises ModelError for a file that is not Python."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except (OSError, SyntaxError, ValueError) as error:
@@ -143,7 +143,9 @@ def _argument_problems(node: ast.stmt, spec: str, kwargs: Mapping[str, Any]) -> 
 
 
 def _signature(node: ast.stmt) -> inspect.Signature | None:
-    """Of a plain function, or a class with an __init__; None for what a decorator or a base may change."""
+    """The signature of a plain function or of a class with an __init__; None where a decorator or a base
+    class may change it.
+    """
     skip = 0
     if isinstance(node, ast.ClassDef) and not node.decorator_list and not node.keywords:
         methods = (each for each in node.body if isinstance(each, ast.FunctionDef))

@@ -127,7 +127,7 @@ def _imports_of(file: Path, name: str) -> Iterator[str]:
 
 
 def _above(package: str, level: int) -> list[str]:
-    """The parts of the package that so many points begin at; of none where there is no point."""
+    """The parts of the package that an import with `level` leading dots begins at; none for level 0."""
     parts = package.split(".")
     return parts[: len(parts) - level + 1] if level else []
 

@@ -20,12 +20,12 @@ _STREAM = 0x5A3B1E  # of the seed's numbers, so that nothing else that is drawn 
 
 
 def drawn_rows(rows: int, count: int, seed: int) -> Array:
-    """[count]: different rows of so many, drawn uniformly by a seed, in rising order."""
+    """[count]: different rows out of `rows`, drawn uniformly by a seed, in rising order."""
     return np.sort(np.random.default_rng([seed, _STREAM]).choice(rows, count, replace=False))
 
 
 class SamplesOf(Samples):
-    """What another dataset says of itself, with rows of its own."""
+    """The attributes of another dataset, with rows of its own."""
 
     def __init__(self, samples: Samples) -> None:
         said = (name for name in dir(samples) if not name.startswith("_"))

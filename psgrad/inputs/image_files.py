@@ -40,7 +40,7 @@ class FolderRows(TableRows):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the metadata file, or of the names and classes; not of what is in the images."""
+        """A hash of the metadata file, or of the names and classes; not of the content of the images."""
         if self.files:
             return super().fingerprint
         return hashlib.sha256(str(self._table.to_pydict()).encode()).hexdigest()
@@ -201,7 +201,7 @@ def opened(content: bytes, named: str) -> Image:
             warnings.simplefilter("error", pillow.DecompressionBombWarning)
             image: Image = pillow.open(io.BytesIO(content))
             return image
-    except Exception as error:  # Pillow's readers have a dozen errors for what is no image
+    except Exception as error:  # Pillow's readers have a dozen errors for files that are not images
         raise _broken(named, error) from error
 
 

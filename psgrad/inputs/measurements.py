@@ -113,7 +113,9 @@ def _logit(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _log_probability(ignored: int, axes: int, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Of the class, or of all tokens that count together; axes: of the output, the classes last."""
+    """The log-probability of the class, or of all tokens that count together. axes: of the output, the
+    classes last.
+    """
     if output.dim() != axes or target.is_floating_point():
         raise LossError(
             f"the output of one query has shape {tuple(output.shape)}, its target {tuple(target.shape)} of"

@@ -28,22 +28,27 @@ _SHOWN = 5
 
 
 class Samples(ABC):
-    """A dataset in its own order.
+    """A dataset in its own order. Rows are counted from 0, in messages too.
 
-    ids: [n], text or int64, all different. targets: [n], int64 or float32, where the target is one number per
-    row and was cheap to read; else None. keywords: how the model calls its inputs; empty where it takes them
-    by position. ragged: which axes differ in length from row to row, where some do; `read` then gives blocks
-    with lengths. fingerprint: a SHA-256 that changes when the data does. units: [n],
-    text or int64, whom each row belongs to, where a column for that was named; else None. weighted: whether
-    the last input is the weight of each row's loss, which the model does not get. loss_columns: how many of
-    the first inputs only the loss gets. sources: the
-    modules of Python that make the rows, where code does. code: the objects that do. notes: sentences for the
-    manifest. class_names: of the classes 0, 1, 2, ... where the data or the model's folder tells them.
-    labels_are_positions: whether a label is a position of the input, so that their number differs from row to
-    row. ungrouped: the dataset of rows, where samples are groups of its rows; group_sizes and agreed_targets
-    are those of GroupedSamples. stamps: of the files that each pass reads. reading: to be held by whoever
-    reads, where several may; a dataset need not be made for threads. Rows are counted from 0, in messages
-    too.
+    Attributes:
+        ids: [n], text or int64, all different.
+        targets: [n], int64 or float32, where the target is one number per row and cheap to read; else None.
+        keywords: how the model calls its inputs; empty where it takes them by position.
+        ragged: which axes differ in length from row to row, where some do; `read` then gives blocks with
+            lengths.
+        fingerprint: a SHA-256 that changes when the data does.
+        units: [n], text or int64, whom each row belongs to, where a column for that was named; else None.
+        weighted: whether the last input is the weight of each row's loss, which the model does not get.
+        loss_columns: how many of the first inputs only the loss gets.
+        sources: the Python modules that make the rows, where code does. code: the objects that do.
+        notes: sentences for the manifest.
+        class_names: of the classes 0, 1, 2, ... where the data or the model's folder has them.
+        labels_are_positions: whether a label is a position of the input, so that the number of labels differs
+            from row to row.
+        ungrouped: the dataset of rows, where samples are groups of its rows. group_sizes, agreed_targets: as
+            in GroupedSamples.
+        stamps: of the files that each pass reads.
+        reading: a lock to hold while reading, because a dataset need not support threads.
     """
 
     keywords: tuple[str, ...] = ()
@@ -90,12 +95,12 @@ class Samples(ABC):
         return joined(blocks).at(places)
 
     def anew(self) -> Samples:
-        """The same rows, of which those that code makes are made each time they are read."""
+        """This dataset; rows that code makes are made each time they are read."""
         return self
 
     def read_ahead(self, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Reads these rows where code makes them, and keeps them for all who ask later. After each: (how many
-        are read, of how many). Nothing where rows are read from files.
+        """Reads these rows where code makes them, and keeps them for later reads. After each: (how many are
+        read, of how many). Nothing where rows are read from files.
         """
         return iter(())
 

@@ -124,7 +124,7 @@ def check_targets(
     """Raises DataError unless the loss can be computed for every one of the targets [n, ...].
 
     `num_classes` is the size of the model's class axis, None where it isn't known; `first_row` is the
-    dataset's row that `target[0]` belongs to. A NaN is no error: its sample's loss is NaN, and the row is
+    dataset's row that `target[0]` belongs to. A NaN is not an error: its sample's loss is NaN, and the row is
     reported as such.
     """
     if criterion.kind == "custom":

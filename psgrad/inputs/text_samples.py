@@ -60,7 +60,7 @@ def text_task(data: DataConfig, base: Path, pretrained: Pretrained) -> TextTask:
 _WEIGHT = "weight"
 BLOCK = 256  # rows that are tokenised together
 _COLUMNS = ("text", "prompt", "completion", "messages", "target", "weight")
-_FORMAT = 1  # of the tokens of a row: another one is another dataset
+_FORMAT = 1  # version of how a row becomes tokens, a part of the fingerprint
 
 
 class TextSamples(Samples):
@@ -260,7 +260,7 @@ class TokenBlocks:
         return found
 
     def put(self, number: int, table: pa.Table) -> pa.Table:
-        """The same table, from its file where that could be written."""
+        """Store the table, and return it: from its file where that could be written."""
         with suppress(OSError):
             path = self._path(self._folders()[0], number)
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -104,7 +104,7 @@ class Tokenizer:
         return found
 
     def require_short(self, length: int, where: str) -> None:
-        """Raises DataError for a row of so many tokens where it is too long and must not be cut."""
+        """Raises DataError for a row of `length` tokens if that is too long and the row must not be cut."""
         if self.limit is not None and length > self.limit and self.truncation == "error":
             raise DataError(
                 f"{where} has {length:,} tokens",
@@ -127,7 +127,7 @@ class Tokenizer:
             )
 
     def kept(self, length: int) -> slice:
-        """The tokens that stay of a row of so many, without special tokens around it."""
+        """The tokens that stay of a row of `length` tokens, without special tokens around it."""
         if self.limit is None or length <= self.limit:
             return slice(None)
         return slice(length - self.limit, None) if self.truncation == "left" else slice(self.limit)
@@ -210,7 +210,7 @@ def _read(folder: Path) -> Any:
             cause="a damaged file, code of its own that psgrad does not run, or a library that is missing",
             next_step="load it with transformers.AutoTokenizer.from_pretrained to see more",
         ) from error
-    # Of bytes or characters there is no vocabulary to be saved.
+    # A tokenizer of bytes or characters has no vocabulary to save.
     vocabulary = tuple(inner.vocab_files_names.values()) or _SAVED
     if not any((folder / name).exists() for name in ("tokenizer.json", *vocabulary)):
         raise missing

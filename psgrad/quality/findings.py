@@ -57,7 +57,7 @@ def _digest(rule: str, sample: str, occurrence: int) -> str:
 
 
 NEEDED = ("id", "index", "fingerprint", "status", "is_outlier_issue", "loss", "grad_norm")
-WELCOME = ("reasons", "group", "rank", "p_value", "q_value", "outlier_score")
+OPTIONAL = ("reasons", "group", "rank", "p_value", "q_value", "outlier_score")
 """Columns of samples.parquet that findings are made of, beside the score that samples are judged by."""
 
 NEW, KNOWN, IGNORED = "new", "known", "ignored"
@@ -206,7 +206,7 @@ class IgnoreEntry(ConfigSection):
     rule: Annotated[str | None, BeforeValidator(_rule)] = None
     reason: str
     expires: Annotated[datetime.date | None, BeforeValidator(_date)] = None
-    _place: str = PrivateAttr(default="")
+    _location: str = PrivateAttr(default="")
 
     @model_validator(mode="after")
     def _one_name(self) -> IgnoreEntry:
@@ -220,7 +220,7 @@ class IgnoreEntry(ConfigSection):
     def words(self) -> str:
         """The sample or finding that it names, and its line."""
         named = f"fingerprint {self.fingerprint}" if self.id is None else f"id {short_repr(self.id)}"
-        return f"{self._place}: {named}"
+        return f"{self._location}: {named}"
 
 
 def read_ignore_list(path: Path) -> tuple[IgnoreEntry, ...]:
@@ -254,7 +254,7 @@ def read_ignore_list(path: Path) -> tuple[IgnoreEntry, ...]:
                 where = parsed.places.get((number, *details["loc"]), place)
                 problems.append(f"{where}: {_problem(details)}")
             continue
-        entry._place = place
+        entry._location = place
         entries.append(entry)
     if problems:
         raise problems_found(f"the ignore list {path}", problems)
@@ -286,7 +286,7 @@ def with_states(
             warnings.append(f"{entry.words} names nothing that was found; it can go")
         else:
             state[rows], because[rows] = IGNORED, entry.reason
-    # Of objects: pandas would make a column of texts of it, and NaN of each None.
+    # A column of objects: otherwise pandas makes it a column of texts, and each None a NaN.
     reasons = pd.Series(because, index=named.index, dtype=object)
     return named.assign(state=state, ignored_because=reasons), warnings
 

@@ -26,7 +26,8 @@ from psgrad.errors import ConfigError, DataError
 from psgrad.quality.findings import KNOWN, NEW
 from psgrad.quality.references import Reference
 from psgrad.results import RULES, GateOutcome
-from psgrad.results.findings import FINDINGS_OF_A_GATE, Baseline, BaselineChange, Known
+from psgrad.results.check import FINDINGS_OF_A_GATE
+from psgrad.results.findings import Baseline, BaselineChange, Known
 from psgrad.results.manifest import GroupFacts, LossAgreement, OutlierFacts, Separability
 from psgrad.wording import correlation
 
@@ -116,8 +117,8 @@ class _JudgedRun:
         # flagged / tested.
         smallest, exceeding = self.facts.smallest_flaggable, limit + 1 + flagged - count
         if smallest is not None and smallest > exceeding:
-            # So many trusted samples make fdr * exceeding / tested reachable: (1 / (n + 1)) <= fdr *
-            # exceeding / tested.
+            # The number of trusted samples that makes fdr * exceeding / tested reachable: (1 / (n + 1)) <=
+            # fdr * exceeding / tested.
             tested, fdr = self.facts.counts.tested or self.samples, self.facts.fdr or 0.1
             needed = math.ceil(tested / (fdr * exceeding))
             least = smallest - 1 - (flagged - count)
@@ -177,7 +178,7 @@ def why_not_evaluable(
     if not tested:
         if not in_both:
             return "no sample was tested: none has a finite score"
-        # Of a baseline this is the good case: nothing is new.
+        # With a baseline this is the good case: nothing is new.
         return (
             None if reference.kind == "baseline" else "no sample was tested: all of them are in the reference"
         )

@@ -3,10 +3,10 @@ are reviewed. docs/explanation/outliers.md has the rules.
 
 The verdict is by conformal p-values and the false discovery rate: Bates et al., Testing for outliers with
 conformal p-values, Annals of Statistics 2023 (arXiv 2104.08279). A p-value here is valid where the sample, if
-it is no outlier, and the reference are exchangeable: drawn from the same source, measured by the same model,
-and both trained on or both held out. Nothing is assumed about how scores are distributed. P-values that share
-one reference depend on each other, in the way (PRDS) under which Benjamini and Hochberg's procedure still
-holds.
+it is not an outlier, and the reference are exchangeable: drawn from the same source, measured by the same
+model, and both trained on or both held out. Nothing is assumed about how scores are distributed. P-values
+that share one reference depend on each other, in the way (PRDS) under which Benjamini and Hochberg's
+procedure still holds.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def grouped_p_values(
 
 def q_values(p: Array) -> Array:
     """The smallest false discovery rate at which each p-value is flagged, by Benjamini and Hochberg; NaN
-    stays NaN, and is no test.
+    stays NaN, and is not a test.
     """
     from scipy.stats import false_discovery_control
 
@@ -144,11 +144,10 @@ def rank_samples(
 
     `score` is a column, `tail` its suspect end. Rows whose loss or norm is not finite are 'nonfinite', those
     without a score, without a position that counts (a length of 0), or `ignored` by the loss [n], 'skipped'.
-    Both are unranked, and
-    nonfinite rows are always in the review list. The rest of the list are the ceil(review_fraction * ranked
-    rows) most suspect, so it is never empty on a healthy model: a list to look at, not a verdict. Samples
-    with a gradient of exactly zero are named, but never reviewed for a large norm. Ties are ranked in dataset
-    order; `percentile` is the percentage of ranked rows that are not more suspect.
+    Both are unranked, and nonfinite rows are always in the review list. The rest of the list are the
+    ceil(review_fraction * ranked rows) most suspect, so it is never empty on a healthy model: a list to look
+    at, not a verdict. Samples with a gradient of exactly zero are named, but never reviewed for a large norm.
+    Ties are ranked in dataset order; `percentile` is the percentage of ranked rows that are not more suspect.
 
     With `labels` [n], a group a row, a row is compared within its group: percentile is that of the group, and
     rank goes by the place in the group as a share of it, so that each group is in the review list in
@@ -208,7 +207,7 @@ def _in_order(samples: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Judged:
-    """frame: the table of samples, SAMPLE_COLUMNS first. facts: what manifest.json says of it."""
+    """frame: the table of samples, SAMPLE_COLUMNS first. facts: its part of manifest.json."""
 
     frame: pd.DataFrame
     facts: OutlierFacts
@@ -230,7 +229,8 @@ def judge(
     score decides, `outliers.score`; detectors only inform, so that nothing is tested twice.
 
     Args:
-        frame: a row a sample with `loss` and `grad_norm`, and the columns that score and groups name.
+        frame: one row for each sample, with `loss` and `grad_norm`, and the columns that score and groups
+            name.
         reference: of trusted samples, with the scores that `outliers.score` names.
         rows: [n, k] projected gradients, if there are detectors.
         base: the folder that the files of detectors are relative to.
@@ -303,7 +303,9 @@ def _require_score(frame: pd.DataFrame, score: str) -> None:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Of each sample, [n] each: p- and q-value, the outlier score, and whether it is in the reference."""
+    """The verdicts on n samples, [n] each: p- and q-value, the outlier score, and whether the sample is in
+    the reference.
+    """
 
     p: Array
     q: Array

@@ -1,6 +1,6 @@
-"""What scores are compared with: a reference, which is the scores of trusted samples, their origin, and what
-they may be compared with; and groups within which samples are compared, by class, by length or by a column,
-with small groups joined, and robust standard deviations within each group.
+"""References and groups. A reference is the scores of trusted samples, with their origin and the runs that
+may be compared with them. Samples are compared within groups, by class, by length or by a column; small
+groups are joined, and each group has robust standard deviations.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def changed_keys(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
 
 
 def code_changes(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """In words, which code of two `measured_as` differs, and whether the model's modules do."""
+    """The code, and the model's modules, that differ between two `measured_as`, in words."""
     changed = changed_keys(theirs, ours)
     changes = []
     for part, files in ours["code"].items() if "code" in changed else ():

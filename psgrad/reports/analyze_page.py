@@ -83,7 +83,7 @@ def write_report(result: AnalyzeResult, write: Callable[[str, bytes], None]) -> 
 def render(
     result: AnalyzeResult, plots: Sequence[Plot], of_measures: dict[str, list[Plot]] | None = None
 ) -> str:
-    """The report as HTML. Figures are changed: their files come first."""
+    """The report as HTML. It changes the figures, so their files are written before."""
     manifest, by_name = read_manifest(result.manifest), {plot.name: plot for plot in plots}
     sections = [
         stands_out(result),
@@ -257,7 +257,7 @@ def by_layer(result: AnalyzeResult, plot: Plot | None) -> Iterator[Section]:
 
 
 def layer_table(parameters: pd.DataFrame, unit_of_loss: str) -> Table:
-    """A row a parameter, in the order of the model."""
+    """One row for each parameter, in the order of the model."""
     shown = parameters
     if len(parameters) > MAX_PARAMETER_ROWS:
         shown = parameters.loc[parameters["share"].fillna(0).nlargest(MAX_PARAMETER_ROWS).index.sort_values()]

@@ -30,7 +30,8 @@ from psgrad.reports.words import (
     words_of,
 )
 from psgrad.results import AnalyzeResult, disagrees, has_classes, top_samples
-from psgrad.results.findings import RULES, CheckResult, Finding
+from psgrad.results.check import CheckResult
+from psgrad.results.findings import RULES, Finding
 from psgrad.results.manifest import read_manifest
 
 MAX_SAMPLES = 200
@@ -106,7 +107,7 @@ def sample_table(result: AnalyzeResult) -> Table:
 
 
 def mark_of(row: Mapping[Any, Any]) -> Mark:
-    """The mark of a row of samples, whose `_differs` is what `disagrees` says of it."""
+    """The mark of a row of samples, whose `_differs` is the result of `disagrees`."""
     return Mark(int(row["index"]), differs=("prediction",) if row["_differs"] else ())
 
 

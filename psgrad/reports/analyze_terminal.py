@@ -11,7 +11,7 @@ from psgrad.reports.outliers import OFFER, OPTION, rankings_of
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import count, group_words, identifier, label, number, percentile, printable
 from psgrad.results import AnalyzeResult, top_samples
-from psgrad.results.findings import check_content
+from psgrad.results.check import check_content
 from psgrad.results.manifest import read_manifest
 
 SCHEMA_VERSION = 1

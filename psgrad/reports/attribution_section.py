@@ -301,7 +301,7 @@ def attribution_cards(result: AnalyzeResult) -> list[AttributionCard]:
 
 
 def attribution_measures(result: AnalyzeResult) -> list[MeasureResult]:
-    """Those of MEASURES that kept maps."""
+    """The results of MEASURES that kept maps."""
     return [
         result.measures[name]
         for name in MEASURES

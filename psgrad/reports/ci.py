@@ -19,9 +19,9 @@ from psgrad import __version__
 from psgrad.reports.ci_text import (
     clean,
     headline,
+    location,
     more,
     outcome_line,
-    place,
     render_github,
     render_markdown,
     render_terminal,
@@ -29,7 +29,8 @@ from psgrad.reports.ci_text import (
     who,
 )
 from psgrad.results import RULES, CheckResult, Finding, GateOutcome
-from psgrad.results.findings import check_content, finding_content
+from psgrad.results.check import check_content
+from psgrad.results.findings import finding_content
 
 
 def render_json(result: CheckResult) -> str:
@@ -123,7 +124,7 @@ def render_junit(result: CheckResult) -> str:
 
 def _body(outcome: GateOutcome, findings: dict[str, Finding]) -> str:
     shown = [findings[each] for each in outcome.findings[:SHOWN_IN_JUNIT] if each in findings]
-    lines = [f"{place(finding)}: {sentence(finding)}" for finding in shown]
+    lines = [f"{location(finding)}: {sentence(finding)}" for finding in shown]
     left = int(outcome.found or 0) - len(shown)
     return "\n".join([clean(outcome.message), *lines, *([more(left)] if left > 0 else [])])
 
@@ -132,7 +133,7 @@ SARIF_RESULTS = 5_000
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
 _SARIF_LEVELS = {"nonfinite": "error", "outlier": "warning", "zero-gradient": "warning", "review": "note"}
-_PLACES = {rule: place for place, rule in enumerate(RULES)}
+_RULE_INDEX = {rule: index for index, rule in enumerate(RULES)}
 
 
 def render_sarif(result: CheckResult) -> str:
@@ -192,7 +193,7 @@ def _result(finding: Finding, with_baseline: bool) -> dict[str, Any]:
         physical["region"] = {"startLine": finding.location.line}
     found: dict[str, Any] = {
         "ruleId": finding.rule,
-        "ruleIndex": _PLACES[finding.rule],
+        "ruleIndex": _RULE_INDEX[finding.rule],
         "level": finding.level,
         "message": {"text": sentence(finding)},
         "locations": [

@@ -32,7 +32,7 @@ def who(finding: Finding) -> str:
 
 
 def sentence(finding: Finding) -> str:
-    """Who and what, with the reasons that the message does not give."""
+    """The sample and the message, with the reasons that the message does not give."""
     reasons = [reason for reason in finding.reasons if reason not in finding.message]
     group = f"; group {finding.group}" if finding.group not in (None, "all") else ""
     return clean(
@@ -40,7 +40,7 @@ def sentence(finding: Finding) -> str:
     )
 
 
-def place(finding: Finding) -> str:
+def location(finding: Finding) -> str:
     """path:line, or the path."""
     line = finding.location.line
     return clean(finding.location.path) + ("" if line is None else f":{line}")
@@ -81,7 +81,7 @@ def more(left: int, where: str = "findings.jsonl in the run folder") -> str:
 
 
 def counting(findings: Sequence[Finding]) -> list[Finding]:
-    """Those that nobody has accepted: not known to the baseline, not ignored."""
+    """The findings that nobody has accepted: neither in the baseline nor ignored."""
     return [finding for finding in findings if finding.state == "new"]
 
 
@@ -137,8 +137,8 @@ _KEPT = frozenset(" ;=")  # beside letters and digits: no sign of Markdown is ma
 
 
 def render_markdown(result: CheckResult, limit: int = COMMENT_BYTES) -> str:
-    """Markdown for a step's summary or a comment: the outcomes and the first new findings, as many as there
-    is room for in so many bytes. No text of the data is a link, a mention, a table's end or HTML.
+    """Markdown for a step's summary or a comment: the outcomes and the first new findings, as many as fit in
+    `limit` bytes. No text of the data is a link, a mention, a table's end or HTML.
     """
     lines = [f"### psgrad: {plain(headline(result))}", "", "| gate | verdict | |", "| --- | --- | --- |"]
     lines += [
@@ -152,7 +152,7 @@ def render_markdown(result: CheckResult, limit: int = COMMENT_BYTES) -> str:
     ]
     new = counting(result.findings)
     rows = [
-        f"| {each.level} | {plain(each.rule)} | {code(place(each))} | {code(sentence(each))} |"
+        f"| {each.level} | {plain(each.rule)} | {code(location(each))} | {code(sentence(each))} |"
         for each in new[:SHOWN_IN_MARKDOWN]
     ]
     table = ["| level | rule | where | finding |", "| --- | --- | --- | --- |"] if rows else []
@@ -178,15 +178,15 @@ def code(text: str) -> str:
     return f"<code>{plain(text)}</code>"
 
 
-# Of a step's annotations GitHub keeps ten of a kind, and of a job fifty; the rest is lost without a word. A
-# summary beyond 1 MiB is refused whole.
+# GitHub keeps ten annotations of a kind for a step, and fifty for a job. It drops the rest without a message.
+# It refuses a summary of more than 1 MiB.
 ANNOTATIONS = 9  # and one that says how many more there are
 SUMMARY_BYTES = 1 << 20
 
 
 def render_github(result: CheckResult) -> str:
     """Workflow commands of GitHub Actions, which become annotations: the outcomes that are not passed, then
-    the gravest new findings that are errors or warnings. The review list is in the summary.
+    the most severe new findings that are errors or warnings. The review list is in the summary.
     """
     annotations = [
         _command(

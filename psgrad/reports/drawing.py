@@ -30,7 +30,7 @@ Array = np.ndarray[Any, Any]
 # Blue and orange stay apart for every kind of colour vision, and in grey.
 REST, DARK, REVIEW, INK, QUIET, GRID = "#5b7fa6", "#1d3a5c", "#d9640f", "#1f2933", "#6b7785", "#e6e9ed"
 
-# The same on a dark page: (name of the page's colour, on white, on near black).
+# The colours on a light and a dark page: (name of the page's colour, on white, on near black).
 SHADES = (
     ("rest", REST, "#83abd6"),
     ("dark", DARK, "#d3e3f5"),
@@ -185,7 +185,9 @@ def figure_with_axes(height: float) -> tuple[Figure, Axes]:
 def figure_with_panels(
     height: float, across: int, down: int = 1, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """The same with several pairs of axes, row by row; options: of matplotlib's `subplots`."""
+    """A figure of a height in inches, with several pairs of axes, row by row. options: of matplotlib's
+    `subplots`.
+    """
     figure = Figure(figsize=(WIDTH_IN, height), layout="constrained")
     panels: list[Axes] = figure.subplots(down, across, squeeze=False, **options).ravel().tolist()
     for axes in panels:

@@ -138,7 +138,7 @@ def predicted_and_actual(result: EvaluationResult) -> Plot:
 
 
 def removal_curves(result: EvaluationResult) -> Plot:
-    """The mean rise against the number of removed examples, one line a method."""
+    """The mean rise against the number of removed examples, one line for each method."""
     figure, axes = figure_with_axes(4.2)
     for name, rows in ordered(result.table, "removal").groupby("method", sort=False):
         _curve(axes, result, str(name), rows)

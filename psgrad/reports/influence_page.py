@@ -158,7 +158,7 @@ def _excluded(frame: pd.DataFrame, noun: str, file: str) -> Iterator[Part]:
 
 
 def sheets(result: InfluenceResult) -> Iterator[Section | Text]:
-    """Of all queries together and of each of the first few: what helps and hurts most."""
+    """The examples that help and hurt most: for all queries together, and for each of the first few."""
     shown = reported_queries(result, MAX_SHEETS)
     made = {query: sheet_parts(result, query) for query in shown}
     pictures = any(map(_has_pictures, made.values()))

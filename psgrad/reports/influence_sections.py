@@ -230,7 +230,7 @@ def trust_words(result: InfluenceResult, amount: int) -> str:
 
 
 def curve_words(curve: Mapping[str, Any], amount: int) -> str:
-    """The measured point of a removal curve that is nearest to so many rows."""
+    """The measured point of a removal curve that is nearest to `amount` rows."""
 
     def nearest(rows: list[dict[str, Any]]) -> dict[str, Any]:
         of_side = [row for row in rows if row["side"] == "harmful"]

@@ -47,7 +47,7 @@ HELPS, HURTS = "helps most", "hurts most"
 _FEWEST = 4  # pictures in a row: fewer leave room empty, rather than be larger
 _TEXT_LINES = 3
 _TEXT_WIDTH = 66
-# Where the columns of a table begin, as shares of its width: score, id, label, model, input.
+# The left ends of a table's columns, as shares of its width: score, id, label, model, input.
 _WITH_TEXTS, _WITHOUT = (0.01, 0.17, 0.3, 0.41, 0.52), (0.01, 0.24, 0.54, 0.76, 1.0)
 _LINE_IN = 0.17
 _CAPTION = 7  # the size of the words below a picture

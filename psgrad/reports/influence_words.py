@@ -90,7 +90,7 @@ def own_words(result: InfluenceResult) -> str:
 
 
 def is_uncalibrated(result: InfluenceResult) -> bool:
-    """Whether the unit says that nothing vouches for the sizes of scores."""
+    """Whether the unit says that the sizes of scores are not calibrated."""
     return "(uncalibrated)" in result.unit
 
 
@@ -106,7 +106,7 @@ def beyond_note(result: InfluenceResult) -> str:
 
 
 def run_words(result: InfluenceResult) -> list[str]:
-    """What a run says of its checkpoints, its damping and its search, as far as there is something to say."""
+    """Sentences about a run's checkpoints, damping and search, as far as they apply."""
     return list(filter(None, (agreement_words(result), damping_words(result), search_words(result))))
 
 
@@ -256,7 +256,7 @@ MAX_ITEMS = 20
 
 
 def fit_facts(result: InfluenceResult) -> list[tuple[str, str]]:
-    """What the method says of its fit, and the checkpoints."""
+    """The method's facts about its fit and the checkpoints."""
     influence = read_manifest(result.manifest).influence
     rates = [each.get("learning_rate") for each in influence.checkpoints]
     paths = [str(each.get("path")) for each in influence.checkpoints]

@@ -49,7 +49,7 @@ def measure_sections(
 
 
 def about_parts(measure: MeasureResult) -> Iterator[Part]:
-    """What a measure is, its numbers of the whole dataset, and what its columns say."""
+    """A measure's description, its numbers for the whole dataset, and the meaning of its columns."""
     about = [("Formula", measure.formula), ("Unit", measure.unit), ("Source", measure.source)]
     yield Facts([(name, brief(str(value), ABOUT_LIMIT)) for name, value in about if value])
     if numbers := flat_words(measure.numbers, ABOUT_LIMIT)[:MAX_NUMBERS]:
@@ -116,9 +116,7 @@ def flat_words(facts: Mapping[str, Any], limit: int, before: str = "") -> list[t
 
 
 def _interval(facts: Mapping[str, Any], key: str) -> str:
-    """A number's uncertainty beside it: its interval, at the level that is written once
-    for all.
-    """
+    """The interval of a number, shown beside it. Its level is written once for all numbers."""
     bounds = facts.get(f"{key}_interval")
     if not isinstance(bounds, list | tuple) or len(bounds) != 2:
         return ""

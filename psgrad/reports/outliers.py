@@ -1,6 +1,4 @@
-"""What a report says of outliers, on the page and on the terminal: by what samples were judged, against
-which others, and what was found.
-"""
+"""Outliers in reports, on the page and on the terminal: the score, the reference, and the findings."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from psgrad.results import AnalyzeResult, disagrees, has_classes
 from psgrad.results.manifest import OutlierFacts, read_manifest
 from psgrad.wording import correlation
 
-# What the samples in orange are called: the first ranks, or those that a reference tells from trusted ones.
+# The names of the samples in orange: the first ranks, or those that differ from a reference.
 LISTED, UNLIKE = "review list", "unlike the reference"
 
 SCORE_WORDS = {"grad_norm": "gradient norm", "log_norm": "gradient norm"}

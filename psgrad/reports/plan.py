@@ -24,7 +24,7 @@ def write_plan(result: PlanResult, style: str, stream: TextIO) -> None:
 
 
 def plan_table(result: PlanResult) -> Table:
-    """One row a parameter: its shape, its terms, how they are contracted, and what that takes a sample."""
+    """One row for each parameter: its shape, terms, order of contraction, and the costs for a sample."""
     names = parameter_names([row.parameter for row in result.parameters], 60)
     columns = [
         TableColumn("parameter", lambda pair: pair[0]),

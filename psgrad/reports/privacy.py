@@ -76,7 +76,7 @@ def rounding_words(step: dict[str, Any]) -> str:
 
 
 def tightest(step: dict[str, Any]) -> tuple[float | None, str]:
-    """The smaller of the epsilons of a step, both of which are upper bounds, and who computed it; None where
+    """The smaller of the epsilons of a step, both of which are upper bounds, and its accountant; None where
     there is none.
     """
     known = [
@@ -217,7 +217,7 @@ def sampling_words(step: dict[str, Any]) -> str:
 
 
 def live_words(spent: float | None, delta: float) -> str:
-    """What is shown beside the count of steps while they are taken; an accountant that knows nothing of them
+    """The words beside the count of steps while they are taken; an accountant that does not cover the steps
     leaves it to the end.
     """
     if spent is None:

@@ -1,5 +1,5 @@
-"""What stands on a page: what every page says of its run (the title, when it was made and by which version,
-where numbers come from), and typed parts in order, which page.html renders by their type.
+"""The content of a page: facts about its run (the title, when it was made and by which version, where numbers
+come from), and typed parts in order, which page.html renders by their type.
 
 A page is a list of sections, and a section a title with parts: text, facts, tables, figures, cards. A
 command's module says which sections its result has. The terminal prints the same tables and facts. Texts are
@@ -153,8 +153,8 @@ class Section:
 @dataclass(frozen=True)
 class Page:
     """A page. what: what it shows; private: what it reveals; made: when, and by which version. headline:
-    figures, (value, what it is). partial: which part of the dataset was looked at,
-    if not all. interactive: whether it has the script that sorts, filters and links.
+    figures, (value, what it is). partial: which part of the dataset was analysed, if not all. interactive:
+    whether it has the script that sorts, filters and links.
     """
 
     title: str

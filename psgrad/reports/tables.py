@@ -28,8 +28,8 @@ class TableColumn:
 
 @dataclass(frozen=True)
 class Mark:
-    """What a row is linked with. sample: the row of the dataset that it is about. only: (key, words), what of
-    the table of samples belongs to it. differs: keys of cells that are set off.
+    """The link of a row. sample: the row of the dataset that it is about. only: (key, words), what of the
+    table of samples belongs to it. differs: keys of cells that are set off.
     """
 
     sample: int | None = None

@@ -45,7 +45,7 @@ def count(n: int, noun: str = "sample") -> str:
 
 
 def plural(n: int, noun: str) -> str:
-    """The noun for so many."""
+    """The noun for a number of things."""
     return noun if n == 1 else f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
 
 

@@ -10,10 +10,10 @@ from psgrad.results.analyze import TopSample as TopSample
 from psgrad.results.analyze import disagrees as disagrees
 from psgrad.results.analyze import has_classes as has_classes
 from psgrad.results.analyze import top_samples as top_samples
+from psgrad.results.check import CheckResult as CheckResult
+from psgrad.results.check import GateOutcome as GateOutcome
 from psgrad.results.findings import RULES as RULES
-from psgrad.results.findings import CheckResult as CheckResult
 from psgrad.results.findings import Finding as Finding
-from psgrad.results.findings import GateOutcome as GateOutcome
 from psgrad.results.findings import Location as Location
 from psgrad.results.influence import ALL_INDEX as ALL_INDEX
 from psgrad.results.influence import ALL_QUERIES as ALL_QUERIES

@@ -12,7 +12,7 @@ import pandas as pd
 
 from psgrad.config.values import names_in_condition
 from psgrad.errors import ConfigError
-from psgrad.results.findings import CheckResult
+from psgrad.results.check import CheckResult
 from psgrad.wording import ShortRepr, first_line
 
 
@@ -102,12 +102,12 @@ class AnalyzeResult(ShortRepr):
     `samples` has one row per sample in dataset order with SAMPLE_COLUMNS: `index` counts them from 0, and
     `dataset_row`, where samples were drawn at random, is their row in the dataset; `grad_norm` is the L2 norm
     of the gradient of that sample's loss in all trainable parameters, `log_norm` its base-10 logarithm.
-    `parameters`
-    has one row per parameter with PARAMETER_COLUMNS: the distribution of the per-sample norm of that
-    parameter's gradient, and its `share` of the mean squared norm. `top_inputs` are the inputs of the first
-    ranks, largest norm first; empty if the config leaves inputs out. `measures` are the configured ones, by
-    name. `check` is the gate's verdict, with all findings. `vocabulary` has the text of each id in maps of
-    attribution, if the dataset has one; `special_tokens` are those of them that are no part of a text.
+    `parameters` has one row per parameter with PARAMETER_COLUMNS: the distribution of the per-sample norm of
+    that parameter's gradient, and its `share` of the mean squared norm. `top_inputs` are the inputs of the
+    first ranks, largest norm first; empty if the config leaves inputs out. `measures` are the configured
+    ones, by name. `check` is the gate's verdict, with all findings. `vocabulary` has the text of each id in
+    maps of attribution, if the dataset has one; `special_tokens` are those of them that are no part of a
+    text.
 
     `manifest` is what manifest.json holds: `psgrad.results.manifest.read_manifest` gives its typed values.
     """
@@ -154,7 +154,7 @@ def disagrees(frame: pd.DataFrame) -> pd.Series[bool]:
 def rows_where(frame: pd.DataFrame, condition: str, option: str) -> np.ndarray[Any, Any]:
     """[n] bool: for which rows a condition on the columns holds. option: what the condition was given as.
 
-    Raises ConfigError for what is no condition, or can't be answered of these columns.
+    Raises ConfigError for a text that is not a condition, or that these columns can't answer.
     """
     try:
         names = names_in_condition(condition, [str(name) for name in frame])

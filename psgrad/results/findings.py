@@ -1,17 +1,15 @@
-"""Findings and gate outcomes of a run, as objects and as plain values for findings.jsonl, check.json and the
-CI formats; accepted findings and stored scores (a baseline); and the differences between two runs.
+"""Findings of a run, as objects and as plain values for findings.jsonl and the CI formats; accepted findings
+and stored scores (a baseline); and the differences between two runs.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pandas as pd
 
-from psgrad.errors import EXIT_GATE_FAILED, EXIT_GATE_NOT_EVALUABLE, EXIT_OK
 from psgrad.wording import ShortRepr
 
 RULES: Mapping[str, str] = {
@@ -28,8 +26,6 @@ FINDINGS_OF_A_RULE = 25_000
 """How many findings of one rule are kept, the most severe: a model that is broken would name each sample of a
 dataset.
 """
-
-FINDINGS_OF_A_GATE = 100
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Finding:
         reasons: short texts, from the table.
         group: of the sample, where samples are grouped.
         values: column -> number, those that bear on it (the score that samples are judged by, grad_norm,
-            loss, p_value, q_value, outlier_score); None where it is no finite number.
+            loss, p_value, q_value, outlier_score); None where the number is not finite.
         state: 'new'; 'known', in the baseline; 'ignored', by an entry of the ignore list, whose reason is
             `ignored_because`.
     """
@@ -71,94 +67,6 @@ class Finding:
     values: Mapping[str, float | None] = field(default_factory=dict)
     state: Literal["new", "known", "ignored"] = "new"
     ignored_because: str | None = None
-
-
-@dataclass(frozen=True)
-class GateOutcome:
-    """The outcome of one rule of the gate for a run.
-
-    Attributes:
-        rule: as in the config: max_outliers, max_fraction, nonfinite, ...
-        outcome: 'passed', 'failed', or 'not evaluable'.
-        found, limit: the count, and the allowed one; None if there is no number.
-        message: a sentence, with the next step if it did not pass.
-        findings: fingerprints of those that were counted, the most severe first, at most FINDINGS_OF_A_GATE.
-    """
-
-    rule: str
-    outcome: Literal["passed", "failed", "not evaluable"]
-    message: str
-    found: float | None = None
-    limit: float | None = None
-    findings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class CheckFacts:
-    """What a verdict rests on: `facts` in check.json.
-
-    Attributes:
-        counts: rule -> state -> how many, those beyond FINDINGS_OF_A_RULE included.
-        partial: a sentence where the run looked at a part of the dataset, else None.
-        score: the column that samples are judged by.
-        baseline, ignore: the files; None where there is none.
-        psgrad: the version that made the run.
-    """
-
-    counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    partial: str | None = None
-    score: str = "grad_norm"
-    baseline: str | None = None
-    ignore: str | None = None
-    psgrad: str | None = None
-
-
-@dataclass(frozen=True, repr=False)
-class CheckResult(ShortRepr):
-    """The gate's verdict on a run.
-
-    Attributes:
-        outcomes: one for each rule that the config sets. findings: the most severe rule first; of a rule
-        those that are new first, then by rank, then by row; at
-            most FINDINGS_OF_A_RULE of each.
-        warnings: sentences (baseline entries that are gone, ignore entries that expired).
-        run: the run folder's path, as given.
-        samples: how many the run has.
-        facts: what the verdict rests on.
-    """
-
-    outcomes: tuple[GateOutcome, ...]
-    findings: tuple[Finding, ...]
-    run: str
-    samples: int
-    warnings: tuple[str, ...] = ()
-    facts: CheckFacts = CheckFacts()
-
-    def count(self, rule: str | None = None, state: str | None = None) -> int:
-        """How many findings there are, of a rule and in a state; also those that are not kept."""
-        chosen = [states for name, states in self.facts.counts.items() if rule in (None, name)]
-        return sum(n for states in chosen for name, n in states.items() if state in (None, name))
-
-    @property
-    def exit_code(self) -> int:
-        """1 where a rule failed, else 4 where one could not be evaluated, else 0."""
-        outcomes = {outcome.outcome for outcome in self.outcomes}
-        if "failed" in outcomes:
-            return EXIT_GATE_FAILED
-        return EXIT_GATE_NOT_EVALUABLE if "not evaluable" in outcomes else EXIT_OK
-
-
-def check_content(result: CheckResult) -> dict[str, Any]:
-    """A verdict without its findings, as plain values."""
-    return {
-        "version": 1,
-        "run": result.run,
-        "samples": result.samples,
-        "exit_code": result.exit_code,
-        "outcomes": [dataclasses.asdict(outcome) for outcome in result.outcomes],
-        "warnings": list(result.warnings),
-        "facts": dataclasses.asdict(result.facts),
-    }
 
 
 def finding_content(finding: Finding) -> dict[str, Any]:
@@ -240,12 +148,12 @@ class Comparison(ShortRepr):
             lists and A does not, and the other way round.
         spearman: rank correlation of the score over the common samples that have one in both; None for fewer
             than two, or equal scores.
-        changes: a row a sample with CHANGE_COLUMNS, of each `change` (came, went, rose, fell) the first few:
-            those that moved furthest, and those that rank first in their run. Percentiles are among the
-            common samples, 100 the most suspect; `moved` is their difference, in percentage points; `list`
-            says whether the sample entered or left the review list, or the outliers.
-        groups: a row a group of the common samples: group, samples, spearman, median_a, median_b, entered,
-            left; empty without groups.
+        changes: one row for each sample, with CHANGE_COLUMNS, of each `change` (came, went, rose, fell) the
+            first few: those that moved furthest, and those that rank first in their run. Percentiles are
+            among the common samples, 100 the most suspect; `moved` is their difference, in percentage points;
+            `list` says whether the sample entered or left the review list, or the outliers.
+        groups: one row for each group of the common samples: group, samples, spearman, median_a, median_b,
+            entered, left; empty without groups.
         common: score_a and score_b of the common samples, for the plot.
         warnings: what makes the two hard to compare.
     """

@@ -117,17 +117,17 @@ class RemovalCheck:
 class InfluenceResult(ShortRepr):
     """What `psgrad influence` found.
 
-    `scores` has one row a ranked pair, with SCORE_COLUMNS: within a query (and a `layer`, where layers were
-    asked for; "" is all of them) rank 1 is the strongest proponent, -1 the strongest opponent. Rows of
+    `scores` has one row for each ranked pair, with SCORE_COLUMNS: within a query (and a `layer`, where layers
+    were asked for; "" is all of them) rank 1 is the strongest proponent, -1 the strongest opponent. Rows of
     `query_index` -1 rank for the queries as a whole, by the mean of their scores. Where scores predict a
     change of a loss that is never negative, `beyond_loss` says which predict a fall by more than that loss
     is. With several checkpoints `score_std` is the score's standard deviation over them, and `rank_stability`
     the share of them in which the example is among that query's strongest of its sign by itself.
 
-    `queries` has one row a query with QUERY_COLUMNS (`measurement`: its value; `agreement`, with several
-    checkpoints: the mean over pairs of them of the correlation of their scores), `training` one a training
-    example with TRAINING_COLUMNS (`overall`: the mean of its scores over the queries); columns that a run has
-    not are left out. `status` is "ok", or "nonfinite" for rows that are excluded.
+    `queries` has one row for each query, with QUERY_COLUMNS (`measurement`: its value; `agreement`, with
+    several checkpoints: the mean over pairs of them of the correlation of their scores), `training` one a
+    training example with TRAINING_COLUMNS (`overall`: the mean of its scores over the queries); columns that
+    a run has not are left out. `status` is "ok", or "nonfinite" for rows that are excluded.
 
     `shown` holds all n scores of the first few queries, query index -> [n] (NaN: excluded), `query_inputs`
     and `training_inputs` the inputs of what is shown, index -> input: see `shown_rows`.

@@ -1,4 +1,4 @@
-"""The content of manifest.json as typed values. Only this module writes and reads it.
+"""The content of manifest.json as typed values. `psgrad/storage/folders.py` stores and loads the file.
 
 The fields of each class are the keys of the file, in its order. `content_of` gives what is written.
 `read_manifest` reads it: a key that is missing or null, as in runs of earlier versions, has its default.
@@ -322,7 +322,7 @@ class RunManifest:
 
     @property
     def score(self) -> str:
-        """The column that decided who is an outlier, as the config names it."""
+        """The column that decided which samples are outliers, as the config names it."""
         return str(self.setting("analyze", "outliers", "score") or "grad_norm")
 
     @property
@@ -347,7 +347,7 @@ class RunManifest:
         return {key: value for key, value in result.items() if value or key not in _PARTS}
 
 
-# Of the manifest: left out while they are empty.
+# Parts of the manifest that are left out while they are empty.
 _PARTS = ("influence", "counts", "timings")
 
 

@@ -68,8 +68,8 @@ class PlanResult(ShortRepr):
 
     `parameters_live` is where the weights live (resident, offloaded, sharded), `parameters_reason` why, and
     `moved_bytes` what of them comes to the device for a chunk; `shard_ranks` is of how many ranks each keeps
-    a part of a weight. `recomputed` are the modules that run again in
-    the backward pass. `processes` is the prediction for several processes, where one was asked for.
+    a part of a weight. `recomputed` are the modules that run again in the backward pass. `processes` is the
+    prediction for several processes, where one was asked for.
     """
 
     parameters: list[ParameterPlan]

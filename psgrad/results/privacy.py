@@ -91,12 +91,11 @@ STEP_KEYS = tuple(each.name for each in fields(StepStatement))
 class DPStepResult(ShortRepr):
     """The result of `psgrad dp-step`.
 
-    Public: `step`, the content of public/step.json (StepStatement); `curve`, epsilon after so many steps, as
-    (steps, epsilon), for all planned steps, by the accountant `curve_accountant` ("RDP" or "PLD");
-    `curve_pld`, the same by PLD at a few places, empty if it is undefined; `notes`, lines that reveal nothing
-    about the data.
+    Public: `step`, the content of public/step.json (StepStatement); `curve`, (number of steps, epsilon after
+    them), for all planned steps, by the accountant `curve_accountant` ("RDP" or "PLD"); `curve_pld`, the same
+    by PLD at a few places, empty if it is undefined; `notes`, lines that reveal nothing about the data.
 
-    NOT PRIVATE: `steps`, one row a step of this run (STEP_COLUMNS: `batch_size` the records drawn,
+    NOT PRIVATE: `steps`, one row for each step of this run (STEP_COLUMNS: `batch_size` the records drawn,
     `clip_fraction` the share of them whose norm was above its bound, `nonfinite` the records left out);
     `norms` [n], the gradient norms of the records of the latest steps, before clipping, and `bound`, their
     clipping bound (of one group; None if there are several).

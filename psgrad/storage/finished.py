@@ -24,7 +24,8 @@ from psgrad.results import (
     MeasureResult,
     TopSample,
 )
-from psgrad.results.findings import CheckFacts, check_content, finding_content
+from psgrad.results.check import CheckFacts, check_content
+from psgrad.results.findings import finding_content
 from psgrad.results.manifest import read
 from psgrad.storage.folders import MEASURES, RunFolder, file_name, manifest_of
 from psgrad.wording import first_line

@@ -76,8 +76,7 @@ class RunFolder:
 
         Raises:
             OutputExistsError: the folder holds a run and may not be replaced, or holds something that is not
-            a run. A run with a ledger
-                is never replaced: the ledger is the record of what privacy was spent.
+                a run. A run with a ledger is never replaced: the ledger says what privacy was spent.
             OutputError: the folder can't be made.
         """
         run = cls(path)
@@ -204,8 +203,8 @@ class RunFolder:
     ) -> None:
         """Write what is shown of samples: inputs/inputs.json (ids, texts and values),
         inputs/images.safetensors, by place in the list (`original.<place>` as in the dataset),
-        inputs/vocabulary.json, the texts of ids, and
-        inputs/special_tokens.json, those of them that are no part of a text.
+        inputs/vocabulary.json, the texts of ids, and inputs/special_tokens.json, the ids that are not part of
+        a text.
         """
         if vocabulary:
             self.write_json("inputs/vocabulary.json", vocabulary)
@@ -284,7 +283,7 @@ def packed(arrays: Mapping[str, np.ndarray[Any, Any]], about: Mapping[str, str] 
     """Arrays as the bytes of a safetensors file."""
     from safetensors.numpy import save
 
-    # What is not contiguous would come back as something else.
+    # A tensor that is not contiguous would be read back with other numbers.
     content: bytes = save(
         {name: np.asarray(array, order="C") for name, array in arrays.items()}, dict(about) if about else None
     )

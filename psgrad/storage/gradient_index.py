@@ -77,7 +77,7 @@ class GradientIndex:
         removes that.
 
         Raises:
-            OutputExistsError: there is an index already, or something that is none.
+            OutputExistsError: there is an index already, or something that is not an index.
             OutputError: the folder can't be written.
         """
         try:

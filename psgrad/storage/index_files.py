@@ -31,7 +31,7 @@ class IndexLayout:
 
     Attributes:
         segments: how many rows were written at first, and by each update.
-        seals: what the files of each segment but the last carry: the hash of what the index was then.
+        seals: for each segment but the last the hash of the index at that time, which is in its files.
         runs: the stored rows that are the index's rows, in order: (first, behind the last).
     """
 

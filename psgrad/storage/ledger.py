@@ -157,13 +157,12 @@ class Ledger(LedgerLines):
         """Add a line; when this returns it is on the disk, and what it pays for may be released.
 
         Args:
-            content: plain JSON values. NaN and infinities are none (ValueError, nothing is written).
+            content: plain JSON values. NaN and infinities are refused: ValueError, and nothing is written.
             kind: `step`, which is what epsilon is computed from, or `note`.
 
         Raises:
             LedgerError: the disk is full, the line can't be written, or the file is no longer as this process
-            left it. What the line was to
-                pay for must not be released.
+            left it. What the line was to pay for must not be released.
         """
         if kind not in (STEP, NOTE):
             raise ValueError(f"{kind!r} lines can't be appended: {STEP!r} and {NOTE!r} can")
@@ -192,7 +191,7 @@ class Ledger(LedgerLines):
             raise unreadable(path, error) from error
         try:
             _lock(path, descriptor)
-            # Its creator may have been killed before its name was on the disk.
+            # The process that made the file may have been killed before the file's name was on the disk.
             durable_files.sync_folder(path.parent)
             ledger = cls(path, descriptor)
             data = bytes_of(path)
@@ -264,7 +263,7 @@ class Ledger(LedgerLines):
 
 
 def _lock(path: Path, descriptor: int) -> None:
-    import fcntl  # not on every system, and only who writes a ledger needs it
+    import fcntl  # not on every system, and needed only to write a ledger
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -306,8 +305,8 @@ _IN_WORDS = {
     "born": "the file was made anew",
 }
 
-# Of Linux' statx: relative to the current folder; ask for the time of birth; the size of the answer; where
-# the time is in it.
+# Constants of Linux' statx: relative to the current folder; ask for the time of birth; the size of the
+# answer; the offset of the time in it.
 _AT_CURRENT, _BIRTH, _SIZE, _BIRTH_AT = -100, 0x800, 256, 80
 
 

@@ -25,8 +25,8 @@ _ORDER = "order"
 class Shard:
     """The columns of the rows first, ..., first + n - 1 of the dataset.
 
-    table: a row a sample, its columns of one number (or text) a sample. arrays: name -> [n, ...], its other
-    columns.
+    table: one row for each sample, with the columns of one number (or text) for each. arrays: name -> [n,
+    ...], its other columns.
     """
 
     first: int
@@ -40,7 +40,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class FinishedShards:
-    """What a process has finished of a pass: its shards, in order, and what it gathered over their rows."""
+    """The finished part of a process's pass: its shards, in order, and what it gathered over their rows."""
 
     shards: list[Shard] = field(default_factory=list)
     state: Arrays = field(default_factory=dict)
@@ -51,9 +51,9 @@ class FinishedShards:
 
 
 class Shards:
-    """The shards that one process makes of one pass: parts/<name>/<part>/00000.parquet with the table,
-    beside it, behind an underscore so that readers of the folder skip them, the arrays, and the state after
-    it.
+    """The shards that one process writes for one pass: the table in parts/<name>/<part>/00000.parquet; beside
+    it the arrays and the state after it, whose names begin with an underscore so that readers of the folder
+    skip them.
 
     The parquet file is written last, and completes the shard: before that it does not exist. part: of the
     process, empty for a process alone. run: a hash of the identity of the run. counted: its rows are finished
@@ -64,7 +64,7 @@ class Shards:
         self, folder: RunFolder, name: str, run: str = "", part: str = "", counted: bool = False
     ) -> None:
         self._folder, self._run, self._counted = folder, run, counted
-        self._place = "/".join(filter(None, (SHARDS, name, part)))
+        self._prefix = "/".join(filter(None, (SHARDS, name, part)))
         self._count = 0
         self._rows = 0
 
@@ -113,7 +113,7 @@ class Shards:
 
     def _name_of(self, kind: str, number: int) -> str:
         file = f"{number:05d}.parquet" if kind == "table" else f"_{number:05d}.{kind}.safetensors"
-        return f"{self._place}/{file}"
+        return f"{self._prefix}/{file}"
 
     def _path(self, kind: str, number: int) -> Path:
         return self._folder.path / self._name_of(kind, number)

@@ -56,8 +56,8 @@ from psgrad.workflows.run_progress import LOADING, Clock, read_ahead
 from psgrad.workflows.setup import Setup, set_up
 
 _PICTURES = 40
-_COMPARED = 16  # rows that code makes, before the first is computed
-_TOLD = 10  # rows that can not be read
+_COMPARED_ROWS = 16  # rows that code makes, before the first is computed
+_UNREADABLE_SHOWN = 10  # rows that can not be read
 _RUN = "run"  # what processes agree on: the hash by which the run's shards are known
 
 
@@ -92,7 +92,7 @@ class Prepared:
     def sample_of_rows(self) -> dict[str, Any]:
         """A hash of some rows as a line of an identity, where code makes them."""
         content = content_of_made(self.run.samples)
-        rows = spread_rows(len(self.setting), _COMPARED)
+        rows = spread_rows(len(self.setting), _COMPARED_ROWS)
         return {} if content is None else {f"data (a sample of {len(rows)} rows)": content(rows)}
 
     def manifest(self, now: dict[str, Any]) -> RunManifest:
@@ -241,14 +241,14 @@ def analyze(
             folder.finish_samples(frame)
             folder.write_table("parameters.parquet", parameters)
             folder.write_measures(results)
-        for row, reason in sorted(run.reader.unreadable.items())[:_TOLD]:
+        for row, reason in sorted(run.reader.unreadable.items())[:_UNREADABLE_SHOWN]:
             progress(Progress(0, 0, "samples", f"row {row} is not finite: {reason}"))
         if norms.unfactored:
-            said = (
+            message = (
                 "materialised sample by sample, which takes more time and memory: the gradients of"
                 f" {listed_names(norms.unfactored)}"
             )
-            progress(Progress(0, 0, "samples", said))
+            progress(Progress(0, 0, "samples", message))
         shows = config.report.include_inputs
         inputs = top_inputs(run.samples, frame, max(_PICTURES, config.analyze.top), results) if shows else []
         words = vocabulary_of(run.samples, results.values()) if shows else {}
@@ -291,8 +291,8 @@ def judged_before(config: Config, folder: RunFolder, gate: GateFiles) -> Analyze
 
 
 def limited(count: int, limit: int | float | None) -> int:
-    """How many rows are looked at. Raises ConfigError for a limit that is no number of rows, and no fraction
-    of them.
+    """How many rows are analysed. Raises ConfigError for a limit that is neither a number of rows nor a
+    fraction of them.
     """
     if limit is None:
         return count

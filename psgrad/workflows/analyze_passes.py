@@ -40,11 +40,11 @@ _CHUNK_SIZE, _POSITIONS = "stream.chunk_size", "stream.positions"
 
 @dataclass
 class Measured:
-    """What all passes said.
+    """The results of all passes.
 
-    table: a row a sample, with all columns of one number a sample. gathered: measure -> what it gathered.
-    rows: every column of every measure, those of more than one number a sample among them. ranks: what the
-    manifest says of several processes.
+    table: a row for each sample, with the columns of one number a sample. gathered: measure -> what it
+    gathered. rows: all columns of all measures, also those of several numbers a sample. ranks: the manifest's
+    part about several processes.
     """
 
     table: pd.DataFrame
@@ -101,7 +101,7 @@ class Passes:
             return self.stream.run(rows.stop, first, start=rows.start, materialise=True)
 
         names = [(_FIRST, "the first pass")]
-        self._take(_FIRST, first, run, about=self.about)
+        self._run_pass(_FIRST, first, run, about=self.about)
         if again and self._waits_for_parts(again):
             again = []
         else:
@@ -113,12 +113,12 @@ class Passes:
                 measure.between()
             if self.processes.size > 1 or self.processes.parts is not None:
                 self._of_first = {key: value.clone() for key, value in self._state(again).items()}
-            self._take(_SECOND, again, second.run, as_in=_FIRST, stored=second.stored_rows)
+            self._run_pass(_SECOND, again, second.run, as_in=_FIRST, stored=second.stored_rows)
             names.append((_SECOND, "its second pass"))
             self.stream.fix_chunk_size(chunk_size)
         for measure in self.measures:
             for own in measure.passes():
-                self._take(own.name, [], partial(self._own, own))
+                self._run_pass(own.name, [], partial(self._run_own_pass, own))
                 names.append((own.name, f"the pass {own.name}"))
         ranks = rank_facts(self.processes, self.prefix, replace(self._work, rows=self._rows))
         return replace(self._gathered(names), ranks=ranks) if self.processes.leads else None
@@ -161,12 +161,12 @@ class Passes:
         """What all processes have stored of a pass."""
         return StoredPass(self.folder, name, self.prefix, self.identity, len(self.setting))
 
-    def _own(self, own: OwnPass, rows: range) -> Iterator[Columns]:
+    def _run_own_pass(self, own: OwnPass, rows: range) -> Iterator[Columns]:
         return own.run(rows, self.stream.rows_at_longest)
 
     # -- one pass --------------------------------------------------------------------------------------------
 
-    def _take(
+    def _run_pass(
         self,
         name: str,
         measures: Sequence[Measure],

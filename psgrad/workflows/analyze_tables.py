@@ -161,7 +161,9 @@ def about_rows(run: Setup) -> Callable[[int, int], dict[str, Any]]:
 
 
 def engine_facts(before: EngineFacts, stream: Stream, norms: GradientNorms, processes: int) -> EngineFacts:
-    """What manifest.json says of the engine after the passes. processes: that shared the rows, or parts."""
+    """Facts about the engine for manifest.json, after the passes. processes: how many shared the rows, or how
+    many parts.
+    """
     return replace(
         before,
         processes=processes if processes > 1 else None,
@@ -191,8 +193,8 @@ def result_of(measure: Measure, gathered: Gathered, unit: str | None) -> Measure
 
 
 def parameter_table(norms: GradientNorms, params: dict[str, torch.Tensor]) -> pd.DataFrame:
-    """One row a parameter: the distribution of the samples' gradient norms in it, and its share of the mean
-    squared norm.
+    """One row for each parameter: the distribution of the samples' gradient norms in it, and its share of the
+    mean squared norm.
     """
     total = sum(d.mean_square for d in norms.parameters.values())
     rows = [

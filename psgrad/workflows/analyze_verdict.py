@@ -38,18 +38,18 @@ from psgrad.workflows.run_progress import read_ahead
 from psgrad.workflows.setup import Setup
 
 _PREFIX = "reference-"
-# Measures, beside those with a second pass, whose numbers depend on the other samples.
+# Measures whose numbers depend on the other samples, in addition to those with a second pass.
 _RELATIVE = ("neighbour_distance",)
-# And columns of others.
+# Columns of other measures whose numbers depend on the other samples.
 _RELATIVE_COLUMNS = ("vog_z",)
 
 
 class Judging:
-    """Who is an outlier in a run, by its config.
+    """Decides which samples of a run are outliers, by its config.
 
-    All that can be wrong is an error when it is made, before anything is measured. Raises ConfigError and
-    DataError: a reference that is not there, or was measured with something else; a score or a group that no
-    column will be; a detector that is none.
+    Everything is checked when the object is made, before anything is measured. Raises ConfigError and
+    DataError: for a reference that does not exist or was measured with something else, a score or a group
+    that will not be a column, and a name that is not a detector.
     """
 
     def __init__(self, run: Setup, measures: Sequence[Measure]) -> None:
@@ -272,7 +272,7 @@ def _rows_of(measured: Measured) -> npt.NDArray[Any] | None:
 
 
 def _described(run: Setup) -> RunManifest:
-    """Of a run's manifest the parts that scores depend on."""
+    """The parts of a run's manifest that scores depend on."""
     trainable = sum(
         parameter.numel() for parameter in run.loaded.model.parameters() if parameter.requires_grad
     )

@@ -31,15 +31,15 @@ from psgrad.results import NeighbourPair
 from psgrad.workflows.private_setup import PrivateSetup
 from psgrad.workflows.private_statement import Statement, ledger_header
 
-# A batch of so many records at most: neighbours differ by one record in any batch.
+# The largest batch: neighbours differ by one record in any batch.
 _MOST_RECORDS = 256
 # Records that are taken out or exchanged, besides the longest one.
 _MORE = 2
 # Records that are computed at the beginning of an audit and again at its end, and how far their contributions
 # may be apart, as a share of the sensitivity.
 _REPEATED, _AGAIN = 3, 1e-6
-# What the inputs of a record that should have no say are multiplied by.
-_MONSTERS = {"NaN": math.nan, "infinite": math.inf, "1e30 times as large": 1e30}
+# The inputs of a record that must not change the sum are multiplied by these.
+_EXTREME_FACTORS = {"NaN": math.nan, "infinite": math.inf, "1e30 times as large": 1e30}
 
 # Records of a batch from whose rows such records are made.
 _CANCELLING = 2
@@ -73,7 +73,7 @@ def audited_pairs(
     was left out, and why). Several processes share the pairs; rank 0 has the results of all, and the others
     none.
     """
-    mixed = with_monsters(setup)
+    mixed = with_extreme_records(setup)
     batch, longest = _drawn(setup, mixed, processes)
     neighbours = list(_neighbours(setup, mixed, batch, longest))
     cancelling = list(_cancelling_records(setup, batch))
@@ -148,8 +148,9 @@ def contributions(setup: PrivateSetup) -> Contributions:
 
 
 def audited_state(setup: PrivateSetup, before: Contributions, processes: Processes) -> list[NeighbourPair]:
-    """Whether records still add what they added before others passed, and whether what is published besides
-    the weights is what it was. Of several processes rank 0 has the worst result, and the others none.
+    """Whether records still add to the sum what they added before other records were computed, and whether
+    the published values besides the weights are unchanged. Rank 0 has the worst result of all processes; the
+    other ranks have none.
 
     before: `contributions` of before. A model or a loss that keeps what it saw shows here.
     """
@@ -159,7 +160,7 @@ def audited_state(setup: PrivateSetup, before: Contributions, processes: Process
 
 
 def _state_of_one(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
-    """The same of this process."""
+    """The result of `audited_state` for this process alone."""
     after = contributions(setup)
     steps = 1.0 if setup.clipping.grid is None else setup.clipping.grid
     squares = [
@@ -185,29 +186,29 @@ def _state_of_one(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
     )
 
 
-def with_monsters(setup: PrivateSetup) -> PrivateSetup:
-    """The setup with a record more for each of _MONSTERS: the first record with inputs that are no numbers to
-    compute with.
+def with_extreme_records(setup: PrivateSetup) -> PrivateSetup:
+    """The setup with one more record for each of _EXTREME_FACTORS: the first record, its inputs multiplied by
+    the factor.
 
     A dataset without floating-point inputs has no such records.
     """
     records, rows = setup.records, len(setup.run.samples)
-    monsters = list(_MONSTERS.values()) if has_floats(setup) else []
+    extremes = list(_EXTREME_FACTORS.values()) if has_floats(setup) else []
 
     def take(wanted: np.ndarray) -> Block:
         kind, row = np.divmod(wanted, rows)
         block = setup.run.reader.take(row)
-        factors = np.array([1.0, *monsters])[kind]
+        factors = np.array([1.0, *extremes])[kind]
         return dataclasses.replace(block, inputs=tuple(_times(x, factors) for x in block.inputs))
 
     own = records.rows_of(0)
     order = np.concatenate(
         [
             records.rows_of_each(np.arange(len(records))),
-            *(own + rows * kind for kind in range(1, len(monsters) + 1)),
+            *(own + rows * kind for kind in range(1, len(extremes) + 1)),
         ]
     )
-    sizes = np.concatenate([records.sizes, np.full(len(monsters), len(own))])
+    sizes = np.concatenate([records.sizes, np.full(len(extremes), len(own))])
     streams = RecordStreams(
         Records(order, np.cumsum(sizes) - sizes, sizes),
         take,
@@ -227,7 +228,7 @@ def has_floats(setup: PrivateSetup) -> bool:
 
 
 def _times(x: Tensor, factors: np.ndarray) -> Tensor:
-    """[n, ...]: each row times its factor; numbers that are none become so where the row was zero, too."""
+    """[n, ...]: each row times its factor. NaN and infinite factors also change zeros."""
     if not x.is_floating_point():
         return x
     each = torch.from_numpy(factors).to(x.dtype).reshape(-1, *(1,) * (x.dim() - 1))
@@ -239,11 +240,11 @@ def _neighbours(
 ) -> Iterator[_NeighbourBatches]:
     """The neighbours of a batch, as the relation has them. longest: its record with the longest gradient."""
     count = len(setup.records)
-    monsters = dict(zip(_MONSTERS, range(count, len(mixed.records)), strict=False))
+    extremes = dict(zip(_EXTREME_FACTORS, range(count, len(mixed.records)), strict=False))
     outside = np.setdiff1d(np.arange(count), batch)
     chosen = _chosen(batch, longest)
     if setup.privacy.relation == "replace_one":
-        others = dict(zip(("another", "one more of the others"), outside[:2], strict=False)) | monsters
+        others = dict(zip(("another", "one more of the others"), outside[:2], strict=False)) | extremes
         for name, other in others.items():
             for place, which in chosen.items():
                 yield _NeighbourBatches(
@@ -257,7 +258,7 @@ def _neighbours(
         yield _NeighbourBatches(f"{which} goes", batch, batch[batch != place], count - more)
     if len(outside):
         yield _NeighbourBatches("a record comes", batch, _sorted(batch, outside[0]), count + more)
-    for name, monster in monsters.items():
+    for name, monster in extremes.items():
         yield _NeighbourBatches(
             f"a record comes whose inputs are {name}", batch, _sorted(batch, monster), count + more
         )
@@ -301,7 +302,9 @@ def _compared(
     datasets = iter((len(setup.records), neighbours.records))
 
     def public(noisy: NoisySum) -> dict[str, object]:
-        """What the ledger would say of a run and its first step on a dataset of so many records."""
+        """The ledger's header and first line, for a dataset with the number of records of this batch's
+        dataset.
+        """
         size = next(datasets)
         resized = dataclasses.replace(setup, records=Records.of_rows(size))
         training = PrivateTraining(
@@ -354,7 +357,9 @@ class _CancellingRecord:
 
 
 def _cancelling_records(setup: PrivateSetup, batch: np.ndarray) -> Iterator[_CancellingRecord]:
-    """Such records, made of rows of the first records of a batch; of the first row where it is empty."""
+    """Records whose positions cancel, made of rows of the first records of a batch; of the first row where
+    the batch is empty.
+    """
     starts = [int(setup.records.rows_of(int(record))[0]) for record in batch[:_CANCELLING]] or [0]
     for start, (same, weights) in itertools.product(starts, _TAKEN_BACK):
         rows = np.full(3, start)
@@ -388,7 +393,7 @@ def _cancelling_source(setup: PrivateSetup, record: _CancellingRecord, count: in
         in_dims=dims,
         has_aux=True,
         randomness=setup.run.randomness,
-        samples=2,  # as beside another record: what is computed with others, and what alone, is looked at
+        samples=2,  # as beside another record; records that are computed alone are compared too
     )
 
     def source(clipping: Clipping) -> ClippedSum:

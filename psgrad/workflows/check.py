@@ -18,7 +18,7 @@ from psgrad.errors import ConfigError, DataError, OutputError
 from psgrad.inputs.sources.formats.csv import csv_lines
 from psgrad.quality.findings import (
     NEEDED,
-    WELCOME,
+    OPTIONAL,
     IgnoreEntry,
     counts_of,
     in_order,
@@ -29,7 +29,8 @@ from psgrad.quality.findings import (
 )
 from psgrad.quality.gates import changed, evaluate, gone, mark_known, read_baseline, written
 from psgrad.results import CheckResult, Location
-from psgrad.results.findings import Baseline, BaselineChange, CheckFacts
+from psgrad.results.check import CheckFacts
+from psgrad.results.findings import Baseline, BaselineChange
 from psgrad.results.manifest import RunManifest, read_manifest
 from psgrad.storage import RunFolder
 from psgrad.storage.finished import finished_manifest, read_columns, write_check
@@ -81,7 +82,7 @@ def check(folder: Path, *, settings: Sequence[str] = (), baseline: Path | None =
     run = read_manifest(manifest)
     gate, base = _gate_of(run, settings)
     if baseline is not None:
-        read_baseline(baseline)  # what was named by hand must be there
+        read_baseline(baseline)  # a file that the user named must exist
         gate = gate.model_copy(update={"baseline": baseline.absolute(), "new_only": True})
     found = _check(_samples(folder, run), manifest, str(folder), gate_files(gate, base))
     try:
@@ -142,7 +143,7 @@ def _check(samples: pd.DataFrame, manifest: Mapping[str, Any], folder: str, file
     named = named_samples(samples, run)
     if files.baseline is not None:
         named = mark_known(named, files.baseline)
-        # Of a part of the dataset nothing is known of the rest.
+        # A run of a part of the dataset knows nothing about the rest.
         if not partial and (stale := gone(named, files.baseline)):
             warnings.append(
                 f"{stale:,} of {len(files.baseline.findings):,} entries of the baseline {files.baseline_path}"
@@ -175,9 +176,9 @@ def _gate_of(run: RunManifest, settings: Sequence[str]) -> tuple[GateConfig, Pat
 
 def _samples(folder: Path, run: RunManifest) -> pd.DataFrame:
     by = run.setting("analyze", "outliers", "group_by")
-    # What a baseline keeps scores by, beside what findings are made of.
+    # Columns by which a baseline groups scores, in addition to those that findings are made of.
     return read_columns(
-        folder, NEEDED, (*WELCOME, run.score, "log_norm", *(("target", "length", by) if by else ()))
+        folder, NEEDED, (*OPTIONAL, run.score, "log_norm", *(("target", "length", by) if by else ()))
     )
 
 

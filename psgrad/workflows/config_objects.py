@@ -32,7 +32,7 @@ class Live(TypedDict, total=False):
 
 
 class Objects(Live, total=False):
-    """The same. output: the run folder; by default a new temporary one, which the result names."""
+    """`Live` with a run folder. output: its path; by default a new temporary one, which the result names."""
 
     output: str | PathLike[str] | None
 

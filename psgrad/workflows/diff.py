@@ -14,7 +14,7 @@ from psgrad.results.manifest import RunManifest, read_manifest
 from psgrad.storage.finished import finished_manifest, read_columns
 from psgrad.wording import short_repr
 
-# Of a hash, for people.
+# Digits of a hash that are shown.
 _DIGITS = 12
 _COLUMNS = ("id", "index", "fingerprint", "status", "is_outlier_issue")
 

@@ -38,8 +38,8 @@ from psgrad.workflows.run_progress import Clock
 FILE = "audit.json"
 # More canaries say more, and fewer find a place in small clipping groups.
 _MANY, _ENOUGH = 5000, 1000
-# An audit of few draws says little: by default each canary is drawn so many times, on average, in at most so
-# many steps; and in two at least, so that their noise can be compared.
+# An audit of few draws shows little. By default each canary is drawn twice on average, in at most 50 steps
+# (500 without records), and in at least two, so that their noise can be compared.
 _DRAWS, _FEWEST_STEPS, _MOST_STEPS, _MOST_STEPS_ALONE = 2.0, 2, 50, 500
 
 
@@ -103,7 +103,7 @@ def dp_audit(
     ):
         alone = {} if canaries_only else contributions(setup)
         with clock("canaries"):
-            # The seed of a run that is none is left aside.
+            # The config's seed is for its run; an audit does not use it.
             mechanism = AuditedRun(
                 **setup.step_arguments(base), generator=lambda: make_generator(privacy.noise.generator)
             )
@@ -194,7 +194,7 @@ def coins() -> np.random.Generator:
 
 
 def require_sense(privacy: PrivacyConfig, steps: int | None, confidence: float) -> None:
-    """Raises ConfigError for numbers of steps that are not planned, and for a confidence that is no
+    """Raises ConfigError for numbers of steps that are not planned, and for a confidence that is not a
     probability.
     """
     if steps is not None and not 1 <= steps <= privacy.steps:
@@ -243,7 +243,7 @@ def canaries_for(setup: PrivateSetup) -> int:
 
 
 def first(events: Events, steps: int) -> Events:
-    """The first so many of the steps."""
+    """The first `steps` steps."""
     found = []
     for event, count in events:
         found.append((event, min(count, steps)))

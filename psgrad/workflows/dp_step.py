@@ -84,7 +84,7 @@ def dp_step(
         PrivateRunFolder.require_free(config.output, overwrite)
         before = None
     taken = 0 if before is None else len(before.steps)
-    asked = max(1, privacy.steps - taken) if isinstance(steps, str) else steps  # of none left a check says so
+    asked = max(1, privacy.steps - taken) if isinstance(steps, str) else steps  # 0 left: an error below
     if before is not None and taken == privacy.steps and not folder.finished:
         asked = 0  # the process that paid for the last step ended before it could publish what came of it
     else:

@@ -15,7 +15,7 @@ import pandas as pd
 
 from psgrad.config import TuningConfig
 from psgrad.engine.influence.evaluation.jobs import Job
-from psgrad.engine.influence.evaluation.metrics import ceiling, half_subsets, lds, lds_mean, rows_of
+from psgrad.engine.influence.evaluation.metrics import ceiling, lds, lds_mean, random_subsets, rows_of
 from psgrad.engine.influence.evaluation.mislabel import controls
 from psgrad.engine.influence.evaluation.retraining import seed_of
 from psgrad.engine.influence.evaluation.statistics import (
@@ -112,7 +112,7 @@ def evaluate_lds(evaluation: EvaluationParts) -> Found:
         chosen = np.sort(random.choice(len(asked), tuning.queries, replace=False))
         set_aside, asked = asked[chosen], np.delete(asked, chosen)
     others = 0 if tuning is None else tuning.subsets
-    subsets = half_subsets(n, others + wanted.subsets, wanted.fraction, random)
+    subsets = random_subsets(n, others + wanted.subsets, wanted.fraction, random)
     jobs = [
         Job(f"subset {number}, seed {repeat}", rows, seed_of(wanted.seed, 1, number, repeat))
         for number, rows in enumerate(rows_of(subsets))
@@ -210,7 +210,7 @@ def ends(interval: Interval | None, start: str = "") -> dict[str, float | None]:
 
 
 def per_query(evaluation: EvaluationParts, asked: Array, values: dict[str, Array]) -> pd.DataFrame:
-    """One row a method and query."""
+    """One row for each method and query."""
     ids = evaluation.setup.query_reader.samples.ids[asked]
     parts = [
         pd.DataFrame({"method": name, "query_id": ids, "query_index": asked, "value": column})

@@ -1,6 +1,6 @@
-"""What every evaluation works with: methods that are compared, a trainer, and numbers of retrained models
-that outlive an interruption; and where evaluations of an influence run are, and what those found that are
-there already.
+"""The parts of every evaluation: methods that are compared, a trainer, and numbers of retrained models, which
+are stored for a run that is interrupted. Also the folders of the evaluations of an influence run, and the
+results of finished ones.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ class EvaluationParts:
         )
 
     def retrained(self, jobs: Sequence[Job], measure: Callable[[Members], Array], what: str) -> Array:
-        """What `measure` says of the models of these jobs; `what` distinguishes such numbers from others
-        of the same models.
+        """The numbers of `measure` for the models of these jobs. `what` names them, to tell them from other
+        numbers of the same models.
         """
         self.models += len(jobs)
         self.progress(Progress(0, len(jobs), "retraining", unit="model"))
@@ -228,7 +228,7 @@ def evaluation_of(setup: InfluenceSetup, folder: RunFolder, progress: Say) -> Ev
         recipe = Recipe(**wanted.train.model_dump(exclude={"function"}))
         train = EnsembleTrainer(fresh, rows, setup.run.criterion.function, recipe)
     asked = setup.query_rows
-    if wanted.queries is not None and wanted.queries < len(asked):  # so many of them at random, in order
+    if wanted.queries is not None and wanted.queries < len(asked):  # a random choice of them, in order
         asked = np.sort(np.random.default_rng([wanted.seed, 2]).choice(asked, wanted.queries, replace=False))
     notes, methods = list[str](), compared(config, setup.method)
     one, other = (dict(fresh_model(fresh, seed).named_parameters()) for seed in (0, 1))

@@ -217,7 +217,7 @@ def evaluate_curve(evaluation: EvaluationParts) -> Found:
     how = evaluation.setup.run.config.influence.over_queries
     scores, controls = all_scores(evaluation, fitted_methods(evaluation), evaluation.asked, only=(LOSS,))
     joined = {name: _joined(matrix, how) for name, matrix in scores.items()}
-    # Of the control, rows of large loss are taken for those that hurt.
+    # The control takes rows of large loss for those that hurt.
     joined |= {name: -values for name, values in joined.items() if name in controls}
     left: dict[tuple[str, str, int], Array] = {}
     for name, values in joined.items():

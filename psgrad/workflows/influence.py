@@ -66,10 +66,11 @@ from psgrad.workflows.run_manifest import (
 )
 from psgrad.workflows.run_progress import LOADING, Clock, PassProgress
 
-# What the report shows in pictures: so many queries, and of each so many examples of either sign.
+# Figures of the report: how many queries, and for each how many examples of either sign.
 _SHOWN_QUERIES = 6
 _SHOWN_EXAMPLES = 8
-# What self-influence by a solve an example may be predicted to take, where the config leaves it open.
+# Seconds that self-influence, by one solve for each example, may be predicted to take where the config leaves
+# it open.
 _SELF_SECONDS = 30.0
 
 
@@ -265,7 +266,7 @@ def scored_by_all(
 
 
 def described(setup: InfluenceSetup) -> InfluenceFacts:
-    """What manifest.json says of the scores, before there are any."""
+    """Facts about the scores for manifest.json, before there are any scores."""
     wanted = setup.run.config.influence
     return InfluenceFacts(
         method=setup.method.name,

@@ -51,8 +51,8 @@ def fresh_models(config: Config, run: Setup) -> Callable[[int], nn.Module]:
     return fresh
 
 
-def replayed(config: Config, run: Setup, say: Callable[[str], None]) -> tuple[Setup, TrainingRun]:
-    """(the same at the end of the training run, the run).
+def recomputed_run(config: Config, run: Setup, say: Callable[[str], None]) -> tuple[Setup, TrainingRun]:
+    """Computes the training run again. Returns (`run` with the weights at its end, the training run).
 
     Raises ConfigError for a run that can't be described so, InfluenceError for one that diverges,
     CheckpointError where it ends at other weights than model.checkpoint.
@@ -100,7 +100,7 @@ def of_model(model: nn.Module, run: Setup) -> Vectors:
 
 
 def with_weights(run: Setup, params: Mapping[str, torch.Tensor]) -> Setup:
-    """The same with these parameters in a model of their own."""
+    """`run` with these parameters, in a model of its own."""
     loaded = run.another(run.config.model)
     with torch.no_grad():
         own = dict(loaded.model.named_parameters())
@@ -122,7 +122,7 @@ def require_same_end(training: TrainingRun, end: Vectors, path: str, tolerance: 
         expected=f"at most {tolerance:g} times (influence.training.tolerance)",
         cause="another optimiser, learning rate, number of epochs, order of the rows or initial weights; or a"
         " run that random numbers or another machine's rounding lead elsewhere",
-        next_step="correct influence.training, or leave model.checkpoint out: the end of the replayed run is"
+        next_step="correct influence.training, or leave model.checkpoint out: the end of the training run is"
         " then the model",
     )
 

@@ -231,10 +231,10 @@ def evaluate_influence(
     processes = OneProcess() if processes is None else processes
     if processes.leads:
         RunFolder.require_free(path, overwrite)
-    clock, said = Clock(), list[str]()
+    clock, messages = Clock(), list[str]()
 
     def say(message: str) -> None:
-        said.append(message)
+        messages.append(message)
         progress(Progress(0, 0, "evaluation", message))
 
     with clock("load"):
@@ -282,7 +282,7 @@ def evaluate_influence(
             folder=folder.path,
             points=found.points,
             curves=found.curves,
-            notes=[*evaluation.notes, *dict.fromkeys(said)],
+            notes=[*evaluation.notes, *dict.fromkeys(messages)],
             manifest=running.manifest.content(),
         )
         facts = running.add(evaluation=evaluation_content(result), timings=clock.seconds)

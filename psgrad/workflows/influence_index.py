@@ -22,7 +22,7 @@ from psgrad.engine.execution.ranks import OneProcess, Processes, RowPart
 from psgrad.engine.influence.index.build import build_index, write_sums
 from psgrad.engine.influence.index.index_rows import BLOCK
 from psgrad.engine.influence.index.stored_index import IndexSpec, StoredRows, describe
-from psgrad.engine.influence.method import Screened
+from psgrad.engine.influence.method import RowNorms
 from psgrad.errors import ConfigError, DistributedError, OutputError
 from psgrad.inputs.reader import CheckedReader
 from psgrad.results import IndexResult, Progress, Say
@@ -193,7 +193,7 @@ def open_index(config: Config, run: Setup) -> GradientIndex:
 
 
 def described_index(config: Config, run: Setup) -> dict[str, Any]:
-    """What the index of this config says of itself: two that say the same hold the same rows."""
+    """The description of this config's index. Two indexes with the same description hold the same rows."""
     wanted = require_index(config)
     spec = IndexSpec(**wanted.model_dump(exclude={"path"}))
     count = len(config.influence.checkpoints or [None])
@@ -210,8 +210,8 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
             "target": config.data.target,
             **({} if config.data.weight is None else {"weight": config.data.weight}),
         },
-        # Of the first one what was loaded; of the others the files, which the same code loads in the same
-        # manner.
+        # The first checkpoint by its loaded weights; the others by their files, which the same code loads in
+        # the same manner.
         "checkpoints": [hashes["weights"], *(sha256_at(config, number) for number in range(1, count))],
         **{key: hashes[key] for key in ("modules", "code", "packages")},
         **model,
@@ -222,12 +222,12 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
     return describe(spec, training, fingerprint, count)
 
 
-def screened_rows(store: GradientIndex) -> list[Screened]:
-    """What an index holds of each training example, checkpoint by checkpoint."""
+def stored_row_norms(store: GradientIndex) -> list[RowNorms]:
+    """The losses and norms that an index holds of each training example, checkpoint by checkpoint."""
     found = []
     for number in range(store.description["checkpoints"]):
         losses, squares = StoredRows(store, number).losses_and_square_norms()
-        found.append(Screened(squares.isfinite(), losses.numpy(), squares.sqrt().numpy(), {}))
+        found.append(RowNorms(squares.isfinite(), losses.numpy(), squares.sqrt().numpy(), {}))
     return found
 
 
@@ -295,7 +295,7 @@ def matched(stored: np.ndarray, places: np.ndarray, now: np.ndarray) -> np.ndarr
 def require_losses(index: GradientIndex, run: Setup, rows: list[int], known: torch.Tensor) -> None:
     """Raises OutputError where the losses of some rows are not those that an index knows, float64.
 
-    What a description can't see is what code reads from elsewhere while it runs.
+    A description does not see what code reads from elsewhere while it runs.
     """
     found = run.stream(lambda _: None).gradients_at(rows).losses.double().cpu()
     rounding = torch.finfo(run.objective.autocast or run.dtype).eps ** 0.5

@@ -102,7 +102,7 @@ def contrasted_rows(config: Config, samples: Samples, rows: np.ndarray) -> tuple
 
 
 def least_queries(clusters: int | Literal["auto"]) -> int:
-    """How many queries so many clusters need."""
+    """How many queries `clusters` clusters need."""
     return 3 if clusters == "auto" else clusters + 1
 
 

@@ -34,13 +34,13 @@ from psgrad.workflows.influence_queries import least_queries
 from psgrad.workflows.influence_setup import InfluenceSetup
 
 Array = np.ndarray[Any, Any]
-# `clusters: auto` chooses among so many.
+# `clusters: auto` chooses at most this number.
 _MOST_CLUSTERS = 10
-# A summary by class or by group has so many of them at most.
+# A summary by class or by group has at most this number of them.
 _MOST_SUMMARISED = 30
 
 
-# Of all scores, in float64, so many copies are alive at once at most: while blocks are joined, and while
+# At most this number of copies of all scores, in float64, exist at once: while blocks are joined, and while
 # queries are compared.
 _COPIES = 4
 

@@ -32,7 +32,7 @@ from psgrad.results import Progress
 from psgrad.results.influence import ALL_INDEX, ALL_QUERIES, CheckedRemoval, RemovalCheck, ranked_pairs
 from psgrad.workflows.influence_setup import InfluenceSetup, is_on_one_scale
 
-# What the prepared gradients of a block of queries may take, as a share of the memory that is free.
+# The share of the free memory for the prepared gradients of a block of queries.
 _SHARE = 0.25
 
 
@@ -240,7 +240,7 @@ def _pairs(
 
 # Pairs of the largest scores, each of another training example, that are checked.
 _PAIRS = 3
-# What the check of a few removals may take, in numbers of single examples' gradients.
+# The cost limit of the check of a few removals, in numbers of single examples' gradients.
 _CHECKED_NUMBERS = 1e10
 # Losses that are never negative, by name.
 _NEVER_NEGATIVE = (
@@ -283,9 +283,9 @@ def check_removals(
     own: np.ndarray | None,
     say: Callable[[str], None],
 ) -> RemovalCheck | None:
-    """Of the largest scores, and of the largest self-influence, what training that goes on without the
-    example finds; of several checkpoints the mean. None where the config leaves it out, or the method has no
-    inverse to take steps by.
+    """For the largest scores, and the largest self-influence, the effect of training on without the example;
+    for several checkpoints the mean. None where the config leaves it out, or the method has no inverse to
+    take steps by.
 
     own: [n] self-influences.
     """

@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 _LOW = 0.9  # a recall below it is warned of
 _SAMPLE = 64  # rows for each list, from which its mean is found
-_SEARCHED = 4  # by default one of so many lists
+_SEARCHED = 4  # by default one in this number of lists
 _BYTES = 6  # of a number: in the lists, and twice more while they are written
 
 
@@ -127,7 +127,7 @@ def _lists_of(
     say: Callable[[str], None],
     progress: Say,
 ) -> RowLists:
-    """Those beside the index, where they were made of its rows; else new ones, which are kept there."""
+    """The lists beside the index, if they were made of its rows; else new ones, which are stored there."""
     store, n = source.store, source.finite
     assert isinstance(store, GradientIndex)
     count = wanted.lists or max(1, round(n**0.5))

@@ -28,7 +28,7 @@ from psgrad.inputs.reader import CheckedReader
 from psgrad.plugins import METHODS, configured
 from psgrad.results import Say
 from psgrad.user_code import describe_failure
-from psgrad.workflows.influence_checkpoints import checkpoints_of, first_run, replayed, run_at
+from psgrad.workflows.influence_checkpoints import checkpoints_of, first_run, recomputed_run, run_at
 from psgrad.workflows.influence_queries import (
     chosen_rows,
     contrasted_rows,
@@ -121,7 +121,7 @@ class InfluenceSetup:
         return self.views[0].training.processes
 
     def with_queries(self, rows: np.ndarray) -> InfluenceSetup:
-        """The same with these rows alone as queries."""
+        """This setup with `rows` as its only queries."""
         read = chosen_rows(self.query_reader, rows)
         views = [
             replace(view, queries=replace(view.queries, read=read, count=len(rows))) for view in self.views
@@ -129,7 +129,7 @@ class InfluenceSetup:
         return replace(self, views=views, query_rows=rows)
 
     def watched(self, watch: Callable[[int, int], None]) -> InfluenceSetup:
-        """The same with passes that are watched; see `Examples`."""
+        """This setup with passes that are watched; see `Examples`."""
         views = [
             replace(
                 view,
@@ -146,7 +146,7 @@ class InfluenceSetup:
         return self.processes.agreed(name, lambda: [round(own * 1e6)])[0] / 1e6
 
 
-# So many scores are kept even where no question of the config needs them: 32 MiB.
+# Up to this number of scores, 32 MiB, are kept even where no question of the config needs them.
 _FEW_SCORES = 1 << 22
 
 
@@ -201,7 +201,7 @@ def set_up_influence(
                 "replay computes one training run, step after step, and can't be shared by several processes",
                 next_step="run it in one process",
             )
-        run, training = replayed(config, run, say)
+        run, training = recomputed_run(config, run, say)
     last = len(checkpoints_of(config)) - 1
     reader, rows = queries_of(config, run, measurement, lambda: run_at(run, last), processes)
     views: list[CheckpointView] = []

@@ -16,14 +16,14 @@ import pandas as pd
 import torch
 from torch import nn
 
-from psgrad.engine.influence.method import Screened, screened
+from psgrad.engine.influence.method import RowNorms, row_norms
 from psgrad.errors import InfluenceError
 from psgrad.results import InfluenceResult, Progress, Say
 from psgrad.results.influence import QUERY_COLUMNS, SIGN, TRAINING_COLUMNS, harmful_rows
 from psgrad.storage import RunFolder
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.wording import first_of
-from psgrad.workflows.influence_index import screened_rows
+from psgrad.workflows.influence_index import stored_row_norms
 from psgrad.workflows.influence_queries import chosen_rows, errors_about_queries
 from psgrad.workflows.influence_ranking import QueryRankings, of_all
 from psgrad.workflows.influence_setup import InfluenceSetup
@@ -49,7 +49,7 @@ class ScreenedRows:
     checkpoint, and the last one's columns.
     """
 
-    def __init__(self, training: list[Screened], queries: list[Screened]) -> None:
+    def __init__(self, training: list[RowNorms], queries: list[RowNorms]) -> None:
         self.training, self.queries = training[-1], queries[-1]
         self.kept = torch.stack([each.finite for each in training]).all(0).numpy()
         self.asked = torch.stack([each.finite for each in queries]).all(0).numpy()
@@ -63,9 +63,11 @@ def without_nonfinite(
     store: the index that answers. It has no score for such training examples, and they are not read again.
     Raises InfluenceError where nothing is left.
     """
-    training = [screened(view.training) for view in setup.views] if store is None else screened_rows(store)
+    training = (
+        [row_norms(view.training) for view in setup.views] if store is None else stored_row_norms(store)
+    )
     with errors_about_queries():
-        queries = [screened(view.queries) for view in setup.views]
+        queries = [row_norms(view.queries) for view in setup.views]
     screening = ScreenedRows(training, queries)
     samples = setup.run.samples
     for what, kept, ids in (
@@ -121,7 +123,7 @@ def warn_of_plain_mean(setup: InfluenceSetup, rankings: QueryRankings, say: Call
 
 
 def query_table(setup: InfluenceSetup, screening: ScreenedRows) -> pd.DataFrame:
-    """One row a query; see QUERY_COLUMNS. Excluded ones, too."""
+    """One row for each query, excluded ones too; see QUERY_COLUMNS."""
     reader, rows = setup.query_reader, setup.asked_rows
     targets = reader.targets_at(rows)
     columns = {
@@ -136,7 +138,7 @@ def query_table(setup: InfluenceSetup, screening: ScreenedRows) -> pd.DataFrame:
 
 
 def training_table(setup: InfluenceSetup, screening: ScreenedRows, own: np.ndarray | None) -> pd.DataFrame:
-    """One row a training example; see TRAINING_COLUMNS, but `overall`. Excluded ones, too."""
+    """One row for each training example, excluded ones too; see TRAINING_COLUMNS. `overall` comes later."""
     samples, reader, kept = setup.run.samples, setup.run.reader, screening.kept
     everything = np.arange(len(samples))
     targets = reader.targets_at(everything)

@@ -87,7 +87,7 @@ class Loaded:
 
     def class_count(self, criterion: Criterion) -> int | None:
         """The size of the output's class axis, by the first row; None where that differs from row to row, the
-        loss has no classes, or the model fails (told later).
+        loss has no classes, or the model fails (reported later).
         """
         if self.samples.labels_are_positions or criterion.kind not in ("class", "token"):
             return None
@@ -290,7 +290,7 @@ def samples_of(
     """The dataset as `load_data` has it for a config's model and loss, with the columns that the loss takes;
     of groups where data.group names them.
     """
-    # What timm says of the images that a model of its was trained on.
+    # timm's facts about the images that its model was trained on.
     images = getattr(loaded.model, "pretrained_cfg", None) if config.model.timm is not None else None
 
     def read(column: str | None) -> Samples:

@@ -50,9 +50,9 @@ class OwnMeasure(Measure):
         self.inner, self.spec = inner, spec
         for key in _DESCRIBED:
             setattr(self, key, getattr(inner, key))
-        self._look()
+        self._copy_flags()
 
-    def _look(self) -> None:
+    def _copy_flags(self) -> None:
         self.needs_factors, self.looks_twice = bool(self.inner.needs_factors), bool(self.inner.looks_twice)
 
     def _asked(self, method: str, *arguments: Any) -> Any:
@@ -62,7 +62,7 @@ class OwnMeasure(Measure):
     def prepare(self, setting: Setting) -> None:
         self._count = len(setting)
         self._asked("prepare", setting)
-        self._look()
+        self._copy_flags()
 
     def summary(self, output: Any, target: Any) -> Arrays:
         return self._named(self._asked("summary", output, target), "summary")

@@ -30,8 +30,8 @@ from psgrad.workflows.setup import Setup, set_up
 # as benchmarks/scale_out.py has measured them.
 _BYTES_A_ROW, _TABLE_SECONDS = 200, 18.5e-6
 _REPORT_SECONDS = 1.8
-# Of the first look at a dataset, by one thread: seconds for a byte that is hashed, for an image beside its
-# bytes, and for what each process does by itself with the name of an image. Measured by the same script.
+# Costs of reading a dataset first, by one thread: seconds for each hashed byte, for an image in addition to
+# its bytes, and for the work of each process on the name of an image. Measured by the same script.
 _BYTE_SECONDS, _IMAGE_SECONDS, _NAME_SECONDS = 0.83e-9, 194e-6, 3.6e-6
 _FEW = 8
 
@@ -74,7 +74,7 @@ def plan(
 
 
 def _of_processes(processes: int, one: PlanResult, run: Setup, say: Callable[[str], None]) -> ProcessesPlan:
-    """The prediction for so many processes. one: that for a process alone."""
+    """The prediction for `processes` processes. one: the prediction for one process."""
     cluster, gathered = Cluster(), _gathered_bytes(run, say)
     work = Workload(
         one.rows,
@@ -114,23 +114,23 @@ def _with_first_look(work: Workload, run: Setup) -> Workload:
     files = [Stamp.of(path) for path in data_files(data, base)] if data.path is not None else []
     size = sum(file.size for file in files)
     by_host = min(size, SAMPLES * SAMPLE) if files_read_again(data, base) else size
-    work = replace(work, looked_at=size, look_seconds=size * _BYTE_SECONDS, loaded=work.loaded + by_host)
+    work = replace(work, hashed_bytes=size, hash_seconds=size * _BYTE_SECONDS, loaded=work.loaded + by_host)
     if data.images is None and data.image is None:
         return work
     image = image_bytes(data, base, _FEW, run.config.allow_download)
     return replace(
         work,
         read=image,
-        looked_at=size + work.rows * image,
-        look_seconds=work.look_seconds + work.rows * (_IMAGE_SECONDS + image * _BYTE_SECONDS),
+        hashed_bytes=size + work.rows * image,
+        hash_seconds=work.hash_seconds + work.rows * (_IMAGE_SECONDS + image * _BYTE_SECONDS),
         # Rank 0 lists a folder again, for the manifest.
         listing_seconds=0.0 if data.images is None else 2 * work.rows * _NAME_SECONDS,
-        told=work.rows * DIGEST,
+        broadcast_bytes=work.rows * DIGEST,
     )
 
 
 def _gathered_bytes(run: Setup, say: Callable[[str], None]) -> int:
-    """Bytes of what the measures have gathered, of the first few rows: what a process sends to another."""
+    """Bytes that a process sends to another: what the measures have gathered of the first few rows."""
     setting, every = prepare(run, measures_of(run.config), len(run.samples), say)
     for _ in setting.examples.stream.run(min(_FEW, len(run.samples)), every):
         pass
@@ -154,13 +154,13 @@ def _moved(supply: Supply, stream: Stream, rows: int) -> int:
 
 
 def plan_of(found: RunPlan, on: Machine) -> PlanResult:
-    """The plan of a run as a plain record."""
+    """The plan of a run as plain values."""
     parameters = [
         ParameterPlan(
             p.name,
             "x".join(map(str, p.shape)) or "scalar",
             p.kinds,
-            p.way,
+            p.order,
             1e6 * p.seconds,
             p.bytes,
             p.factored,

@@ -108,7 +108,7 @@ def leading(setup: PrivateSetup, processes: Processes) -> Iterator[LeadingRank |
 
 
 def facts_of(lead: LeadingRank | None, hosts: list[str], processes: Processes) -> dict[str, Any] | None:
-    """What the manifest says of the ranks: NOT PRIVATE, as the sizes of shares are not."""
+    """Facts about the ranks for the manifest. They are NOT PRIVATE, because the sizes of shares are not."""
     if lead is None:
         return None
     each = [
@@ -128,8 +128,8 @@ def follow(
     """The steps of a run on a rank that does not lead, until rank 0 ends. Returns (the setup, what `before`
     found, which is called before the first step).
 
-    output: the run folder. progress: hears of each step's number alone, which is public. What the
-    computation says of a rank's records is not, and is written to private/.
+    output: the run folder. progress: called with the number of each step alone, which is public. Messages
+    about a rank's records are not public, and are written to private/.
     """
     messages = _Messages(PrivateRunFolder(output), processes.rank)
     setup = set_up_privately(config, messages, processes)
@@ -167,8 +167,8 @@ def _copy(values: Arrays, into: Mapping[str, torch.Tensor]) -> None:
 
 
 class _Messages:
-    """What a rank's computation says, in private/NOT_PRIVATE_rank-K.log of the run folder, once there is
-    one.
+    """The messages of a rank's computation, in private/NOT_PRIVATE_rank-K.log of the run folder, once there
+    is one.
     """
 
     def __init__(self, folder: PrivateRunFolder, rank: int) -> None:

@@ -62,8 +62,8 @@ def keep_place(folder: PrivateRunFolder) -> str | None:
 
 
 def private_hashes(setup: PrivateSetup, run: str) -> dict[str, Any]:
-    """What a run is known again by, its number first. It stays private: the data's hash tells whether a guess
-    of all rows is right.
+    """The values by which a run is recognised, its number first. It stays private: the data's hash tells
+    whether a guess of all rows is right.
     """
     augmentation, data = setup.privacy.augmentation, setup.run.config.data
     restored = tensors_of(setup.run.model)

@@ -34,7 +34,7 @@ from psgrad.workflows.loaded_parts import Trained, load
 from psgrad.workflows.residence import Ranks
 from psgrad.workflows.setup import Loss, Setup, require_precision_of_all, setup_of
 
-# So many rows are run through the model to see whether it keeps them apart.
+# The number of rows that are run through the model to check that it keeps them apart.
 _ROWS_LOOKED_AT = 4
 
 
@@ -172,7 +172,7 @@ def set_up_privately(
     column = None if unit is None else unit.column
     trained = Trained(privacy.trainable, "privacy.trainable")
     loaded = load(config, trained=trained, unit=column, updates=True, ranks=Ranks.of(processes))
-    # What a row of a record draws must be its own in each step.
+    # A row of a record must draw anew in each step.
     loaded = replace(loaded, samples=loaded.samples.anew())
     began = Began(loaded.model, loaded.criterion)
     run = setup_of(loaded)
@@ -224,8 +224,8 @@ def set_up_privately(
 
 
 def refuse(setup: PrivateSetup) -> None:
-    """Refuse what would void the guarantee, before anything is drawn. What is looked at here only ever stops
-    a run.
+    """Refuse settings that would void the guarantee, before anything is drawn. What is looked at here only
+    ever stops a run.
     """
     privacy, run = setup.privacy, setup.run
     # first: the checks below find a model that has set itself up, and changes no more
@@ -239,12 +239,12 @@ def refuse(setup: PrivateSetup) -> None:
     )  # from all over the data
     inputs, target = to_device(looked_at.inputs, looked_at.target, run.device, run.dtype)
     require_separate_records(run.objective, inputs, target)
-    if run.samples.code or privacy.augmentation is not None:  # what is read from a file is always the same
+    if run.samples.code or privacy.augmentation is not None:  # rows from files are the same each time
         reader = RecordReader(setup.records, run.reader.take, **setup.streams.options)
         reader.require_memoryless(
             np.unique(np.linspace(0, len(setup.records) - 1, _ROWS_LOOKED_AT, dtype=np.int64))
         )
-    if run.model.training:  # what can't draw for each record by itself is refused where it is met
+    if run.model.training:  # operators that can't draw for each record by itself are refused when they run
         setup.source(np.arange(1))(setup.clipping)
 
 

@@ -43,12 +43,12 @@ from psgrad.workflows.run_progress import without_interrupts
 MODEL, NOISY_SUM, STATEMENT = "model.safetensors", "noisy_sum.safetensors", "step.json"
 ADAPTER = "adapter"  # the folder of the adapters, where the model has some
 _STEPS = "steps.parquet"
-# Norms of so many of the latest records are kept for their histogram.
+# The number of latest records whose norms are kept for their histogram.
 _NORMS = 10_000
 
 
 class PrivateRun:
-    """Steps of one process, and what they leave: ledger lines, checkpoints, and a statement of what was
+    """Steps of one process, and the files they write: ledger lines, checkpoints, and a statement of what was
     spent.
 
     Args:
@@ -77,7 +77,7 @@ class PrivateRun:
         self._saved_at, self._saved_step = time.monotonic(), training.taken
 
     def take(self, steps: int, progress: Say, on_interrupt: Callable[[], None] = lambda: None) -> None:
-        """Take so many steps, and save every now and then; also where Ctrl-C or another rank ends them early.
+        """Take `steps` steps, and save from time to time; also where Ctrl-C or another rank ends them early.
 
         on_interrupt: called when Ctrl-C arrives in a step, which is finished first.
         """
@@ -116,8 +116,8 @@ class PrivateRun:
         self._spent[event] = self._spent.get(event, 0) + 1
 
     def save(self) -> None:
-        """Say what was spent, then keep where the training stands: what is released is never ahead of what is
-        said.
+        """Write the statement of what was spent, then the state of the training. In this order the statement
+        counts each step that is released.
         """
         training, (tensors, _) = self.training, self.setup.began.tensors()
         self.folder.write_public_json(STATEMENT, self.statement.step(self.ledger, final=False))
@@ -127,8 +127,8 @@ class PrivateRun:
         self._saved_at, self._saved_step = time.monotonic(), training.taken
 
     def finish(self, notes: list[str]) -> DPStepResult:
-        """The last words: the final epsilon, the weights, the figures, and what is not private apart from
-        them. notes: for people.
+        """Write the final epsilon, the weights and the figures, and apart from them the values that are not
+        private. notes: sentences for people.
         """
         self.save()
         model = self._model_bytes()
@@ -139,13 +139,13 @@ class PrivateRun:
             for name, content in adapter_files(self.setup.run.model, self._state()).items():
                 self.folder.write_public_bytes(f"{ADAPTER}/{name}", content)
         if self._latest:
-            said = {
+            metadata = {
                 "step": str(self.training.taken),
                 "expected_batch_size": str(self.setup.privacy.expected_batch_size),
             }
             self.folder.write_public_bytes(
                 NOISY_SUM,
-                save({name: value.cpu().contiguous() for name, value in self._latest.items()}, said),
+                save({name: value.cpu().contiguous() for name, value in self._latest.items()}, metadata),
             )
         curve = epsilon_curve(
             self.statement.planned, self.setup.privacy.delta, curve_points(self.setup.privacy.steps)

@@ -71,8 +71,8 @@ class Residence:
         return range(first, first + self.shard_ranks)
 
     def supplied(self, model: nn.Module, device: torch.device, automatic: bool) -> Residence:
-        """The same for a model that is built and on no device yet. automatic: whether the room is what is
-        free, of which sharded weights take no more than a rank's part, or the two largest weights.
+        """This residence for a model that is built but not on a device yet. automatic: whether the room is
+        the free memory; then sharded weights take at most a rank's part of it, or the two largest weights.
         """
         if self.room is None:
             return self
@@ -185,8 +185,8 @@ def _group(wanted: int | str, ranks: Ranks, size: int, free: int) -> int | None:
 
 
 def weight_bytes(config: ModelConfig, base: Path) -> int:
-    """Of the files of a model, its checkpoint's and its folder's; 0 for those that are not on this machine
-    yet, such as a hub id's.
+    """The bytes of a model's files, of its checkpoint and its folder; 0 for files that are not on this
+    machine yet, such as those of a hub id.
     """
     files: list[Path] = []
     for path in (base / each for each in (config.checkpoint, config.pretrained) if each is not None):

@@ -51,7 +51,7 @@ def code_of(run: Setup, specs: Iterable[str | None] = ()) -> dict[str, CodeIdent
 
 
 def hashes_of(run: Setup, specs: Iterable[str | None] = ()) -> dict[str, Any]:
-    """What manifest.json says of a run's identity: {weights, modules, code: {spec: {file: hash}}, packages:
+    """A run's identity as manifest.json has it: {weights, modules, code: {spec: {file: hash}}, packages:
     {name: version}}.
     """
     code = code_of(run, specs)
@@ -103,13 +103,13 @@ def shortened(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-# What of a config decides the numbers of a row. The rest (gates, the report, who is an outlier) is worked out
-# anew when all rows are there.
+# The sections of a config that decide the numbers of a row. The rest (gates, the report, which rows are
+# outliers) is computed anew when all rows are there.
 _SECTIONS = ("version", "model", "loss", "data", "engine")
 _OF_ANALYZE = ("measures", "checkpoints", "seed", "trainable")
-# What of it decides who is an outlier in rows that are there.
+# The keys of analyze that decide which of the finished rows are outliers.
 _OF_VERDICT = ("outliers", "review_fraction")
-# What is not part of a number: how much is checked, and how much memory there is.
+# Keys that change no number, such as how much is checked and how much memory there is.
 _FREE = ("verify", "memory", "scratch", "machine", "class_names", "stream_rows")
 
 # Lines of an identity: see psgrad.workflows.run_identity.flat.
@@ -122,8 +122,8 @@ NUMBER_OF_PARTS = "number of parts"
 
 
 def identity(run: Setup, count: int, *, all_rows: bool = True) -> dict[str, Any]:
-    """All that the columns of a run's rows depend on, as plain values: dotted name -> value. Another one is
-    another run.
+    """All that the columns of a run's rows depend on, as plain values: dotted name -> value. If one differs,
+    it is another run.
 
     all_rows: whether rows that code makes are all read for it; else only what is known of them without.
     """
@@ -165,7 +165,7 @@ def reopen(
     another command.
     """
     manifest = manifest_of(path)
-    if manifest is None or manifest.get("command") is None:  # killed at birth
+    if manifest is None or manifest.get("command") is None:  # killed before the command was written
         return None
     then = manifest.get("identity")
     if manifest["command"] != command or not isinstance(then, dict):
@@ -186,7 +186,7 @@ def reopen(
         )
     parts = _parts_that_differ(path, names_of(run))
     changed = _changes(_with_later_keys(then, now), now, parts)
-    if list(changed) != [_CHECKPOINT] and changed:  # alone: it was saved again, with the same weights
+    if list(changed) != [_CHECKPOINT] and changed:  # a file saved again with the same weights is accepted
         raise ConfigError(
             f"the run in {path} was begun with something else, and rows of two runs can't be mixed:"
             f"{_listed(changed)}",
@@ -197,7 +197,7 @@ def reopen(
 
 
 def _parts_that_differ(path: Path, now: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Of the model's weights and modules the names that differ, in words; nothing where the list of them is
+    """The names of the model's weights and modules that differ, in words; empty where the list of them is
     gone.
     """
     try:
@@ -260,7 +260,7 @@ def _with_later_keys(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 
 
 def flattened(content: Any, above: str = "") -> dict[str, Any]:
-    """Dotted name -> value, of nested dictionaries, without what is no part of a number."""
+    """Dotted name -> value, of nested dictionaries, without the keys that change no number."""
     if not isinstance(content, dict):
         return {above: content}
     inside = [

@@ -90,7 +90,7 @@ def _commit(text: str) -> str | None:
 def describe_run(
     command: str, run: Setup, check: SelfCheck | None, specs: Iterable[str | None] = ()
 ) -> RunManifest:
-    """What manifest.json says of a run before it starts. `specs` name code that it runs besides its model's,
+    """The content of manifest.json before a run starts. `specs` name code that it runs besides its model's,
     loss's and data's.
     """
     config, loaded, device = run.config, run.loaded, str(run.device)
@@ -217,22 +217,22 @@ def rank_facts(processes: Processes, name: str, own: RankReport) -> dict[str, An
     """The work of all processes, on the first of several."""
     if processes.size == 1:
         return None
-    said = {"rank": processes.rank, "host": socket.gethostname(), **asdict(own)}
-    each = [json.loads(text) for text in processes.texts(f"{name}ranks", json.dumps(said))]
+    mine = {"rank": processes.rank, "host": socket.gethostname(), **asdict(own)}
+    each = [json.loads(text) for text in processes.texts(f"{name}ranks", json.dumps(mine))]
     if not each:
         return None
     return facts_of_all(processes, each, [rank["seconds"] for rank in each])
 
 
 def rank_facts_of_steps(processes: Processes, name: str) -> dict[str, Any] | None:
-    """The same of what the processes have computed step by step, together."""
+    """The `rank_facts` of processes that compute step by step, together."""
     return rank_facts(processes, name, RankReport(*processes.spent()))
 
 
 def facts_of_all(
     processes: Processes, each: Sequence[dict[str, Any]], seconds: Sequence[float]
 ) -> dict[str, Any]:
-    """What the manifest says of several processes. balance: the mean of their seconds over the largest, 1
+    """Facts about several processes for the manifest. balance: the mean of their seconds over the largest, 1
     where all took as long.
     """
     return {

@@ -48,26 +48,26 @@ class Setup(Loaded):
     reader: CheckedReader
 
     def with_drawn_rows(self, count: int, seed: int) -> Setup:
-        """The same on so many rows of the dataset, drawn at random."""
+        """This setup on `count` rows of the dataset, drawn at random."""
         samples = DrawnSamples(self.samples, drawn_rows(len(self.samples), count, seed))
         return replace(self, samples=samples).with_reader()
 
     def with_reader(self, **options: bool) -> Setup:
-        """The same with another reader, which notes what the options of CheckedReader say of each row."""
+        """This setup with another reader. options: of CheckedReader, what the reader notes about each row."""
         return replace(
             self, reader=CheckedReader(self.samples, self.criterion, self.reader.classes, **options)
         )
 
     def with_rows_described(self) -> Setup:
-        """The same, with a reader that keeps what the table of samples says of each row: a digest where it
-        has no id, and its length where positions count; rows that can't be read are measured as not finite.
+        """This setup with a reader that notes for the table of samples each row's digest, if it has no id,
+        and its length, if positions count. Rows that can't be read are measured as not finite.
         """
         described = self.config.data.id is None and self.config.data.group is None
         lengths = self.criterion.kind == "token"
         return self.with_reader(with_digests=described, with_lengths=lengths, with_unreadable=True)
 
     def at_checkpoint(self, path: Path) -> Setup:
-        """The same with the weights of another checkpoint. Raises CheckpointError where that is one of a
+        """This setup with the weights of another checkpoint. Raises CheckpointError for the checkpoint of a
         model with other parameters.
         """
         section = self.config.model.model_copy(update={"checkpoint": path})
@@ -84,7 +84,7 @@ class Setup(Loaded):
 
     @property
     def randomness(self) -> str:
-        """Of what a model draws, as for vmap: a model in eval mode draws nothing."""
+        """The randomness of the model's draws, as for vmap: a model in eval mode draws nothing."""
         return "different" if self.model.training else "error"
 
     def stream(
@@ -105,7 +105,7 @@ class Setup(Loaded):
         return self.objective if samples.weighted else self.objective.unweighted()
 
     def stream_options(self, say: Callable[[str], None]) -> dict[str, Any]:
-        """What the config's engine section says of chunks, as arguments of Stream."""
+        """The settings of chunks in the config's engine section, as arguments of Stream."""
         engine = self.config.engine
         return {
             "chunk_size": engine.chunk_size,
@@ -263,7 +263,7 @@ def at_weights(objective: Objective, model: nn.Module, path: object) -> Objectiv
 
 
 def _digest(model: nn.Module) -> str:
-    """Of the weights; not of the file, into which torch.save writes its name."""
+    """A hash of the model's weights; not of the file, into which torch.save writes its name."""
     digest = hashlib.blake2b(digest_size=16)
     for name, value in model.state_dict().items():
         digest.update(f"{name}{value.dtype}{tuple(value.shape)}".encode())

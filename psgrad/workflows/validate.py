@@ -120,7 +120,7 @@ class _Checks:
                 weights = weights or ours
 
     def _foreign_model(self, model: ModelConfig) -> None:
-        """A model of a library: that it is there, and what its files say of themselves."""
+        """Check that a library's model exists, and note the facts in its files."""
         self.found.add("model", library_problems(model))
         if model.timm is not None:
             self.found.facts["model"] = f"timm's {model.timm}"
@@ -342,7 +342,7 @@ def _unlike(
 
 
 def _free_bytes(output: Path) -> int | None:
-    """Of the disk that the output would be on; None where that can't be told."""
+    """Free bytes of the disk that the output would be on; None where they are not known."""
     for folder in (output, *output.absolute().parents):
         try:
             return shutil.disk_usage(folder).free

@@ -31,9 +31,7 @@ class Problem:
 
 @dataclass
 class Validation:
-    """What is wrong with a config, all of it; what was found out of it, by what it is about; and what is good
-    to know besides.
-    """
+    """All problems of a config, the facts that were found, by subject, and further notes."""
 
     config: str
     problems: list[Problem] = field(default_factory=list)
@@ -41,7 +39,7 @@ class Validation:
     notes: list[str] = field(default_factory=list)
 
     def add(self, where: str, errors: Iterable[PsgradError]) -> None:
-        """These errors are problems of the config's key `where`."""
+        """Add these errors as problems of the config's key `where`."""
         self.problems += [Problem(where, error) for error in errors]
 
     @contextmanager

@@ -57,8 +57,8 @@ def test_the_plan_has_the_measured_seconds() -> None:
 def test_the_stored_jobs_look_at_the_whole_dataset() -> None:
     for job in STORED["jobs"].values():
         work = Workload(**job["work"])
-        assert work.looked_at == work.rows * work.read
-        assert work.look_seconds >= work.looked_at * STORED["looks"]["byte"]
+        assert work.hashed_bytes == work.rows * work.read
+        assert work.hash_seconds >= work.hashed_bytes * STORED["looks"]["byte"]
 
 
 def test_the_file_says_on_which_day_what_was_measured() -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pandas as pd
 
 from psgrad.results import AnalyzeResult, MeasureResult, TopSample, top_samples
-from psgrad.results.findings import CheckResult, Finding, GateOutcome, Location
+from psgrad.results.check import CheckResult, GateOutcome
+from psgrad.results.findings import Finding, Location
 from tests.nasty import NASTY
 from tests.reports import frames
 

@@ -15,7 +15,7 @@ from psgrad.reports.analyze_sections import gate_table
 from psgrad.reports.analyze_terminal import summary
 from psgrad.reports.outliers import rankings_of
 from psgrad.results import AnalyzeResult
-from psgrad.results.findings import CheckResult, GateOutcome
+from psgrad.results.check import CheckResult, GateOutcome
 from psgrad.results.manifest import OutlierFacts, read
 from tests.reports import frames
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from scipy import stats
 from sklearn.metrics import roc_auc_score
 
-from psgrad.engine.influence.evaluation.metrics import half_subsets
+from psgrad.engine.influence.evaluation.metrics import random_subsets
 from psgrad.engine.influence.evaluation.mislabel import flip
 from psgrad.engine.influence.evaluation.retraining import EnsembleTrainer
 from tests.engine.influence.problems import SoftmaxRegression, linear
@@ -95,7 +95,7 @@ def place(
 
 
 def subsets_of(place: EvaluationWorkplace, count: int) -> np.ndarray:
-    return half_subsets(ROWS, count, 0.5, np.random.default_rng([0, 3]))
+    return random_subsets(ROWS, count, 0.5, np.random.default_rng([0, 3]))
 
 
 # -- the four of them ----------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_a_damping_is_chosen_on_other_subsets_and_other_queries(place: Evaluatio
     assert found["models"] == 12 + 6
     # By dense algebra: what the chosen damping scores on the queries and subsets that are left, and each on
     # those set aside.
-    drawn = half_subsets_after_choice()
+    drawn = subsets_after_choice()
     outcomes = np.stack([place.retrained(np.flatnonzero(subset)) for subset in drawn])
     aside = chosen_queries()
     rest = np.setdiff1d(np.arange(QUERIES), aside)
@@ -286,10 +286,10 @@ def chosen_queries() -> np.ndarray:
     return np.sort(np.random.default_rng([0, 3]).choice(QUERIES, 2, replace=False))
 
 
-def half_subsets_after_choice() -> np.ndarray:
+def subsets_after_choice() -> np.ndarray:
     random = np.random.default_rng([0, 3])
     random.choice(QUERIES, 2, replace=False)
-    return half_subsets(ROWS, 18, 0.5, random)
+    return random_subsets(ROWS, 18, 0.5, random)
 
 
 def dense_lds(

@@ -43,7 +43,7 @@ class ModelSize:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelSize:
-        """Of a module; a weight that a table shares with another layer counts there."""
+        """The size of a module. A weight that a table shares with another layer counts in that layer."""
         tables = (nn.Embedding, nn.EmbeddingBag)
         multiplied = {
             id(parameter): parameter.numel()
@@ -78,7 +78,7 @@ def positions_of(lengths: Numbers, ragged: RaggedAxes) -> Numbers:
 
 
 def share_of_positions(block: Block) -> float:
-    """The share of a block's positions that is no padding; 1 where rows are alike."""
+    """The share of a block's positions that are not padding; 1 where rows are alike."""
     if block.ragged is None or block.lengths is None or not len(block):
         return 1.0
     positions = positions_of(block.lengths.numpy(), block.ragged)

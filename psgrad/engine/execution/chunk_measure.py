@@ -1,6 +1,4 @@
-"""What is computed of a chunk: the interface of what the stream calls for each chunk, and the columns that it
-returns.
-"""
+"""The interface of the measures that a stream calls for each chunk, and the columns that they return."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class NoColumns:
 
 @dataclass(frozen=True)
 class Columns:
-    """What the measures said of the rows start, ..., stop - 1."""
+    """What the measures computed of the rows start, ..., stop - 1."""
 
     start: int
     stop: int

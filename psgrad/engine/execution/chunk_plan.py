@@ -19,7 +19,7 @@ from psgrad.engine.transforms.private_torch import tree_leaves, tree_map
 
 # Samples in the chunk from which `chunk_for` begins.
 _FIRST_CHUNK = 8
-# Traces after which `chunk_for` takes what it has: each costs what a small chunk costs.
+# The most traces of `chunk_for`: each costs as much as a small chunk.
 _MOST_TRACES = 5
 
 
@@ -79,7 +79,7 @@ def costs_of_pass(
     replayed: bool = False,
 ) -> tuple[PassCosts, int]:
     """(costs, bytes of the chunk itself) of a function of parameters and a chunk; arguments as for
-    `predict`.
+    `plan_chunk`.
     """
     rows = tree_map(
         lambda x: x if chunk is None or not isinstance(x, torch.Tensor) else Like.rows(x, chunk),
@@ -114,7 +114,7 @@ class Correction:
     share: float
 
     def __call__(self, kernels: float) -> float:
-        """Seconds of a chunk whose kernels are priced at so many."""
+        """Seconds of a chunk whose kernels are priced at `kernels` seconds."""
         return self.python + self.share * kernels
 
 
@@ -160,8 +160,8 @@ _ROOM_PER_FACTOR_BYTE = 4
 
 
 def chunk_for_factors(gradients: PerSampleGradients, parts: int, budget: int, most: int) -> int:
-    """The number of samples, or of positions, 1 to `most`, that fit a budget of bytes by what the factors of
-    these gradients take, which are of so many `parts`.
+    """The number of samples, or of positions, 1 to `most`, that fit a budget of bytes. It follows from the
+    bytes of the factors of these gradients, which are of `parts` samples or positions.
     """
     factors = [factor for gradient in gradients.gradients.values() for factor in gradient.factors]
     each = sum(f.numel() * f.element_size() for f in factors) // max(parts, 1)

@@ -20,10 +20,11 @@ from psgrad.engine.transforms.capture import Captured, capture
 from psgrad.engine.transforms.private_torch import register_pytree_node, tree_flatten
 from psgrad.engine.transforms.program import Compiler
 
-# From so many chunks on a program is worth its capture, whatever the model: both go with its operators.
-# Measured on CPUs, where a chunk's kernels take most of the time; on a GPU the Python around them does.
+# From this number of chunks on a program saves more time than its capture takes. The number is the same for
+# all models: both times grow with the number of operators. Measured on CPUs, where a chunk's kernels take
+# most of the time; on a GPU the Python around them does.
 PAYS_FROM = {"cpu": 1000, "cuda": 200}
-# One chunk in so many may raise a flag, and run twice, before the replay is given up.
+# If more than one chunk in this many raises a flag, and so runs twice, chunks are no longer replayed.
 _RARELY = 8
 
 
@@ -60,7 +61,7 @@ class ChunkReplay:
 
     Attributes:
         chunks: how many were replayed.
-        how: in which way.
+        how: by which kind of program.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class ChunkReplay:
         self._captured: Captured | None = capture(
             self._program, compile=compile, say=lambda why: say(f"chunks are not replayed: {why}")
         )
-        self._met: Any = None  # what the last chunk looked like
-        self._proved: Any = None  # what the chunks look like that are replayed
+        self._last_signature: Any = None  # shapes and dtypes of the last chunk
+        self._replayed_signature: Any = None  # shapes and dtypes of the chunks that are replayed
 
     def _program(self, params: dict[str, torch.Tensor], inputs: Any, target: Any) -> tuple[Any, Any]:
         with flagging() as flags:
@@ -91,9 +92,9 @@ class ChunkReplay:
     @torch.no_grad()
     def __call__(self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, to_come: int) -> Any:
         """What is found of a chunk. to_come: chunks of this size, this one included."""
-        looks = [None if x is None else (x.shape, x.dtype) for x in (*inputs, target)]
+        signature = [None if x is None else (x.shape, x.dtype) for x in (*inputs, target)]
         before = random_state.states()
-        if self._captured is not None and looks == self._proved:
+        if self._captured is not None and signature == self._replayed_signature:
             found, flag = self._captured(self.params, inputs, target)
             if flag is None or not bool(flag):
                 self.chunks += 1
@@ -103,22 +104,22 @@ class ChunkReplay:
         found = self.function(self.params, inputs, target)
         if (
             self._captured is not None
-            and looks == self._met
-            and looks != self._proved
+            and signature == self._last_signature
+            and signature != self._replayed_signature
             and to_come >= self.pays_from
         ):
             after = random_state.states()
-            self._prove(self._captured, inputs, target, looks, found, before)
+            self._compare(self._captured, inputs, target, signature, found, before)
             random_state.restore(after)
-        self._met = looks
+        self._last_signature = signature
         return found
 
-    def _prove(
+    def _compare(
         self,
         captured: Captured,
         inputs: Any,
         target: Any,
-        looks: Any,
+        signature: Any,
         found: Any,
         states: random_state.States,
     ) -> None:
@@ -139,7 +140,7 @@ class ChunkReplay:
         if flag is not None and bool(flag):
             self._count_flag()
         elif agree(found, again, self.rounding):
-            self._proved, self.how = looks, program.how
+            self._replayed_signature, self.how = signature, program.how
         else:
             self._captured = None
             self.say(
@@ -150,13 +151,13 @@ class ChunkReplay:
     def _count_flag(self) -> None:
         self.flags += 1
         if self.flags > 2 + self.chunks / _RARELY:
-            self._captured = None  # what runs twice is slower than what runs once
+            self._captured = None  # chunks that run twice are slower than chunks that are not replayed
 
     def drop_program(self) -> None:
         """Give back what programs hold: memory ran out."""
         if self._captured is not None:
             self._captured.programs.clear()
-            self._proved = None
+            self._replayed_signature = None
 
 
 def agree(one: Any, other: Any, rounding: float) -> bool:

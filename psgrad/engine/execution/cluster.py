@@ -51,10 +51,10 @@ class Workload:
         rows: of the dataset. chunk_size: rows at a time. chunk_seconds: of one rank for a chunk.
         read, written: bytes of storage for each row. loaded: bytes that each host reads before its first
             chunk, such as the checkpoint.
-        looked_at: bytes that all ranks together read once before the first chunk: the files of the dataset,
-            for their hashes. look_seconds: of one rank for all of it.
+        hashed_bytes: bytes of the dataset's files, which all ranks together read once before the first chunk,
+            for their hashes. hash_seconds: the time of one rank for all of them.
         listing_seconds: of each rank by itself before its first chunk, such as for the names of images.
-        told: bytes that each host fetches from that of rank 0, such as the digests of images.
+        broadcast_bytes: bytes that each host fetches from the host of rank 0, such as the digests of images.
         gathered: bytes of what the measures of a rank have gathered.
         table_seconds: for each row, of rank 0 alone, at the end: verdicts, tables and the report.
         report_seconds: of the same, beside what each row takes.
@@ -66,10 +66,10 @@ class Workload:
     read: float = 0.0
     written: float = 0.0
     loaded: float = 0.0
-    looked_at: float = 0.0
-    look_seconds: float = 0.0
+    hashed_bytes: float = 0.0
+    hash_seconds: float = 0.0
     listing_seconds: float = 0.0
-    told: float = 0.0
+    broadcast_bytes: float = 0.0
     gathered: float = 0.0
     table_seconds: float = 0.0
     report_seconds: float = 0.0
@@ -77,7 +77,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """A run of so many ranks.
+    """The predicted times of a run of `ranks` processes.
 
     Attributes:
         seconds: from the start to the last file.
@@ -111,8 +111,8 @@ def simulate(work: Workload, cluster: Cluster, ranks: int, seed: int = 0) -> Ran
     hosts = math.ceil(ranks / cluster.ranks_per_host)
     loading = hosts * work.loaded / cluster.storage
     bytes_a_chunk = work.chunk_size * (work.read + work.written)
-    told = min(1.0, work.chunk_seconds / PROGRESS_EVERY)  # how often a chunk is followed by a request
-    store = 0.0 if ranks == 1 else _excess(told * cluster.request, ranks, work.chunk_seconds)
+    requests = min(1.0, work.chunk_seconds / PROGRESS_EVERY)  # how often a chunk is followed by a request
+    store = 0.0 if ranks == 1 else _excess(requests * cluster.request, ranks, work.chunk_seconds)
     storage = _excess(bytes_a_chunk / cluster.storage, ranks, work.chunk_seconds)
     spent = dict.fromkeys(("computing", "storage", "store"), 0.0) | {"storage": ranks * loading}
     identity = _identity(work, cluster, ranks, hosts)
@@ -142,8 +142,8 @@ def simulate(work: Workload, cluster: Cluster, ranks: int, seed: int = 0) -> Ran
     parts = {"startup": cluster.startup, "identity": identity}
     parts |= {name: seconds / ranks for name, seconds in spent.items()}
     parts |= {"other ranks": last - sum(finished) / ranks, "merging": merging, "tables": tables}
-    stored = hosts * work.loaded + work.looked_at + work.rows * (work.read + work.written)
-    return RankTimes(ranks, last + merging + tables, parts, sent + (hosts - 1) * work.told, stored)
+    stored = hosts * work.loaded + work.hashed_bytes + work.rows * (work.read + work.written)
+    return RankTimes(ranks, last + merging + tables, parts, sent + (hosts - 1) * work.broadcast_bytes, stored)
 
 
 def _identity(work: Workload, cluster: Cluster, ranks: int, hosts: int) -> float:
@@ -151,13 +151,13 @@ def _identity(work: Workload, cluster: Cluster, ranks: int, hosts: int) -> float
     last to end is at most one piece late.
     """
     late = 0.0 if ranks == 1 else 1 / PIECES_OF_A_RANK
-    looking = max(work.looked_at / cluster.storage, (1 + late) * work.look_seconds / ranks)
-    return work.listing_seconds + looking + (hosts - 1) * work.told / cluster.network
+    looking = max(work.hashed_bytes / cluster.storage, (1 + late) * work.hash_seconds / ranks)
+    return work.listing_seconds + looking + (hosts - 1) * work.broadcast_bytes / cluster.network
 
 
 def _excess(service: float, ranks: int, between: float) -> float:
-    """Seconds by which a server with this time of service delays each of its clients, which ask again so many
-    seconds after an answer: no more than one answer is given at a time.
+    """Seconds by which a server with this time of service delays each of its clients, which ask again
+    `between` seconds after an answer: no more than one answer is given at a time.
     """
     return max(service, ranks * service - between)
 
@@ -175,7 +175,7 @@ def efficiencies(
 
 
 def _varied(draw: random.Random, cluster: Cluster, chunks: float) -> float:
-    """How many times as long as expected a range of so many chunks takes; 1 in the mean."""
+    """The time of a range of `chunks` chunks, as a multiple of the expected time; 1 in the mean."""
     deviation = cluster.variation / math.sqrt(max(1.0, chunks))
     return draw.lognormvariate(-deviation * deviation / 2, deviation)
 

@@ -26,8 +26,7 @@ from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.transforms import vmap
 from psgrad.engine.transforms.private_torch import tree_flatten, tree_map, tree_unflatten
 
-# What a process computes before it sends its columns to the others: so many bytes, and so many chunks, at
-# most; one chunk at least.
+# Most bytes and chunks that a process computes before it sends its columns to the others; one chunk at least.
 _ROUND_BYTES, _ROUND_CHUNKS = 1 << 25, 16
 
 Query = Callable[[PerSampleGradients], dict[str, torch.Tensor]]
@@ -88,14 +87,12 @@ class Examples:
         return rows if self.numbers is None else self.numbers.to(rows.device)[rows]
 
     def with_scalar(self, criterion: Callable[[Any, Any], torch.Tensor]) -> Examples:
-        """The same rows and parameters, with another scalar of (output, target) in place of the loss."""
+        """These examples with another scalar of (output, target) in place of the loss."""
         return replace(self, objective=self.objective.with_scalar(criterion))
 
     def sized(self, chunk_size: int) -> Examples:
-        """The same, so many rows at a time."""
+        """These examples, `chunk_size` rows at a time."""
         return replace(self, options={**self.options, "chunk_size": chunk_size, "memory": None})
-
-    # -- passes ----------------------------------------------------------------------------------------------
 
     def each(
         self,
@@ -118,15 +115,15 @@ class Examples:
         A pass that is cheaper than `each`.
         """
 
-        def said(gradients: PerSampleGradients | SquareNorms) -> dict[str, torch.Tensor]:
+        def columns(gradients: PerSampleGradients | SquareNorms) -> dict[str, torch.Tensor]:
             norms = {"loss": gradients.losses.double(), "square_norm": gradients.square_norms()}
             return norms | {name: accumulating(column) for name, column in gradients.aux.items()}
 
-        return self.run(_QueryColumns(said, needs_factors=False))
+        return self.run(_QueryColumns(columns, needs_factors=False))
 
     def fold(self, query: Callable[[Any], Tree], compute: Callable[..., Any] | None = None) -> Tree:
-        """The sum over the chunks of what `query` says of each one's gradients: a pytree of tensors, which
-        stay on the device.
+        """The sum over the chunks of the results of `query` for each chunk's gradients: a pytree of tensors,
+        which stay on the device.
 
         compute: what is computed of a chunk and shown to `query`, as in Stream.run; None for the gradients.
         """
@@ -178,11 +175,11 @@ class Examples:
             dims = (None, 0, None if target is None else 0)
             return vmap(loss, in_dims=dims, randomness=options["randomness"])(params, inputs, target)
 
-        def said(found: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        def columns(found: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
             losses, summary = found
             return {"loss": losses.double()} | {name: accumulating(each) for name, each in summary.items()}
 
-        return self.run(_QueryColumns(said), forward)
+        return self.run(_QueryColumns(columns), forward)
 
     def materialise(self) -> torch.Tensor:
         """[n, p]: every gradient materialised, on the CPU."""
@@ -220,8 +217,6 @@ class Examples:
             at_once = _ROUND_BYTES * (ends[-1] - start) // max(taken, 1)
             step = max(chunk, min(at_once, _ROUND_CHUNKS * chunk) // chunk * chunk)
             start = ends[-1]
-
-    # -- the share of a process ------------------------------------------------------------------------------
 
     def free_bytes(self) -> int:
         """Bytes that are free on the device: on all processes as many as on the first one."""
@@ -328,7 +323,7 @@ class _QueryColumns:
 
 
 class _ChunkSum(Generic[Tree]):
-    """A measure that adds up what a query says of each chunk, once the chunk is done."""
+    """A measure that adds up a query's results for each chunk, once the chunk is done."""
 
     needs_factors = True
 

@@ -31,8 +31,8 @@ DeviceRows = tuple[tuple[torch.Tensor, ...], torch.Tensor | None]
 class Chunk:
     """Rows that were read, still on the CPU.
 
-    rows: which rows they are. on_device: the same on a GPU, where they were copied ahead, and what tells that
-    the copy is done.
+    rows: which rows they are. on_device: the rows on a GPU, and the event after their copy, where they were
+    copied ahead.
     """
 
     rows: Sequence[int]
@@ -62,11 +62,10 @@ class Loader:
 
     Args:
         read: (start, stop) to the rows in between.
-        device, dtype: where rows are wanted, and which type fractions have there. Whole numbers stay what
-            they are.
+        device, dtype: of the rows that `to_device` returns. Tensors of whole numbers keep their dtype.
         say: called once with the reason why rows are not read ahead, if they are not.
 
-    It goes to a `with` statement, whose end waits for the thread.
+    It is used in a `with` statement, whose end waits for the thread.
     """
 
     def __init__(
@@ -92,8 +91,8 @@ class Loader:
         self._stop()
 
     def take(self, start: int, stop: int) -> Chunk:
-        """The rows start, ..., stop - 1; of those that are expected, what was read ahead from `start` on,
-        however many they are.
+        """The rows start, ..., stop - 1. If rows from `start` on were read ahead, these, however many they
+        are.
 
         Raises what the reader raises, in the order of the rows.
         """
@@ -105,7 +104,7 @@ class Loader:
         if job.drew:
             self._read_between_chunks(
                 "random numbers were drawn while they were read, by the reader or by the model, and a"
-                " reader's would fall in with the model's"
+                " reader's draws would change those of the model"
             )
         if job.error is None:
             assert job.chunk is not None
@@ -114,14 +113,14 @@ class Loader:
             if job.stop <= stop:
                 raise job.error
             return self._read_here(start, stop)  # fewer are wanted by now
-        # A reader may be bound to the thread that made it (a database does that). If the row is at fault, it
+        # A reader may be bound to the thread that made it (a database does that). If the row is at fault,
         # the error is raised here.
         chunk = self._read_here(start, job.stop)
         self._read_between_chunks(f"beside the computation the reader raised {type(job.error).__name__}")
         return chunk
 
     def expect(self, start: int, stop: int) -> None:
-        """These rows will be taken next. What is expected already stays so."""
+        """Read these rows ahead, to be taken next. Has no effect while other rows are expected."""
         if not self.ahead or self._expected is not None or start >= stop:
             return
         if self._thread is None and not self._start():
@@ -129,7 +128,7 @@ class Loader:
         self._expected = _ReadAhead(start, stop)
         self._jobs.put(self._expected)
 
-    def place(self, chunk: Chunk) -> DeviceRows:
+    def to_device(self, chunk: Chunk) -> DeviceRows:
         """A chunk's inputs and target on the device."""
         if chunk.on_device is None:
             return to_device(chunk.block.inputs, chunk.block.target, self.device, self.dtype)
@@ -137,12 +136,12 @@ class Loader:
         here = torch.cuda.current_stream(self.device)
         here.wait_event(copied)
         for x in (*inputs, *(() if target is None else (target,))):
-            x.record_stream(here)  # its memory was asked for on the other stream, and is used on this one
+            x.record_stream(here)  # its memory belongs to the other stream, and is used on this one
         return inputs, target
 
     def give_back(self) -> bool:
-        """Memory is short: from now on rows are copied to the GPU when they are used. Whether that
-        frees any.
+        """From now on copy rows to the GPU when they are used, because memory is short. Returns whether that
+        frees memory.
         """
         if not self._copies_ahead:
             return False
@@ -159,7 +158,7 @@ class Loader:
         block = self.read(start, stop)
         if self._first and before != random_state.cpu_states():
             self._read_between_chunks(
-                "reading them draws random numbers, which would fall in with the model's"
+                "reading them draws random numbers, which would change those of the model"
             )
         self._first = False
         return Chunk(range(start, stop), block)
@@ -169,8 +168,6 @@ class Loader:
             self.ahead = False
             self.say(f"rows are read between chunks, not beside them: {why}")
             self._stop()
-
-    # -- the thread ------------------------------------------------------------------------------------------
 
     def _start(self) -> bool:
         thread = threading.Thread(target=self._work, name="psgrad-reader", daemon=True)
@@ -238,7 +235,7 @@ def to_device(
 ) -> DeviceRows:
     """Inputs [n, ...] and target [n, ...] on a device, floating-point numbers in `dtype`."""
 
-    def place(x: torch.Tensor) -> torch.Tensor:
+    def moved(x: torch.Tensor) -> torch.Tensor:
         return x.to(device, non_blocking=True).to(dtype if x.is_floating_point() else x.dtype)
 
-    return tuple(place(x) for x in inputs), None if target is None else place(target)
+    return tuple(moved(x) for x in inputs), None if target is None else moved(target)

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 _LONG = {
     "cpu": 256,
     "cuda": 4096,
-}  # an axis that is no obstacle; on a CPU a call has to fit in what a busy system gives at a time
+}  # axes this long don't limit the rate; on a CPU a call has to be shorter than a busy system's time slice
 _STREAMS = {
     "cpu": (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 3 << 23, 5 << 23),
     "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 28),
@@ -115,7 +115,9 @@ def _product_rate(clock: _CallTimer, rows: int, columns: int, inner: int, dtype:
 
 
 def _large_product_rate(clock: _CallTimer, long: int, dtype: torch.dtype) -> float:
-    """Of a weight as layers keep it, transposed, and as it is: they are met equally often."""
+    """Operations per second of a large product: the mean of one with a transposed weight, as layers have it,
+    and one without. Passes have as many of either.
+    """
     a, b = (torch.ones(shape, dtype=dtype, device=clock.device) for shape in ((2 * long, long), (long, long)))
     seconds = clock.seconds(lambda: torch.mm(a, b)) + clock.seconds(lambda: torch.mm(a, b.t()))
     return 8 * long**3 / seconds

@@ -1,4 +1,6 @@
-"""How much memory a chunk of samples may take, and which errors say that there is none left."""
+"""How much memory a chunk of samples may take, and which errors say that memory ran out. What is done then is
+in streaming.py.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,15 @@ import torch
 
 from psgrad.engine.free_memory import free_memory
 
-# Of the free memory, what a chunk may take: other programs want some, and no estimate is exact.
+# A chunk may take the free memory divided by this: other programs need some, and no estimate is exact.
 CHUNK_SHARE = 4
-# Of a chunk's memory, what results of blocks that run again may take.
+# Results of blocks that run again may take a chunk's memory divided by this.
 KEPT_SHARE = 4
-# On a CPU, where larger chunks stop paying: what a chunk touches has left the caches long before.
+# On a CPU larger chunks save no time: a chunk of this size is far larger than the caches.
 _CPU_CHUNK_BYTES = 128 << 20
 
-# What the CPU's allocators and the libraries of CUDA say in plain RuntimeErrors, some of them long after the
-# call that failed.
+# Messages of plain RuntimeErrors of the CPU's allocators and CUDA's libraries, some of which come long after
+# the call that failed.
 _NO_MEMORY = (
     "can't allocate memory",
     "not enough memory",
@@ -44,17 +46,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 def chunk_budget(device: torch.device, allowed: int | None = None) -> int:
     """Bytes that one chunk's computation may take beyond what is allocated already.
 
-    allowed: what the user gives it; None for a share of the free memory. More than pays is never taken.
+    allowed: the limit that the user set; None for a share of the free memory. On a CPU at most 128 MiB,
+    beyond which chunks save no time.
     """
     budget = free_memory(device) // CHUNK_SHARE if allowed is None else allowed
     return min(budget, _CPU_CHUNK_BYTES) if device.type == "cpu" else budget
 
 
 def kept_budget(device: torch.device, allowed: int | None, automatic: bool) -> int:
-    """Of a chunk's bytes, those for results that blocks keep until they run again.
+    """The part of a chunk's bytes that is for results which blocks keep until they run again.
 
-    allowed: see chunk_budget. automatic: whether the chunk is as large as its memory allows. It would be
-    smaller by much where more is kept, and weights would be brought in more often.
+    allowed: see chunk_budget. automatic: whether the chunk is as large as its memory allows. If more results
+    were kept, such a chunk would be much smaller, and weights would be moved to the device more often.
     """
     most = chunk_budget(device, allowed) if automatic or allowed is None else allowed
     return most // KEPT_SHARE
@@ -67,8 +70,8 @@ def keep_freed_memory() -> None:
 
     New pages cost the system's time: a step that takes 10 MiB and gives it back spends a fifth of its time on
     them. glibc raises what it keeps to twice the size of a large block that is freed, and takes blocks of up
-    to 32 MiB for it. This one is never written to, so it takes no memory. Other C libraries make nothing of
-    it.
+    to 32 MiB for it. The block that is freed here was never written to, so it takes no memory. Other C
+    libraries ignore it.
     """
     with suppress(RuntimeError):  # a limit on the address space that leaves no room for it
         torch.empty((1 << 25) - (1 << 13), dtype=torch.uint8, device="cpu")

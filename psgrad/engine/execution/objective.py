@@ -30,7 +30,7 @@ class Forward:
 
     Attributes:
         names: the keyword of each input; empty for a model that takes its inputs by position.
-        pick: what the model returns to what the loss reads; None for all of it.
+        pick: from the model's output to the part that the loss reads; None for all of it.
         weighted: whether the last input is the weight of each sample's loss, which the model does not get.
         columns: how many of the first inputs the loss gets after the target, and the model does not.
     """
@@ -100,8 +100,8 @@ class Objective:
         self._slots = tied_slots(model, self.params)
 
     def with_scalar(self, criterion: Criterion, summary: Summary | None = None) -> Objective:
-        """The same model and parameters, with another scalar of (output, target) in place of the loss, of
-        which no sample has a weight.
+        """This objective with another scalar of (output, target) in place of the loss. Samples have no
+        weights in it.
         """
         other = copy(self)
         other.criterion, other.summary, other.weighted = criterion, summary, False
@@ -109,7 +109,7 @@ class Objective:
         return other
 
     def unweighted(self) -> Objective:
-        """The same for samples whose losses have no weights."""
+        """This objective for samples whose losses have no weights."""
         if not self.forward.weighted:
             return self
         other = copy(self)
@@ -117,11 +117,11 @@ class Objective:
         return other
 
     def with_model(self, model: nn.Module) -> Objective:
-        """The same loss of another model, such as the one of another checkpoint."""
+        """This objective's loss with another model, such as that of another checkpoint."""
         return Objective(model, self.criterion, self.summary, forward=self.forward, autocast=self.autocast)
 
     def with_summary(self, summary: Summary | None) -> Objective:
-        """The same model, parameters and loss, with another summary."""
+        """This objective with another summary."""
         other = copy(self)
         other.summary = summary
         return other

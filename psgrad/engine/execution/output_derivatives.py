@@ -20,7 +20,7 @@ _CANCELLED = 64 * torch.finfo(torch.float64).eps
 
 @dataclass(frozen=True)
 class OutputDerivatives:
-    """Of k samples, in the output's C numbers, float64.
+    """The derivatives of k samples' losses in the output's C numbers, float64.
 
     gradient: [k, C]. hessian: [k, C, C].
     """

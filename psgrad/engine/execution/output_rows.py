@@ -64,7 +64,9 @@ class OutputRows(Examples):
 
     @cached_property
     def row_stream(self) -> Stream:
-        """Of samples, in chunks that their rows fit in; each sample's number comes as its first input."""
+        """A stream of the samples, in chunks whose rows fit in memory. The first input of each sample is its
+        number.
+        """
 
         def read(start: int, stop: int) -> Block:
             return self.read(start, stop).with_inputs(before=[torch.arange(start, stop)])
@@ -221,7 +223,7 @@ _PAIRS, _PAIRS_EACH = 512, 2
 
 def gauss_newton_trace(training: Examples, seed: int = 0) -> tuple[float, float]:
     """The trace of the Gauss-Newton matrix of the sum of the losses, and its standard error, by one pass, for
-    outputs of any size. Raises InfluenceError where the output is no tensor.
+    outputs of any size. Raises InfluenceError where the output is not a tensor.
     """
     pairs = max(_PAIRS_EACH, -(-_PAIRS // len(training)))
     rows = rows_like(TraceRows, training, per_sample=2 * pairs, settle=False, seed=seed)
@@ -233,7 +235,7 @@ def gauss_newton_trace(training: Examples, seed: int = 0) -> tuple[float, float]
 def gauss_newton_rows(training: Examples) -> GaussNewtonRows:
     """Rows j_r with sum_r j_r j_r' = the Gauss-Newton matrix of the sum of the losses of `training`.
 
-    Raises InfluenceError where the output is no tensor, or has more than LARGEST_OUTPUT numbers; and, as a
+    Raises InfluenceError where the output is not a tensor, or has more than LARGEST_OUTPUT numbers; and, as a
     pass goes on, where the loss is not convex in the output.
     """
     return _of(GaussNewtonRows, training, output_size(training))

@@ -42,7 +42,7 @@ __all__ = ["Like", "NotCapturable", "PassCosts", "observe_pass", "trace_pass"]
 
 @dataclass(frozen=True)
 class Like:
-    """A contiguous tensor that need not exist, as an argument of `traced`."""
+    """A contiguous tensor that need not exist, as an argument of `trace_pass`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class Like:
 
     @classmethod
     def rows(cls, x: torch.Tensor, count: int) -> Like:
-        """As `x`, with so many rows."""
+        """As `x`, with `count` rows."""
         return cls((count, *x.shape[1:]), x.dtype, x.device)
 
 
@@ -77,7 +77,7 @@ class PassCosts:
 
 
 class _Account:
-    """What kernels there were, and the memory of what they made while a tensor uses it."""
+    """Counts the kernels, and the memory of their results for as long as a tensor uses it."""
 
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []
@@ -148,7 +148,7 @@ class _KernelCounter(Watch):
         result = super().__torch_dispatch__(op, types, args, kwargs)
         if result is NotImplemented:
             self.account.operators += 1
-        elif op.namespace != "prim":  # a question about a tensor without values is no kernel
+        elif op.namespace != "prim":  # a question about a tensor without values is not a kernel
             self.account.enter(op, args, kwargs or {}, result)
         return result
 
@@ -173,7 +173,7 @@ class _Follower(DispatchMode):
 
 
 def observe_pass(function: Callable[..., Any], *args: Any) -> PassCosts:
-    """What `function(*args)` did: for what depends on values, and has to run."""
+    """The costs of `function(*args)`, which runs: for functions whose kernels depend on values."""
     follower = _Follower()
     for x in tree_leaves(args):
         follower.account.given_unless_seen(x)

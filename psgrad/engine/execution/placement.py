@@ -21,7 +21,8 @@ from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.transforms.private_torch import buffer_store, parameter_store
 
 Where = Literal["resident", "sharded", "offloaded"]
-# Of the memory, what weights may take that live on the device, and what those that do not take with a chunk.
+# Weights live on the device if they take at most the memory divided by this. Otherwise those that are moved
+# there for a chunk may take the same share of what is left for them and the chunk.
 SHARE = 2
 
 
@@ -53,8 +54,9 @@ def weights_plan(
         memory: bytes that are free for a rank.
         ranks: of the run. per_host: of them on a host.
 
-    A pass with blocks that run again uses each weight forward and backward. What is in the memory at the turn
-    does not come again: offloaded weights that fill it stay, of both passes one after another.
+    A pass with blocks that run again uses each weight forward and backward. Weights that are in memory at the
+    end of the forward pass are not moved again for the backward pass, nor those at its end for the next
+    forward pass.
     """
     if fit(weights, memory):
         return WeightsPlan("resident", weights, 0)
@@ -72,20 +74,20 @@ def fit(weights: int, memory: int) -> bool:
 
 
 def smallest_group(weights: int, memory: int, ranks: int, per_host: int) -> int | None:
-    """How many ranks keep the parts of a weight: those of one host, or all, the fewest that have memory for
-    them; None where these have none, either.
+    """The smallest number of ranks, those of one host or all, that have memory for the parts of the weights;
+    None where all together have too little.
     """
     sizes = [per_host, ranks] if ranks % per_host == 0 else [ranks]
     return next((each for each in sizes if each > 1 and fit(weights // each, memory)), None)
 
 
 def memory_for_others(memory: int) -> int:
-    """Bytes that weights may take on the device that do not live there. memory: for them and a chunk."""
+    """Bytes on the device for weights that do not live there. memory: bytes for these weights and a chunk."""
     return memory // SHARE
 
 
 def memory_for_parts(available: int, weights: int, largest: int, group: int) -> int:
-    """The same of sharded weights: no more than a rank's part, or the two largest weights."""
+    """The bytes of `available` for sharded weights: at most a rank's part, or the two largest weights."""
     return min(available, max(weights // group, 2 * largest))
 
 

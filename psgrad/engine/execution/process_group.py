@@ -165,7 +165,7 @@ class RankGroup:
             end = time.monotonic() + _LEAVING
             while self.rank == 0 and self._store.add("left", 0) < self.size and time.monotonic() < end:
                 time.sleep(SHORTEST_POLL)
-        # Else it may wait for minutes for a message that does not come.
+        # Otherwise it may wait for minutes for a message that does not come.
         if self._whole and not self._store.silent and all(each.ended for each in self._requests):
             dist.destroy_process_group()
 
@@ -319,17 +319,15 @@ class RankGroup:
     def hurry(self) -> None:
         self.heartbeats.hurried = True
 
-    # -- questions at any time -------------------------------------------------------------------------------
-
     def requests(self, ranks: Sequence[int], answer: Answer) -> RankRequests:
         self._requests.append(RankRequests(self, ranks, answer))
         return self._requests[-1]
 
     def answer_to_the_end(self) -> None:
-        """This rank's program has ended: answer the others' questions until theirs have, too."""
+        """Answer the other ranks' questions until their programs have ended, as this rank's has."""
         if not self._requests:
             return
-        with suppress(DistributedError):  # it has all that it needs; who has failed says so itself
+        with suppress(DistributedError):  # this rank has all it needs; a rank that failed reports it itself
             self.meet("the end")
             for each in self._requests:
                 each.end()

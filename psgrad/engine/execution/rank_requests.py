@@ -70,7 +70,7 @@ class RankRequests:
         self._group.exchange(lambda: self._asked(questions, into), self._in_turn, limit)
 
     def end(self) -> None:
-        """This rank asks no more. Returns when the others have said so, too.
+        """Tell the other ranks that this one asks no more, and wait until they have said so too.
 
         Raises DistributedError where one of them has failed or died before.
         """
@@ -109,15 +109,15 @@ class RankRequests:
             while (question := self._next_question(other)) is not None:
                 try:
                     found = self._answer(question)
-                except Exception as error:  # who asks would wait for ever
+                except Exception as error:  # without an answer the asking rank would wait for ever
                     self._group.fail(f"{type(error).__name__}: {error}")
                     return
                 dist.send(found, other, group=self._messages, tag=_ANSWER)
-        except RuntimeError:  # the connection is lost: who needs it finds out which rank has died
+        except RuntimeError:  # the connection is lost; the next use of it names the dead rank
             return
 
     def _next_question(self, other: int) -> torch.Tensor | None:
-        """None for the word that there are no more."""
+        """The next question of another rank; None if it has no more."""
         head = torch.zeros(_HEAD, dtype=torch.int64)
         dist.recv(head, other, group=self._messages, tag=_QUESTION)
         count = int(head[0]) - 1

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from psgrad.engine.execution.ranks import Arrays, Result
 
-# Small tensors travel together, up to so many bytes.
+# Small tensors are sent together, up to this number of bytes.
 _PIECE = 1 << 20
 
 

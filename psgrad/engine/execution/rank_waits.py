@@ -50,7 +50,7 @@ class Limits:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Limits:
-        """Raises ConfigError for what is no number of seconds."""
+        """Raises ConfigError for a value that is not a number of seconds."""
         given = {each.name: environment.get(_PREFIX + each.name.upper()) for each in fields(cls)}
         return cls(**{name: _seconds(name, text) for name, text in given.items() if text})
 
@@ -67,7 +67,7 @@ def _seconds(name: str, text: str) -> float:
 
 
 class Patience:
-    """Whether a wait has taken longer than so many seconds, of those in which this process ran."""
+    """Whether a wait has taken longer than a limit. Only seconds in which this process ran count."""
 
     def __init__(self, limit: float) -> None:
         self.limit, self._waited, self._checked = limit, 0.0, time.monotonic()
@@ -132,8 +132,8 @@ def not_together(size: int, seconds: float) -> DistributedError:
 
 
 def within(limits: Limits, check: Callable[[], None], size: int) -> Callable[[], None]:
-    """The same check while ranks come together; DistributedError where that takes too long: a little longer
-    than the waits inside, which say more.
+    """`check`, which also raises DistributedError where ranks take too long to come together. That is a
+    little longer than the limits of the waits inside, whose errors say more.
     """
     patience = Patience(limits.exchange + limits.silence)
 
@@ -177,8 +177,8 @@ def _pauses() -> Iterator[float]:
 
 
 def reached(environment: Mapping[str, str], connect: Callable[[], Result], limits: Limits) -> Result:
-    """What `connect` returns, once a process listens where rank 0 is to hold the store. Raises
-    DistributedError where none does in time, or where what listens is no store.
+    """The result of `connect`, called when a process listens at the address of rank 0's store. Raises
+    DistributedError where none listens in time, or where the listening process is not a store.
     """
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     _require_listener(host, port, limits.exchange)

@@ -24,8 +24,8 @@ Answer = Callable[[torch.Tensor], torch.Tensor]
 PROGRESS_EVERY = 0.5
 """Seconds between two requests of a rank that add its finished rows to those of all."""
 
-# The rows that are left are divided by so many times the number of ranks: ranges become smaller towards the
-# end, so that ranks end at about the same time.
+# The rows that are left are divided by this multiple of the number of ranks: ranges become smaller towards
+# the end, so that ranks end at about the same time.
 _RANGES_LEFT = 2
 
 
@@ -55,20 +55,20 @@ class Processes(Protocol):
         """The name of a rank's part of what is stored; empty for a process alone."""
 
     def own(self, every: Sequence[range]) -> list[range]:
-        """Of these rows those that these processes compute."""
+        """The ranges of `every` that these processes compute."""
 
     def ranges(self, name: str, every: Sequence[range], first: Collection[int] = ()) -> Iterator[range]:
-        """Those of the ranges `every` (the same on each process) that this process computes in the pass
-        `name`, one after another. Those with a row of `first`, whose gradients it has in memory, come before
-        the others.
+        """The ranges that this process computes in the pass `name`, one after another, from the ranges
+        `every`, which are the same on each process. Ranges with a row of `first`, whose gradients it has in
+        memory, come before the others.
         """
 
     def agreed(self, name: str, numbers: Callable[[], list[int]]) -> list[int]:
         """The whole numbers that rank 0 finds, on every rank."""
 
     def progress(self, name: str, rows: int) -> int:
-        """Add so many finished rows; returns how many all processes had finished when this one last
-        asked: at most every PROGRESS_EVERY seconds.
+        """Add `rows` finished rows; returns how many all processes had finished when this one last asked: at
+        most every PROGRESS_EVERY seconds.
         """
 
     def meet(self, name: str) -> None:
@@ -81,15 +81,15 @@ class Processes(Protocol):
         """
 
     def broadcast(self, name: str, arrays: Arrays) -> Arrays:
-        """The tensors of rank 0, on the CPU of every rank; those of other ranks are ignored. For the same
-        name any number of times.
+        """The tensors of rank 0, on the CPU of every rank; those of other ranks are ignored. It may be called
+        for the same name any number of times.
         """
 
     def collect(
         self, name: str, state: Callable[[], Arrays], add: Callable[[str, torch.Tensor], None]
     ) -> None:
-        """Add to what rank 0 has what all have: nothing of it is sent back. For the same name any number of
-        times.
+        """Add the tensors of all ranks to those of rank 0; the other ranks get nothing back. It may be called
+        for the same name any number of times.
 
         state: what this process has by then. add: adds one tensor of another process, by its name.
         """
@@ -103,7 +103,7 @@ class Processes(Protocol):
         """
 
     def hurry(self) -> None:
-        """This process was asked to end: wait a few seconds only for another one that may be dead."""
+        """Wait only a few seconds for ranks that may be dead, from now on: this process was asked to end."""
 
     # For processes that all go through the same program, step by step.
 
@@ -208,7 +208,7 @@ class RowPart(OneProcess):
 
     @classmethod
     def of(cls, number: int, count: int, total: int, chunk: int) -> RowPart:
-        """The part `number` of `count` of so many rows; all parts together have each row once, in whole
+        """The part `number` of `count` of `total` rows; all parts together have each row once, in whole
         chunks.
         """
         chunks = -(-total // chunk)
@@ -264,8 +264,8 @@ def in_turn(processes: Processes, what: str, own: Iterator[Arrays]) -> Iterator[
 
 
 def guided_ranges(todo: Sequence[range], chunk: int, size: int) -> list[range]:
-    """The same rows as ranges of whole chunks for `size` processes, large ones first; for one process as they
-    are.
+    """The rows of `todo` as ranges of whole chunks for `size` processes, large ones first; for one process
+    `todo` itself.
 
     Source: Polychronopoulos, Kuck: Guided Self-Scheduling (IEEE Transactions on Computers C-36, 1987).
     """

@@ -23,7 +23,7 @@ from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import ModelError, PsgradError
 from psgrad.ragged import Block, joined
 
-# From so many runs of the loss on one chunk, for fewer rows than that each, a loop over rows may be as fast.
+# If the loss runs at least this often on one chunk, for fewer rows than that each, a loop may be as fast.
 _MANY_PASSES = 8
 
 
@@ -104,7 +104,7 @@ class RowComputation:
         return block.inputs, block.target
 
     def load_block(self, start: int, stop: int) -> Block:
-        """The same with the rows' lengths, for `computed`."""
+        """The rows of `load` as a block, with their lengths, for `computed`."""
         return self._to_device(self.read(start, stop))
 
     def _to_device(self, block: Block) -> Block:
@@ -186,8 +186,6 @@ class RowComputation:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    # -- rows that fail --
-
     def _failure(self, error: Exception, chunk: Chunk) -> PsgradError:
         """The model, the loss or the memory failed on these rows together: find the first row that does by
         itself, and say so.
@@ -230,7 +228,7 @@ _LOST_GPU = ("device-side assert", "illegal memory access", "unspecified launch 
 
 
 def failure_of_gpu(error: Exception, rows: Sequence[int]) -> PsgradError:
-    """Of rows of which the GPU can't say which one is at fault: it answers no more calls."""
+    """The error for rows on which the GPU stopped. It answers no more calls, so the row is not known."""
     which = f"row {rows[0]}" if len(rows) == 1 else f"one of the rows {rows[0]} to {rows[-1]}"
     return ModelError(
         f"the GPU stopped on {which}: {_first_line(error)}",
@@ -241,7 +239,7 @@ def failure_of_gpu(error: Exception, rows: Sequence[int]) -> PsgradError:
 
 
 def failure_together(error: Exception, rows: Sequence[int]) -> PsgradError:
-    """Of rows that fail together, and none of them alone."""
+    """The error for rows that fail together, though none of them fails alone."""
     return ModelError(
         f"the model or the loss raised {type(error).__name__} on rows {rows[0]} to {rows[-1]} together,"
         f" though on none of them alone: {_first_line(error)}",
@@ -255,7 +253,7 @@ def failure_together(error: Exception, rows: Sequence[int]) -> PsgradError:
 
 
 def failure_alone(error: Exception, row: int, inputs: Sequence[torch.Tensor]) -> PsgradError:
-    """Of one row, whose inputs on the device are these, [1, ...] each."""
+    """The error for one row. inputs: of the row, on the device, [1, ...] each."""
     if isinstance(error, PsgradError):
         return error
     if is_out_of_memory(error):
@@ -280,7 +278,7 @@ def failure_alone(error: Exception, row: int, inputs: Sequence[torch.Tensor]) ->
 
 
 def too_large(row: int, error: Exception) -> PsgradError:
-    """Of one row that memory runs out on."""
+    """The error for one row for which memory runs out."""
     return ModelError(
         f"memory ran out on row {row} alone: {_first_line(error)}",
         expected="room for one sample's forward and backward pass",

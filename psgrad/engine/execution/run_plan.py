@@ -31,9 +31,9 @@ from psgrad.engine.execution.pass_costs import NotCapturable, PassCosts, observe
 from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, PREDICTED_FROM, Stream
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.machine import machine
-from psgrad.engine.gradients.per_sample import Pass, per_sample_gradients, per_sample_square_norms
+from psgrad.engine.gradients.per_sample import BatchPass, per_sample_gradients, per_sample_square_norms
 
-# Rows of the chunks that are run, and for how long a chunk is run again, up to so many times, for its best
+# Rows of the chunks that are run; how often, and for how many seconds, a chunk is run again for its best
 # time.
 _FEW, _MORE = 1, 8
 _TRIES, _LONG_ENOUGH = 5, 0.5
@@ -45,16 +45,16 @@ class ParameterCosts:
 
     Attributes:
         kinds: of the terms that the gradient is a sum of.
-        way: the chosen order of contraction, as the manifest and the tables name it.
+        order: the chosen order of contraction, as the manifest and the tables name it.
         seconds: estimated, a sample.
-        bytes: a sample: its factors, and the largest intermediate of the chosen way.
+        bytes: for each sample: its factors, and the largest intermediate of the chosen order.
         factored: whether no value of the parameter's size is held for each sample.
     """
 
     name: str
     shape: tuple[int, ...]
     kinds: str
-    way: str
+    order: str
     seconds: float
     bytes: int
     factored: bool
@@ -240,7 +240,7 @@ def _parameters(stream: Stream, inputs: Any, target: Any, *, traceable: bool) ->
 
     def look(params: Any, inputs: Any, target: Any) -> None:
         in_dims = (0, None if target is None else 0)
-        Pass(stream.loss, params, (inputs, target), in_dims, True, stream.randomness).run(note)
+        BatchPass(stream.loss, params, (inputs, target), in_dims, True, stream.randomness).run(note)
 
     if traceable:
         trace_pass(look, stream.params, inputs, target)

@@ -23,8 +23,8 @@ from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.errors import SelfCheckError
 
-# Of the relative error of a whole gradient; both sides round, so this is a bound on mistakes and not a claim
-# of precision.
+# Largest relative error of a whole gradient. Both sides round, so it finds mistakes and does not measure
+# precision.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-2}
 # Under autocast, autograd's own gradient says how far half precision is from float32 on a sample, which
 # depends on the model's depth and on how much cancels in the sample's gradient. Ours is as far from float32,
@@ -41,8 +41,8 @@ class SelfCheck:
     the whole gradient (the norm of the difference) and of its norm as the queries compute it. Relative to the
     gradient's norm, or to a thousandth of the largest among them, so that rounding in a vanishing gradient
     does not count as an error. NaN where the gradient is not finite on either side. rounding: under autocast,
-    how far the witness itself is from its gradient in float32, which is the witness where products are
-    float16; else nothing.
+    how far autograd's gradient itself is from its gradient in float32, with which ours is compared where
+    products are float16; else empty.
     """
 
     rows: list[int]
@@ -73,13 +73,13 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
     gradients = stream.gradients_at(rows)
     our_norms = gradients.square_norms().sqrt().tolist()
     norms, apart, rounded = [], [], []
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         inputs, target = stream.load(row, row + 1)
-        found = _SampleComparison(gradients, place)
+        found = _SampleComparison(gradients, index)
         own = nullcontext() if objective.autocast == torch.float16 else objective.precision()
         _witness(objective, inputs, target, own, found.add)
         norms.append(found.norm)
-        apart.append(max(found.distance, abs(our_norms[place] - found.norm)))
+        apart.append(max(found.distance, abs(our_norms[index] - found.norm)))
         if objective.autocast == torch.bfloat16:
             halves, exact = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
             _witness(objective, inputs, target, objective.precision(), halves.__setitem__)
@@ -106,8 +106,8 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
 class _SampleComparison:
     """One sample's gradients beside autograd's, of which one parameter at a time is in memory."""
 
-    def __init__(self, gradients: PerSampleGradients, place: int) -> None:
-        self.gradients, self.place = gradients, place
+    def __init__(self, gradients: PerSampleGradients, index: int) -> None:
+        self.gradients, self.index = gradients, index
         self.squares = self.squares_apart = 0.0
 
     def add(self, name: str, witness: torch.Tensor) -> None:
@@ -116,7 +116,7 @@ class _SampleComparison:
         if ours.is_zero:
             self.squares_apart += _square(witness)
         else:
-            value = ours.at(slice(self.place, self.place + 1)).materialise()[0]
+            value = ours.at(slice(self.index, self.index + 1)).materialise()[0]
             self.squares_apart += _square(value, witness)
 
     @property

@@ -24,7 +24,7 @@ from psgrad.errors import DistributedError
 
 # Bytes below which each rank keeps the whole of a weight: to ask for it would take longer than to send it.
 WHOLE_BELOW = 1 << 15
-# A weight is cut between its rows if it has at least so many of them for each rank: parts are about equal.
+# A weight is cut between its rows if it has at least this many rows for each rank: parts are about equal.
 _ROWS_A_RANK = 8
 _SPAN, _ROWS = 0, 1  # the kinds of question
 
@@ -45,7 +45,7 @@ class InParts:
         rows = data.is_contiguous() and data.dim() > 1 and len(data) >= _ROWS_A_RANK * ranks
         self.unit = count // len(data) if rows else 1
         self.each = -(-(count // self.unit) // ranks) * self.unit
-        first = min(count, parts.place * self.each)
+        first = min(count, parts.index * self.each)
         self.own = _flat(data, first, min(count, first + self.each) - first).to(kind)
 
     def read(self, view: Tensor, *, pinned: bool = False) -> Tensor:
@@ -59,7 +59,7 @@ class InParts:
             begins = place * self.each
             low, high = max(first, begins), min(first + count, begins + self.each)
             piece = found[low - first : high - first]
-            if place == self.parts.place:
+            if place == self.parts.index:
                 piece.copy_(self.own[low - begins : high - begins])
             else:
                 questions[place] = torch.tensor([_SPAN, self.number, low - begins, high - low])
@@ -80,7 +80,7 @@ class InParts:
             mine = wanted // a_rank == place  # one after another, as the rows are sorted
             begins, count = int(mine.int().argmax()), int(mine.sum())
             there, piece = wanted[mine] - place * a_rank, found[begins : begins + count]
-            if place == self.parts.place:
+            if place == self.parts.index:
                 piece.copy_(self.own.view(-1, self.unit)[there])
             else:
                 questions[place] = torch.cat([torch.tensor([_ROWS, self.number]), there])
@@ -107,18 +107,18 @@ def _flat(data: Tensor, first: int, count: int) -> Tensor:
 
 
 class WeightParts:
-    """The parts of the weights of a model that this rank keeps, and its way to those of the others.
+    """The parts of a model's weights that this rank keeps, and requests for those of other ranks.
 
     Args:
         ranks: the group, with this one: each weight is cut into as many parts.
 
     Attributes:
-        place: of this rank in the group.
+        index: of this rank in the group, from 0.
         received: bytes that other ranks have sent.
     """
 
     def __init__(self, processes: Processes, ranks: range) -> None:
-        self.processes, self.ranks, self.place = processes, ranks, ranks.index(processes.rank)
+        self.processes, self.ranks, self.index = processes, ranks, ranks.index(processes.rank)
         self.received = 0
         self._weights: list[InParts] = []
         self._requests: Requests | None = None

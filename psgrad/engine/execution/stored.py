@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psgrad.engine.execution.lent_memory import LARGEST_LENT, Lent
+from psgrad.engine.execution.reused_memory import LARGEST_REUSED, ReusedMemory
 from psgrad.engine.execution.weight_sources import InMemory, WeightSource
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.transforms.private_torch import make_wrapper, no_torch_function, schema_of, tree_map
@@ -22,7 +22,7 @@ from psgrad.engine.transforms.rules.casts import with_scaled_cotangent
 from psgrad.errors import ModelError
 
 _aten = torch.ops.aten
-# What only looks at a weight; an operator that is missing here brings the numbers in, and is as right.
+# Operators that only make views. One that is missing here reads the numbers, and its result is as correct.
 _VIEWS = {
     _aten.alias.default,
     _aten.as_strided.default,
@@ -49,7 +49,7 @@ _VIEWS = {
     _aten.view.default,
 }
 _PRODUCTS = {_aten.addmm.default, _aten.linear.default, _aten.matmul.default, _aten.mm.default}
-# Bytes of a slice of a weight that would take more than LARGEST_LENT where it is widened.
+# Bytes of a slice of a weight that would take more than LARGEST_REUSED where it is widened.
 SLICE = 32 << 20
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -59,7 +59,7 @@ class Stored(Tensor):
 
     Attributes:
         source: where the numbers lie.
-        view: of the source's layout: what of it this tensor sees.
+        view_of_source: the view of the source's layout that this tensor is.
         supply: brings the numbers to the device; None for those that lie there.
     """
 
@@ -104,17 +104,17 @@ class Stored(Tensor):
     def stored_dtype(self) -> torch.dtype:
         return self.source.layout.dtype
 
-    def numbers(self, lent: Lent | None = None) -> Tensor:
+    def numbers(self, reused: ReusedMemory | None = None) -> Tensor:
         """A plain tensor with the numbers, on the device and in the type that operators see.
 
-        lent: where they may lie that are widened; None for memory of their own.
+        reused: the memory for widened numbers; None for new memory.
         """
         found = (
             self.source.read(self.view_of_source)
             if self.supply is None
             else self.supply.bring(self.source, self.view_of_source)
         )
-        return found.to(self.dtype) if lent is None else lent.widened(found, self.dtype)
+        return found.to(self.dtype) if reused is None else reused.widened(found, self.dtype)
 
     def rows(self, rows: Tensor) -> Tensor:
         """[k, ...]: these rows (int64 [k]) as operators see them."""
@@ -147,10 +147,10 @@ class Stored(Tensor):
             raise next(each for each in args if isinstance(each, Stored))._written_by(op)
         if op in _PRODUCTS and not kwargs and (product := _product_by_slices(op, *args)) is not None:
             return product
-        lent = Lent()
-        numbers = partial(_numbers, lent)
+        reused = ReusedMemory()
+        numbers = partial(_numbers, reused)
         result = op(*tree_map(numbers, args), **tree_map(numbers, kwargs))
-        lent.end(result)
+        reused.end(result)
         return result
 
     def _seen_as(self, view: Any) -> Any:
@@ -196,7 +196,7 @@ def _product_by_slices(op: Any, x: Any, weight: Any, bias: Any = None) -> Tensor
     if isinstance(x, Stored) or not isinstance(columns, Stored) or columns.dim() != 2:
         return None
     wide = columns.numel() * columns.dtype.itemsize
-    if wide <= LARGEST_LENT or columns.stored_dtype == columns.dtype:
+    if wide <= LARGEST_REUSED or columns.stored_dtype == columns.dtype:
         return None
     inputs, outputs = columns.shape
     each = -(-max(inputs, outputs) * SLICE // wide)
@@ -210,8 +210,8 @@ def _product_by_slices(op: Any, x: Any, weight: Any, bias: Any = None) -> Tensor
     return result if bias is None else result + bias  # type: ignore[return-value]
 
 
-def _numbers(lent: Lent, value: Any) -> Any:
-    return value.numbers(lent) if isinstance(value, Stored) else value
+def _numbers(reused: ReusedMemory, value: Any) -> Any:
+    return value.numbers(reused) if isinstance(value, Stored) else value
 
 
 def _is_written(op: Any, place: int, value: Any) -> bool:

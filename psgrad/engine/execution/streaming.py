@@ -37,7 +37,7 @@ from psgrad.ragged import Block
 
 _PROBE = 8
 LARGEST_AUTO_CHUNK = 1024
-# From so many rows on a prediction is worth its traces, each of which takes as long as some hundred rows do.
+# From this number of rows on a prediction saves more than its traces take, each as long as some hundred rows.
 # Measured on CPUs.
 PREDICTED_FROM = 2048
 
@@ -126,7 +126,7 @@ class Stream(RowComputation):
         self.at_need += [replay.drop_program for replay in self.replays.values()]
 
     def fix_chunk_size(self, size: int, positions: Positions | None = None) -> None:
-        """Take so many rows at a time from now on, as an earlier run did, with its `positions`: then the
+        """Take `size` rows at a time from now on, as an earlier run did, with its `positions`: then the
         numbers are the same to the last bit.
         """
         self.chunk_size, self.automatic, self._measured = size, False, False
@@ -135,7 +135,7 @@ class Stream(RowComputation):
             self.ragged.by_factors = bool(positions[2])
 
     def choose_chunk_size(self, count: int, needs_factors: bool = True, readable: int | None = None) -> None:
-        """Find an automatic chunk size for so many rows by the first few, whose gradients are not used.
+        """Find an automatic chunk size for `count` rows by the first few, whose gradients are not used.
 
         needs_factors: as of the measures of the pass to come. readable: rows that there are now; None for
         all.
@@ -183,8 +183,6 @@ class Stream(RowComputation):
             "chunks_replayed": sum(r.chunks for r in used),
             "replayed_by": ", ".join(sorted({r.how for r in used})) or None,
         }
-
-    # -- a run -----------------------------------------------------------------------------------------------
 
     def run(
         self,
@@ -241,7 +239,7 @@ class Stream(RowComputation):
                 yield Columns(chunk.start, chunk.stop, values)
 
     def _taken(self, loader: Loader, rows: range) -> Chunk | range:
-        """These rows; as they are, not read, where memory ran out over it."""
+        """These rows as a chunk; the same range where memory ran out while they were read."""
         try:
             return loader.take(rows.start, rows.stop)
         except Exception as error:
@@ -268,7 +266,7 @@ class Stream(RowComputation):
         """
         try:
             how = self._by_default(measures) if compute is None else compute
-            inputs, target = loader.place(chunk)
+            inputs, target = loader.to_device(chunk)
             block = replace(chunk.block, inputs=inputs, target=target)
             if compute is None:
                 self.ragged.warn_of_padding(block)
@@ -276,10 +274,10 @@ class Stream(RowComputation):
             if self.automatic:
                 gradients = self.computed(partial(per_sample_gradients, settle=False), block)
                 self._size_chunks(gradients, block)
-                if compute is not None:  # which makes something else of the chunk
+                if compute is not None:  # the caller wants another result than the gradients
                     gradients = None
             if gradients is not None:
-                pass
+                pass  # computed already, to choose the chunk size
             elif how in self.replays and block.ragged is None:
                 gradients = self.replays[how](inputs, target, to_come)
             else:
@@ -321,14 +319,12 @@ class Stream(RowComputation):
             else per_sample_square_norms
         )
 
-    # -- memory ----------------------------------------------------------------------------------------------
-
     def _out_of_memory(self, rows: Sequence[int], loader: Loader) -> None:
         """Remember that these rows were too many, and free the memory that is not needed.
 
-        Once may be these rows' fault, or another program's: the chunks to come stay as large as they are.
-        When the next ones as large fail, too, half of that is what goes through from now on. A row that fails
-        alone has one more try, with nothing else in memory.
+        The first failure may be due to these rows or to another program, so later chunks keep their size. If
+        a chunk of that size fails again, later chunks have half of it. A row that fails alone is tried once
+        more, with nothing else in memory.
         """
         self.retries += 1
         self.automatic = self._measured = False
@@ -361,7 +357,7 @@ class Stream(RowComputation):
                 block = self._to_device(block.at([int(positions.argmax())]))
                 inputs, target = block.inputs, block.target
             else:
-                inputs, target = loader.place(chunk)
+                inputs, target = loader.to_device(chunk)
             budget = chunk_budget(self.device, self.memory)
             rows = chunk_for(
                 lambda size: plan_chunk(compute, self.params, inputs, target, size),

@@ -64,7 +64,7 @@ class WeightFile:
         self.path = path
         with self._errors_named():
             self._descriptor = os.open(path, os.O_RDONLY)
-        self.stamp = self._looks()
+        self.stamp = self._stat()
 
     def __del__(self) -> None:
         with suppress(AttributeError, OSError):
@@ -79,10 +79,10 @@ class WeightFile:
             if not count:
                 raise self._changed("it is shorter than it was")
             done += count
-        if self._looks() != self.stamp:
+        if self._stat() != self.stamp:
             raise self._changed("it was written to")
 
-    def _looks(self) -> tuple[int, ...]:
+    def _stat(self) -> tuple[int, ...]:
         with self._errors_named():
             found = os.fstat(self._descriptor)
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

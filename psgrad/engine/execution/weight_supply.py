@@ -41,23 +41,25 @@ class Supply:
         self._using = threading.Lock()
 
     def bring(self, source: WeightSource, view: Tensor) -> Tensor:
-        """On the device, in the stored type: the numbers that `view`, a view of the source's layout, sees."""
+        """The numbers of `view`, a view of the source's layout, on the device and in the stored type."""
         layout = source.layout
         with self._using:
-            if view.numel() < layout.numel() and source not in self._kept:  # a part: the others stay away
+            if view.numel() < layout.numel() and source not in self._kept:  # only this part is moved
                 return self._moved(_Arrival(source.read(view), self.device))
             whole = self._whole(source)
         return whole.as_strided(view.shape, view.stride(), view.storage_offset() - layout.storage_offset())
 
     def bring_rows(self, source: WeightSource, view: Tensor, rows: Tensor) -> Tensor:
-        """These rows (int64 [k]) of what `view` sees, on the device and in the stored type."""
+        """These rows (int64 [k]) of `view`, on the device and in the stored type."""
         with self._using:
             if source not in self._kept:
                 return self._moved(_Arrival(source.rows(view, rows.cpu()), self.device))
         return self.bring(source, view)[rows]
 
     def give_back(self) -> None:
-        """Memory is short: keep nothing."""
+        """Free the weights that are kept on the device and the one that is read ahead, because memory is
+        short.
+        """
         with self._using:
             self._kept.clear()
             self._ahead = None
@@ -74,7 +76,7 @@ class Supply:
         return found
 
     def _make_room(self, size: int) -> None:
-        """Drop the weights that were not used for longest, until so many bytes fit."""
+        """Drop the weights that were not used for longest, until `size` bytes fit."""
         while self._kept and sum(each.nbytes for each in self._kept.values()) + size > self.budget:
             del self._kept[next(iter(self._kept))]
 

@@ -315,7 +315,7 @@ class Slice:
     samples: slice | torch.Tensor
 
     def cut(self, width: int) -> Iterator[Slice]:
-        """The same in slices of at most `width` places."""
+        """This slice in slices of at most `width` indices."""
         for start in range(0, len(self.places), width):
             yield Slice(
                 self.values[:, start : start + width], self.places[start : start + width], self.samples

@@ -22,7 +22,7 @@ from psgrad.errors import ConfigError
 VARIABLE = "PSGRAD_MACHINE"
 
 _BUILT_IN = {
-    # Of one core of a server of 2023; rates of products and of memory grow with the threads.
+    # One core of a server of 2023. The rates of products and of memory grow with the threads.
     "cpu": Machine(
         name="some CPU",
         origin="built in",

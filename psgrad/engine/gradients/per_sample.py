@@ -98,7 +98,7 @@ def per_sample_gradients(
     as under `vmap`.
     """
     gradients: dict[str, DeferredGradient] = {}
-    job = Pass(loss, params, batch, in_dims, has_aux, randomness)
+    job = BatchPass(loss, params, batch, in_dims, has_aux, randomness)
     try:
         losses, aux = job.run(
             lambda name, gradient: gradients.__setitem__(
@@ -127,7 +127,7 @@ def per_sample_square_norms(
     factors of all parameters never exist at the same time.
     """
     norms = NormsByName(absolute)
-    job = Pass(loss, params, batch, in_dims, has_aux, randomness)
+    job = BatchPass(loss, params, batch, in_dims, has_aux, randomness)
     try:
         losses, aux = job.run(norms.add)
     except Divergence as divergence:
@@ -181,7 +181,7 @@ class SamplesDisagree(Exception):
         self.groups = groups
 
 
-class Pass:
+class BatchPass:
     """One forward and one backward pass over a batch, or over some samples of it."""
 
     def __init__(
@@ -302,7 +302,7 @@ def per_sample_projections(
 
     The other arguments are those of `per_sample_gradients`.
     """
-    job = Pass(loss, params, batch, in_dims, has_aux, randomness)
+    job = BatchPass(loss, params, batch, in_dims, has_aux, randomness)
     norms, types = NormsByName(), {name: parameter.dtype for name, parameter in params.items()}
     rows = ProjectedRows(projection, types, job.level.batch.size, next(iter(params.values())).device)
 

@@ -13,8 +13,8 @@ from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients.bounded_sums import bounded_sum
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.per_sample import (
+    BatchPass,
     NormsByName,
-    Pass,
     SamplesDisagree,
     materialised_if_smaller,
     per_sample_square_norms,
@@ -81,7 +81,7 @@ def per_sample_weighted_sum(
     """
     stored = _StoredGradients(memory, next(iter(params.values())).device)
     before = random_state.states() if randomness != "error" else None
-    job = Pass(loss, params, batch, in_dims, has_aux, randomness)
+    job = BatchPass(loss, params, batch, in_dims, has_aux, randomness)
     norms_by_name = NormsByName(absolute=bounded)
 
     def complete(name: str, gradient: DeferredGradient) -> None:
@@ -235,7 +235,9 @@ def _sums(
     return {name: sums[name] for name in names}
 
 
-def _summed_again(first: Pass, batch: tuple[Any, ...], summing: _ParameterSum) -> dict[str, torch.Tensor]:
+def _summed_again(
+    first: BatchPass, batch: tuple[Any, ...], summing: _ParameterSum
+) -> dict[str, torch.Tensor]:
     """name -> [*shape], by a second pass that repeats the first. The gradients of two parameters never exist
     at the same time.
     """
@@ -251,7 +253,7 @@ def _summed_again(first: Pass, batch: tuple[Any, ...], summing: _ParameterSum) -
         """
         places: torch.Tensor = some[-1]
         sums: dict[str, torch.Tensor] = {}
-        job = Pass(of_one, params, some, **{**first.settings, "in_dims": dims})
+        job = BatchPass(of_one, params, some, **{**first.settings, "in_dims": dims})
         try:
             job.run(lambda name, gradient: sums.__setitem__(name, summing.of(name, gradient, places)))
         except Divergence as divergence:

@@ -111,9 +111,10 @@ def continued(
 
 
 def affordable_steps(fitted: Preconditioned, rows: int, numbers: float) -> int:
-    """How many steps `continued` may take without so many rows, one at least, for about so many numbers of
-    single examples' gradients; one where each step is a solve with passes of its own. It follows from the
-    problem alone, and not from the time that a step takes: so what is found is the same on a slow machine.
+    """How many steps `continued` may take without `rows` rows, at least one, if about `numbers` numbers of
+    single examples' gradients are affordable; one where each step is a solve with passes of its own. It
+    follows from the problem alone, and not from the time that a step takes: so what is found is the same on a
+    slow machine.
     """
     training = fitted.training
     if fitted.makes_passes and math.isfinite(numbers):
@@ -208,9 +209,10 @@ def _values(examples: Examples, params: Vectors, inputs: Any, target: Any, over:
 _SAMPLES, _DIRECTIONS = 4, 3
 # Samples whose removal is compared with the distance from the minimum.
 _REMOVED = 16
-# Leverages up to here needed no second step on any problem tried. Above, the second steps of so many examples
-# are computed, which may be that long, relative to the first ones, if scores are amounts. On 60 problems of
-# 24 to 100 rows a slope against retraining was off by about as much as that, and by less in most.
+# Leverages up to here needed no second step on any problem tried. Above it the second steps of this number of
+# examples are computed. Scores are amounts if second steps are at most this long, relative to the first ones.
+# On 60 problems of 24 to 100 rows a slope against retraining was off by about as much as that, and by less in
+# most.
 _LEVERAGE, _SECOND, _SECOND_STEP = 0.1, 4, 0.04
 # Second differences of the output that are rounding, as a multiple of the type's precision, relative to the
 # outputs.
@@ -223,7 +225,7 @@ def is_affine(training: Examples) -> bool:
     Gauss-Newton matrix.
 
     It is tried on a few samples, along random directions as long as the parameters: f(p + 2 d) - 2 f(p + d) +
-    f(p) is zero. A model under autocast, whose products round to halves, and one whose output is no tensor
+    f(p) is zero. A model under autocast, whose products round to halves, and one whose output is not a tensor
     count as not affine.
     """
     objective = training.objective

@@ -62,8 +62,8 @@ class ByMatrix(Invertible):
             )
 
     def undamped(self) -> ByMatrix | None:
-        """The same without damping; None where the curvature and its weight decay have no inverse with digits
-        in the type that the curvature's rows are computed in.
+        """This inverse without damping; None where the curvature and its weight decay have no inverse with
+        digits in the type that the curvature's rows are computed in.
         """
         matrix = self.matrix.clone()
         matrix.diagonal().add_(len(self.training) * self.problem.weight_decay)

@@ -126,7 +126,7 @@ class InverseProblem:
         return gauss_newton_rows(self.training) if self.curvature == "gauss_newton" else self.training
 
     def damped(self, damping: float | None, relative: float | None) -> InverseProblem:
-        """The same with another damping, and without messages, which the first fit has given."""
+        """This problem with another damping. It gives no messages, as the first fit has given them."""
         return replace(
             self,
             damping=Damping(damping) if relative is None else Damping(damping, relative),
@@ -152,11 +152,11 @@ _NEAREST = 1e-10
 
 @dataclass(frozen=True)
 class Leverage:
-    """Of n examples, float64 on the CPU.
+    """The leverage of n examples, float64 on the CPU.
 
     weights: w_i [n, R]. pull: S_i' M_i r_i [n, R]. extra: [n], what the correction adds to the influence on
-    the own loss. largest: [n], the largest eigenvalue of L_i M_i: zero for an example that the fit does not
-    lean on, one for one without which the problem has no solution, whose numbers here are NaN.
+    the own loss. largest: [n], the largest eigenvalue of L_i M_i: zero for an example that does not change
+    the fit, one for an example without which the problem has no solution, whose numbers here are NaN.
     """
 
     weights: torch.Tensor
@@ -212,7 +212,7 @@ def output_products(training: Examples, half: Callable[[torch.Tensor], torch.Ten
 
 
 def with_cotangents(training: Examples, cotangents: torch.Tensor) -> Examples:
-    """The same rows, with the product of the output and `cotangents` [n, C] as what is differentiated."""
+    """The training examples with the product of the output and `cotangents` [n, C] in place of the loss."""
 
     def read(start: int, stop: int) -> Block:
         return training.read(start, stop).with_target(cotangents[start:stop])
@@ -238,18 +238,18 @@ class Invertible(Preconditioned):
 
     @abstractmethod
     def refitted(self, problem: InverseProblem) -> Self:
-        """The same curvature with the damping of this problem."""
+        """The inverse of this curvature with the damping of `problem`."""
 
     def on(self, training: Examples, weights: torch.Tensor) -> Self:
-        """The same inverse for the same n examples with other gradients. weights [n, R]: of `Leverage`, by
-        which they differ.
+        """This inverse for the same n examples with other gradients. weights [n, R]: those of `Leverage`, by
+        which the gradients differ.
         """
         other = copy.copy(self)
         other.training = training
         return other
 
     def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> Self:
-        """The same curvature with another damping: an absolute one, or one relative to the mean
+        """The inverse of this curvature with another damping: an absolute one, or one relative to the mean
         eigenvalue.
         """
         fitted = self.refitted(self.problem.damped(damping, relative))

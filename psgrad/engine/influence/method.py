@@ -1,5 +1,5 @@
 """The interface of an influence method: options, a fit to the training set at one checkpoint, and scores in
-blocks of training examples. `screened` finds the rows whose loss and gradient are finite.
+blocks of training examples. `row_norms` finds the rows whose loss and gradient are finite.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from psgrad.errors import InfluenceError
 Per = Literal["total", "parameter", "module"]
 Scores = dict[str, torch.Tensor]  # label of a layer ("" for all of them) -> [k, m] float64
 
-# Of scores with this unit a sum over examples predicts what their removal does. {change} is what the
-# measurement calls a change for the worse: "rise of the query's loss, in nats", or "fall of the query's
-# margin, in nats".
+# Scores with this unit add up: their sum over examples predicts the effect of removing all of them. {change}
+# is the measurement's name for a change for the worse: "rise of the query's loss, in nats", or "fall of the
+# query's margin, in nats".
 REMOVAL = "predicted {change}, if the training example were removed"
 # For scores whose size is not certain: the curvature is damped or approximate, or the model is not the
 # solution of a convex problem.
@@ -48,8 +48,8 @@ class ScoreBlock:
 
 @dataclass(frozen=True)
 class SelfBlock:
-    """Of the training examples start, ..., stop - 1: their influence on their own loss [k], and the norm of
-    their preconditioned gradient [k], both float64, on the CPU.
+    """The self-influence [k] of the training examples start, ..., stop - 1, and the norm [k] of their
+    preconditioned gradients, both float64 on the CPU.
     """
 
     start: int
@@ -64,11 +64,10 @@ class Checkpoint:
 
     number: from 0. learning_rate: the optimiser's when the checkpoint was saved; None where the config names
     none. say: called with messages for a person while it runs. queries: how many will be scored, for methods
-    that choose what is the least work; None where that is not known. step: optimiser steps up to it; None
-    where that is not known. run: the training run that led here; None where
-    the config does not describe it. of: how many checkpoints scores are averaged over. second_moments: reads
-    Adam's mean of the squared gradients, name -> [*shape], where the optimiser's state is beside the
-    checkpoint; None where it is not.
+    that choose the cheapest computation; None where that is not known. step: optimiser steps up to it; None
+    where that is not known. run: the training run that led here; None where the config does not describe it.
+    of: how many checkpoints scores are averaged over. second_moments: reads Adam's mean of the squared
+    gradients, name -> [*shape], where the optimiser's state is beside the checkpoint; None where it is not.
     """
 
     number: int = 0
@@ -248,7 +247,7 @@ def not_finite_gradients(arrived: str) -> InfluenceError:
 
 
 @dataclass(frozen=True)
-class Screened:
+class RowNorms:
     """The results of a pass over n rows: finite [n], losses [n], norms [n] of the gradients, and further
     columns (a prediction).
     """
@@ -259,13 +258,13 @@ class Screened:
     columns: dict[str, np.ndarray]
 
 
-def screened(examples: Examples) -> Screened:
-    """One pass for norms."""
+def row_norms(examples: Examples) -> RowNorms:
+    """The losses and gradient norms of all rows, in one pass."""
     chunks = [norms for _, norms in examples.norms()]
     columns = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
     losses, squares = columns.pop("loss"), columns.pop("square_norm")
     finite = torch.isfinite(losses) & torch.isfinite(squares)
-    return Screened(
+    return RowNorms(
         finite,
         losses.numpy(),
         squares.sqrt().numpy(),

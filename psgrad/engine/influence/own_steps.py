@@ -19,7 +19,7 @@ from psgrad.engine.transforms.private_torch import tree_flatten, tree_leaves, tr
 from psgrad.errors import ModelError, TransformError
 
 SIGNATURE = "step(params, state, batch, weights) -> params, state"
-# Two runs of a step may differ by so much of what it does: rounding, where a GPU adds in another order.
+# Two runs of a step may differ by this share of its change: rounding, where a GPU adds in another order.
 _ROUNDING = 1e-3
 _PURE = "a function of its arguments alone: what it keeps from step to step, such as a count, is in its state"
 _DRAWS = (
@@ -154,8 +154,6 @@ class OwnSteps(Steps):
                 " detached gradients, which has no derivative",
                 next_step="multiply the losses [b] by weights [b], and leave no_grad() and detach() out",
             )
-
-    # -- what the function returns ---------------------------------------------------------------------------
 
     def _checked(self, params: Vectors, state: Any, returned: Any) -> tuple[Vectors, Any]:
         if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[0], dict):

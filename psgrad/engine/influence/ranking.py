@@ -150,16 +150,14 @@ _ROUNDING = 1e-12
 
 
 class Strongest:
-    """Of each of m columns the k largest positive and the k most negative scores, and the rows that they
-    belong to.
-
-    Of equal scores the earlier row comes first. A score that is NaN is no one's.
+    """The k largest positive and the k most negative scores of each of m columns, and the rows that they
+    belong to. Of equal scores the earlier row comes first. Scores that are NaN are left out.
 
     Attributes:
         values: [2, k, m] float64, proponents (falling) and opponents (rising); 0 where there are fewer than
             k.
         rows: [2, k, m] int64; -1 where there are fewer than k.
-        extras: name -> [2, k, m]: what else was said of these pairs.
+        extras: name -> [2, k, m]: further columns of these pairs.
     """
 
     def __init__(self, k: int, m: int) -> None:

@@ -43,7 +43,7 @@ class TokenTerms:
 
     @classmethod
     def of(cls, examples: Examples, row: int, ignored: int) -> TokenTerms:
-        """The terms of a row. Raises InfluenceError where its loss is no sum of its tokens' losses."""
+        """The terms of a row. Raises InfluenceError where its loss is not the sum of its tokens' losses."""
         batch, target = examples.stream.load(row, row + 1)
         inputs = tuple(x[0] for x in batch)
         if target is None or target.dim() != 2:

@@ -115,7 +115,8 @@ Loader = Callable[[int, int], list[torch.Tensor]]
 _SHARE = 4
 # Fewer states than these at a level would compute most steps many times.
 _FEWEST = 8
-# Of the way of a run, how far its end may be from the first one: rounding, where a GPU adds in another order.
+# How far the end of a second run may be from that of the first, as a share of the distance from the initial
+# weights: rounding, where a GPU adds in another order.
 _SAME = 1e-3
 
 
@@ -185,7 +186,7 @@ class TrainingRun:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the manifest says of the run."""
+        """Facts about the run, for the manifest."""
         batches = {"epochs": self.recipe.epochs, "batch_size": self.recipe.batch_size}
         named = self.steps.facts | batches | {"seed": self.seed}
         if self.loader is None:
@@ -245,8 +246,6 @@ class TrainingRun:
                 found.index_add_(1, self.batches[step], derivatives.double())
         return found
 
-    # -- what it will take -----------------------------------------------------------------------------------
-
     def derivative_seconds(self, cotangents: Vectors) -> float:
         """What `weight_derivatives` is predicted to take, by the steps of the run and one step backward."""
         of_state = self._zero_cotangents(len(next(iter(cotangents.values()))))
@@ -255,7 +254,7 @@ class TrainingRun:
         return len(self.batches) * (step + self._ended[1] * self.levels)
 
     def retraining_seconds(self, count: int) -> float:
-        """What `retrained` with so many weights is predicted to take, by one step."""
+        """The predicted seconds of `retrained` with `count` weights, from one step."""
         point = self._copies(count)
         weights = torch.ones(count, len(self.rows)).to(self._like)
         with self.steps.errors():
@@ -276,8 +275,6 @@ class TrainingRun:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return perf_counter() - begun
-
-    # -- one step --------------------------------------------------------------------------------------------
 
     @cached_property
     def steps(self) -> Steps:
@@ -335,8 +332,6 @@ class TrainingRun:
     @cached_property
     def _pulled(self) -> Any:
         return capture(self.steps.pulled, say=lambda why: None)
-
-    # -- states of the forward run, in reverse order ---------------------------------------------------------
 
     def _backward(self, start: TrainingState, first: int, last: int) -> Iterator[tuple[int, TrainingState]]:
         """(step, the point before it) of the steps last - 1, ..., first. start: the point before `first`."""
@@ -398,6 +393,6 @@ def distance(one: Vectors, other: Vectors) -> float:
 
 
 def _parts(first: int, last: int, count: int) -> list[slice]:
-    """Steps first, ..., last - 1 in so many parts of like length."""
+    """Steps first, ..., last - 1 in `count` parts of about equal length."""
     ends = [first + (last - first) * number // count for number in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends) if stop > start]

@@ -80,10 +80,10 @@ class Steps(ABC):
     @property
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """What the manifest says of them."""
+        """Facts about the steps, for the manifest."""
 
     def known(self, step: int, of: int, like: torch.Tensor) -> Any:
-        """The numbers of a step, counted from 0, of so many."""
+        """The numbers of step number `step`, from 0, of `of` steps."""
         return None
 
     def require_same_again(  # noqa: B027 (steps of psgrad's own need no check)
@@ -198,7 +198,7 @@ def optimiser_of(recipe: Recipe) -> Optimiser:
 
 
 def numbers_of(recipe: Recipe, step: int, steps: int, like: torch.Tensor) -> torch.Tensor:
-    """[3]: the learning rate of a step, counted from 0, of so many, and the corrections of Adam's means."""
+    """[3]: the learning rate of step `step` (from 0) of `steps`, and the corrections of Adam's means."""
     first, second = (1 - beta ** (step + 1) for beta in _BETAS)
     return torch.tensor([recipe.rate(step, steps), first, second], dtype=like.dtype, device=like.device)
 

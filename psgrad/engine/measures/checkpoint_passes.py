@@ -73,8 +73,7 @@ class StackedModels:
         target: torch.Tensor | None,
         **options: Any,
     ) -> Arrays:
-        """`loss`, `grad_norm` and what the summary says of a chunk of k rows, name -> [k, T]; for
-        Stream.run.
+        """`loss`, `grad_norm` and the summary's columns of a chunk of k rows, name -> [k, T]; for Stream.run.
 
         If rounding may have made a norm wrong, the models pass one by one instead: which samples are computed
         again depends on data, and differs between models.

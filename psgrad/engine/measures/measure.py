@@ -198,7 +198,7 @@ class Measure:
 
 
 SHOWN = 24
-"""Of so many samples maps over their inputs are kept."""
+"""The number of samples whose maps over their inputs are kept."""
 
 
 def shown_rows(rows: Mapping[str, torch.Tensor]) -> torch.Tensor:

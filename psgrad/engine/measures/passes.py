@@ -27,7 +27,7 @@ from psgrad.engine.transforms.private_torch import storage_key
 from psgrad.errors import MeasureError, TransformError
 from psgrad.ragged import Block
 
-# The share of the free memory (one in so many) for gradients that are kept for the second pass.
+# The free memory divided by this is for gradients that are kept for the second pass.
 _SHARE = 4
 
 
@@ -214,7 +214,7 @@ def row_pass(examples: Examples, ask: Ask, chunk_size: int, rows: range) -> Iter
 
 
 def refusing(measure: Measure, columns: Iterator[Columns], needs: str) -> Iterator[Columns]:
-    """The same columns; MeasureError where the model can't be transformed as the measure needs it."""
+    """`columns`, with a MeasureError where the model can't be transformed as the measure needs it."""
     try:
         yield from columns
     except TransformError as error:

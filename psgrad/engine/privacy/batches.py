@@ -19,12 +19,12 @@ from torch import Tensor
 
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.gradients.per_sample import Pass
+from psgrad.engine.gradients.per_sample import BatchPass
 from psgrad.engine.privacy.clipped_sums import ClippedSum as ClippedSum
 from psgrad.engine.privacy.clipped_sums import Clipper, Total
 from psgrad.engine.privacy.clipped_sums import RecordColumns as RecordColumns
 from psgrad.engine.privacy.clipping import Clipping
-from psgrad.engine.privacy.fixed_chunks import ROWS_TRIED, independent_samples, settle_samples
+from psgrad.engine.privacy.fixed_chunks import ROWS_TRIED, choose_samples, independent_samples
 from psgrad.engine.privacy.record_draws import (
     StepDraws,
     begin_run,
@@ -50,12 +50,12 @@ def batch_source(
     records: npt.ArrayLike | None = None,
     samples: int | None = None,
 ) -> GradientSource:
-    """The source of a batch that is in memory, a sample a record, none even. The arguments are those of
-    `per_sample_weighted_sum`.
+    """The gradient source of a batch in memory. Each sample is a record; the batch may be empty. The
+    arguments are those of `per_sample_weighted_sum`.
 
-    samples: how many records are computed together, fewer being filled up: a number that does not depend on
-    the batch, and that `independent_samples` found for this loss. None has it find one, for an unknown size
-    of batches, when it first meets this loss with tensors of these shapes.
+    samples: how many records are computed together, where fewer are filled up: a number that does not depend
+    on the batch, and that `independent_samples` found for this loss. If it is None, a number for batches of
+    any size is found when this loss first gets tensors of these shapes.
 
     A loss that draws random numbers (randomness='different') needs two more: the draws of the step, and the
     number [n] of each record. Without them a record's draws would depend on the others, and the sum would
@@ -64,7 +64,7 @@ def batch_source(
     Raises ValueError for draws without records, or with randomness='same'. The source raises ModelError for a
     loss that draws without them.
     """
-    count = Pass(loss, params, batch, in_dims, has_aux, randomness).level.size
+    count = BatchPass(loss, params, batch, in_dims, has_aux, randomness).level.size
     if (draws is None) != (records is None) or (draws is not None and randomness == "same"):
         raise ValueError(
             "batch_source: draws go with the numbers of the records, and not with randomness='same'"
@@ -80,7 +80,7 @@ def batch_source(
     def source(clipping: Clipping) -> ClippedSum:
         if not count:
             return Total(clipping, params).result()
-        job = Pass(loss, params, batch, **options)
+        job = BatchPass(loss, params, batch, **options)
         with without_draws() if draws is None else drawing_by_record(draws):
             together = samples or _found(
                 given, lambda: independent_samples(loss, params, *batch, **options), job
@@ -97,12 +97,12 @@ def batch_source(
     return source
 
 
-# What was found for a loss, or for the object whose method it is, as long as that lives: shapes -> how many
-# samples are computed together.
+# For a loss, or the object whose method it is, as long as that exists: shapes -> how many samples are
+# computed together.
 _FOUND: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
 
 
-def _found(loss: Callable[..., Any], find: Callable[[], int], job: Pass) -> int:
+def _found(loss: Callable[..., Any], find: Callable[[], int], job: BatchPass) -> int:
     try:
         known = _FOUND.setdefault(getattr(loss, "__self__", loss), {})
     except TypeError:  # an object that can't be a key is checked each time
@@ -128,10 +128,10 @@ def _by_record(loss: Callable[..., Any], draws: StepDraws) -> Callable[..., Any]
 
 
 def stream_source(stream: Stream, count: int, samples: int | None = None) -> GradientSource:
-    """The source of the rows 0, ..., count - 1 of a stream, a row a record, none even, in chunks that fit in
-    memory.
+    """The gradient source of the rows 0, ..., count - 1 of a stream, in chunks that fit in memory. Each row
+    is a record; count may be 0.
 
-    samples: how many records are computed together, as `settle_samples` found it for the stream; None finds
+    samples: how many records are computed together, as `choose_samples` found it for the stream; None finds
     it at each call of the source.
 
     The parameters are read as they are when the source is called. Raises ModelError for a loss that draws
@@ -142,7 +142,7 @@ def stream_source(stream: Stream, count: int, samples: int | None = None) -> Gra
         if not count:
             return Total(clipping, stream.params).result()
         with without_draws() if stream.draws is None else drawing_by_record(stream.draws):
-            clipper = Clipper(clipping, samples or settle_samples(stream, count))
+            clipper = Clipper(clipping, samples or choose_samples(stream, count))
             while True:
                 total, before = _TotalOfChunks(clipping, stream.params), clipper.samples
                 for _ in stream.run(count, [total], clipper):
@@ -254,7 +254,7 @@ class RecordStreams:
             reader.draw(alike)
             expected = None if self.expected is None else self.expected * self._copies / width
             with without_draws() if stream.draws is None else drawing_by_record(stream.draws):
-                self._samples[width] = settle_samples(stream, len(alike), expected)
+                self._samples[width] = choose_samples(stream, len(alike), expected)
         return self._samples[width]
 
     def _stream(self, width: int) -> tuple[RecordReader, Stream]:

@@ -78,7 +78,7 @@ def normals(shape: Sequence[int], dtype: torch.dtype, take: Take, write: Write) 
 
 
 def normal_blocks(total: int, deviation: float, take: Take, write: Write, use: Use) -> None:
-    """Hand so many normals of this standard deviation to `use`, block by block, in one of several threads
+    """Hand `total` normals of this standard deviation to `use`, block by block, in one of several threads
     each.
 
     Values 2p and 2p + 1 are the cosine and the sine of pair p; block b has the pairs from PAIRS * b on.

@@ -48,7 +48,7 @@ from psgrad.engine.gradients import (
 )
 from psgrad.engine.gradients.bounded_sums import in_type
 from psgrad.engine.gradients.deferred import DeferredGradient
-from psgrad.engine.gradients.per_sample import Pass, SamplesDisagree
+from psgrad.engine.gradients.per_sample import BatchPass, SamplesDisagree
 from psgrad.engine.gradients.terms import square_norm
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.discrete import round_to_grid, tightened
@@ -90,8 +90,8 @@ class RecordColumns:
 
     @classmethod
     def joined(cls, parts: Sequence[RecordColumns], groups: int = 1) -> RecordColumns:
-        """Those of several parts of a batch, in order. groups: the number of clipping groups, used if there
-        is no part.
+        """The columns of several parts of a batch, joined in order. groups: the number of clipping groups,
+        used if `parts` is empty.
         """
         if not parts:
             none = torch.zeros(0, dtype=torch.float64)
@@ -104,13 +104,13 @@ class RecordColumns:
         )
 
     def at(self, places: torch.Tensor) -> RecordColumns:
-        """Those of the records at these places."""
+        """The columns of the records at these indices."""
         return RecordColumns(
             self.norms[places], self.losses[places], self.factors[places], self.below[places]
         )
 
     def with_record(self, place: int, other: RecordColumns) -> RecordColumns:
-        """The same with another's only record at one place."""
+        """These columns with the only record of `other` at one index."""
         where = torch.tensor([place])
         return RecordColumns(
             *(
@@ -196,7 +196,7 @@ class Clipper:
         self.clipping, self.samples, self.memory, self.block = clipping, samples, memory, block
 
     def of_block(self, block: Block) -> Clipper:
-        """The same for these records, which a stream computes together."""
+        """A clipper for these records, which a stream computes together."""
         return Clipper(self.clipping, 1, self.memory, block)
 
     @torch.no_grad()
@@ -284,7 +284,7 @@ class _RecordChunk:
     ) -> None:
         self.loss, self.params, self.batch, self.options = loss, params, batch, options
         self.device = next(iter(params.values())).device
-        self._pass = Pass(loss, params, batch, **options)
+        self._pass = BatchPass(loss, params, batch, **options)
         self.records: int = self._pass.level.size
 
     def batch_of(self, records: torch.Tensor) -> tuple[Any, ...]:

@@ -92,8 +92,6 @@ class Clipping:
                     )
                 seen[name] = group.name
 
-    # -- constructors ----------------------------------------------------------------------------------------
-
     @classmethod
     def flat(cls, parameters: Iterable[str], bound: float, **options: Any) -> Clipping:
         """One group of all parameters (their names)."""
@@ -154,7 +152,9 @@ class Clipping:
         )
 
     def with_bound(self, bound: float) -> Clipping:
-        """The same with another bound, where there is one group. Raises ConfigError where there are more."""
+        """This clipping with another bound, where there is one group. Raises ConfigError where there are
+        more.
+        """
         if len(self.groups) != 1:
             raise ConfigError(
                 f"a bound that adapts was asked of {len(self.groups)} clipping groups",
@@ -162,8 +162,6 @@ class Clipping:
                 next_step="set groups: flat",
             )
         return replace(self, groups=(replace(self.groups[0], bound=bound),))
-
-    # -- sensitivity -----------------------------------------------------------------------------------------
 
     def sensitivity(self, relation: Relation) -> float:
         """How far the sum over a batch may move, in Euclidean distance, between neighbouring datasets.
@@ -173,8 +171,6 @@ class Clipping:
         """
         each = math.sqrt(math.fsum(group.bound**2 for group in self.groups))
         return 2 * each if relation == "replace_one" else each
-
-    # -- factors ---------------------------------------------------------------------------------------------
 
     def weights(self, norms: SquareNorms, precision: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """name -> [n] float64: the factor of each record's gradient in that parameter.
@@ -247,8 +243,6 @@ class Clipping:
     def parameters(self) -> list[str]:
         """The names of all parameters, group by group."""
         return [name for group in self.groups for name in group.parameters]
-
-    # -- its description -------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
         """The clipping as plain JSON."""
@@ -358,8 +352,8 @@ class AdaptiveBound:
     def next(
         self, below: torch.Tensor, expected_batch_size: float, relation: Relation, generator: Generator
     ) -> AdaptiveBound:
-        """The bound for the next step, from which of the drawn records with a gradient had a norm below this
-        one: [n] bool, n = 0 even.
+        """The bound for the next step. below: [n] bool, which of the drawn records with a gradient had a norm
+        below this bound; n may be 0.
 
         The noisy count is rounded to a public grid, as the sums are.
         """

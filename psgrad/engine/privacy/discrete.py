@@ -55,12 +55,9 @@ _COST = 1e-3
 _KEPT = 1 - 2.0**-40
 
 
-# -- the grid ------------------------------------------------------------------------------------------------
-
-
 def default_grid(bound: float, dimensions: int) -> float:
-    """The step of a grid for records of norm at most `bound` in so many coordinates: a power of two, 2^-31 to
-    2^-30 of the bound.
+    """The step of a grid for records of norm at most `bound` in `dimensions` coordinates: a power of two,
+    2^-31 to 2^-30 of the bound.
 
     It is as fine as sums of 2^31 records in 64 bits allow, so that the bound loses sqrt(dimensions) * 2^-31
     of itself at most. Raises ConfigError where that is more than a thousandth (from some 10^12 coordinates
@@ -105,14 +102,11 @@ def round_to_grid(gradient: Tensor, grid: float) -> Tensor:
     nearest multiple (of two, the even one).
 
     Coordinates that are not finite give 0: a record with such a gradient has the factor 0, and 0 times
-    infinity is no number.
+    infinity is not a number.
     """
     return (
         torch.nan_to_num(gradient.double() / grid, nan=0.0, posinf=0.0, neginf=0.0).round_().to(torch.int64)
     )
-
-
-# -- the noise -----------------------------------------------------------------------------------------------
 
 
 def discrete_gaussian(count: int, sigma: float, generator: Generator) -> np.ndarray:
@@ -139,7 +133,7 @@ def discrete_gaussian(count: int, sigma: float, generator: Generator) -> np.ndar
 
 
 def _kept(tried: int, sigma: float, generator: Generator) -> np.ndarray:
-    """The accepted ones of so many discrete Laplace variables: int64."""
+    """The accepted ones of `tried` discrete Laplace variables: int64."""
     scale = math.floor(sigma) + 1
     bits = generator.uint64(2 * tried)
     size, settled = bits[:tried], bits[tried:]
@@ -165,9 +159,6 @@ def _exponent(absolute: int, sigma: float) -> Fraction:
     """(|y| - sigma^2 / t)^2 / (2 sigma^2), without rounding."""
     square = Fraction(sigma) ** 2
     return (absolute - square / (math.floor(sigma) + 1)) ** 2 / (2 * square)
-
-
-# -- exact comparisons ---------------------------------------------------------------------------------------
 
 
 _Found = TypeVar("_Found")

@@ -20,21 +20,21 @@ from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.execution.streaming import PREDICTED_FROM, Stream
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.gradients.bounded_sums import in_type
-from psgrad.engine.gradients.per_sample import Pass
+from psgrad.engine.gradients.per_sample import BatchPass
 from psgrad.engine.gradients.terms import accumulating_dtype, blocks
 from psgrad.engine.privacy.full_precision import in_full_precision
 from psgrad.engine.privacy.record_draws import drawn_outside_of_torch
 from psgrad.errors import PsgradError
 
-# Kernels take so many samples, or numbers, at a time. In a batch of another size the last ones are often
-# rounded in another way than the others.
+# Kernels take one of these numbers of samples, or numbers, at a time. In a batch of another size the last
+# ones are often rounded in another way than the others.
 _MULTIPLES = (8, 16, 64)
 _SMALLER = (64, 32, 16, 8)
 ROWS_TRIED = 8
 """A kernel that rounds by place gives many numbers alike: so many records are tried, as far as there are."""
 
 
-def settle_samples(stream: Stream, count: int, expected: float | None = None) -> int:
+def choose_samples(stream: Stream, count: int, expected: float | None = None) -> int:
     """How many of a stream's rows to compute together from now on; 1 where rows differ in length. The
     stream's chunks have this size, too.
 
@@ -99,7 +99,7 @@ def records_stay(
     """
     options: dict[str, Any] = {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
     with torch.no_grad(), in_full_precision(loss, params) as loss:
-        job = Pass(loss, params, batch, **options)
+        job = BatchPass(loss, params, batch, **options)
         places = torch.arange(samples, device=next(iter(params.values())).device)
 
         def gradients(rows: torch.Tensor) -> PerSampleGradients:

@@ -25,7 +25,7 @@ from psgrad.engine.transforms.private_torch import write_count
 
 # Tensors with more bytes are compared by PyTorch's count of writes, not by value, and can't be put back.
 _LARGE = 1 << 26
-# Up to so many bytes a copy is compared faster than an array.
+# Up to this number of bytes a copy is compared faster than an array.
 _TINY = 1 << 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -223,7 +223,7 @@ class _KeptArray:
 
 
 class KeptTensor:
-    """A tensor that is no parameter: by its bits on a CPU, else by PyTorch's count of writes.
+    """A tensor that is not a parameter: compared by its bits on a CPU, else by PyTorch's count of writes.
 
     Attributes:
         target: the tensor.
@@ -313,7 +313,7 @@ class BitSums:
 
     @classmethod
     def of(cls, tensor: Tensor) -> BitSums:
-        """Those of a dense tensor of any type and device."""
+        """The sums of a dense tensor of any type and device."""
         plain = tensor.detach().resolve_conj().resolve_neg()
         plain = (torch.view_as_real(plain) if plain.is_complex() else plain).reshape(-1)
         size = plain.element_size()

@@ -143,8 +143,8 @@ class _Loop:
 
     @contextmanager
     def unchanged(self) -> Iterator[ModelState]:
-        """A context at whose end what the model and the loss keep is what it was at the beginning: what is
-        written in it is of records.
+        """A context that restores at its end the state of the model and the loss: values that are written in
+        it come from records.
         """
         self._state.renew()
         with self._state.held():
@@ -161,8 +161,8 @@ class _Loop:
         return self.called[0]
 
     def take(self, inputs: tuple[Tensor, ...], target: Any) -> None:
-        """Keep the batch of the step to come. Raises ConfigError where it is none of the loader's, or the
-        second.
+        """Keep the batch of the step to come. Raises ConfigError where it is not a batch of the loader, or
+        the second.
         """
         rows = len(inputs[0])
         if self.drawn is None or self._batch is not None:

@@ -58,7 +58,7 @@ class Noise:
             )
 
     def standard_deviation(self, sensitivity: float) -> float:
-        """Of each coordinate of the noise on the sum; for discrete noise the parameter sigma, times
+        """The standard deviation of each coordinate of the noise on the sum; for discrete noise sigma times
         the grid.
         """
         return self.multiplier * sensitivity
@@ -79,8 +79,7 @@ class Noise:
 
         Raises:
             ConfigError: the sums have another dtype, the clipping has no grid where one is needed or has one
-            where none is, or the grid is
-                so fine that 64-bit integers can't hold the noise.
+                where none is, or the grid is so fine that 64-bit integers can't hold the noise.
         """
         deviation = self.standard_deviation(clipping.sensitivity(relation))
         self._check(sums, clipping, relation)

@@ -68,7 +68,7 @@ class RecordDraws:
         self._key = exchange(self._key)
 
     def at(self, step: int) -> StepDraws:
-        """Those of step number 0, 1, ..."""
+        """The draws of step number 0, 1, ..."""
         return StepDraws(hashlib.sha256(self._key + step.to_bytes(8, "little")).digest(), self.own)
 
 

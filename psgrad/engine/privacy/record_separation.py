@@ -125,8 +125,6 @@ class _FewRows:
                     next_step="call the model on one row, with a batch axis of one, to see why",
                 ) from error
 
-    # -- the checks ------------------------------------------------------------------------------------------
-
     def require_no_update(self, state: _FormerState) -> None:
         """No parameter and no buffer changes in a forward pass; what is new (a cache) is the same after any
         row.
@@ -227,8 +225,6 @@ class _FewRows:
             if self._apart(*pair) > self._tolerance():
                 return name
         return None
-
-    # -- comparing -------------------------------------------------------------------------------------------
 
     def _of_row(self, output: Any | None, row: int, alone: Any) -> tuple[Tensor, Any] | None:
         """(loss, output) of a row out of a batch; None if the batch's output does not look like several of

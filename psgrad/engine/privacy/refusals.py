@@ -68,9 +68,9 @@ def require_tail(steps: Iterable[tuple[float, int]], delta: float, reach: float)
 
     Args:
         steps: (noise multiplier z, how many steps have it). A record moves a sum by at most 1 / z deviations.
-            If it moves one number by so much, values in the last 1 / z deviations before the end reveal it,
-            with the probability of a normal number beyond reach - 1 / z. A thousandth of delta is allowed for
-            that.
+            If it moves one number by that distance, values in the last 1 / z deviations before the end reveal
+            it, with the probability of a normal number beyond reach - 1 / z. A thousandth of delta is allowed
+            for that.
     """
     steps = [(multiplier, count) for multiplier, count in steps if multiplier > 0]
     if (

@@ -40,7 +40,7 @@ _OFF = 2.0**-31
 _SHARE = 1e-9
 # Numbers whose noise is drawn at a time on a device other than the CPU.
 _PIECE = 1 << 20
-# Up to so many steps the noise is added to a value as it is.
+# Up to this number of steps the noise is added to a value as it is.
 _DIRECT = 2.0**18
 # Deviations that leave room in float64 for the grid, and for sums of many of them.
 _SMALLEST, _LARGEST = 2.0**-900, 2.0**900
@@ -50,8 +50,8 @@ def grid_of(deviation: float) -> float:
     """The step that numbers with noise of this standard deviation are rounded to: 2^(floor(log2(deviation)) -
     12).
 
-    Raises ConfigError for a deviation that is no positive number, or so far from 1 that float64 has no room
-    for the grid.
+    Raises ConfigError for a deviation that is not a positive number, or so far from 1 that float64 has no
+    room for the grid.
     """
     if not _SMALLEST <= deviation <= _LARGEST:
         raise ConfigError(
@@ -66,7 +66,7 @@ def grid_of(deviation: float) -> float:
 
 
 def residual_epsilon(numbers: int, delta: float) -> float:
-    """The most that floating point adds to epsilon, if so many noisy numbers are released in all, at a delta
+    """The most that floating point adds to epsilon if `numbers` noisy numbers are released in all, at a delta
     larger by 10^-9 of itself.
 
     The logarithm of the ratio of drawn to accounted probabilities is a sum of as many terms as there are
@@ -85,8 +85,8 @@ def noisy(values: Tensor, deviation: float, generator: Generator) -> Tensor:
         values: float32 or float64, any shape. They stay as they are.
 
     Returns:
-        A tensor like the values. One of float32 holds the nearest number to so many steps, which is so many
-        steps up to 2^24 of them.
+        A tensor like the values. A tensor of float32 holds the number nearest to a whole number of steps,
+        which is exact up to 2^24 steps.
     """
     grid = grid_of(deviation)
     result = torch.empty(values.shape, dtype=values.dtype, device=values.device)

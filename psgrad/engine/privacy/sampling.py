@@ -24,7 +24,7 @@ from psgrad.errors import ConfigError
 
 Scheme = Literal["poisson", "truncated_poisson", "fixed"]
 
-# Of each scheme, the numbers that describe it: all of them are needed, and no other may be given.
+# The numbers that describe each scheme: all of them are needed, and no others may be given.
 FIELDS: dict[Scheme, tuple[str, ...]] = {
     "poisson": ("sample_rate",),
     "truncated_poisson": ("sample_rate", "max_batch_size", "dataset_size"),
@@ -294,7 +294,7 @@ class Schedule:
         return scaled
 
     def runs(self, base: float, steps: int) -> list[tuple[float, int]]:
-        """(noise multiplier, for how many steps), in order, of the first so many steps."""
+        """(noise multiplier, for how many steps), in order, for the first `steps` steps."""
         if self.kind == "constant":
             return [(base, steps)] if steps else []
         runs: list[tuple[float, int]] = []

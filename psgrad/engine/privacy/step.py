@@ -27,7 +27,7 @@ from psgrad.errors import ConfigError
 
 @dataclass(frozen=True)
 class NoisySum:
-    """What is released of one batch, and what is not.
+    """The released and the private results of one batch.
 
     Attributes:
         sums: name -> [*shape], the noisy sum of clipped gradients. Public, once it is paid for.

@@ -231,8 +231,6 @@ class BatchLevel(SampleAxis):
                 count_write([written])  # below autograd, PyTorch does not count
         return args[operator.mutated[0]]
 
-    # -- random operators ------------------------------------------------------------------------------------
-
     def _draw(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.randomness == "error":
             raise TransformError(

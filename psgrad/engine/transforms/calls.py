@@ -73,7 +73,7 @@ class Call:
         return mapped.up(outs, mapped.outs)
 
     def for_all_samples(self, mapped: Mapped) -> Call:
-        """The same call for all samples together, on physical values; it sets `mapped.outs`."""
+        """This call for all samples together, on physical values. It sets `mapped.outs`."""
         raise NotImplementedError
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> TapedCall:

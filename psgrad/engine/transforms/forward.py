@@ -80,15 +80,15 @@ class ForwardLevel(DerivativeLevel):
         result = self.lower(op, args, kwargs)
         inputs = [(position, x) for position, x in inputs if x.dtype.is_floating_point or x.dtype.is_complex]
         if not isinstance(result, (tuple, list)):
-            return self._place(result, self._tangents([result], rule, op, result, args, kwargs, inputs)[0])
+            return self._traced(result, self._tangents([result], rule, op, result, args, kwargs, inputs)[0])
         tangents = self._tangents(result, rule, op, result, args, kwargs, inputs)
         tracers = [
-            self._place(item, tangent) if isinstance(item, torch.Tensor) else item
+            self._traced(item, tangent) if isinstance(item, torch.Tensor) else item
             for item, tangent in zip(result, tangents, strict=True)
         ]
         return tracers if isinstance(result, list) else tuple(tracers)
 
-    def _place(self, result: torch.Tensor, tangent: torch.Tensor | None) -> ForwardTracer:
+    def _traced(self, result: torch.Tensor, tangent: torch.Tensor | None) -> ForwardTracer:
         """The tracer of a result, with its tangent in the result's dtype. An operator of several dtypes may
         have promoted the tangent. An integer gets no tangent: a linear operator such as a cast would compute
         a wrong one.

@@ -134,7 +134,7 @@ def _own_names(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _add_names(module: nn.Module, prefix: str, names: dict[str, torch.Tensor]) -> None:
-    """The same names as nn.Module's, in one walk and without its generators, because this runs at each
+    """Add the names that nn.Module gives, in one walk and without its generators, because this runs at each
     call.
     """
     for store in (parameter_store(module), buffer_store(module)):

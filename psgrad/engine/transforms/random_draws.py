@@ -1,14 +1,10 @@
-"""Draws by label, for samples of a mapped function whose draws must not depend on other samples; and the
-states of all global random generators.
+"""Draws by label, for samples of a mapped function whose draws must not depend on other samples.
 
 A sample's label is a whole number, one of the arguments of the batch. `draw_by_label` attaches it to the
 level that maps it. From then on a random operator there is a function of (source, label, number of earlier
 random operators in this run), and no generator is used. So draws do not depend on the sample's position in
 the batch, on the other samples, or on the number of runs of the function. The operators are in
 rules/labelled_draws.py.
-
-`everywhere` and `kept` read and restore the states of the generators of PyTorch, NumPy and Python, so that
-the same numbers are drawn again.
 """
 
 from __future__ import annotations

@@ -98,16 +98,16 @@ class GradLevel(DerivativeLevel):
             )
         node = self._record(rule, inputs, result, args, kwargs)
         if isinstance(result, torch.Tensor):
-            return self._place(result, node, 0)
+            return self._traced(result, node, 0)
         if not isinstance(result, (tuple, list)):
             return result
         tracers = [
-            self._place(item, node, output) if isinstance(item, torch.Tensor) else item
+            self._traced(item, node, output) if isinstance(item, torch.Tensor) else item
             for output, item in enumerate(result)
         ]
         return tracers if isinstance(result, list) else tuple(tracers)
 
-    def _place(self, result: torch.Tensor, node: Node | None, output: int) -> GradTracer:
+    def _traced(self, result: torch.Tensor, node: Node | None, output: int) -> GradTracer:
         if node is not None:
             dtype = result.dtype
             if not (dtype.is_floating_point or dtype.is_complex):
@@ -177,7 +177,7 @@ class GradLevel(DerivativeLevel):
         node.edges = [Edge(tracer, position) for position, tracer in inputs]
         return [
             (
-                self._place(x, None if i in constant or not node.edges else node, i)
+                self._traced(x, None if i in constant or not node.edges else node, i)
                 if isinstance(x, torch.Tensor)
                 else x
             )

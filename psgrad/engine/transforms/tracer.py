@@ -61,7 +61,7 @@ class Tracer(torch.Tensor):
         return new
 
     def with_contiguous_strides(self) -> Any:
-        """The same value with contiguous strides, for a program that takes views of it."""
+        """This value with contiguous strides, for a program that takes views of it."""
         return self
 
     def tolist(self) -> Any:

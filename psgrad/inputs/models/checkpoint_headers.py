@@ -133,7 +133,7 @@ def checkpoint_files(path: Path) -> list[Path]:
 
 
 def json_content(path: Path, named: str = "") -> Any:
-    """What a file of JSON holds. named: what is before its path in messages. Raises CheckpointError."""
+    """The content of a JSON file. named: the words before its path in messages. Raises CheckpointError."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

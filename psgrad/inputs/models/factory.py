@@ -34,9 +34,9 @@ class LoadedModel:
 
     `notes` are sentences for the manifest and the terminal, `modules_imported` the modules and files whose
     code was run, `sha256` the hash of the checkpoint (of the hashes of its files, where it has several); None
-    without a checkpoint. `pick` takes what the loss reads out of what the model returns; None for all of it.
-    `pretrained` is what a pretrained model's folder tells; None for other models. `origin` says where
-    a model that no factory built came from.
+    without a checkpoint. `pick` takes the part that the loss reads out of the model's output; None for all of
+    it. `pretrained` is what a pretrained model's folder tells; None for other models. `origin` says where a
+    model that no factory built came from.
     """
 
     model: nn.Module

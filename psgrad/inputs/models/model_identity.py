@@ -47,8 +47,8 @@ _PLAIN = (
     torch.memory_format,
     PurePath,
 )
-# Of the attributes that every module has these change what it computes; the rest is bookkeeping, in part by
-# numbers of a process.
+# The attributes of every module that change what it computes. The others are bookkeeping, some with numbers
+# that differ from process to process.
 _COMPUTING = {"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
 _BOOKKEEPING = set(vars(nn.Module())) - _COMPUTING
 # Attributes that transformers and torch.compile make of Python's hash() and id(): another number in each
@@ -340,7 +340,7 @@ def _joined(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(lines.encode("utf-8", "backslashreplace")).hexdigest()
 
 
-# What is copied at once from another device, or out of a tensor that is not contiguous.
+# Bytes that are copied at once from another device, or out of a tensor that is not contiguous.
 _BLOCK_BYTES = 16 << 20
 
 

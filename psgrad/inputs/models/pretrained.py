@@ -47,7 +47,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What a pretrained model's folder tells those that prepare its data.
+    """The facts in a pretrained model's folder for preparing its data.
 
     Attributes:
         folder: the local folder of the model: the one that the config names, or a cached snapshot.
@@ -185,7 +185,7 @@ def _class_for(task: Task, settings: Any) -> Any:
 
 
 def _tasks_of(settings: Any, tasks: Iterable[Any]) -> list[Task]:
-    """Those of `tasks` for which transformers has a head of this architecture."""
+    """The `tasks` for which transformers has a head of this architecture."""
     transformers = library("transformers")
     found: list[Task] = []
     for task in tasks:
@@ -226,7 +226,7 @@ def _read_in_files(
 def _read(
     kind: Any, folder: Path, settings: Any, config: ModelConfig, dtype: torch.dtype
 ) -> tuple[Any, Mapping[str, Any]]:
-    """(the model, what transformers says of its keys). `auto` is sdpa where the model has it."""
+    """(the model, transformers' report about its keys). `auto` is sdpa where the model has it."""
     tried = ["sdpa", "eager"] if config.attention == "auto" else [config.attention]
     for attention in tried:
         try:

@@ -77,7 +77,7 @@ class RunCheckpoints:
 
     @property
     def length(self) -> int:
-        """Of the run, in epochs or steps."""
+        """The length of the run, in epochs or steps."""
         return self.epochs if self.epochs is not None else self.steps  # type: ignore[return-value]
 
     @property

@@ -58,7 +58,7 @@ def read_torch(path: Path, device: str = "cpu") -> TorchFile:
         )
     require_plain_archive(path)
     try:
-        # Warnings are about pickle protocols, which the error below tells better.
+        # Warnings are about pickle protocols, which the error below explains better.
         with warnings.catch_warnings(action="ignore"):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             stubs: list[Any] = [(Inert, name) for name in names]  # their names mean nothing else in there
@@ -147,7 +147,7 @@ def read_distributed(folder: Path, key: str | None = None) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings(action="ignore"):  # that there is no process group
             load(found, storage_reader=Reader(folder), no_dist=True)
-    except (Exception, CheckpointException) as error:  # the second is no Exception
+    except (Exception, CheckpointException) as error:  # the second is not an Exception
         raise CheckpointError(
             f"the checkpoint {folder} is damaged: {_innermost(error)}",
             expected="the files of all ranks, as torch.distributed.checkpoint wrote them",

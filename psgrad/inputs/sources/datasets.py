@@ -119,9 +119,9 @@ class DatasetSamples(Samples):
         """The SHA-256 of the rows, each of which is read for it; or of the dataset's own `fingerprint`, a
         text, if it has one.
 
-        A row that can't be read counts as what is wrong with it: whoever comes to that row says so, and keeps
-        the rows before it. What rows draw from the global generators is the same each time; a dataset with
-        generators of its own is another one in each process.
+        For a row that can't be read the error is hashed; it is raised when that row is used, after the rows
+        before it. Rows draw the same numbers from the global generators each time. A dataset with generators
+        of its own has another hash in each process.
         """
         own = getattr(self._dataset, "fingerprint", None)
         if isinstance(own, str):
@@ -282,7 +282,7 @@ class DatasetSamples(Samples):
         return unit_ids(values, unit)
 
     def _digest(self, count: int, units: Array | None) -> str:
-        """Of the factory and its arguments, the length, the first and last item, and the units."""
+        """A hash of the factory and its arguments, the length, the first and last item, and the units."""
         made_by = [self._config.factory, self._config.kwargs, count]
         digest = hashlib.sha256(json.dumps(made_by, sort_keys=True, default=str).encode())
         with restored():

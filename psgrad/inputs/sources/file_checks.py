@@ -94,7 +94,7 @@ def _encoding_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Stamp:
-    """What the system says of a file: its size in bytes, when it was written last, and which file it is."""
+    """The system's facts about a file: its size in bytes, when it was written last, and which file it is."""
 
     path: Path
     size: int
@@ -181,7 +181,7 @@ class Wanted:
 
     @classmethod
     def of(cls, config: DataConfig, unit: str | None = None) -> Wanted:
-        """Those of a config, and the column that says whom a row belongs to."""
+        """The columns of `config`, and `unit`, the column that says whom a row belongs to."""
         text = [config.text] if isinstance(config.text, str) else list(config.text or ())
         roles = [*text, config.prompt, config.completion, config.messages, config.image]
         taken: set[str] = set()

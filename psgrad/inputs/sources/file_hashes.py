@@ -89,7 +89,7 @@ def _digest(block: _Block) -> bytes:
 
 
 def _pieces(blocks: Sequence[_Block], size: int) -> list[list[_Block]]:
-    """The blocks in order, so many together that each process gets a few pieces of about the same size."""
+    """The blocks in order, joined into pieces of about equal size, of which each process gets a few."""
     least = size // pieces_wanted()
     pieces, held = list[list[_Block]](), least
     for block in blocks:
@@ -122,7 +122,7 @@ def _require_alike(files: Sequence[Stamp]) -> None:
 
 
 def _sampled(files: Sequence[Stamp]) -> list[tuple[int, str]]:
-    """Of each file its size, and a hash of what it has at places that are evenly spread over all files."""
+    """For each file its size, and a hash of its bytes at places that are evenly spread over all files."""
     ends = list(accumulate(each.size for each in files))
     found = defaultdict[int, Any](hashlib.sha256)
     for place in range(SAMPLES):

@@ -42,7 +42,7 @@ class Pieces(Protocol):
     def __call__(self, name: str, count: int, make: Callable[[int], bytes]) -> Iterator[bytes]: ...
 
 
-# Of the run that this process is one of; None for a process alone.
+# The folder of the run whose processes share files; None for a process alone.
 _folder: Path | None = None
 _waiting: Waiting = lambda what: lambda: None
 _pieces: Pieces | None = None

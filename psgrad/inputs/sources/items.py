@@ -39,7 +39,7 @@ class Item:
 
     @property
     def shapes(self) -> list[list[int]]:
-        """Of each tensor."""
+        """The shape of each tensor."""
         return [list(x.shape) for x in self.tensors]
 
 

@@ -51,7 +51,7 @@ def class_names_of(features: Mapping[str, Any], columns: Sequence[str]) -> dict[
 
 
 def library_hashes(config: DataConfig, dataset: Any) -> list[str]:
-    """What manifest.json says of a dataset of the library: the SHA-256 of the columns that are named."""
+    """The note for manifest.json on a dataset of the library: the SHA-256 of the columns that are named."""
     return [LibraryRows(dataset, Wanted.of(config).columns, str(config.dataset)).fingerprint]
 
 
@@ -182,7 +182,7 @@ def _streamed(config: DataConfig, folder: Path, allow_download: bool) -> Any:
 
 
 class _Unloadable(Exception):
-    """The first line of what the library says of a dataset that it can't load."""
+    """The first line of the library's error for a dataset that it can't load."""
 
 
 def _loaded(name: str, config: DataConfig, allow_download: bool) -> Any:

@@ -206,7 +206,7 @@ def _folder_of_images(config: DataConfig, base: Path, rows: SourceRows) -> Path:
 
 
 def image_bytes(config: DataConfig, base: Path, count: int, allow_download: bool) -> float:
-    """The mean of the bytes of so many images, evenly spread over the dataset, without those that can't be
+    """The mean of the bytes of `count` images, evenly spread over the dataset, without those that can't be
     read.
     """
     from psgrad.inputs.image_files import BrokenImage, content_of, with_names
@@ -228,7 +228,7 @@ def labels_of_head(labels: Labels, settings: Any, config: DataConfig) -> Labels:
 
 
 def _noted(samples: Samples, rows: SourceRows) -> Samples:
-    """The samples, with what the rows say of themselves among their notes."""
+    """The samples; their notes include the facts about the rows."""
     samples.notes = (*samples.notes, *rows.notes)
     return samples
 

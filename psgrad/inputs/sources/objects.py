@@ -165,7 +165,7 @@ def _mixed_rows(values: list[Any], name: str, first: int, place: _Place) -> Data
 
 
 def header_of(path: Path, objects: Sequence[Object], rows: int | None) -> DataHeader:
-    """What the first objects of a file say of it; `rows` is None where there are more."""
+    """The facts about a file from its first objects; `rows` is None where there are more."""
     names = list(dict.fromkeys(name for each in objects for name in each))
     place = f"{path}, row {{}}".format
     columns, unusable = {}, {}

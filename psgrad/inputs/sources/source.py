@@ -1,4 +1,4 @@
-"""A source reads one format of data files: what a file says of itself before its rows are read, and its rows.
+"""A source reads one format of data files: the facts in a file's header, and its rows.
 
 The header needs no torch, so that a config is checked at once; rows are tensors.
 """
@@ -48,7 +48,7 @@ class KeptRows:
         self._kept, self._source, self._at = kept, source, 0
 
     def next(self, count: int = 1) -> npt.NDArray[np.bool_]:
-        """Of so many rows. Raises DataError where there are not so many left."""
+        """Which of the next `count` rows are kept, [count] bool. Raises DataError where fewer are left."""
         found = self._kept[self._at : self._at + count]
         self._at += count
         if len(found) < count:
@@ -82,7 +82,7 @@ class Source(ABC):
 
     @abstractmethod
     def header(self, path: Path) -> DataHeader:
-        """What the file says of itself, without torch and without its rows. Raises DataError."""
+        """The facts in the file's header, without torch and without its rows. Raises DataError."""
 
     def load(self, path: Path, config: DataConfig, unit: str | None = None) -> Samples:
         """The rows of the columns that `config` names, of a format that is neither a table nor arrays. unit:
@@ -164,7 +164,7 @@ class Column:
 
 
 def column_of(kind: pa.DataType) -> Column:
-    """What an Arrow type says of a column."""
+    """The facts about a column in its Arrow type."""
     value = kind
     while is_list(value) or pa.types.is_dictionary(value):
         value = value.value_type
@@ -247,8 +247,8 @@ def data_files(config: DataConfig, base: Path) -> list[Path]:
 def header_problems(
     header: DataHeader, config: DataConfig, unit: str | None = None, *, labels: bool = False
 ) -> Iterator[PsgradError]:
-    """All that is wrong with the columns that a config names, as loading would tell it, one after the
-    other. `labels` says whether the target may be the names of classes.
+    """All problems of the columns that a config names, in the words of loading, one after the other. `labels`
+    says whether the target may be the names of classes.
     """
     roles = Wanted.of(config, unit)
     wanted = roles.columns
@@ -288,7 +288,7 @@ def with_rows(headers: list[DataHeader]) -> list[DataHeader]:
 
 
 def joined_header(headers: Sequence[DataHeader]) -> DataHeader:
-    """What the headers of several files say together. Raises DataError for a column of mixed types."""
+    """The joined facts of the headers of several files. Raises DataError for a column of mixed types."""
     first = headers[0]
     for other in headers[1:]:
         for name, column in other.columns.items():

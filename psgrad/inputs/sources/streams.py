@@ -104,7 +104,7 @@ class StreamedItems:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the manifest says of rows that were left out."""
+        """The manifest's note about rows that were left out."""
         return stream_notes(len(self)) if self._more else ()
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class StreamedItems:
 
 
 def stream_notes(count: int) -> tuple[str, ...]:
-    """What the manifest says of a stream of which `count` rows were copied, and that has more."""
+    """The manifest's note about a stream of which `count` rows were copied, and that has more."""
     return (f"data.stream_rows: the first {count:,} rows of a stream that has more",)
 
 
@@ -143,7 +143,7 @@ def is_library_stream(value: object) -> bool:
 
 
 def _tables(stream: Any, rows: int, named: str) -> Iterator[pa.Table]:
-    """The rows of a `datasets.IterableDataset`, so many in a table.
+    """The rows of a `datasets.IterableDataset`, in tables of `rows` rows.
 
     The library makes tables of rows whose types it knows, or which it reads from files. Of others each table
     has the types of its own rows.
@@ -158,7 +158,7 @@ def _tables(stream: Any, rows: int, named: str) -> Iterator[pa.Table]:
 
 
 def _with_data_errors(items: Iterable[Any], named: str) -> Iterable[Any]:
-    """The same items; an exception from making one becomes a DataError."""
+    """The items; an exception from making one becomes a DataError."""
     try:
         yield from items
     except Exception as error:

@@ -55,7 +55,7 @@ class HeadLabels:
 
     @classmethod
     def of(cls, config: Any, data: DataConfig) -> HeadLabels:
-        """Those of a model's config; data.class_names come first where the config has no names of its own.
+        """The labels of a model's config. Where that has no names, data.class_names are taken.
 
         Raises ConfigError where class_names are not as many as the head has, where they have a name of the
         model's at another place, and where the model's config contradicts itself.
@@ -90,7 +90,7 @@ class HeadLabels:
     def number(self, value: Any, where: str) -> int:
         """The class of a label: its number, or its name. -100 stays, a label that does not count.
 
-        Raises DataError, which begins with `where`, for what is no label of the head.
+        Raises DataError, which begins with `where`, for a value that is not a label of the head.
         """
         if isinstance(value, str):
             if value in self.names:

@@ -85,7 +85,7 @@ class TextTask(ABC):
         masked: whether padding is without effect on the loss where the model heeds its attention mask. It is
             not where the loss compares positions.
         labels_are_positions: whether a label is a position of the input, and not a class.
-        class_names: of the classes that labels are; None where there are none, or nobody gave names.
+        class_names: of the classes that labels are; None where labels are not classes or have no names.
     """
 
     masked: ClassVar[bool] = True

@@ -26,12 +26,17 @@ def test_rows_that_divide_evenly_take_their_share_of_the_time(ranks: int, chunks
     read=st.floats(0, 1e9),
     request=st.floats(0, 0.1),
     gathered=st.floats(0, 1e9),
-    looked_at=st.floats(0, 1e12),
+    hashed_bytes=st.floats(0, 1e12),
 )
 def test_parts_add_up_to_the_seconds_of_the_run(
-    ranks: int, rows: int, chunk: int, read: float, request: float, gathered: float, looked_at: float
+    ranks: int, rows: int, chunk: int, read: float, request: float, gathered: float, hashed_bytes: float
 ) -> None:
-    before = {"loaded": 1e8, "looked_at": looked_at, "listing_seconds": 1.0, "told": gathered}
+    before = {
+        "loaded": 1e8,
+        "hashed_bytes": hashed_bytes,
+        "listing_seconds": 1.0,
+        "broadcast_bytes": gathered,
+    }
     work = Workload(rows, chunk, 0.1, read=read, gathered=gathered, table_seconds=1e-5, **before)
     found = simulate(work, Cluster(request=request, variation=0.3), ranks)
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
@@ -89,7 +94,7 @@ def test_a_dataset_is_looked_at_by_all_ranks_together_and_as_fast_as_the_storage
     ranks: int, seconds: float
 ) -> None:
     """80 s of work, in eight pieces for each rank, of which one may be late; the storage takes 20 s."""
-    work = Workload(1_000, 10, 1.0, looked_at=100e9, look_seconds=80.0)
+    work = Workload(1_000, 10, 1.0, hashed_bytes=100e9, hash_seconds=80.0)
     found = simulate(work, Cluster(), ranks)
     assert found.parts["identity"] == pytest.approx(seconds)
     assert found.stored == 100e9
@@ -97,7 +102,7 @@ def test_a_dataset_is_looked_at_by_all_ranks_together_and_as_fast_as_the_storage
 
 
 def test_each_host_is_told_what_all_have_found_and_each_rank_lists_by_itself() -> None:
-    work = Workload(1_000, 10, 1.0, listing_seconds=7.0, told=1.25e9)
+    work = Workload(1_000, 10, 1.0, listing_seconds=7.0, broadcast_bytes=1.25e9)
     found = [simulate(work, Cluster(ranks_per_host=8), ranks) for ranks in (1, 8, 9, 64)]
     assert [each.parts["identity"] for each in found] == pytest.approx([7, 7, 8, 14])
     assert [each.sent for each in found] == pytest.approx([0, 0, 1.25e9, 7 * 1.25e9])

@@ -312,7 +312,7 @@ def test_a_reader_that_draws_late_is_read_between_chunks_from_then_on() -> None:
     assert [name == "psgrad-reader" for name in threads] == [False, True, True, *[False] * 5]
     assert said == [
         "rows are read between chunks, not beside them: random numbers were drawn while they were read, by"
-        " the reader or by the model, and a reader's would fall in with the model's"
+        " the reader or by the model, and a reader's draws would change those of the model"
     ]
 
 
@@ -324,7 +324,7 @@ def test_chunks_are_on_the_gpu_ahead_until_memory_is_short() -> None:
     loader = Loader(block, torch.device("cuda"), torch.float64)
     for place, chunk in enumerate(chunks(loader, 5)):
         assert (chunk.on_device is not None) == (place in (1, 2))
-        (inputs,), target = loader.place(chunk)
+        (inputs,), target = loader.to_device(chunk)
         assert inputs.device.type == "cuda"
         assert (inputs.dtype, inputs.flatten().tolist()) == (torch.float64, list(chunk.rows))
         assert target is not None

@@ -72,9 +72,9 @@ def test_one_weight_at_a_time_is_wide(tmp_path: Path, monkeypatch: pytest.Monkey
     most = 0
     widened = stored_weights._numbers
 
-    def counted(lent: object, value: object) -> object:
+    def counted(reused: object, value: object) -> object:
         nonlocal most
-        found = widened(lent, value)
+        found = widened(reused, value)
         if isinstance(value, Stored):
             alive.add(number := id(found))
             weakref.finalize(found, alive.discard, number)

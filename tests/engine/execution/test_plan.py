@@ -267,7 +267,7 @@ def test_plan_run_reads_first_rows_only(device: torch.device) -> None:
     assert (found.rows, found.chunk_size, found.obstacle) == (10**6, 100, None)
     assert found.replayed
     assert 0 < found.chunk_seconds < found.seconds
-    assert [(p.name, p.kinds, p.way, p.factored) for p in found.parameters] == [
+    assert [(p.name, p.kinds, p.order, p.factored) for p in found.parameters] == [
         ("0.weight", "Product", "outer product", True),
         ("0.bias", "Dense", "direct", True),
         ("2.weight", "Product", "outer product", True),
@@ -286,7 +286,7 @@ def test_ways_are_those_that_the_pass_takes(device: torch.device) -> None:
     found = plan_run(stream, 8)
     way = bound(Objective(model, F.cross_entropy), per_sample_square_norms)
     taken = way(stream.params, *stream.load(0, 8)).describe()
-    assert {p.name: p.way for p in found.parameters} == taken
+    assert {p.name: p.order for p in found.parameters} == taken
 
 
 @pytest.mark.long
@@ -342,7 +342,7 @@ def test_what_depends_on_data_is_followed_while_it_runs(device: torch.device) ->
     assert found.obstacle is not None
     assert "depend on data" in found.obstacle
     assert not found.replayed
-    assert [p.way for p in found.parameters] == ["outer product", "direct"]
+    assert [p.order for p in found.parameters] == ["outer product", "direct"]
     way = bound(Objective(Branching().to(device), F.cross_entropy), per_sample_square_norms)
     inputs, target = stream.load(0, 8)
     measured = allocated(lambda: way(stream.params, inputs, target), device)

@@ -477,14 +477,14 @@ def test_a_weight_of_many_numbers_is_widened_in_slices(
     outputs: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oracle: the product with all of it widened. No more than a slice is widened at a time."""
-    monkeypatch.setattr(stored, "LARGEST_LENT", 500)
+    monkeypatch.setattr(stored, "LARGEST_REUSED", 500)
     monkeypatch.setattr(stored, "SLICE", 200)
     sizes: list[int] = []
     wide = Stored.numbers
 
-    def noted(self: Stored, lent: Any = None) -> Tensor:
+    def noted(self: Stored, reused: Any = None) -> Tensor:
         sizes.append(self.numel() * 4)
-        return wide(self, lent)
+        return wide(self, reused)
 
     monkeypatch.setattr(Stored, "numbers", noted)
     inputs = 180 // outputs

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients, per_sample_square_norms
 from psgrad.engine.gradients.deferral import DeferredGradient
-from psgrad.engine.gradients.per_sample import Pass
+from psgrad.engine.gradients.per_sample import BatchPass
 from psgrad.engine.transforms import functional_call
 from psgrad.errors import TransformError
 from tests.engine.gradients.agreement import LargestTensor
@@ -566,7 +566,7 @@ PROGRAMS: dict[str, Program] = {
 def gradients_of(program: Program, params: Params, batch: tuple[Any, ...]) -> PerSampleGradients:
     """The gradients after the backward pass, before small ones are materialised."""
     result: dict[str, DeferredGradient] = {}
-    losses, _ = Pass(program.loss, params, batch, 0, False, "error").run(result.__setitem__)
+    losses, _ = BatchPass(program.loss, params, batch, 0, False, "error").run(result.__setitem__)
     return PerSampleGradients({name: result[name] for name in params}, losses)
 
 

@@ -194,12 +194,12 @@ def test_first_order_other_measurement_of_same_rows(data: Any) -> None:
 
 
 def test_first_order_nonfinite_rows_refused(data: Any) -> None:
-    from psgrad.engine.influence.method import screened
+    from psgrad.engine.influence.method import row_norms
 
     x, y, *_ = data
     spoilt = x.clone()
     spoilt[3] = torch.nan
-    seen = screened(examples(network(), cross_entropy, spoilt, y, chunk_size=4))
+    seen = row_norms(examples(network(), cross_entropy, spoilt, y, chunk_size=4))
     assert seen.finite.tolist() == [row != 3 for row in range(N)]
     norms = loop(network(), x, y).norm(dim=1).numpy()
     assert seen.norms[0] == pytest.approx(norms[0], rel=1e-10)

@@ -20,7 +20,7 @@ from psgrad.engine.influence.curvature.curvature_products import PassProducts, c
 from psgrad.engine.influence.curvature.kronecker_factors import FactorSums, Form, Tie
 from psgrad.engine.influence.index.build import build_index, from_index
 from psgrad.engine.influence.index.stored_index import IndexSpec, describe
-from psgrad.engine.influence.method import Checkpoint, Method, screened
+from psgrad.engine.influence.method import Checkpoint, Method, row_norms
 from psgrad.engine.influence.methods.datainf import DataInf
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, TracIn
@@ -166,7 +166,7 @@ def test_rows_of_an_output_keep_their_places_over_ranks() -> None:
 def test_ranks_take_as_many_rows_at_once_as_the_first() -> None:
     def found(rank: ThreadRank) -> int:
         training = problem(rank, chunk_size=CHUNK + rank.rank)[0]
-        screened(training)
+        row_norms(training)
         return training.stream.chunk_size
 
     assert by_ranks(3, found) == [CHUNK] * 3
@@ -202,8 +202,8 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
             return training.read(start, stop)
 
         with pytest.raises(InfluenceError, match="the last row is bad"):
-            screened(replace(training, read=read))
-        return str(len(screened(training).losses))
+            row_norms(replace(training, read=read))
+        return str(len(row_norms(training).losses))
 
     assert by_ranks(3, found) == [str(ROWS)] * 3
 
@@ -213,7 +213,7 @@ def test_a_pass_in_a_query_is_refused() -> None:
 
     def found(rank: ThreadRank) -> None:
         training, queries = problem(rank)
-        list(training.each(lambda gradients: {"norms": screened(queries).norms}))
+        list(training.each(lambda gradients: {"norms": row_norms(queries).norms}))
 
     with pytest.raises(DistributedError, match="while it computes its share of a pass"):
         by_ranks(2, found)
@@ -224,7 +224,7 @@ def test_ranks_that_take_different_steps_end_with_an_error() -> None:
         training = problem(rank)[0]
         if rank.rank == 1:
             training.free_bytes()
-        screened(training)
+        row_norms(training)
 
     with pytest.raises(DistributedError, match="different steps"):
         by_ranks(2, found)

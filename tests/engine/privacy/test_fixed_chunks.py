@@ -191,11 +191,11 @@ def test_kernels_that_round_by_place_are_found(planted: str, monkeypatch: pytest
     said: list[str] = []
     read = lambda start, stop: Block((inputs[start:stop],), target[start:stop])
     stream = Stream(objective.loss, objective.params, read, say=said.append)
-    assert fixed_chunks.settle_samples(stream, 9, 16) > 1
+    assert fixed_chunks.choose_samples(stream, 9, 16) > 1
     assert not said
     monkeypatch.setattr(fixed_chunks, "per_sample_gradients", rounded)
     again = Stream(objective.loss, objective.params, read, say=said.append)
-    assert fixed_chunks.settle_samples(again, 9, 16) == again.chunk_size == 1
+    assert fixed_chunks.choose_samples(again, 9, 16) == again.chunk_size == 1
     assert "records are computed one by one" in said[0]
     assert independent_samples(objective.loss, objective.params, (inputs,), target, has_aux=True) == 1
 

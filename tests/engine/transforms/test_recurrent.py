@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.gradients.deferral import DeferredGradient
-from psgrad.engine.gradients.per_sample import Pass
+from psgrad.engine.gradients.per_sample import BatchPass
 from psgrad.engine.gradients.terms import Product
 from psgrad.engine.transforms import functional_call, grad, hessian, jvp, vmap
 from psgrad.errors import TransformError
@@ -153,7 +153,7 @@ def test_recurrent_weight_is_one_term(name: str) -> None:
     x = torch.randn(4, TIMES, INPUTS)
     objective = Objective(model, lambda output, target: output.square().sum())
     gradients: dict[str, DeferredGradient] = {}  # as the pass leaves them, before small ones are materialised
-    Pass(objective.loss, objective.params, ((x,), torch.zeros(4)), 0, True, "error").run(
+    BatchPass(objective.loss, objective.params, ((x,), torch.zeros(4)), 0, True, "error").run(
         gradients.__setitem__
     )
     for weight in ("weight_ih_l0", "weight_hh_l0"):

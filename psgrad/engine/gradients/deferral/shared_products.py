@@ -91,7 +91,7 @@ def _where(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_zero(number: torch.Tensor) -> bool:
-    """Whether a number is known to be zero without deferred for a device."""
+    """Whether a number is known to be zero without waiting for a device."""
     return number.device.type == "cpu" and type(number) is torch.Tensor and number.item() == 0
 
 

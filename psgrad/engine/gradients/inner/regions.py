@@ -39,7 +39,7 @@ class Region:
         return tuple(placed.term for placed in (*self.left, *self.right))
 
     def at(self, samples: slice | torch.Tensor, others: slice | torch.Tensor) -> Region:
-        """The same for some samples of either side."""
+        """This region for some samples of either side."""
         left = tuple(placed.at(samples) for placed in self.left)
         return replace(self, left=left, right=tuple(placed.at(others) for placed in self.right))
 
@@ -125,8 +125,8 @@ def value_parts(
 # precision, materialised gradients.
 SIDE_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 
-# A symmetric result is cut into so many rows of tiles: of each the part right of the diagonal is computed, 56
-# % of all.
+# A symmetric result is cut into this number of rows of tiles. The part of each row right of the diagonal is
+# computed, 56 % of all.
 _ROWS_OF_TILES = 8
 
 

@@ -192,8 +192,8 @@ def add_dense(sums: Sums, kind: Kind, key: int, gradient: DeferredGradient, k: i
 _SAMPLES = {"cpu": 64, "cuda": 1024}
 # Segments a slice.
 _SEGMENTS = 8
-# Indices and signs of a slice with at most so many are kept for the next samples: hashing them takes twice as
-# long as adding them up.
+# Indices and signs of a slice are kept for the next samples if there are at most this many: hashing them
+# takes twice as long as adding them up.
 _CACHED = 1 << 16
 
 

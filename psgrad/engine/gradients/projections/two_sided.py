@@ -77,8 +77,8 @@ class TwoSided(Projection):
         return self.width**-0.5
 
     def used_columns(self, name: str, size: int) -> list[int]:
-        """Of a parameter of fewer than two axes the columns that are not always zero: one for each entry, or
-        all of them.
+        """The columns that are not always zero for a parameter of fewer than two axes: one for each entry, or
+        all.
         """
         return self._orders(name).scattered(torch.arange(size))[0].unique().tolist()
 

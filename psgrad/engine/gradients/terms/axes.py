@@ -229,7 +229,7 @@ class CutProduct:
         return [*self.groups, *self.rows, *self.columns]
 
     def sizes(self) -> list[int]:
-        """Of the atoms in `names`."""
+        """The sizes of the atoms in `names`."""
         behind = self.positions + 1
         return [*self.left.shape[1 : self.positions], *self.left.shape[behind:], *self.right.shape[behind:]]
 

@@ -70,7 +70,7 @@ class Convolution(Term):
         return (self.cotangents, self.inputs)
 
     def as_product(self) -> Product:
-        """The same gradient with its patches materialised, [n, g, t, columns]."""
+        """This gradient as a product with materialised patches [n, g, t, columns]."""
         patches, cotangents = as_matrices(self.cotangents, self.inputs, self.weight_shape, self.geometry)
         return Product(cotangents, patches)
 
@@ -172,7 +172,8 @@ class Convolution(Term):
         moved = aten.convolution.default(x.flatten(0, 1), vector.to(x.dtype), None, *self.geometry)
         result = sum_of_products(moved.reshape(g.shape), g)
         if self.geometry.transposed and any(self.geometry.padding) and x.numel():
-            # What falls on padding is left out here. The gradient has it times zero, which may be NaN.
+            # Products with padding are left out here. In the gradient they are a number times zero, which may
+            # be NaN.
             result = result + 0 * x.flatten(1).abs().amax(1)
         return result
 

@@ -241,7 +241,7 @@ _unchecked: ContextVar[bool] = ContextVar("unchecked", default=False)
 
 
 def current_flags() -> Flags | None:
-    """Those of the innermost `flagging`; None outside of it."""
+    """The flags of the innermost `flagging`; None outside of it."""
     return _flags.get()
 
 

@@ -125,7 +125,7 @@ class Product(CutMaps, Term):
         return self
 
     def square_sums(self) -> torch.Tensor | None:
-        """Of one outer product per sample: sum_n (l_n r_n^T)^2 = (L^2)^T (R^2)."""
+        """The sum of squares for one outer product per sample: sum_n (l_n r_n^T)^2 = (L^2)^T (R^2)."""
         if not self.is_outer_product:
             return None
         groups, rows, columns = self.shape

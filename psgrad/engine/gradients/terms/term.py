@@ -228,7 +228,7 @@ class Term(ABC):
         return None
 
     def as_product(self) -> Term:
-        """A sum of outer products that is no look-up, with `factors` [n, g, t, a] and [n, g, t, b]."""
+        """A sum of outer products that is not a look-up, with `factors` [n, g, t, a] and [n, g, t, b]."""
         raise NotImplementedError
 
     def square_sums(self) -> torch.Tensor | None:
@@ -379,9 +379,8 @@ class Term(ABC):
         raise NotImplementedError
 
     # -- linear maps -----------------------------------------------------------------------------------------
-    # Each
-    # returns None where the value would have to be materialised. Layouts have no window here. An axis of the
-    # layout is given by its number.
+    # Each returns None where the value would have to be materialised. Layouts have no window here. An axis of
+    # the layout is given by its number.
 
     def narrow(self, layout: AxisLayout, dim: int, start: int, step: int, length: int) -> Placed | None:
         """`length` places of an axis."""

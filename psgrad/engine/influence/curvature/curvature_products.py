@@ -120,7 +120,7 @@ class RowProducts(CurvatureProducts):
 
     @classmethod
     def of(cls, training: Examples, curvature: str, weight_decay: float = 0.0) -> RowProducts | None:
-        """Those of a training set's 'gauss_newton' or 'fisher'; None where the rows don't fit in memory.
+        """The 'gauss_newton' or 'fisher' of a training set; None where the rows don't fit in memory.
 
         Raises InfluenceError where the loss is not convex in the output.
         """
@@ -197,9 +197,7 @@ class RowProducts(CurvatureProducts):
 
 
 def _without_zeros(rows: PartsByName) -> PartsByName:
-    """The same without those that are zero for all samples: a softmax's curvature has one eigenvalue
-    of zero.
-    """
+    """The rows that are not zero for all samples: a softmax's curvature has one eigenvalue of zero."""
     if not rows:
         return rows
     alive = torch.stack([part.alive() for part in rows.values()]).any(0)
@@ -218,7 +216,7 @@ def _pieces(rows: PartsByName, vectors: torch.Tensor) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-# So many vectors share a forward pass: more only take more memory.
+# The number of vectors that share a forward pass: more take only more memory.
 _VECTORS = 32
 # Random vectors behind an estimated trace.
 _PROBES = 64

@@ -46,7 +46,9 @@ class Basis:
 
     @property
     def label(self) -> str:
-        return f"{self.name}{self.form.place}" + (f" + {self.bias.name}" if self.bias is not None else "")
+        return f"{self.name}{self.form.slice_text}" + (
+            f" + {self.bias.name}" if self.bias is not None else ""
+        )
 
     @property
     def size(self) -> tuple[int, int, int]:

@@ -54,7 +54,7 @@ class Form:
         )
 
     @property
-    def place(self) -> str:
+    def slice_text(self) -> str:
         """The part of the parameter, as an index; empty for all of it."""
         if self.layout is None or self.layout.window is None:
             return ""
@@ -121,7 +121,7 @@ class Tie:
 
 @dataclass
 class FactorSums:
-    """Of some samples.
+    """Sums of the factors of some samples.
 
     Attributes:
         moments: for each use of a parameter float64 tensors: `left` [g, a, a] and `right` [g, b, b], the
@@ -151,7 +151,7 @@ class FactorSums:
         return FactorSums.of_state(processes.reduce(processes.step("factors"), self.state, add), device)
 
     def state(self) -> Arrays:
-        """The same as tensors alone, for another process; see `of_state`."""
+        """The sums as tensors alone, for another process; see `of_state`."""
         result: Arrays = {}
         for use, moment in self.moments.items():
             result |= {json.dumps(["moment", *_plain(use), part]): value for part, value in moment.items()}
@@ -203,7 +203,7 @@ class Covariances:
         return {}
 
     def _of_group(self, gradients: PerSampleGradients) -> FactorSums:
-        """Of samples that were computed together."""
+        """The sums of samples that were computed together."""
         sums = FactorSums()
         for name, gradient in gradients.gradients.items():
             terms = factored(gradient)
@@ -282,7 +282,7 @@ class _FactorMoments:
         return sums[0].flatten(1), sums[1].flatten(1)
 
     def _second_moment(self, side: str, factor: torch.Tensor) -> None:
-        """Of a factor [n, g, t, a]."""
+        """Add the second moment of a factor [n, g, t, a]."""
         if factor.shape[3] <= LARGEST_SIDE:
             rows = factor.double().transpose(0, 1).flatten(1, 2)
             _add(self.totals, {side: torch.bmm(rows.transpose(1, 2), rows)})

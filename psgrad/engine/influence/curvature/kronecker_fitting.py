@@ -42,8 +42,8 @@ from psgrad.engine.influence.method import not_finite_gradients
 from psgrad.engine.transforms import grad, vmap
 from psgrad.errors import InfluenceError
 
-# A weight with its bias of at most so many numbers has the exact block: 8 MiB, and less than a second for its
-# eigenvectors. So has a parameter without factors in any case.
+# A weight that has at most this many numbers with its bias gets the exact block: 8 MiB, and less than a
+# second for its eigenvectors. A parameter without factors always does.
 EXACT_BLOCK = 1024
 
 
@@ -54,8 +54,8 @@ def fit_blocks(rows: Examples, count: int, exact: int = 0) -> list[KroneckerBloc
     Args:
         rows: examples whose gradients are the rows j_r of the curvature: training examples for the empirical
             Fisher.
-        exact: a weight with its bias of at most so many numbers has a basis of its gradient, which makes the
-            block exact.
+        exact: a weight that has at most `exact` numbers with its bias gets a basis of its gradient, which
+            makes the block exact.
 
     The basis of each factor is that of its second moment, summed over rows and positions; of a parameter
     without factors that of its gradient, or none where the parameter is large. The eigenvalues are those of
@@ -223,8 +223,8 @@ def fisher_rows(training: Examples, draws: int | None, seed: int) -> OutputRows:
     """`draws` sampled rows for each example, or all rows where it is None. Of large outputs the rows are
     those of labels that the model draws.
 
-    Raises InfluenceError where the output is no tensor or too large, and, as a pass goes on, where the loss
-    is not convex in it.
+    Raises InfluenceError where the output is not a tensor or too large, and, as a pass goes on, where the
+    loss is not convex in it.
     """
     size = output_size(training)
     if size > LARGEST_OUTPUT and draws is not None:

@@ -157,8 +157,8 @@ class _OuterRows:
 
 
 def _half(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a symmetric matrix [size, size]: (the rows and columns [2, h] of its upper half, which of these h
-    entries each of the whole is, [size, size]).
+    """The upper half of a symmetric matrix [size, size]: (rows and columns of its h entries [2, h], for each
+    entry of the whole matrix the number of the entry that equals it [size, size]).
     """
     places = torch.triu_indices(size, size, device=device)
     which = torch.empty(size, size, dtype=torch.int64, device=device)

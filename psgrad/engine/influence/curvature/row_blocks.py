@@ -57,7 +57,7 @@ class ParameterRows(ABC):
 
     @abstractmethod
     def only(self, rows: torch.Tensor) -> ParameterRows:
-        """The same with some of the rows, [R] booleans."""
+        """These rows without some of them. rows: [R] bool, which ones stay."""
 
     @abstractmethod
     def room(self, vectors: int) -> int:

@@ -1,8 +1,8 @@
 """Inner products of outer products through a matrix of weights that is nearly one of few outer products.
 
 sum_ij w_ij (x_i y_j) (x'_i y'_j) takes a * b multiplications for each pair of samples, and a + b for each
-outer product of which w is the sum. The inverse eigenvalues of a block, 1 / (values + damping), are such a sum
-but for the directions with large values, where they are its corner.
+outer product of which w is the sum. The inverse eigenvalues of a block, 1 / (values + damping), are such a
+sum but for the directions with large values, which are the corner.
 """
 
 from __future__ import annotations

@@ -212,15 +212,15 @@ class Recipe:
         return kind(parameters, **options)
 
     def steps_per_epoch(self, rows: int) -> int:
-        """How many batches so many rows make."""
+        """The number of batches of `rows` rows."""
         return -(-rows // self.batch_size)
 
     def alike(self, rows: int) -> int:
-        """Models of so many rows are trained together if this number is the same."""
+        """Models on different numbers of rows are trained together if this number is the same for them."""
         return rows if self.optimizer == "newton" else self.steps_per_epoch(rows)
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate of step number `step` of so many."""
+        """The learning rate of step number `step` of `steps`."""
         left = 1 - step / steps
         factor = {"constant": 1.0, "linear": left, "cosine": (1 + math.cos(math.pi * (1 - left))) / 2}[
             self.schedule

@@ -34,7 +34,7 @@ _MOST_SPLITS = 20
 
 @dataclass(frozen=True)
 class LDSScore:
-    """Of one method.
+    """The LDS of one method.
 
     Attributes:
         mean: over all queries, of the rank correlation over subsets; one that is not defined counts as 0.
@@ -119,7 +119,7 @@ def ceiling(outcomes: Array) -> Ceiling | None:
 
 
 def _agreement(outcomes: Array, size: int) -> float:
-    """The mean rank correlation of disjoint groups of so many seeds."""
+    """The mean rank correlation of disjoint groups of `size` seeds."""
     seeds = range(outcomes.shape[1])
     pairs = [
         (one, other)
@@ -136,7 +136,7 @@ def _agreement(outcomes: Array, size: int) -> float:
     return float(np.mean(correlations))
 
 
-def half_subsets(rows: int, count: int, fraction: float, random: np.random.Generator) -> Array:
+def random_subsets(rows: int, count: int, fraction: float, random: np.random.Generator) -> Array:
     """[count, rows] bool: subsets with a share of the rows each, all of one size."""
     size = round(fraction * rows)
     subsets = np.zeros((count, rows), dtype=bool)
@@ -152,7 +152,7 @@ def rows_of(subsets: Array) -> Sequence[Array]:
 
 @dataclass(frozen=True)
 class LOOScore:
-    """Of one method, over the removals.
+    """The leave-one-out score of one method, over the removals.
 
     Attributes:
         pearson, spearman: means over the queries; a correlation that is not defined counts as 0.

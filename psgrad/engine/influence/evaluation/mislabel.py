@@ -28,9 +28,8 @@ FOLDS = 5
 
 @dataclass(frozen=True)
 class Detection:
-    """Of one score, for one set of flips: the area under the ROC curve, average precision, and the share of
-    the flips that is found among the first tenth of the rows. undefined: rows without a score, which come
-    last.
+    """How well one score finds one set of flips: the area under the ROC curve, average precision, and the
+    share of the flips among the first tenth of the rows. undefined: rows without a score, which come last.
     """
 
     auc: float
@@ -180,7 +179,7 @@ def has_labels(rows: LoadedRows) -> bool:
 
 def penultimate(objective: Objective, rows: LoadedRows) -> torch.Tensor | None:
     """[n, d] float64: the input of the last module with parameters of its own that runs; None if that is not
-    a tensor with a row a sample.
+    a tensor with one row for each sample.
     """
     last: list[tuple[Any, ...]] = []
 

@@ -25,7 +25,8 @@ _MOST_PARAMETERS = 5000
 # From this many jobs on, capturing a gradient and replaying it saves time.
 _CAPTURED_FROM = 4
 _MOST_STEPS = 500
-# So many steps in a row with Hessians of their own that do not halve the gradient: rounding allows no better.
+# After this many steps in a row, each with its own Hessian, that do not halve the gradient, rounding is the
+# limit.
 _MOST_STALLED = 20
 _HALVINGS = 30
 # A step with a borrowed Hessian must take away this share of the gradient, or the next one has its own.
@@ -67,7 +68,7 @@ def minimise(
 
 
 class _NewtonSearch:
-    """One objective a job, over flat parameters [p]."""
+    """One objective for each job, over flat parameters [p]."""
 
     def __init__(
         self,

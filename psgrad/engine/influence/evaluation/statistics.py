@@ -59,7 +59,7 @@ def interval_of(estimate: float, without: Array, correlation: bool = False) -> I
 
 
 def mean_interval(values: Array) -> Interval:
-    """Of a mean of [k] values: that of Student's t."""
+    """The interval of the mean of [k] values, by Student's t."""
     left_out = (values.sum() - values) / max(len(values) - 1, 1)
     return interval_of(float(values.mean()), left_out)
 

@@ -127,12 +127,12 @@ def write_sums(store: IndexStore, checkpoints: Iterable[int], processes: Process
 
 
 def _flat(unwritten: Sequence[tuple[int, int | None]]) -> list[int]:
-    """The same as whole numbers, -1 for sums."""
+    """The pairs as a list of whole numbers, with -1 for None, which stands for sums."""
     return [place for number, shard in unwritten for place in (number, -1 if shard is None else shard)]
 
 
 def from_index(method: Method, store: IndexStore) -> Method:
-    """The same method, fitted to the rows of an index: `fit` does not use the training examples.
+    """`method`, fitted to the rows of an index: `fit` does not use the training examples.
 
     Its projection is the index's, whatever the method's own options are. Raises InfluenceError for a method
     that needs more than rows.

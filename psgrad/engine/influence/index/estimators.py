@@ -186,7 +186,9 @@ class ProjectedInverse(FittedRows):
     def with_damping(
         self, *, damping: float | None = None, relative: float | None = None
     ) -> ProjectedInverse:
-        """The same rows with another damping: a factorisation of a k x k matrix. One of the two arguments."""
+        """The inverse of the same rows with another damping, by the factorisation of a k x k matrix. Give one
+        of the two arguments.
+        """
         if (damping is None) == (relative is None):
             raise ValueError("with_damping takes damping or relative")
         return ProjectedInverse(self.source, self.of, damping, 0.0 if relative is None else relative)

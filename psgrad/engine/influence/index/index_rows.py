@@ -199,9 +199,9 @@ class RowPass:
         self.source = with_margin(examples) if of == "margin" else examples
 
     def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[RowBlock]:
-        """Of the examples start, ..., stop - 1 (to the last one if None), in one pass.
+        """The blocks of the examples start, ..., stop - 1 (to the last one if None), in one pass.
 
-        Raises InfluenceError where `of` is 'margin' and the loss is no function of one.
+        Raises InfluenceError where `of` is 'margin' and the loss is not a function of a margin.
         """
         for place, columns in self._columns(start, stop):
             weight = columns.get("weight")

@@ -24,8 +24,8 @@ LARGEST = 127
 _DIGITS = 3
 _TOGETHER = 16
 _LARGEST_OF_QUERY = LARGEST * (1 + 256 + 256**2)
-# So many products of 8-bit numbers, each up to 2^14, add up to less than 2^31, and to 2^24, up to which
-# float32 has all whole numbers.
+# The number of products of 8-bit numbers, each up to 2^14, whose sum is less than 2^31; and at most 2^24, up
+# to which float32 has all whole numbers.
 _COLUMNS_OF_INT32, _COLUMNS_OF_FLOAT32 = 1 << 16, 1 << 10
 
 
@@ -129,7 +129,7 @@ def quantised(rows: torch.Tensor, spans: Sequence[slice]) -> tuple[torch.Tensor,
     values, scales = torch.empty(rows.shape, dtype=torch.int8), torch.empty(len(rows), len(spans))
     for number, span in enumerate(spans):
         part = rows[:, span]
-        # Of zeros, and of numbers that no float32 has, any scale is right.
+        # For zeros, and for numbers that float32 does not have, any scale is right.
         scale = (part.abs().amax(1) / LARGEST).float().clamp(min=torch.finfo(torch.float32).tiny)
         values[:, span] = (part / scale.double().unsqueeze(1)).round().to(torch.int8)
         scales[:, number] = scale
@@ -149,7 +149,7 @@ class WholeQueries:
 
     @classmethod
     def of(cls, queries: torch.Tensor) -> WholeQueries:
-        """Of queries [m, k] float64."""
+        """The whole numbers of queries [m, k] float64."""
         largest = queries.abs().amax(1)
         scales = torch.where(largest == 0, 1.0, largest / _LARGEST_OF_QUERY)
         scales = scales.where(scales.isfinite(), torch.nan)

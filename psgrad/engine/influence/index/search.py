@@ -71,7 +71,7 @@ def vectors_of(
 
 
 def strongest_rows(whole: FittedRows, projected: torch.Tensor, top: int) -> list[set[int]]:
-    """Of each projected query [m, k] the rows that rank among its `top` of either sign, by all scores."""
+    """For each projected query [m, k] the rows with its `top` scores of either sign, among all rows."""
     kept = Strongest(top, len(projected))
     for block in whole.scores_of(projected):
         scores = block.scores[""]
@@ -83,7 +83,7 @@ def strongest_rows(whole: FittedRows, projected: torch.Tensor, top: int) -> list
 
 
 def recalls(strongest: list[set[int]], found: np.ndarray) -> list[float]:
-    """Of each query the share of its strongest rows that were found; 1 where it has none.
+    """For each query the share of its strongest rows that were found; 1 where it has none.
 
     Found rows are ranked by their exact scores, so that those among the strongest rank as they do there.
     """

@@ -30,8 +30,8 @@ class IndexSpec:
         dtype: of the numbers on the disk. Half-precision numbers are relative to the largest one of their
             row; whole numbers of 8 bits to that of their row in their parameter, where parameters have
             columns of their own.
-        rank: of the matrix of each parameter only so many vectors for its rows and its columns are kept,
-            where that is less; None keeps all of its numbers. For 'two-sided' and 'none'.
+        rank: at most this many vectors for the rows and the columns of each parameter's matrix are kept,
+            where they take less; None keeps all of its numbers. For 'two-sided' and 'none'.
         rows_per_shard: rows of a file, which is the least that is computed again after a kill.
 
     Raises ConfigError for a value out of range.
@@ -132,7 +132,7 @@ def projector_of(description: Mapping[str, Any], number: int) -> Projector:
 
 # Up to this many columns the sums over rows, columns x columns in float64, are kept: 512 MiB.
 WIDEST = 8192
-# Of rows below 2^-1000 the smallest numbers are lost: the inverse of their power would not be a number.
+# Rows below 2^-1000 lose their smallest numbers: the inverse of their power would not be a number.
 _LEAST = -1000
 
 

@@ -33,7 +33,7 @@ class DataInf(Method):
 
     Kwon, Wu, Wu and Zou, "DataInf: Efficiently Estimating Data Influence in LoRA-tuned LLMs and Diffusion
     Models" (2024), equation 5, of which this is minus the influence, divided by n once more for the removal
-    of one example. A is no inverse of the empirical Fisher plus lam I, but the mean over examples of the
+    of one example. A is not the inverse of the empirical Fisher plus lam I, but the mean over examples of the
     inverses: closed forms, far from it where many examples matter.
 
     Attributes:
@@ -92,7 +92,7 @@ class MeanOfInverses(Preconditioned):
         self.facts = {"damping": self.damping, "mean_eigenvalue": mean_squares}
 
     def with_damping(self, *, damping: float | None = None, relative: float | None = None) -> MeanOfInverses:
-        """The same with another damping: an absolute one, or one relative to each parameter's mean
+        """This inverse with another damping: an absolute one, or one relative to each parameter's mean
         eigenvalue.
         """
         chosen = Damping(damping) if relative is None else Damping(damping, relative)

@@ -45,8 +45,8 @@ class EKFAC(Method):
             each training example, which are what gradients for labels that the model draws itself are;
             'exact': all of its rows; 'empirical': the gradients of the training loss.
         draws, seed: of 'sampled'.
-        exact_blocks: a weight that has at most so many numbers with its bias has its whole block, which then
-            is not approximated by factors; 0 for none.
+        exact_blocks: a weight that has at most this many numbers with its bias has its whole block, which
+            then is not approximated by factors; 0 for none.
         damping: lam, the same for all blocks; None for `relative_damping` times the mean eigenvalue, block by
             block. Where neither is given: none with a weight decay and a model that is affine in its
             parameters, and a tenth of the mean eigenvalue else.
@@ -182,8 +182,8 @@ class KroneckerFactored(Preconditioned):
     def with_damping(
         self, *, damping: float | None = None, relative: float | None = None
     ) -> KroneckerFactored:
-        """The same blocks with another damping: an absolute one, or one relative to each block's mean
-        eigenvalue.
+        """The inverse of these blocks with another damping: an absolute one, or one relative to each block's
+        mean eigenvalue.
         """
         chosen = Damping(damping) if relative is None else Damping(damping, relative)
         fitted = KroneckerFactored(self.training, self.blocks, self.weight_decay, chosen)

@@ -142,7 +142,7 @@ class TracIn(Method):
         optimizer: whose steps are undone: of 'sgd' D_t is one, of 'adam' diagonal, 1 / (sqrt(v) + 1e-8), v
             the mean of squared batch gradients. It is read from the optimiser's state beside the checkpoint,
             or estimated from the training examples.
-        batch_size: of training; v is estimated for batches of so many where no state is there.
+        batch_size: of training; v is estimated for batches of this size where no state is there.
     """
 
     name = "tracin"

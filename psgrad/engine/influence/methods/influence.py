@@ -35,16 +35,16 @@ from psgrad.errors import ConfigError, InfluenceError
 # Parameters up to which the curvature is materialised in any case: 288 MB, and seconds for its
 # factor.
 LARGEST_MATRIX = 6000
-# Of an absolute damping, or a weight decay alone, its share of the mean eigenvalue, which is not known yet;
-# and the number of queries where it is not given.
+# Values that are assumed where they are not known yet: the share of the mean eigenvalue that an absolute
+# damping, or a weight decay alone, has; and the number of queries.
 _UNKNOWN_RATIO, _QUERIES = 0.01, 100
 
 DEFAULT = 1.0
 """The damping of networks, in mean eigenvalues, unless removals do not do what they are predicted to."""
 _SOLVERS = ("auto", "exact", "dual", "conjugate_gradient", "lissa", "arnoldi")
 _PRECONDITIONERS = ("auto", "none", "diagonal", "nystroem", "ekfac")
-# From so many queries on, which share a Krylov space, a preconditioner of that rank costs more products than
-# it saves. Measured on digits.
+# From this number of queries on, which share a Krylov space, a preconditioner of that rank costs more
+# products than it saves. Measured on digits.
 _MANY_QUERIES = 100
 _RANKS = {"nystroem": 200, "arnoldi": 50}
 # Products at most, and what LiSSA's may take, where the options don't say.
@@ -366,8 +366,8 @@ def tell_of_time(
     training: Examples,
     say: Callable[[str], None],
 ) -> None:
-    """Say what a solve is predicted to take, where that is long: so many products with one vector each, and
-    so many in blocks of vectors, of which one and a few are tried.
+    """Say how long a solve is predicted to take, where that is long: `singly` products with one vector each,
+    and `in_blocks` in blocks of vectors. One and a few of them are timed.
     """
     begun = training.seconds()
     products.apply(rhs[:1].double())

@@ -1,5 +1,6 @@
-"""Influence by replay: the exact derivative of a query's measurement, after training, with respect to each
-training example's weight in the whole run.
+"""The method `replay`: metagradients, the exact derivatives of a query's measurement after training by each
+training example's weight in the whole run. The passes over the run, forward and backward, are in
+`training_run.py` and `training_steps.py` beside `methods`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from psgrad.engine.execution.examples import Examples
 from psgrad.engine.free_memory import free_memory
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.influence.evaluation.jobs import LoadedRows
-from psgrad.engine.influence.evaluation.metrics import half_subsets, subset_sums
+from psgrad.engine.influence.evaluation.metrics import random_subsets, subset_sums
 from psgrad.engine.influence.evaluation.statistics import spearman
 from psgrad.engine.influence.method import Checkpoint, Fitted, Method, Per, ScoreBlock, SelfBlock
 from psgrad.engine.influence.solvers.spectrum import TOLD_SECONDS, duration_words
@@ -45,8 +46,8 @@ class Replay(Method):
     Options:
         subsets: how many random subsets of each size (1, 5 and 20 % of the examples) are left out for real;
             0 for none, so that nothing is said about how far scores can be trusted.
-        runs: 1 for the run itself. More for so many other runs on random halves of the examples, of which
-            each two are all of them: scores are the mean over the runs that an example is in. That predicts
+        runs: 1 for the run itself. More for that many other runs on random halves of the examples, where each
+            two runs have all examples: scores are the mean over the runs that an example is in. That predicts
             what a removal does to a model that is trained so, where one run is chaotic, in place of what it
             does to this run, and takes as many times as long.
     """
@@ -185,9 +186,7 @@ class FittedReplay(Fitted):
 
 
 def halves(count: int, runs: int, seed: int) -> Iterator[torch.Tensor]:
-    """For each of so many runs the numbers of the rows that it has, in order: a random half of them all, and
-    then the other half.
-    """
+    """The row numbers of each of `runs` runs, in order: a random half of all, then the other half."""
     random = np.random.default_rng([seed, 7])
     for number in range(runs):
         if number % 2 == 0:
@@ -232,7 +231,7 @@ def agreement(
     whole = measured(queries, rows, {name: value.unsqueeze(0) for name, value in run.final.items()})
     random = np.random.default_rng([seed, 6])
     for share in LEFT_OUT:
-        left_out = half_subsets(len(scores), subsets, max(share, 1 / len(scores)), random)
+        left_out = random_subsets(len(scores), subsets, max(share, 1 / len(scores)), random)
         trained = [run.retrained(torch.from_numpy(~part)) for part in _parts(left_out, run)]
         actual = np.concatenate([measured(queries, rows, params) for params in trained]) - whole
         predicted = subset_sums(scores, left_out)

@@ -126,8 +126,8 @@ def conjugate_gradient(
         tolerance: of |b - A x| / |b|, for every right-hand side, computed anew from x at the end.
         iterations: at most, for each block of right-hand sides.
         preconditioner: P, near A; None for none.
-        block: so many right-hand sides at a time; None for as many as fit in memory. room: the bytes that are
-            free, the same on all processes that solve together; None for those of this one.
+        block: the number of right-hand sides at a time; None for as many as fit in memory. room: the bytes
+            that are free, the same on all processes that solve together; None for those of this one.
         spectrum: whether A's extreme eigenvalues are estimated first, for some tens of products with one
             vector.
         say: called with a message if the tolerance is not reached.

@@ -23,7 +23,8 @@ from psgrad.errors import InfluenceError
 
 # The factor of the scale above the estimated largest eigenvalue, which Lanczos estimates from below.
 _MARGIN = 1.05
-# The residual is computed every so many terms, and if it has grown by that factor the series diverges.
+# The residual is computed after each such number of terms; if it has grown by this factor, the series
+# diverges.
 _LOOK, _GROWTH = 10, 100.0
 # Computations of the residual over which it must fall, and the factor of the allowed time after which the
 # solve ends.

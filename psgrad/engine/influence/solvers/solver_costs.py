@@ -23,7 +23,7 @@ _ALIVE, _SHARE = 3, 0.5
 class Work:
     """The sizes that a solve's cost depends on.
 
-    size: p. count: n. rows: N of the curvature; None where it is no sum over rows. queries: m. ratio: of
+    size: p. count: n. rows: N of the curvature; None where it is not a sum over rows. queries: m. ratio: of
     damping and weight decay to the mean eigenvalue, about. memory: bytes that are free.
     """
 
@@ -74,8 +74,8 @@ class Work:
 
 
 def solved_products(queries: int) -> float:
-    """How many products with one vector conjugate gradients take for so many right-hand sides, with a damping
-    of one mean eigenvalue.
+    """How many products with one vector conjugate gradients take for `queries` right-hand sides, with a
+    damping of one mean eigenvalue.
     """
     if queries >= _MANY:
         return max(_ITERATIONS * _MANY, _FEWEST * queries)

@@ -14,9 +14,9 @@ import torch
 
 from psgrad.errors import InfluenceError
 
-# Of the largest eigenvalue, what may be rounding of the lowest.
+# The share of the largest eigenvalue below which the lowest one may be rounding.
 ROUNDING = 1e-9
-# Of the largest eigenvalue, what a damping adds that leaves an inverse half its digits.
+# The share of the largest eigenvalue that a damping adds so that an inverse keeps half its digits.
 _ENOUGH = 1e-8
 # Seconds that a solve may be predicted to take before a message says so.
 TOLD_SECONDS = 10.0

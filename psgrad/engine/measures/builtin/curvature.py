@@ -212,8 +212,8 @@ class SampleHessians:
         return self.flat.size
 
     def chunk_size(self, most: int, vectors: int, kept: int = 0) -> int:
-        """How many samples to take at a time, where each is multiplied with so many vectors at once and keeps
-        so many vectors besides.
+        """How many samples to take at a time, where each is multiplied with `vectors` vectors at once and
+        keeps `kept` further vectors.
 
         most: how many the pass for gradients took at a time.
         """
@@ -240,7 +240,8 @@ class SampleHessians:
         ).view(k, m, p)
 
 
-# A new direction shorter than so many roundings of the matrix is one itself: the Krylov space has ended.
+# A new direction that is shorter than this number of roundings of the matrix is a rounding error: the Krylov
+# space has ended.
 _ROUNDINGS = 16
 
 

@@ -153,7 +153,7 @@ def resampled_estimates(
 
 # Rows that are taken into float64 at once.
 _ROWS = 16384
-# A trace below so many roundings of the mean squared norm is zero: the gradients are all the same.
+# A trace below this number of roundings of the mean squared norm is zero: all gradients are equal.
 _ROUNDINGS = 16
 
 

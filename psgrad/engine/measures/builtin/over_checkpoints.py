@@ -111,8 +111,8 @@ class CheckpointColumns:
 
     def columns(self, found: Any) -> Arrays:
         if isinstance(found, PerSampleGradients | SquareNorms):
-            said = {"loss": found.losses.double(), "grad_norm": found.square_norms().sqrt(), **found.aux}
-            found = {name: values.unsqueeze(1) for name, values in said.items()}
+            columns = {"loss": found.losses.double(), "grad_norm": found.square_norms().sqrt(), **found.aux}
+            found = {name: values.unsqueeze(1) for name, values in columns.items()}
         return {column(name, self._first): values.contiguous() for name, values in found.items()}
 
     def keep(self) -> None:

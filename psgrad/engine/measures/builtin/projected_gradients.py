@@ -320,8 +320,8 @@ class FiniteProjections:
 
     @property
     def noise(self) -> float:
-        """Of x and y that are orthogonal, the standard deviation of <Px, Py> / (|x| |y|); that of |Px|^2 /
-        |x|^2 is sqrt(2) times it.
+        """The standard deviation of <Px, Py> / (|x| |y|) for orthogonal x and y; that of |Px|^2 / |x|^2 is
+        sqrt(2) times it.
         """
         return 0.0 if self.exact else 1 / math.sqrt(self.rows.shape[1])
 

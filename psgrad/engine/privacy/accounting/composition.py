@@ -31,8 +31,8 @@ from psgrad.errors import ConfigError
 
 # Between two losses of the grid; dp-accounting's default.
 INTERVAL = 1e-4
-# So many unlike steps are composed at this interval. More take a coarser one, which costs little where losses
-# are wide.
+# Up to this number of different steps are composed at this interval. More steps take a coarser one, which
+# costs little where losses are wide.
 _FEW = 8
 # Intervals in the root-mean-square loss of a step. With 8 of them epsilon comes out about 0.1 percent too
 # large, with 16 a quarter of that.
@@ -65,7 +65,7 @@ def epsilon_pld(events: Iterable[tuple[StepEvent, int]], delta: float) -> Epsilo
 
 
 def coarse_epsilon_pld(events: Iterable[tuple[StepEvent, int]], delta: float) -> Epsilon:
-    """The same on a coarser grid, a little larger, in a fraction of the time: for searches and pictures."""
+    """`epsilon_pld` on a coarser grid, for searches and figures: a little larger, and faster."""
     return _epsilon(events, delta, coarse=True)
 
 
@@ -111,11 +111,8 @@ def why_not_pld(event: StepEvent) -> str | None:
     return None
 
 
-# -- Which events --------------------------------------------------------------------------------------------
-
-
 def gathered(counts: Mapping[StepEvent, int]) -> dict[StepEvent, int]:
-    """The same steps, with all those that use every record as one: Gaussians over the whole dataset compose
+    """The steps, with all those that use every record as one step: Gaussians over the whole dataset compose
     to one with less noise, of multiplier (sum of z^-2)^(-1/2).
     """
     plain = {
@@ -131,9 +128,6 @@ def gathered(counts: Mapping[StepEvent, int]) -> dict[StepEvent, int]:
         )
         rest[replace(next(iter(plain)), noise_multiplier=largest / math.sqrt(precision))] = 1
     return rest
-
-
-# -- On which grid -------------------------------------------------------------------------------------------
 
 
 def interval_for(counts: Mapping[StepEvent, int], coarse: bool = False) -> float:
@@ -177,8 +171,8 @@ def _tidy(interval: float) -> float:
 
 
 def epsilon_curve(events: Events, delta: float, places: Sequence[int]) -> list[tuple[int, float]]:
-    """(steps, epsilon after so many of them), by RDP, or if this doesn't cover the steps by loss
-    distributions on a coarse grid.
+    """(number of steps, epsilon after them), by RDP, or if this doesn't cover the steps by loss distributions
+    on a coarse grid.
 
     events: in the order in which they are taken. places: after how many steps; numbers beyond the last step
         are left out.
@@ -201,7 +195,7 @@ _ALIKE = 3
 
 
 def pld_curve(events: Events, delta: float) -> list[tuple[int, float]]:
-    """(steps, epsilon after so many of them) by loss distributions on a coarse grid, at a few places: the
+    """(number of steps, epsilon after them) by loss distributions on a coarse grid, at a few places: the
     first step, the last one, and some between, densest at first, where epsilon grows the least like the
     square root of the steps.
 
@@ -243,7 +237,7 @@ def _by_moments(
 
 
 def _first(runs: Sequence[tuple[StepEvent, int]], steps: int) -> list[tuple[StepEvent, int]]:
-    """The first so many steps."""
+    """The first `steps` steps."""
     some = []
     for event, number in runs:
         some.append((event, min(number, steps)))

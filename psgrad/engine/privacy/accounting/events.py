@@ -21,8 +21,8 @@ Mechanism = Literal["gaussian", "discrete_gaussian"]
 Events = Sequence[tuple["StepEvent", int]]
 """(event, how many such steps), in the order in which they are taken."""
 
-# What some accountant covers, of each scheme: moments (RDP), and privacy loss distributions (PLD), which need
-# continuous noise.
+# The relations that each accountant covers, for each scheme: moments (RDP), and privacy loss distributions
+# (PLD), which need continuous noise.
 RDP_RELATIONS: dict[Scheme, tuple[Relation, ...]] = {
     "poisson": ("add_or_remove_one", "zero_out"),
     "truncated_poisson": (),
@@ -173,7 +173,7 @@ def event_of(line: Mapping[str, Any]) -> StepEvent:
 def merged(events: Iterable[tuple[StepEvent, int]]) -> dict[StepEvent, int]:
     """How many steps of each event, in order of first appearance, none of zero steps.
 
-    Raises ConfigError for a number of steps that is no natural number, and for events under different
+    Raises ConfigError for a number of steps that is not a natural number, and for events under different
     relations: their costs don't add up to a guarantee under either.
     """
     counts: dict[StepEvent, int] = {}
@@ -210,10 +210,9 @@ _UNLIKE, _POWERS_OF = 40, 1.02
 
 
 def rounded_down(counts: Mapping[StepEvent, int]) -> tuple[dict[StepEvent, int], str | None]:
-    """The same steps, with noise multipliers rounded down to powers of 1.02 if there are many unlike ones;
-    and a note of it, if so.
-
-    None is larger than it was, and less noise has more loss: epsilon only grows.
+    """The steps with noise multipliers rounded down to powers of 1.02, and a note of it, if there are many
+    different multipliers; else the steps as they are. No multiplier becomes larger, and less noise has more
+    loss, so epsilon only grows.
     """
     if len(counts) <= _UNLIKE:
         return dict(counts), None

@@ -16,7 +16,7 @@ from psgrad.errors import ConfigError
 _LEAST, _MOST = 1e-3, 1e6
 # How far below the target epsilon may stay, relative to it; for a first guess, and in the end.
 _GUESS, _CLOSE = 1e-3, 5e-4
-# A multiplier is a number of so many digits, so that what is printed is what was solved for.
+# A multiplier has this number of digits, so that the printed number is the solution itself.
 _DIGITS = 6
 
 

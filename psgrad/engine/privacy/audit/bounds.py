@@ -36,8 +36,8 @@ METHODS = {
     "rates": "this mechanism with less noise, canaries independent (Clopper and Pearson)",
 }
 _SHARES = {"guesses": 0.1, "profile": 0.1, "rates": 0.8}
-# The noise is searched in steps of a twelfth of an octave, up to so many octaves more than declared, and down
-# to where neighbours are so many standard deviations apart that no promise remains.
+# The noise is searched in steps of a twelfth of an octave, from 8 octaves above the declared noise down to
+# where neighbours are 25 standard deviations apart, which leaves no guarantee.
 _TO_THE_OCTAVE, _OCTAVES, _NO_PROMISE = 12, 8, 25.0
 
 

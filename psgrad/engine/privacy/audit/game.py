@@ -35,7 +35,7 @@ from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.step import private_sum
 from psgrad.errors import ConfigError
 
-# A spike is so many times its group's bound.
+# A spike as a multiple of its group's bound.
 _FAR_ABOVE = 1e3
 
 
@@ -74,7 +74,7 @@ class Canaries:
     ) -> Canaries:
         """`count` canaries at coordinates of params, name -> [*shape], drawn from `random`, no two at one.
 
-        Raises ConfigError where no clipping group has coordinates for so many.
+        Raises ConfigError where no clipping group has that many coordinates.
         """
         if count < 1:
             raise ConfigError(
@@ -271,7 +271,7 @@ def play(
     records: int = 0,
     tell: Callable[[int], None] = lambda _: None,
 ) -> Played:
-    """The game over so many steps.
+    """Play the game over `steps` steps.
 
     Args:
         random: tosses the coins.

@@ -22,10 +22,11 @@ Array = np.ndarray[Any, Any]
 
 # The probability that noise as declared raises an alarm, over all questions together.
 FALSE_ALARM = 1e-6
-# Numbers that are kept of a step, of each step after so many in all, and of each tensor for the comparison of
-# tensors. Noise that is off is off everywhere.
+# How many numbers of a step are kept; after how many in all fewer are kept of each step, and how many then;
+# and how many of each tensor for the comparison of tensors. Wrong noise is wrong everywhere.
 _KEPT, _ENOUGH, _KEPT_LATER, _KEPT_OF_A_TENSOR = 1 << 16, 1 << 23, 1 << 12, 512
-# Tensors with fewer numbers are not compared, and at most so many pieces are compared with one another.
+# Tensors with fewer numbers are not compared, and at most this number of pieces are compared with one
+# another.
 _SMALLEST_PIECE, _MOST_PIECES = 32, 2000
 
 

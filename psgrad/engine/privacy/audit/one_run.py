@@ -1,7 +1,7 @@
 """Lower bounds on the privacy loss of one run with many canaries, each in or out at random.
 
 After the run an attacker guesses for some canaries and abstains for the others. The guarantee limits how many
-guesses can be right, so many right ones refute it. Two such limits are here; both hold however the canaries
+guesses can be right: a larger number refutes it. Two such limits are here; both hold however the canaries
 depend on each other:
 
 - for any mechanism that is (epsilon, delta)-private: Steinke, Nasr and Jagielski, "Privacy Auditing with One
@@ -85,8 +85,8 @@ def guess(scores: Array, inside: Array, strategy: tuple[int, int]) -> Guesses:
 
 
 def p_value(guesses: Guesses, epsilon: float, delta: float) -> float:
-    """An upper bound on the probability of so many right guesses, or more, about an (epsilon, delta)-private
-    run.
+    """An upper bound on the probability of at least this number of right guesses about an (epsilon,
+    delta)-private run.
 
     That is P[B >= v] + 2 m delta max_i P[v > B >= v - i] / i, with B binomial: r guesses, each right with
     e^eps / (1 + e^eps) (theorem 5.2 of Steinke et al.).
@@ -151,7 +151,7 @@ class Profile:
         (Dong, Roth and Su, "Gaussian Differential Privacy", 2022, proposition 2.5).
         """
         shrunk = np.exp(-self.epsilons) * (success - self.deltas)
-        # Where almost all is success, the complement's limit is the tighter one. Large epsilons overflow
+        # Where almost all guesses are right, the complement's limit is tighter. Large epsilons overflow
         # towards -inf, which is right.
         with np.errstate(over="ignore"):
             complement = 1 - self.deltas - np.exp(self.epsilons) * (1 - success)
@@ -159,7 +159,7 @@ class Profile:
 
 
 def is_refuted(profile: Profile, guesses: Guesses, level: float) -> bool:
-    """Whether so many right guesses, or more, have a probability of less than `level` under the guarantee.
+    """Whether at least this number of right guesses has a probability below `level` under the guarantee.
 
     With p_i the probability of i right guesses out of r about m canaries, turning one canary's coin makes a
     right guess a wrong one and leaves the output as it was. So the right ones' share of the outcomes with k
@@ -188,9 +188,7 @@ def is_refuted(profile: Profile, guesses: Guesses, level: float) -> bool:
 
 @dataclass(frozen=True)
 class Rates:
-    """How often a score was above a threshold: of so many canaries that were in, and of so many that were
-    out.
-    """
+    """How often a score was above a threshold, among canaries that were in and among those out."""
 
     hits: int
     inside: int
@@ -221,7 +219,7 @@ class Rates:
 # The shares of the canaries that are out and whose scores a threshold leaves above it, if the noise is as
 # declared.
 _TAILS = (0.4, 0.1, 0.02, 0.003)
-# A threshold above which fewer than so many canaries are expected is not used.
+# A threshold above which fewer canaries than this are expected is not used.
 _FEWEST_ABOVE = 2.0
 
 
@@ -248,7 +246,7 @@ _LOSSES, _FINEST = 4_000, 1e-4
 
 
 def scaled(events: Events, share: float) -> Events:
-    """The same steps with so many times their noise."""
+    """The steps with `share` times their noise."""
     return [
         (replace(event, noise_multiplier=event.noise_multiplier * share), steps) for event, steps in events
     ]

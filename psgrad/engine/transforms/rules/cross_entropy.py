@@ -123,7 +123,7 @@ class _LabelLoss:
         )
 
     def losses(self, log_probabilities: torch.Tensor) -> torch.Tensor:
-        """One loss a position; zero if the label is ignored, whatever its value."""
+        """One loss for each position; zero if the label is ignored, whatever its value."""
         picked = torch.gather(log_probabilities, self.axis, self.labels).squeeze(self.axis)
         return self.counted_only(-picked * self.weights)
 
@@ -298,7 +298,7 @@ def _linear_cross_entropy(
 
 
 _REDUCTIONS = ("none", "mean", "sum")
-# Of the logits of a sample that exist at a time.
+# Bytes of a sample's logits that exist at a time.
 SLICE_BYTES = 32 << 20
 
 

@@ -69,7 +69,7 @@ def _embedding_batch(
 
 
 def _without_gradient(x: torch.Tensor) -> torch.Tensor:
-    """The same values, with a tangent but without a cotangent: the padding row of a table of one row."""
+    """The values of x, with a tangent but without a cotangent: the padding row of a table of one row."""
     row = torch.zeros((), dtype=torch.long, device=x.device)
     return aten.embedding.default(x.reshape(1, -1), row, 0).reshape(x.shape)
 

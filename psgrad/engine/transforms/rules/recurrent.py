@@ -29,7 +29,7 @@ State = tuple[Tensor, ...]  # of an LSTM its output and its memory, of the other
 
 @dataclass(frozen=True)
 class Weights:
-    """Those of one layer in one direction.
+    """The weights of one layer in one direction.
 
     Attributes:
         inner, outer: of the inputs and of the states.
@@ -68,7 +68,7 @@ def _steps(
 
 
 def _projected_steps(weights: Weights, projected: Tensor, sizes: list[int], start: State) -> State:
-    """Of an LSTM whose output is projected before it is the next time's state."""
+    """The steps of an LSTM whose output is projected before it becomes the state of the next step."""
     (hidden, memory), states = start, []
     for piece in projected.split(sizes):
         sums = piece + F.linear(hidden[: len(piece)], weights.outer)

@@ -83,7 +83,7 @@ class _Archive:
 
     @property
     def extensions(self) -> list[str]:
-        """Of all files, in sorted order."""
+        """The extensions of all files, in sorted order."""
         return sorted({extension for each in self.members.values() for extension in each})
 
 
@@ -249,14 +249,14 @@ def _key_of(name: str) -> tuple[str, str]:
 
 
 def _places(archive: tarfile.TarFile) -> Iterator[_Place]:
-    """Of the files of an archive that is not compressed."""
+    """The places of the files in an archive that is not compressed."""
     for member in _files(archive):
         yield member.name, member.offset_data, member.size
 
 
 def _copied(archive: tarfile.TarFile, file: BinaryIO, columns: Sequence[str] | None) -> Iterator[_Place]:
-    """Of the files of an archive that is read once, in `file`, into which those of these columns are copied;
-    the others have no bytes there.
+    """The places, in `file`, of the files of an archive that is read once. Files of these columns are copied
+    into it; the others have no bytes there.
     """
     for member in _files(archive):
         place, extension = file.tell(), _key_of(member.name)[1]

@@ -15,10 +15,10 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from psgrad.engine.influence.evaluation.metrics import (
     ceiling,
     choose_removals,
-    half_subsets,
     lds,
     lds_mean,
     leave_one_out,
+    random_subsets,
     removal,
     strongest,
     subset_sums,
@@ -45,7 +45,7 @@ def datamodel(
     """
     random = np.random.default_rng(seed)
     scores = random.normal(size=(N, M))
-    drawn = half_subsets(N, subsets, 0.5, random)
+    drawn = random_subsets(N, subsets, 0.5, random)
     spread = np.sqrt(N / 4)  # of a half-subset's sum of scores
     outcomes = 5.0 - (drawn @ scores)[:, None, :] + noise * spread * random.normal(size=(subsets, seeds, M))
     return scores, drawn, outcomes
@@ -195,10 +195,10 @@ def test_metrics_lds_ceiling_one_seed() -> None:
 
 
 def test_metrics_subsets() -> None:
-    drawn = half_subsets(21, 50, 0.5, np.random.default_rng(0))
+    drawn = random_subsets(21, 50, 0.5, np.random.default_rng(0))
     assert (drawn.sum(1) == 10).all()
     assert len(np.unique(drawn, axis=0)) == 50
-    assert half_subsets(20, 3, 0.25, np.random.default_rng(0)).sum() == 15
+    assert random_subsets(20, 3, 0.25, np.random.default_rng(0)).sum() == 15
 
 
 def test_metrics_sums_of_subsets() -> None:

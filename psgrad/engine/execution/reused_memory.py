@@ -1,4 +1,4 @@
-"""Memory of the CPU that widened weights take in turn."""
+"""CPU memory that is reused for one widened weight after another."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 from psgrad.engine.transforms.private_torch import tree_leaves
 
-# Bytes. The C library keeps memory for smaller weights; what lies here is not given back, so not for larger
-# ones.
-_LEAST, LARGEST_LENT = 1 << 20, 1 << 26
+# Bytes. For smaller weights the C library keeps memory. Memory that is kept here is not given back, so larger
+# weights don't use it.
+_LEAST, LARGEST_REUSED = 1 << 20, 1 << 26
 _spare: list[Tensor] = []  # at most one, flat, in bytes
 _taking = threading.Lock()
 
 
-class Lent:
+class ReusedMemory:
     """The memory that the numbers of one operator's weights take while it runs.
 
     New memory is filled with zeros by the system, page by page, which takes as long as widening. So each
-    operator gets what the one before has left.
+    operator gets the memory of the one before.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Lent:
         size = narrow.numel() * dtype.itemsize
         dense = narrow.is_contiguous() or (narrow.dim() == 2 and narrow.t().is_contiguous())
         plain = type(narrow) is Tensor and narrow.device.type == "cpu"  # and no tensor without values
-        if narrow.dtype == dtype or not plain or not dense or not _LEAST <= size <= LARGEST_LENT:
+        if narrow.dtype == dtype or not plain or not dense or not _LEAST <= size <= LARGEST_REUSED:
             return narrow.to(dtype)
         with _taking:
             memory = _spare.pop() if _spare else torch.empty(0)
