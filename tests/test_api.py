@@ -28,6 +28,7 @@ FUNCTIONS = sorted(
 )
 
 
+@pytest.mark.long
 def test_import_is_light_and_names_come_when_asked_for() -> None:
     script = (
         "import sys, psgrad; print([m for m in ('torch', 'pandas', 'pydantic') if m in sys.modules],"

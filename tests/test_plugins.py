@@ -87,6 +87,7 @@ def test_entry_point_measure_in_a_run(workplace: Workplace) -> None:
     assert samples["halved"].tolist() == pytest.approx((samples["loss"] / 4).tolist())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("other_package")
 def test_entry_point_loss_in_a_run(workplace: Workplace) -> None:
     assert config_from({**workplace.config, "loss": "first_output"}).loss.name == "first_output"

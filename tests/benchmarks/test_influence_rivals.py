@@ -61,6 +61,7 @@ def test_every_comparison_with_an_installed_library_is_listed(agreement: Any) ->
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("title", COMPARISONS)
 @pytest.mark.filterwarnings("ignore")  # the rivals' own
 def test_scores_are_those_of_others(agreement: Any, setting: Any, title: str) -> None:

@@ -41,6 +41,7 @@ def test_numbers_that_are_not_finite_are_null(workplace: Workplace) -> None:
     assert found["nonfinite"] == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_check_leaves_with_the_gates_exit_code(workplace: Workplace, options: tuple[str, ...]) -> None:
     rows = workplace.arrays["x"].copy()
@@ -58,6 +59,7 @@ def test_check_leaves_with_the_gates_exit_code(workplace: Workplace, options: tu
     )
 
 
+@pytest.mark.long
 def test_limit_is_a_number_or_a_fraction(workplace: Workplace) -> None:
     outcome = workplace.succeeded("--no-report", "--limit", "7")
     assert f"PARTIAL: the first 7 of {ROWS} samples" in outcome.err
@@ -70,6 +72,7 @@ def test_limit_is_a_number_or_a_fraction(workplace: Workplace) -> None:
         assert "Traceback" not in outcome.err
 
 
+@pytest.mark.long
 def test_quiet_says_nothing_and_verbose_says_more(workplace: Workplace) -> None:
     assert workplace.succeeded("--no-report", "-q").err == ""
     err = workplace.succeeded("--no-report", "-v", "--overwrite").err
@@ -79,6 +82,7 @@ def test_quiet_says_nothing_and_verbose_says_more(workplace: Workplace) -> None:
     assert "error: " in workplace.analyze("-q", "--set", "engine.verify=-1").err
 
 
+@pytest.mark.long
 def test_progress_may_be_lines_or_nothing(workplace: Workplace) -> None:
     assert f"samples: {ROWS}/{ROWS} samples" in workplace.succeeded("--no-report", "--progress", "plain").err
     assert "/24 samples" not in workplace.succeeded(*LIGHT, "--overwrite").err

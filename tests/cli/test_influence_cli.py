@@ -203,6 +203,7 @@ def test_wrong_words_are_a_usage_error(words: tuple[str, ...], config: Path, sta
     assert not stage.calls
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -98,6 +98,7 @@ def test_a_commented_config_says_what_each_key_means() -> None:
     assert "Required. The delta of (epsilon, delta)" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_is_right(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -135,6 +136,7 @@ def test_the_code_that_is_written_is_clean(
         assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_runs_as_written(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

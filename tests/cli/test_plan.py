@@ -198,6 +198,7 @@ def Model():
 """
 
 
+@pytest.mark.long
 def test_plan_of_processes_counts_the_first_look_at_images(workplace: Workplace) -> None:
     """At all of them, as large as the mean of a few."""
     image = pytest.importorskip("PIL.Image")

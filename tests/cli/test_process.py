@@ -129,6 +129,7 @@ def test_answers_come_at_once(begun: Path, arguments: list[str], bar: float) -> 
     pytest.fail(f"{min(found):.2f} s of the processor, beside {min(imports):.2f} s for the import")
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize("arguments", [["schema"], ["--help"], ["ops"], ["validate", "psgrad.yaml"]])
 def test_a_pipe_that_closes_early_is_no_error(begun: Path, arguments: list[str]) -> None:
@@ -148,6 +149,7 @@ def test_a_pipe_that_closes_early_is_no_error(begun: Path, arguments: list[str])
     assert "Exception ignored" not in words
 
 
+@pytest.mark.long
 def test_a_closed_output_is_no_error(begun: Path) -> None:
     command = f"{sys.executable} -m psgrad schema >&-"
     done = subprocess.run(["/bin/sh", "-c", command], cwd=begun, capture_output=True, text=True, check=False)
@@ -170,6 +172,7 @@ def test_completion_knows_commands_options_and_values() -> None:
     assert "analyze.measures=[el2n]" in completed("psgrad analyze config.yaml --set analyze.measures=[el")
 
 
+@pytest.mark.long
 def test_a_command_that_was_mistyped_is_suggested() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "psgrad", "analize"], capture_output=True, text=True, check=False
@@ -199,6 +202,7 @@ def test_every_command_is_in_the_help() -> None:
     assert "Exit codes" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
@@ -266,6 +270,7 @@ def test_ctrl_c_before_a_command_begins_is_reported_by_the_exit_code_alone() -> 
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+@pytest.mark.long
 def test_a_second_sigterm_ends_the_process_at_once(config: Path) -> None:
     body = """
         try:

@@ -44,6 +44,7 @@ def test_what_was_found_is_reported(workplace: Workplace) -> None:
     assert not (workplace.folder / "out").exists()
 
 
+@pytest.mark.long
 def test_deep_tells_losses_and_memory(workplace: Workplace) -> None:
     outcome = validated(workplace, "--deep")
     assert outcome.code == 0, outcome.err
@@ -361,6 +362,7 @@ def test_a_baseline_that_is_yet_to_be_saved_is_no_problem(workplace: Workplace) 
     refused(workplace, 3, "baseline.json")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [["a", "b"], ["a", "b", "c", "d"]])
 def test_class_names_that_are_not_one_for_each_output_are_found_by_deep(
     workplace: Workplace, names: list[str]

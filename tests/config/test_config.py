@@ -159,6 +159,7 @@ def test_is_frozen(tmp_path: Path) -> None:
         config.output = Path("elsewhere")  # type: ignore[misc]
 
 
+@pytest.mark.long
 def test_imports_neither_torch_nor_pandas() -> None:
     code = (
         "import sys, psgrad.config; print([name for name in ('torch', 'pandas', 'numpy') if name in"
@@ -461,6 +462,7 @@ def test_any_text_is_accepted_or_reported(tmp_path_factory: pytest.TempPathFacto
         load_config(write(tmp_path_factory.getbasetemp(), text))
 
 
+@pytest.mark.long
 @given(text=st.text(max_size=30))
 def test_any_override_is_accepted_or_reported(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     file = write(tmp_path_factory.getbasetemp(), MINIMAL)

@@ -218,6 +218,7 @@ def test_the_public_record_has_its_keys(two_steps: tuple[Path, str, float]) -> N
     assert 2.99 < stated["planned_epsilon_pld"] <= 3.0
 
 
+@pytest.mark.long
 def test_public_files_say_nothing_of_how_many_records_there_are(two_steps: tuple[Path, str, float]) -> None:
     public = two_steps[0] / "public"
     manifest = json.loads((two_steps[0] / "manifest.json").read_text(encoding="utf-8"))

@@ -140,6 +140,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_config_that_is_shown_runs(name: str, tmp_path: Path, begun: Path) -> None:
     """On a few of its rows, without a report. What parts of configs do, their pages' own tests show."""

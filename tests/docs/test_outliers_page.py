@@ -61,6 +61,7 @@ def test_the_page_knows_the_limits_of_the_code() -> None:
         assert f"`{name}`" in TEXT
 
 
+@pytest.mark.long
 def test_the_example_flags_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts differ by a digit or two from machine to machine."""
     monkeypatch.setattr("psgrad.reports.analyze_page.write_report", lambda result, write: None)

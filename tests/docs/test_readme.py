@@ -96,6 +96,7 @@ def test_the_library_example_runs() -> None:
         )
 
 
+@pytest.mark.long
 def test_the_error_of_a_wrong_key_is_the_one_shown() -> None:
     (_, *arguments), expected = shown(CONFIG, "chunksize")
     done = psgrad(*arguments)
@@ -183,6 +184,7 @@ def _near(a: str, b: str) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_the_rankings_are_compared_as_shown(digits_run: tuple[Path, str]) -> None:
     outliers = json.loads((digits_run[0] / "manifest.json").read_bytes())["outliers"]
     found = rankings_of(read(OutlierFacts, outliers))

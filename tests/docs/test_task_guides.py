@@ -39,6 +39,7 @@ def names_of(rows: list[dict[str, Any]], column: str) -> dict[str, Any]:
     return {"id2label": dict(enumerate(names)), "label2id": {name: place for place, name in enumerate(names)}}
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize(("rows", "config"), EXAMPLES)
 def test_task_guide_config_runs_on_its_rows(

@@ -167,6 +167,7 @@ def test_code_identity_of_a_class_from_elsewhere(folder: Path) -> None:
     assert "ci_unrelated" in code_identity("top.py:build", folder, ["ci_unrelated"]).files
 
 
+@pytest.mark.long
 def test_code_identity_of_what_lies_with_packages_and_has_no_version_is_its_files(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -324,6 +324,7 @@ def test_items_with_names_weights_and_lengths(tmp_path: Path) -> None:
     assert block.target.tolist() == [1, 0]
 
 
+@pytest.mark.long
 def test_a_library_dataset_that_a_factory_returns(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     samples = made(tmp_path, "library", inputs="x", target="y")

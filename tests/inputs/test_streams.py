@@ -189,6 +189,7 @@ def test_analyze_of_a_stream_has_the_numbers_of_the_copied_rows(workplace: Workp
     assert found["grad_norm"].tolist() == pytest.approx(plain["grad_norm"][:20].tolist(), rel=1e-6)
 
 
+@pytest.mark.long
 def test_iterable_datasets_as_objects(workplace: Workplace) -> None:
     result = psgrad.analyze(model=workplace.model, data=Few(), loss="cross_entropy", report=False)
     assert isinstance(result.samples, pd.DataFrame)

@@ -312,6 +312,7 @@ def test_judge_shift_of_all_samples(shift: float, warned: bool) -> None:
     assert any("don't look exchangeable" in each for each in facts.caveats) is warned
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.sampled_from([0.0, 1.0, 2.0, np.nan, np.inf]), max_size=6),

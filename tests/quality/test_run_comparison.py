@@ -232,6 +232,7 @@ def test_comparison_page_escapes_text(tmp_path: Path) -> None:
     assert len(page) < 2_000_000
 
 
+@pytest.mark.long
 @pytest.mark.report
 @pytest.mark.parametrize("rows", [1, 50, 5000])
 def test_comparison_plot(tmp_path: Path, rows: int) -> None:

@@ -43,6 +43,7 @@ def test_false_discovery_rate_below_q(kind: str, tests: int, known: int, q: floa
     assert np.mean(hits) > 0.9, "the rule sees outliers that stand apart"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", DRAWS)
 def test_false_discovery_rate_without_outliers(kind: str) -> None:
     """2,000 simulations: their mean is then within 0.02, three standard errors, of the rate, which may be

@@ -171,6 +171,7 @@ def test_nothing_is_shown_where_no_map_was_kept() -> None:
         assert attribution_plots(each) == []
 
 
+@pytest.mark.long
 def test_pictures_of_noise_leave_room_on_the_page() -> None:
     rng = np.random.default_rng(0)
     images = [TopSample("", rng.random((3, 300, 300), np.float32)) for _ in range(12)]

@@ -149,6 +149,7 @@ def test_gitlab_lists_what_is_not_ignored() -> None:
     assert gitlab(verdict()) == []
 
 
+@pytest.mark.long
 def test_gitlab_keeps_the_first_5000_and_says_so() -> None:
     issues = gitlab(many(5_002))
     assert (len(issues), issues[-1]["description"]) == (

@@ -99,6 +99,7 @@ def test_the_page_shows_each_query_with_what_helps_and_hurts_it() -> None:
     assert _pictures(page) == 6 + 7 * 12
 
 
+@pytest.mark.long
 def test_the_page_says_sign_and_unit_and_where_the_numbers_come_from() -> None:
     text = _page(result(manifest={**result().manifest, "influence": {"normalize": "self_influence"}})).text
     for words in (
@@ -294,6 +295,7 @@ def test_results_without_targets_or_self_influence_are_reported() -> None:
     assert "label" not in _terminal(bare)
 
 
+@pytest.mark.long
 def test_the_page_is_small_with_the_largest_inputs() -> None:
     found = result(
         200,

@@ -77,6 +77,7 @@ def test_a_sheet_of_pictures_shows_each_pairs_own() -> None:
         assert above == [signed(pair["score"])]
 
 
+@pytest.mark.long
 def test_sheet_of_table_rows_has_its_values_in_columns_that_do_not_collide() -> None:
     found = result(inputs="text")
     values = tuple((f"measurement_{place}", 1234.5 + place) for place in range(12))
@@ -232,6 +233,7 @@ def test_all_queries_come_first_unless_there_is_but_one() -> None:
     assert next(plot.name for plot in draw_influence_plots(result(m=1))) == "query_1_sheet"
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("error")
 def test_figures_render_without_warnings_whatever_the_names_are() -> None:
     found = result(20, 1, class_names=["$x^$ \\frac{ 漢"] * 10)

@@ -237,6 +237,7 @@ def test_public_figures_follow_from_what_is_public() -> None:
     assert [plot.svg() for plot in public_plots(one)] == [plot.svg() for plot in public_plots(other)]
 
 
+@pytest.mark.long
 def test_each_figure_goes_where_it_belongs() -> None:
     files: dict[str, bytes] = {}
     write_plots(

@@ -90,6 +90,7 @@ def test_tops_of_one_and_tops_without_any_in_common(top: int, shared: int, expec
     assert expected in found.sentence
 
 
+@pytest.mark.long
 def test_the_overlap_is_said_once_beside_the_headline() -> None:
     listed = len(
         frames.result(frames.classification(300)).samples.query("is_outlier_issue and status == 'ok'")

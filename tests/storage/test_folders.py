@@ -175,6 +175,7 @@ def test_run_folder_failed_write_keeps_file(tmp_path: Path, monkeypatch: pytest.
     assert _names(run.path) == {"manifest.json", "report.html"}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="needs RLIMIT_FSIZE")
 def test_run_folder_file_size_limit(tmp_path: Path) -> None:
     script = f"""

@@ -81,6 +81,7 @@ def test_gradient_index_killed_at_every_operation(tmp_path: Path) -> None:
         assert kill_and_resume(go, check, tmp_path / str(at), [at]) == 1
 
 
+@pytest.mark.long
 def test_gradient_index_killed_repeatedly(tmp_path: Path) -> None:
     def is_right_in_the_end(path: Path, told: list[Any], finished: bool) -> None:
         if finished:

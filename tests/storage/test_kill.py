@@ -80,6 +80,7 @@ def test_kill_check_finds_planted_mistake(tmp_path: Path, mistake: type[Run], wo
         all_kills()
 
 
+@pytest.mark.long
 def test_crash_hook_kills_at_point(tmp_path: Path) -> None:
     target = tmp_path / "file"
     target.write_bytes(b"old")

@@ -190,6 +190,7 @@ def test_debug_shows_where_the_model_failed(quick: Workplace) -> None:
     assert outcome.err.rstrip().endswith("--debug shows the line of the model")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk_size", [1, 7, 24])
 def test_the_chunk_size_does_not_change_the_table(quick: Workplace, chunk_size: int) -> None:
     quick.succeeded("--set", "engine.dtype=float64")
@@ -254,6 +255,7 @@ def test_parameters_whose_gradients_are_materialised_are_named(quick: Workplace)
     )
 
 
+@pytest.mark.long
 def test_memory_given_bounds_an_automatic_chunk(quick: Workplace) -> None:
     quick.succeeded("--set", "engine.memory=1MiB")
     assert 1 <= quick.manifest()["engine"]["chunk_size"] <= ROWS
@@ -295,6 +297,7 @@ def test_without_a_check_the_manifest_says_so(quick: Workplace) -> None:
 # -- Rows that are not finite --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("chunk_size", [1, 7, "auto"])
 def test_a_row_that_is_not_finite_stays_and_touches_no_other(

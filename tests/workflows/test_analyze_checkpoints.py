@@ -44,6 +44,7 @@ def measures(training: Workplace, output: str = "out") -> dict[str, Any]:
     return content
 
 
+@pytest.mark.long
 def test_one_run_tells_all_that_measures_over_checkpoints_say(training: Workplace) -> None:
     training.succeeded("--no-report")
     frame, said = training.samples(), measures(training)
@@ -65,6 +66,7 @@ def test_one_run_tells_all_that_measures_over_checkpoints_say(training: Workplac
     assert table["checkpoint"].tolist() == FILES
 
 
+@pytest.mark.long
 def test_the_model_of_the_config_is_no_checkpoint_of_its_own(training: Workplace) -> None:
     training.config["model"]["checkpoint"] = FILES[2]
     training.succeeded("--no-report")
@@ -160,6 +162,7 @@ def _one_by_one(examples: Any, objective: Any, count: int, chunk_size: int) -> A
     return Grouping.one_by_one(count, "as the test says")
 
 
+@pytest.mark.long
 def test_a_run_does_not_go_on_with_other_checkpoints(
     training: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,6 +221,7 @@ def test_a_killed_run_goes_on_with_the_same_reference_alone(
     judged.refused(2, "reference (its content)", options=("--resume",))
 
 
+@pytest.mark.long
 def test_only_the_measures_that_judge_are_taken_of_trusted_samples(
     judged: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +241,7 @@ def test_only_the_measures_that_judge_are_taken_of_trusted_samples(
     assert asked == [[], ["el2n"]]
 
 
+@pytest.mark.long
 def test_the_example_with_a_gate_runs_as_written(judged: Workplace) -> None:
     command = judged.command("analyze", str(ROOT / "configs" / "digits-gate.yaml"), "--output", "gate")
     assert command.code == 0, command.err
@@ -251,6 +253,7 @@ def test_the_example_with_a_gate_runs_as_written(judged: Workplace) -> None:
     assert judged.command("check", "gate").code == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("score", "said"), [("vog", False), ("vog_z", True), ("cosine_to_mean", True)])
 def test_a_score_that_depends_on_the_other_samples_is_said_to(
     judged: Workplace, score: str, said: bool

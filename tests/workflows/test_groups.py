@@ -66,6 +66,7 @@ def test_weights_are_those_of_the_rows_and_the_report_is_written(place: Workplac
     np.testing.assert_allclose(place.samples()["grad_norm"], summed(weighted).norm(dim=1), rtol=1e-9)
 
 
+@pytest.mark.long
 def test_measures_take_the_gradients_of_groups(place: Workplace) -> None:
     place.config["analyze"] = {
         "measures": ["cosine_to_mean", "layer_norms", "relative_norm", "neighbour_distance", "noise_scale"]
@@ -82,6 +83,7 @@ def test_measures_of_single_rows_are_refused(place: Workplace, measure: str) -> 
     place.refused(2, measure, "not computed for groups", "leave out data.group")
 
 
+@pytest.mark.long
 def test_limit_and_sample_count_groups_and_a_run_resumes(place: Workplace) -> None:
     expected = summed(gradients(place)).norm(dim=1).numpy()
     place.succeeded("--no-report", "--limit", "4")
@@ -252,6 +254,7 @@ def test_influence_is_that_of_the_closed_form(
     np.testing.assert_allclose(scores(asking), expected.numpy(), rtol=1e-7)
 
 
+@pytest.mark.long
 def test_an_index_has_a_row_a_group(asking: InfluenceWorkplace) -> None:
     asking.config["influence"]["index"] = {"path": "index", "projection": "none", "dtype": "float64"}
     assert asking.index().code == 0

@@ -106,6 +106,7 @@ def scores_with_index(place: InfluenceWorkplace, rows: list[int], option: str) -
     return scores(place)
 
 
+@pytest.mark.long
 def test_index_update_names_new_rows_that_are_not_finite(place: InfluenceWorkplace) -> None:
     assert place.index().code == 0
     place.arrays["x"][0] = np.nan
@@ -134,6 +135,7 @@ def test_index_update_with_other_losses_refused(place: InfluenceWorkplace) -> No
     place.index("--update").refused(3, "is of something else: it has a loss of", "for row 0")
 
 
+@pytest.mark.long
 def test_index_update_without_digests_refused(place: InfluenceWorkplace) -> None:
     assert place.index().code == 0
     index = GradientIndex.open(place.folder / "index")

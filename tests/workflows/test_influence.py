@@ -130,6 +130,7 @@ def test_a_margin_explains_with_the_sign_of_help(place: InfluenceWorkplace) -> N
     )
 
 
+@pytest.mark.long
 def test_layers_have_ranks_of_their_own(place: InfluenceWorkplace) -> None:
     place.section["layers"] = "module"
     ranked = place.ranked()
@@ -281,6 +282,7 @@ def test_a_plain_mean_over_checkpoints_is_warned_of_and_keeps_its_unit(place: In
     assert "per unit of learning rate" in place.manifest()["influence"]["unit"]
 
 
+@pytest.mark.long
 def test_stability_over_checkpoints_is_on_the_terminal_and_in_json(place: InfluenceWorkplace) -> None:
     for seed in (3, 4):
         place.save_checkpoint(f"{seed}.safetensors", seed)
@@ -324,6 +326,7 @@ def test_an_index_of_another_model_is_refused(place: InfluenceWorkplace) -> None
     assert not (place.folder / "out").exists()
 
 
+@pytest.mark.long
 def test_an_index_that_is_half_built_is_refused_and_gone_on_with(place: InfluenceWorkplace) -> None:
     with_index(place)
     assert place.index().code == 0
@@ -572,6 +575,7 @@ def test_amounts_of_a_network_are_uncalibrated_and_checked(place: InfluenceWorkp
     assert "predicted and found" not in outcome.out
 
 
+@pytest.mark.long
 def test_removals_without_a_step_that_lowers_the_loss_are_not_reported(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ def test_an_index_made_by_other_code_is_refused(
     place.influence().refused(3, "the index index is of something else", "fingerprint.code.", file)
 
 
+@pytest.mark.long
 def test_an_index_made_by_code_that_was_imported_is_refused(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +294,7 @@ def test_an_index_damps_by_the_rows_that_have_a_gradient(place: InfluenceWorkpla
 # -- Units ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("normalize", "words"),
     [

@@ -394,6 +394,7 @@ def test_models_of_other_labels_of_the_same_file_are_trained_anew(place: Evaluat
     assert place.evaluated("lds", "--overwrite")["lds"]["mean"] == first["lds"]["mean"]
 
 
+@pytest.mark.long
 def test_models_may_be_trained_by_a_function_of_ones_own(place: EvaluationWorkplace) -> None:
     (place.folder / "own.py").write_text("import torch\nfrom torch import nn\n\n\n" + OWN)
     place.section["evaluate"] = {"train": "own.py:train", "subsets": 5, "seeds": 2}
@@ -514,6 +515,7 @@ def test_more_removals_than_examples_are_refused(place: EvaluationWorkplace) -> 
     place.influence("--evaluate", "removal").refused(2, f"has {ROWS}, and there are {ROWS} training examples")
 
 
+@pytest.mark.long
 def test_queries_may_be_fewer(place: EvaluationWorkplace) -> None:
     place.evaluate |= {"queries": 2, "subsets": 3}
     assert place.evaluated("lds")["lds"]["queries"] == 2

@@ -62,6 +62,7 @@ def assert_same_scores(place: InfluenceWorkplace) -> None:
     assert not (other / "parts").exists()
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize("count", [1, 3, 7])
 def test_parts_in_any_order_equal_one_run(place: InfluenceWorkplace, count: int) -> None:
@@ -229,6 +230,7 @@ def test_merge_refuses_other_queries_than_the_parts_had(place: InfluenceWorkplac
     place.command("merge", "parts").refused(2, "queries (their content)")
 
 
+@pytest.mark.long
 def test_merge_refuses_a_part_of_another_run(place: InfluenceWorkplace) -> None:
     """It has the shape of the right one."""
     part(place, 2, 2)
@@ -245,6 +247,7 @@ def test_merge_refuses_a_part_of_another_run(place: InfluenceWorkplace) -> None:
     merged(place)
 
 
+@pytest.mark.long
 def test_merged_parts_take_no_part_more(place: InfluenceWorkplace) -> None:
     in_parts(place, 2)
     assert "are merged already" in part(place, 1, 2, code=2)

@@ -130,6 +130,7 @@ def build_part(place: InfluenceWorkplace, number: int, count: int = PARTS) -> No
     assert outcome.out.strip() == str(place.config["influence"]["index"]["path"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, 3, 40])
 def test_parts_of_an_index_in_any_order_are_the_whole(place: InfluenceWorkplace, count: int) -> None:
     """More parts than shards, too: some have nothing to do."""

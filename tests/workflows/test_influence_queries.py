@@ -104,6 +104,7 @@ def test_worst_is_by_the_last_checkpoint(place: InfluenceWorkplace) -> None:
     assert asked(place, {"worst": 3}) == np.argsort(-losses)[:3].tolist()
 
 
+@pytest.mark.long
 def test_checkpoints_are_read_as_the_models_own_is(place: InfluenceWorkplace) -> None:
     for name, seed in (("a.pt", 1), ("b.pt", 2), ("c.pt", 3)):
         torch.manual_seed(seed)

@@ -99,6 +99,7 @@ def test_index_search_of_all_lists_is_the_exact_scan(
     pd.testing.assert_frame_equal(training.drop(columns="overall"), whole.drop(columns="overall"))
 
 
+@pytest.mark.long
 def test_index_search_of_one_checkpoint_by_tracin(place: InfluenceWorkplace) -> None:
     place.section["method"] = "tracin"
     place.section["checkpoints"] = [{"path": "model.safetensors", "learning_rate": 0.1}]
@@ -157,6 +158,7 @@ def test_index_search_measures_a_sample_of_the_queries(place: InfluenceWorkplace
     assert "approximate search, recall not measured: 6 of 6 lists were searched" in outcome.out
 
 
+@pytest.mark.long
 def test_index_search_leaves_out_rows_that_are_not_finite(place: InfluenceWorkplace) -> None:
     x = place.arrays["x"].copy()
     x[3, 0] = np.nan
@@ -305,6 +307,7 @@ def test_index_search_follows_an_update(place: InfluenceWorkplace) -> None:
     assert "more-6" in set(expected["train_id"])
 
 
+@pytest.mark.long
 def test_index_search_without_room_for_its_lists(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_row_of_weight_two_scores_as_the_row_twice(place: InfluenceWorkplace, 
     np.testing.assert_allclose(np.delete(weighted, 5, 0), np.delete(doubled, [5, ROWS], 0), rtol=1e-6)
 
 
+@pytest.mark.long
 def test_gradients_have_the_weights_of_their_rows(place: InfluenceWorkplace) -> None:
     weighted = matrix(place, name="gradient_dot")
     del place.config["data"]["weight"]
@@ -121,6 +122,7 @@ def test_training_rows_with_weights_are_queries(place: InfluenceWorkplace, queri
     np.testing.assert_allclose(with_weights[1:], cosines[1:, rows], rtol=1e-7)
 
 
+@pytest.mark.long
 def test_ekfac_takes_weights(place: InfluenceWorkplace) -> None:
     place.section["method"] = "ekfac"
     outcome = place.influence("--no-report")

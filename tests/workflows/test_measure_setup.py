@@ -90,6 +90,7 @@ def test_each_known_measure_can_be_named(workplace: Workplace) -> None:
         assert isinstance(measures(workplace, {"measures": [name]})[-1], kind)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_second_look_is_refused_where_it_would_see_other_draws(workplace: Workplace, mode: str) -> None:
     dropping = (

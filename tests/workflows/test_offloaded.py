@@ -193,6 +193,7 @@ def test_influence_over_checkpoints_and_from_an_index(
     assert_same_bits(one, other, "scores.parquet")
 
 
+@pytest.mark.long
 def test_parts_and_their_merge(workplace: Workplace) -> None:
     workplace.config["engine"] = {"chunk_size": 5}
     gathering = {"name": "covariance_spectrum", "exact_up_to": 0}
@@ -269,6 +270,7 @@ def test_private_step_keeps_what_it_trains_in_memory(
     assert all((models[1][name] == value).all() for name, value in models[0].items())
 
 
+@pytest.mark.long
 def test_disk_that_fails_in_the_middle_keeps_the_finished_rows(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

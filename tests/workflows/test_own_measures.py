@@ -233,6 +233,7 @@ def test_ranks_with_one_without_merge_are_refused_before_the_first_pass(workplac
     assert not (workplace.folder / "ranks").exists()
 
 
+@pytest.mark.long
 def test_part_of_one_that_gathers_in_its_second_pass_is_refused(workplace: Workplace) -> None:
     """Also where it changes the tensor of its state; and so is the merge, as no row of that pass is kept."""
     use(workplace, GATHERING.format(where="columns_again") + MERGE)

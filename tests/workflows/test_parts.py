@@ -37,6 +37,7 @@ def merged(place: Workplace) -> None:
     assert outcome.out.splitlines()[-1].endswith("parts")
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize("count", [1, 3, 7])
 def test_parts_in_any_order_equal_one_run(place: Workplace, count: int) -> None:
@@ -73,6 +74,7 @@ def test_parts_of_measures_that_look_twice_run_again(place: Workplace) -> None:
     assert_same_runs(place.folder / "out", place.folder / "parts")
 
 
+@pytest.mark.long
 def test_parts_that_were_made_in_folders_of_their_own_equal_one_run(place: Workplace) -> None:
     """On machines without shared storage: one folder is merged, and gets the parts of the others."""
     part(place, 1, 2)
@@ -84,6 +86,7 @@ def test_parts_that_were_made_in_folders_of_their_own_equal_one_run(place: Workp
     assert_same_runs(place.folder / "out", place.folder / "parts")
 
 
+@pytest.mark.long
 def test_merge_names_a_missing_part(place: Workplace) -> None:
     part(place, 1, 3)
     part(place, 3, 3)
@@ -126,6 +129,7 @@ def test_files_of_another_run_refused(place: Workplace) -> None:
     place.command("merge", "parts").refused(3, "part-2-of-2/00000.parquet is of another run")
 
 
+@pytest.mark.long
 def test_rows_that_are_there_twice_refused(place: Workplace) -> None:
     part(place, 1, 2)
     part(place, 2, 2)

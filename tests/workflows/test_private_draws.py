@@ -131,6 +131,7 @@ def test_draws_that_can_not_be_made_by_record_stop_the_run_before_its_ledger(
     assert not private.run_folder.exists()
 
 
+@pytest.mark.long
 def test_a_model_that_draws_by_numpy_is_run_on_one_record_at_a_time(private: PrivateWorkplace) -> None:
     private.workplace.use_model(
         "import numpy as np\n\n\n"
@@ -144,6 +145,7 @@ def test_a_model_that_draws_by_numpy_is_run_on_one_record_at_a_time(private: Pri
     )
 
 
+@pytest.mark.long
 def test_secret_draws_differ_from_run_to_run(private: PrivateWorkplace) -> None:
     private.privacy.update(EXACT)
     private.succeeded()

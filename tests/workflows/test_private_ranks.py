@@ -327,6 +327,7 @@ def test_rank_that_sums_other_records_than_given_stops_the_step(
     assert private.ledger("step") == []
 
 
+@pytest.mark.long
 def test_rank_with_another_dataset_is_refused_before_anything_is_made(private: PrivateWorkplace) -> None:
     (private.folder / "config.yaml").write_text(yaml.safe_dump(private.config))
     other = private.folder / "other"

@@ -101,6 +101,7 @@ def test_the_noisy_sum_of_the_last_step_is_released_too(private: PrivateWorkplac
         torch.testing.assert_close(after, before[name] - 0.1 * released[name] / 12)
 
 
+@pytest.mark.long
 def test_rounding_is_stated_and_kept_to(private: PrivateWorkplace) -> None:
     private.config["engine"]["dtype"] = "float32"
     private.privacy["noise"] = {"multiplier": 2.3}
@@ -309,6 +310,7 @@ def test_low_rank_adapters_are_trained_on_a_frozen_model(private: PrivateWorkpla
     assert private.step()["trainable"] == {"tensors": 2, "parameters": 14, "of_parameters": 29}
 
 
+@pytest.mark.long
 def test_discrete_noise_leaves_weights_on_the_grid(private: PrivateWorkplace) -> None:
     private.privacy.update(expected_batch_size=16, optimizer={"name": "SGD", "kwargs": {"lr": 1.0}})
     private.privacy["noise"] = {"multiplier": 2.0, "mechanism": "discrete_gaussian", "grid": 2.0**-20}
@@ -321,6 +323,7 @@ def test_discrete_noise_leaves_weights_on_the_grid(private: PrivateWorkplace) ->
     assert private.step()["epsilon_rdp"] > 0
 
 
+@pytest.mark.long
 def test_an_adaptive_bound_is_kept_from_step_to_step_and_over_a_resume(private: PrivateWorkplace) -> None:
     private.privacy["clipping"] = {
         "norm": 1e-3,
@@ -397,6 +400,7 @@ def test_epsilon_can_be_computed_from_the_ledger_by_dp_accounting_alone(whole: P
     assert whole.step()["epsilon_pld"] == pytest.approx(losses.get_epsilon(0.01), rel=1e-3)
 
 
+@pytest.mark.long
 def test_neighbouring_datasets_have_the_same_public_values(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -758,6 +762,7 @@ def test_a_lost_ledger_is_reported_and_its_run_is_not_replaced(
         private.refused(2, "the ledger that paid for it is gone", options=options)
 
 
+@pytest.mark.long
 def test_damaged_private_files_are_reported(private: PrivateWorkplace) -> None:
     private.succeeded()
     (private.run_folder / "private" / "NOT_PRIVATE_steps.parquet").write_bytes(b"no table")
@@ -785,6 +790,7 @@ def test_weights_that_are_no_numbers_any_more_are_reported(private: PrivateWorkp
     assert "of 4 trained parameters, " in private.succeeded("--steps", "20").err
 
 
+@pytest.mark.long
 def test_private_figures_have_the_steps_of_all_processes(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -879,6 +885,7 @@ def test_attribute_written_under_a_branch_changes_no_gradient(private: PrivateWo
     assert all(torch.equal(sums[1][name], value) for name, value in sums[0].items())
 
 
+@pytest.mark.long
 def test_frozen_parameter_that_is_written_into_is_not_published(private: PrivateWorkplace) -> None:
     keeping(private, "self.frozen.data.numpy()[0] = place / 8")
     private.refused(
@@ -894,6 +901,7 @@ def test_frozen_parameter_that_is_written_into_is_not_published(private: Private
     ]  # of before the first step
 
 
+@pytest.mark.long
 def test_trained_parameter_that_is_written_into_through_numpy_stops_the_run_unpaid(
     private: PrivateWorkplace,
 ) -> None:
@@ -938,6 +946,7 @@ class Model(nn.Module):
     assert not private.run_folder.exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("alias", ["detach()", "detach().numpy()", "data[1:]"])
 def test_parameter_that_the_model_has_under_another_name_is_trained_as_without(
     private: PrivateWorkplace, alias: str
@@ -995,6 +1004,7 @@ class Model(nn.Module):
     assert private.step()["steps"] == 3
 
 
+@pytest.mark.long
 def test_steps_all_takes_those_that_are_left_and_no_more(private: PrivateWorkplace) -> None:
     private.privacy.update(steps=3)
     private.succeeded("--steps", "1")

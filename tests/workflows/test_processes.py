@@ -95,6 +95,7 @@ class CountedProcess(OneProcess):
         return found
 
 
+@pytest.mark.long
 def test_nothing_is_sent_for_a_chunk_but_the_progress(place: Workplace) -> None:
     """Twelve chunks in two passes, and three: the same calls, beside those of the progress."""
     place.config["analyze"] = {"measures": MEASURES}

@@ -149,6 +149,7 @@ def test_analyze_by_ranks_whose_factory_gives_other_rows_is_refused(
     assert not list((place.folder.parent / "out").rglob("rank-1/*.parquet"))
 
 
+@pytest.mark.long
 @pytest.mark.every(4)
 @pytest.mark.parametrize("name", [*CHANGES, "queries"])
 def test_influence_by_ranks_that_differ_is_refused(place: InfluenceWorkplace, name: str) -> None:

@@ -57,6 +57,7 @@ def interrupted(workplace: Workplace, after: int = 12) -> None:
     assert workplace.manifest()["counts"]["finished_samples"] == after
 
 
+@pytest.mark.long
 def test_the_rows_that_are_done_are_not_done_again(quick: Workplace) -> None:
     interrupted(quick)
     seen: list[int] = []
@@ -135,6 +136,7 @@ def test_what_changed_is_refused_with_the_difference(
     assert len(pd.read_parquet(quick.folder / "out" / "parts" / "samples")) == 12
 
 
+@pytest.mark.long
 def test_analyze_resume_checkpoint_saved_again_with_the_same_weights(quick: Workplace) -> None:
     interrupted(quick)
     save_file(quick.model.state_dict(), quick.folder / "model.safetensors", {"note": "other bytes"})
@@ -147,6 +149,7 @@ def test_a_limit_is_part_of_a_run(quick: Workplace) -> None:
         run(quick, resume=True, limit=20)
 
 
+@pytest.mark.long
 def test_what_is_no_part_of_a_number_may_change(quick: Workplace) -> None:
     interrupted(quick)
     quick.config["engine"]["verify"] = 2

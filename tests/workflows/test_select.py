@@ -117,6 +117,7 @@ READ: dict[str, tuple[Callable[[Workplace], None], Callable[[str], pd.DataFrame]
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("suffix", READ)
 def test_other_tables_come_back(workplace: Workplace, suffix: str) -> None:
     write, read = READ[suffix]
@@ -129,6 +130,7 @@ def test_other_tables_come_back(workplace: Workplace, suffix: str) -> None:
     assert np.array_equal(found[COLUMNS].to_numpy("f4"), wanted[COLUMNS].to_numpy("f4"))
 
 
+@pytest.mark.long
 def test_arrays_come_back(workplace: Workplace) -> None:
     workplace.succeeded("--no-report")
     kept = kept_rows(workplace.samples())

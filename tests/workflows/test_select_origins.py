@@ -121,6 +121,7 @@ def pictures(place: Workplace, metadata: bool) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("metadata", [False, True])
 def test_images_are_copied_into_a_folder(workplace: Workplace, metadata: bool) -> None:
     images = pictures(workplace, metadata)
@@ -209,6 +210,7 @@ class Rows(torch.utils.data.Dataset):
 """
 
 
+@pytest.mark.long
 def test_ids_of_rows_that_code_makes_come_back(workplace: Workplace) -> None:
     (workplace.folder / "rows.py").write_text(FACTORY)
     data = {"factory": "rows.py:Rows", "inputs": "x", "target": "y", "id": "name"}

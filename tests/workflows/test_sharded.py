@@ -202,6 +202,7 @@ def test_sharded_weights_of_one_process_stay_in_their_file(workplace: Workplace)
     assert manifest["engine"]["parameters"] == "offloaded"
 
 
+@pytest.mark.long
 def test_ranks_that_can_not_be_divided_into_groups(workplace: Workplace) -> None:
     workplace.config["engine"] = {"shard_ranks": 2}
     ended = ranks(workplace, 3, "analyze", "config.yaml", "--no-report")

@@ -190,6 +190,7 @@ def test_so_many_processes_of_a_host_have_their_turn_at_a_time(
     assert max(found) == most
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the memory is read from /proc")
 def test_model_of_a_config_and_those_of_its_checkpoints_are_shared(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,7 @@ from psgrad.workflows.setup import PADDING_NOTE
 from tests.text_tasks import CASES
 
 
+@pytest.mark.long
 @pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("name", "dtype"),

@@ -109,6 +109,7 @@ def both(model: nn.Module, rows: Block, measure: Any = GradientNorms, **options:
     return run, plain
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("measure", [GradientNorms, Factors])
 @pytest.mark.parametrize("chunk_size", [1, 3, 8])
@@ -122,6 +123,7 @@ def test_replayed_chunks_have_the_same_numbers(build: Any, rows: Any, chunk_size
     assert not run.said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("measure", [GradientNorms, Factors])
 def test_dropout_draws_what_it_would_have_drawn(measure: Any) -> None:
     run, plain = both(
@@ -137,6 +139,7 @@ def test_few_chunks_are_not_worth_a_record(monkeypatch: pytest.MonkeyPatch) -> N
     assert run.replayed == 0
 
 
+@pytest.mark.long
 def test_an_automatic_chunk_size_replays_what_it_settles_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psgrad.engine.execution.memory.free_memory", lambda device: 8_000)
     run, _ = both(perceptron(), vectors(), chunk_size="auto")
@@ -209,6 +212,7 @@ class Scheduled(nn.Module):
         return self.layer(x) * self.calls
 
 
+@pytest.mark.long
 def test_a_model_that_keeps_a_state_is_not_replayed() -> None:
     run = Run(Scheduled(), vectors(), chunk_size=4)
     assert run.replayed == 0
@@ -218,6 +222,7 @@ def test_a_model_that_keeps_a_state_is_not_replayed() -> None:
     assert float(model.calls) == ROWS // 4 + 1  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_a_record_that_gives_other_numbers_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         chunk_replay, "agree", lambda found, again, rounding: bool(torch.rand(()) < 0)
@@ -230,6 +235,7 @@ def test_a_record_that_gives_other_numbers_is_thrown_away(monkeypatch: pytest.Mo
     assert "the program gave other numbers" in said[0]
 
 
+@pytest.mark.long
 def test_a_record_that_fails_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Any:
         raise RuntimeError("no such kernel\nstack")

@@ -128,6 +128,7 @@ def test_a_reader_is_never_called_twice_at_once_not_even_for_a_failure() -> None
     assert most == 1
 
 
+@pytest.mark.long
 def test_reading_costs_no_time_beside_a_computation_that_takes_as_long() -> None:
     pause, count = 0.1, 6
     spent = {"reading": 0.0, "computing": 0.0}

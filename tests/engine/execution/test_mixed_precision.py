@@ -300,6 +300,7 @@ def objective(device: torch.device) -> Objective:
     )
 
 
+@pytest.mark.long
 def test_chunks_are_replayed_with_the_same_numbers(
     objective: Objective, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ def test_an_automatic_chunk_starts_small_and_grows_to_what_fits(
     assert 1 <= sizes[1] < ROWS - 8
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("kind", OUT_OF_MEMORY)
 @pytest.mark.parametrize("chunk_size", [20, "auto"])
@@ -331,6 +332,7 @@ def test_rows_are_not_read_again_after_a_failure(model: nn.Module) -> None:
     assert [row for start, stop in table.asked for row in range(start, stop)] == list(range(ROWS))
 
 
+@pytest.mark.long
 def test_a_row_that_fails_alone_has_one_more_try(model: nn.Module) -> None:
     table = Table()
     room = Room(table, lambda row: 1)
@@ -381,6 +383,7 @@ def test_a_chunk_that_is_tried_again_counts_once_in_every_measure(model: nn.Modu
         assert distribution.mean == pytest.approx(expected.parameters[name].mean, rel=1e-12)
 
 
+@pytest.mark.long
 def test_finished_chunks_stay_finished_when_memory_gets_scarce_later(model: nn.Module) -> None:
     table = Table()
 
@@ -586,6 +589,7 @@ def _traced() -> Iterator[None]:
     tracemalloc.stop()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_traced")
 def test_memory_does_not_grow_with_the_dataset(device: torch.device) -> None:
     model, peaks = nn.Linear(WIDTH, 3).to(device), []

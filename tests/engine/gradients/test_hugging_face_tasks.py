@@ -100,6 +100,7 @@ def assert_rows_are_those_alone(case: Case, dtype: torch.dtype, batch: Row | Non
     assert error.max() <= tolerance
 
 
+@pytest.mark.long
 @pytest.mark.every(4)
 @each(*CASES, *MIXTURES)
 @each_dtype
@@ -161,6 +162,7 @@ def test_rows_of_equal_length_where_padding_changes_the_numbers(case: Case, dtyp
     torch.testing.assert_close(found.square_norms().sqrt(), expected, rtol=TOLERANCES[dtype], atol=0)
 
 
+@pytest.mark.long
 def test_padding_before_the_text_needs_position_ids_and_no_loss_at_its_first_token() -> None:
     case = decoder("llama", "Llama")
     rows = case.rows(torch.float64)

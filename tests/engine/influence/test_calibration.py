@@ -111,6 +111,7 @@ def test_calibration_least_squares_default_is_exact() -> None:
         np.testing.assert_allclose(result[row], truth, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.long
 def test_calibration_default_of_dual_solver_equals_exact() -> None:
     torch.manual_seed(0)
     inputs, targets = torch.randn(30, 6, dtype=torch.float64), torch.randn(30, 2, dtype=torch.float64)
@@ -174,6 +175,7 @@ def test_calibration_networks_keep_ranking_damping() -> None:
     assert fitted.facts["leverage"] is False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [EKFAC, DataInf, Influence])
 def test_calibration_convex_with_weight_decay_no_damping(kind: Any) -> None:
     inputs, labels = classified(30)

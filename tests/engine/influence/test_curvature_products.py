@@ -211,6 +211,7 @@ def test_curvature_products_shared_factor() -> None:
     assert forms["0.weight"] == "materialised"
 
 
+@pytest.mark.long
 def test_curvature_products_by_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

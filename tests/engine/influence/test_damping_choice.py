@@ -32,6 +32,7 @@ def fitted_facts(training: Examples, method: Influence | None = None, **options:
     return fitted.facts
 
 
+@pytest.mark.long
 def test_damping_choice_of_trained_weights_is_the_default() -> None:
     facts = fitted_facts(few_digits(trained_digits_mlp()))
     assert facts["relative_damping"] == 1.0
@@ -44,6 +45,7 @@ def untrained() -> Examples:
     return few_digits(trained_digits_mlp(5))
 
 
+@pytest.mark.long
 def test_damping_choice_far_from_minimum_is_larger() -> None:
     facts = fitted_facts(untrained())
     tried: dict[str, float] = facts["damping_agreement"]  # type: ignore[assignment]
@@ -126,6 +128,7 @@ def test_damping_choice_untried(rows: int, solver: str, words: str) -> None:
     assert facts["damping"] == pytest.approx(facts["mean_eigenvalue"])
 
 
+@pytest.mark.long
 def test_damping_choice_none_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(damping_choice, "AGREES", 1.1)
     facts = fitted_facts(untrained())

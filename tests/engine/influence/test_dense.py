@@ -82,6 +82,7 @@ def test_curvature_matrix_rows_with_shared_factor(
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", [0, 1 << 12, 1 << 27])
 def test_curvature_matrix_of_kept_chunks(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors are added chunk by chunk, some chunks at a time, or all at the end."""

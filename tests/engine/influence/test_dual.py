@@ -108,6 +108,7 @@ def test_dual_equals_exact_on_digits() -> None:
             np.testing.assert_allclose(dual, exact, rtol=0, atol=1e-6 * np.abs(exact).max())
 
 
+@pytest.mark.long
 def test_dual_kernel_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     training, queries, *_ = setup("softmax")
     want = scores(fit(Influence(solver="dual"), training), queries)
@@ -120,6 +121,7 @@ def test_dual_kernel_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.long
 def test_dual_another_damping_shares_the_kernel() -> None:
     training, queries, *_ = setup("softmax")
     first = fit(Influence(solver="dual", damping=0.1), training)
@@ -133,6 +135,7 @@ def test_dual_another_damping_shares_the_kernel() -> None:
     )
 
 
+@pytest.mark.long
 def test_dual_zero_damping_refused() -> None:
     training, queries, *_ = setup("softmax")
     with pytest.raises(

@@ -126,6 +126,7 @@ def test_ekfac_self_influence(case: str) -> None:
     assert torch.allclose(norms.cpu(), prepared.norm(dim=1).cpu(), rtol=1e-10, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("per", ["parameter", "module"])
 def test_ekfac_layers_add_up_to_the_total(per: str) -> None:
     model, training, queries = problem("convolution")
@@ -318,6 +319,7 @@ def test_ekfac_rotated_gradients_or_rotated_vectors(case: str) -> None:
     assert float(plain.abs().max()) < 1e-9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_ekfac_roots_as_a_preconditioner(case: str) -> None:
     """Two roots are the inverse that scores are made with, and a root undoes the inverse root."""

@@ -240,6 +240,7 @@ def counting(training: Examples, note: Callable[[int, int], None]) -> Examples:
     return Examples(training.objective, read, len(training), {"chunk_size": 2})
 
 
+@pytest.mark.long
 def test_index_resume_of_killed_build(tmp_path: Path) -> None:
     training, _ = both(network())
     spec = IndexSpec(dimension=9, rows_per_shard=4, features="margin")

@@ -56,6 +56,7 @@ LOSSES: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("solver", ["exact", "dual"])
@@ -89,6 +90,7 @@ def test_leverage_scores_equal_one_newton_step(name: str, solver: Any) -> None:
     np.testing.assert_allclose(scores(again, queries), want, rtol=0, atol=1e-11)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("solver", ["exact", "dual"])
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_leverage_ridge_regression_leave_one_out(solver: Any, outputs: int) -> None:
@@ -152,6 +154,7 @@ def test_leverage_of_one_refused(solver: Any) -> None:
     assert all(np.isnan(part[5]).all() for part in parts.values())
 
 
+@pytest.mark.long
 def test_leverage_of_one_without_damping_refused() -> None:
     inputs = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).double()
     inputs[:, 2] = 0.0
@@ -165,6 +168,7 @@ def test_leverage_of_one_without_damping_refused() -> None:
     assert any(line.startswith("without row 5 the training problem has no solution") for line in messages)
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize("solver", ["exact", "dual"])
 @pytest.mark.parametrize("leverage", [False, True])
@@ -195,6 +199,7 @@ def test_leverage_by_output_scores(solver: Any, leverage: bool) -> None:
         layer_scores(fitted, queries, "module")
 
 
+@pytest.mark.long
 def test_leverage_by_output_of_one_number() -> None:
     """As of a binary classifier that returns [n]."""
     wide, (inputs, _) = nn.Linear(6, 1).double(), classified(15)

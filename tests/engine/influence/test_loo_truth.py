@@ -172,6 +172,7 @@ def few() -> Truth:
     return Few.of((inputs[:150], labels[:150]), (test_inputs[:100], test_labels[:100]), 0.05).truth
 
 
+@pytest.mark.long
 def test_influence_fewer_rows_than_one_newton_step_serves_are_not_calibrated() -> None:
     """24 rows of high leverage: scores are one exact Newton step without the row, and a second step is what
     they miss.

@@ -97,6 +97,7 @@ def test_every_method_is_tried() -> None:
 LONG = ("hessian", "lissa")
 
 
+@pytest.mark.long
 @pytest.mark.every(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in LONG)) for name in FITS]
@@ -111,6 +112,7 @@ def test_scores_over_ranks_are_those_of_one_process(name: str, size: int) -> Non
             np.testing.assert_array_equal(other[what], each[0][what])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("curvature", "by"),
     [
@@ -138,6 +140,7 @@ def test_products_over_ranks_are_those_of_one_process(curvature: Any, by: str) -
         torch.testing.assert_close(each, found(None), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 def test_more_ranks_than_rows() -> None:
     """A rank without a row adds nothing to a sum."""
     method = EKFAC(damping=0.1)

@@ -102,6 +102,7 @@ def test_own_step_derivatives_are_finite_differences_of_retraining(name: str) ->
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.long
 def test_own_step_retrained_is_a_plain_loop() -> None:
     """Without transforms: the step called with other weights, one by one."""
     run, weights = of_step(sgd), torch.ones(1, ROWS).double()
@@ -130,6 +131,7 @@ def test_own_step_with_weights_that_are_normalised() -> None:
     assert not torch.allclose(found, derivatives(of_step(sgd)), rtol=0.1)
 
 
+@pytest.mark.long
 def test_own_step_that_draws_by_a_seed_and_a_count() -> None:
     """The same noise each time: the derivative does not notice it in a linear update."""
 

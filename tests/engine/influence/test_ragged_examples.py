@@ -55,6 +55,7 @@ def test_ragged_gauss_newton_matrix_and_its_rows(pair: tuple[Examples, Examples]
     assert_close(buckets.materialise()[2:10], buckets.flat.join(some.materialise()))
 
 
+@pytest.mark.long
 def test_ragged_hessian(pair: tuple[Examples, Examples]) -> None:
     assert_close(*map(loss_hessian, pair))
 

@@ -55,6 +55,7 @@ def gauss_newton(found: Examples, x: torch.Tensor, target: torch.Tensor, criteri
     return total
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("criterion", [mean_loss, sum_loss])
 def test_sampled_label_rows_have_the_gauss_newton_matrix_as_their_mean(criterion) -> None:
     found, x, target = examples(criterion)

@@ -63,6 +63,7 @@ def loop(examples: Examples, ids: torch.Tensor, target: torch.Tensor, mean: bool
     return {name: torch.stack(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("criterion", [mean_loss, sum_loss])
 def test_token_scores_are_those_of_a_loop_over_tokens_and_add_up_to_the_score(criterion) -> None:
     examples, ids, target = problem(criterion)

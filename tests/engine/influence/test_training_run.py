@@ -70,6 +70,7 @@ def derivatives(run: TrainingRun) -> torch.Tensor:
     return run.weight_derivatives(cotangents)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RECIPES)
 def test_training_run_ends_where_torch_optim_does(name: str) -> None:
     run = run_of(RECIPES[name])

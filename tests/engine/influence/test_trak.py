@@ -180,6 +180,7 @@ def test_trak_seeds() -> None:
 # -- What projections do -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_trak_inner_products_unbiased_with_stated_variance(data: Any, kind: Any) -> None:
     training, _ = both(network(), data)

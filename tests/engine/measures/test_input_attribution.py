@@ -315,6 +315,7 @@ def test_attribution_several_inputs() -> None:
     ]
 
 
+@pytest.mark.long
 def test_attribution_token_as_baseline() -> None:
     model, inputs, target = two_inputs()
     inputs = (inputs[0] % 3, inputs[1] % 3, *inputs[2:])

@@ -83,6 +83,7 @@ def test_ntk_kernel_equals_jacobians(architecture: Architecture) -> None:
     )
 
 
+@pytest.mark.long
 @given(n=st.integers(1, 12), outputs=st.integers(1, 4), chunk_size=st.integers(1, 12))
 @settings(max_examples=15)
 def test_ntk_each_output_and_chunks(n: int, outputs: int, chunk_size: int) -> None:

@@ -148,6 +148,7 @@ def test_projected_gradients_eigenvalues_of_few_samples(
     assert set(result.tables["spectrum"]["standard_error"].tolist()) == {0.0}
 
 
+@pytest.mark.long
 @given(
     n=st.integers(2, 30),
     p=st.integers(1, 20),
@@ -177,6 +178,7 @@ def test_projected_gradients_covariance_exact_when_small(
     )
 
 
+@pytest.mark.long
 def test_projected_gradients_eigenvalue_error() -> None:
     # turned, as a sparse projection keeps the length of whatever lies along one parameter
     rows = decaying(400, 600) @ torch.linalg.qr(torch.randn(600, 600, dtype=torch.float64))[0]
@@ -195,6 +197,7 @@ def test_projected_gradients_eigenvalue_error() -> None:
     assert np.mean([each.numbers["trace_by_projection"] for each in result]) == pytest.approx(trace, rel=0.05)
 
 
+@pytest.mark.long
 def test_projected_gradients_isolated_eigenvalue_bias() -> None:
     scales = torch.cat([torch.ones(1), torch.full((399,), 0.15)]).double()
     rows = (torch.randn(400, 400, dtype=torch.float64) * scales) @ torch.linalg.qr(
@@ -213,6 +216,7 @@ def test_projected_gradients_isolated_eigenvalue_bias() -> None:
     assert result.mean() - eigenvalues(rows)[0] == pytest.approx(lifts.mean(), abs=3 * rounding)
 
 
+@pytest.mark.long
 def test_projected_gradients_effective_rank_unbiased_squares() -> None:
     random, k, variances = np.random.default_rng(0), 40, np.array([1.0, 0.4, 0.1])
     squares = []
@@ -226,6 +230,7 @@ def test_projected_gradients_effective_rank_unbiased_squares() -> None:
     assert np.mean(squares) == pytest.approx(np.square(variances).sum(), abs=3 * off)
 
 
+@pytest.mark.long
 def test_projected_gradients_effective_rank_bias_removed() -> None:
     rows = torch.randn(300, 2000, dtype=torch.float64)  # of rank 299: far more than there are columns
     result = [

@@ -29,6 +29,7 @@ def setting(ragged: Case, only: int | None = None, **options: Any) -> Setting:
     return Setting(examples, **facts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "kind"),
     [

@@ -121,6 +121,7 @@ def test_calibration_impossible_target_refused(target: float, make: Any, steps: 
 # -- epsilon after each of many steps ------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_epsilon_curve_equals_epsilon_after_steps() -> None:
     schedule = Schedule("step", every=7, factor=0.9)
     events = [(poisson(multiplier, 0.1), steps) for multiplier, steps in schedule.runs(2.0, 40)]
@@ -134,6 +135,7 @@ def test_epsilon_curve_equals_epsilon_after_steps() -> None:
         assert value == pytest.approx(epsilon_rdp(spent, 1e-5).value, rel=1e-12)
 
 
+@pytest.mark.long
 def test_epsilon_curve_by_pld_where_rdp_is_undefined() -> None:
     one, other = poisson(1.0, 0.05, "replace_one"), poisson(0.8, 0.05, "replace_one")
     events = [(one, 3), (other, 5)]

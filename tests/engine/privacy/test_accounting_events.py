@@ -137,6 +137,7 @@ def library_epsilons(lines: list[dict[str, Any]], delta: float) -> tuple[float |
     return None if by_moments is None else by_moments.get_epsilon(delta), by_losses.get_epsilon(delta)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "events",
     [

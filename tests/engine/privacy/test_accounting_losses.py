@@ -37,6 +37,7 @@ def value_of(events: Any, delta: float = 1e-5, coarse: bool = False) -> float:
 # -- published figures ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("event", "steps", "delta", "epsilon"),
     [
@@ -266,6 +267,7 @@ def test_pld_no_noise_and_no_steps() -> None:
     assert value_of([(poisson(0.0, 0.1), 0)]) == 0.0
 
 
+@pytest.mark.long
 def test_pld_epsilon_is_not_negative() -> None:
     for coarse in (False, True):
         assert value_of([(poisson(50.0, 0.01), 1)], 0.5, coarse) == 0.0

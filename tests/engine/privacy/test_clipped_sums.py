@@ -213,6 +213,7 @@ def test_clipped_sum_bound_at_every_scale(
             assert norms[0] >= 0.999999 * clipping.groups[0].bound
 
 
+@pytest.mark.long
 @pytest.mark.every(3)
 @pytest.mark.parametrize("positions", [16, 64, 256])
 def test_clipped_sum_bound_with_rounding(

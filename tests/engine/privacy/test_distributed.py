@@ -111,6 +111,7 @@ def test_distributed_noise_added_once(found: list[dict[str, Any]]) -> None:
     assert first.std().item() == pytest.approx(1.5 * 0.7, rel=0.2)
 
 
+@pytest.mark.long
 def test_distributed_ledger_failure_stops_all(found: list[dict[str, Any]]) -> None:
     assert [part["payments"] for part in found] == [2, 0]
     assert found[0]["refused"] == "OSError: the disk is full"

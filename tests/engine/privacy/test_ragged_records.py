@@ -38,6 +38,7 @@ def as_row(sums: dict[str, Tensor]) -> Tensor:
     return torch.cat([value.flatten() for value in sums.values()])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_clipped_sum_of_ragged_records_is_that_of_a_loop(kind: str) -> None:
     ragged = case(kind)
@@ -55,6 +56,7 @@ def test_clipped_sum_of_ragged_records_is_that_of_a_loop(kind: str) -> None:
         torch.testing.assert_close(found.records.losses, ragged.losses(rows), rtol=1e-9, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["mean", "lstm"])
 @settings(max_examples=8, deadline=None)
 @given(
@@ -160,6 +162,7 @@ def test_records_of_rows_of_unequal_length_without_a_mask_are_refused() -> None:
     assert "takes a mask of the positions" in str(raised.value)
 
 
+@pytest.mark.long
 def test_record_streams_of_ragged_rows_are_clipped_like_a_loop_over_users() -> None:
     ragged = case("bert")
     rows = ragged.rows(LENGTHS)

@@ -254,6 +254,7 @@ class OneWeight(nn.Module):
         return F.dropout(self.w, 0.5) * x
 
 
+@pytest.mark.long
 def test_record_draws_mask_frequency_of_recomputed_records(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

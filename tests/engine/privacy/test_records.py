@@ -351,6 +351,7 @@ def test_records_clipping_of_users(name: str, combine: str) -> None:
     torch.testing.assert_close(result.records.norms, users.norm(dim=1), rtol=1e-9, atol=0)
 
 
+@pytest.mark.long
 def test_records_nonfinite_row_removes_user_from_sum() -> None:
     x, y = torch.randn(14, 6), torch.randint(4, (14,))
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))

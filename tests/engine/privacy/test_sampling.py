@@ -88,6 +88,7 @@ def test_sampling_poisson_independent_records() -> None:
     assert stats.chisquare([seen[batch] for batch in range(64)], expected).pvalue > ALPHA
 
 
+@pytest.mark.long
 def test_sampling_fixed_uniform_over_batches() -> None:
     for size in (2, 5):  # below and above the half, which are drawn in two ways
         drawn = draws(Sampling("fixed", batch_size=size), 7, 8000)
@@ -95,6 +96,7 @@ def test_sampling_fixed_uniform_over_batches() -> None:
         assert stats.chisquare([seen[batch] for batch in combinations(range(7), size)]).pvalue > ALPHA
 
 
+@pytest.mark.long
 def test_sampling_truncated_poisson_uniform_over_subsets() -> None:
     scheme = Sampling("truncated_poisson", sample_rate=0.5, max_batch_size=2, dataset_size=5)
     seen = Counter(tuple(np.flatnonzero(step).tolist()) for step in draws(scheme, 5, 8000))

@@ -327,6 +327,7 @@ def test_clipped_source_grid_integer_sums(
     assert (result.records.factors < 1).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_clipped_source_grid_sum_is_exact(dtype: torch.dtype, device: torch.device) -> None:
     """A kernel that rounds a record's gradient by the size of the batch would move the sum by more than one

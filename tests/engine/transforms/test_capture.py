@@ -80,6 +80,7 @@ def detached(model):
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "shape"), [(perceptron(), (6,)), (convolutional(), (1, 8, 8))], ids=["mlp", "cnn"]
 )
@@ -188,6 +189,7 @@ def test_capture_signature_grad_mode():
         same(captured(x), x + 2)
 
 
+@pytest.mark.long
 def test_capture_autocast():
     model = perceptron()
     x, y = batch(6)

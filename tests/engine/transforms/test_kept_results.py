@@ -543,6 +543,7 @@ def _with_first_row_written(x: Tensor, y: Tensor) -> Tensor:
     return whole
 
 
+@pytest.mark.long
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(list(STEPS)), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=7

@@ -746,6 +746,7 @@ def test_random_programs_checker_notices_planted_error_beside_large_number(
     assert check(program).failed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", ["t1 = (t0 * a1).atan2(t0)", "t1 = t0.atan2(t0)"])
 def test_random_programs_checker_notices_sign_where_uses_cancel(
     monkeypatch: pytest.MonkeyPatch, text: str

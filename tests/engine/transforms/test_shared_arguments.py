@@ -112,6 +112,7 @@ def unlisted(kernels: Kernels) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_kernels_reading_contiguous_memory_listed() -> None:
     kernels = called_by_programs()
     assert unlisted(kernels) == []

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-# The largest share of an entry by which a sum may be off. A sum of as many float32 numbers is rounded by as much.
+# The largest share of an entry by which a sum may be off: as a sum of many float32 numbers is rounded.
 APART = 2.0**-18
 # How many times as large as an entry the numbers may be of which it is the sum, as these are float32 numbers.
 _CANCELS = 16
 # The share of rows, and of columns, in the corner.
 _CORNER = 1 / 5
-# Multiplications that take as long as it takes to subtract one entry of an outer product and to look for the largest.
+# Multiplications that take as long as one entry of an outer product: to subtract it, and to find the largest.
 _SUBTRACTION = 20
 # Numbers of an intermediate.
 _NUMBERS = 1 << 22
@@ -25,8 +25,8 @@ _NUMBERS = 1 << 22
 
 @dataclass(frozen=True)
 class Separable:
-    """A matrix [a, b], its rows and columns in another order: `corner` are the first of both, and left' right is
-    the rest.
+    """A matrix [a, b] whose rows and columns are in another order: `corner` holds the first of both, and the
+    rest is left' right.
 
     left: [r, a], right: [r, b], corner: [p, q], float64. rows: [a], columns: [b], int64, the order.
     """
@@ -39,11 +39,12 @@ class Separable:
 
     @classmethod
     def of(cls, matrix: torch.Tensor, pairs: int) -> Separable | None:
-        """Of a matrix of positive numbers [a, b] float64, each off by at most a share of APART; None where that
-        would not halve the work of inner products of so many pairs of samples, or would cancel in float32.
+        """A matrix of positive numbers [a, b] float64, each off by at most a share of APART; None where that
+        would not halve the work of inner products of `pairs` pairs of samples, or would cancel in float32.
 
-        By cross approximation: an outer product is the column of what is left times its row, through the entry
-        that is off by the largest share. Bebendorf, "Approximation of boundary element matrices" (2000).
+        By cross approximation: each outer product is a column of the remainder times a row of it, through
+        the entry that is off by the largest share. Bebendorf, "Approximation of boundary element matrices",
+        Numerische Mathematik 86 (2000).
         """
         rows, columns = matrix.sum(1).argsort(), matrix.sum(0).argsort()
         rest = matrix[rows][:, columns]

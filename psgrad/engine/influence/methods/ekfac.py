@@ -97,8 +97,9 @@ class EKFAC(Method):
 
 
 class BlockProducts:
-    """Inner products of training gradients with queries through the inverse of one block. Where all of them are
-    outer products, and the inverse is nearly a sum of few, that is less work than to multiply the queries.
+    """Inner products of training gradients with queries through the inverse of one block. Where all of them
+    are outer products, and the inverse is nearly a sum of few, that is less work than to multiply the
+    queries.
 
     Args:
         inverse: [g, a, b] float64.

@@ -168,7 +168,7 @@ _STEPS = 4
 
 
 def _eigenpairs(alphas: list[float], betas: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a symmetric tridiagonal matrix, given its diagonal and the one beside it: eigenvalues and -vectors."""
+    """The eigenvalues and eigenvectors of a symmetric tridiagonal matrix: its diagonal and the one beside."""
     beside = torch.tensor(betas[: len(alphas) - 1], dtype=torch.float64)
     diagonal = torch.diag(torch.tensor(alphas, dtype=torch.float64))
     values, vectors = torch.linalg.eigh(diagonal + torch.diag(beside, 1) + torch.diag(beside, -1))

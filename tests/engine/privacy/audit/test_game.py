@@ -131,6 +131,7 @@ def test_audit_game_finds_half_noise() -> None:
     assert played.noise.spread == pytest.approx(0.5, abs=0.02)
 
 
+@pytest.mark.long
 def test_audit_game_finds_half_noise_under_amplification() -> None:
     game = Game(FLAT, noise=HalfNoise, sampling=Sampling("poisson", sample_rate=0.2), steps=10)
     result, played = verdict(game), game.play()

@@ -54,6 +54,7 @@ def test_profile_of_steps_without_amplification() -> None:
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "events",
     [
