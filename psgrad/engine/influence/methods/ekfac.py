@@ -132,9 +132,9 @@ class BlockProducts:
 
     def inner(self, gradients: PerSampleGradients) -> torch.Tensor:
         """[n, m] float64: of gradients of one group."""
-        factors = self.block.basis.outer(gradients)
-        if factors is None or self._factors is None or self.separable is None:
+        if self._factors is None or (factors := self.block.basis.outer(gradients)) is None:
             return self._multiplied.inner(gradients)
+        assert self.separable is not None
         left, right = (factor.squeeze(1) for factor in factors)
         return self.separable.inner((left, right), self._factors)
 

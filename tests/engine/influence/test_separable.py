@@ -1,0 +1,114 @@
+"""Inner products through weights that are nearly a sum of few outer products, beside the plain sum of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+
+from psgrad.engine.influence.curvature.kronecker_blocks import Multiplied
+from psgrad.engine.influence.curvature.separable import APART, Separable
+from psgrad.engine.influence.methods.ekfac import BlockProducts
+from tests.engine.influence.problems import classified, cross_entropy, examples
+from tests.engine.influence.rows_of_gradients import matrix_of
+from tests.engine.influence.test_ekfac import fitted
+
+pytestmark = pytest.mark.usefixtures("on_device")
+
+MANY = 1 << 20
+
+
+def weights(a: int, b: int, decay: float, damping: float, seed: int) -> torch.Tensor:
+    """[a, b]: 1 / (values + damping), where values decay along both axes, but for noise."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    rows, columns = (torch.rand(size, generator=generator, dtype=torch.float64) for size in (a, b))
+    noise = torch.rand(a, b, generator=generator, dtype=torch.float64)
+    values = ((-decay * rows).exp().unsqueeze(1) * (-decay * columns).exp()) * (1 + noise) / 2
+    return 1 / (values + damping)
+
+
+def outer(count: int, a: int, b: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(count, a), torch.randn(count, b)
+
+
+@given(
+    st.integers(40, 130),
+    st.integers(40, 130),
+    st.floats(20, 400),
+    st.sampled_from([1e-3, 1e-2, 1e-1, 1.0]),
+    st.integers(0, 1000),
+)
+def test_separable_sums_equal_plain_ones(a: int, b: int, decay: float, damping: float, seed: int) -> None:
+    """Within the promised share of each term, and what float32 rounds."""
+    matrix = weights(a, b, decay, damping, seed)
+    found = Separable.of(matrix, MANY)
+    assume(found is not None)
+    assert found is not None
+    one, other = outer(5, a, b, seed), outer(3, a, b, seed + 1)
+
+    def plain(how: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        (x, y), (x_other, y_other) = ([how(each.cpu().double()) for each in pair] for pair in (one, other))
+        return torch.einsum("na,nb,ma,mb,ab->nm", x, y, x_other, y_other, matrix)
+
+    apart = (found.inner(one, other).cpu() - plain(lambda x: x)).abs()
+    assert bool((apart <= (APART + 2e-6) * plain(torch.abs)).all())
+
+
+@pytest.mark.parametrize(("decay", "damping"), [(100, 0.1), (200, 1e-2)])
+def test_weights_of_few_directions_are_separable(decay: float, damping: float) -> None:
+    found = Separable.of(weights(120, 100, decay, damping, 0), MANY)
+    assert found is not None
+    assert len(found.left) < 27
+
+
+@pytest.mark.parametrize(
+    ("matrix", "pairs"),
+    [(weights(60, 60, 0.1, 1e-3, 0), MANY), (weights(120, 100, 20, 0.1, 0), 100)],
+    ids=["noise", "few pairs"],
+)
+def test_weights_that_would_save_no_work_are_not_separable(matrix: torch.Tensor, pairs: int) -> None:
+    assert Separable.of(matrix, pairs) is None
+
+
+def scores(damping: float) -> torch.Tensor:
+    """[80, 60] of layers with up to 160 x 161 weights, in float32."""
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 160), nn.Tanh(), nn.Linear(160, 160), nn.Tanh(), nn.Linear(160, 3)
+    inputs, labels = classified(140)
+    model, inputs = nn.Sequential(*layers).float(), inputs.float()
+    training = examples(model, cross_entropy, inputs[:80], labels[:80])
+    queries = examples(model, cross_entropy, inputs[80:], labels[80:])
+    return matrix_of(fitted(training, fisher="empirical", damping=damping), queries)[""]
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("damping", [0.1, 1.0])
+def test_ekfac_scores_through_separable_inverses(damping: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    inner = Separable.inner
+    monkeypatch.setattr(Separable, "inner", lambda *each: used.append(len(each[0].left)) or inner(*each))
+    found = scores(damping)
+    assert used
+    monkeypatch.setattr(Separable, "of", lambda *_: None)
+    assert_close(found, scores(damping))
+
+
+def test_ekfac_queries_taken_as_factors_are_multiplied_for_other_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a training gradient that is a sum of outer products needs it."""
+    expected = scores(1e-1)
+    monkeypatch.setattr(BlockProducts, "_factors", None)
+    multiplied: list[int] = []
+    inner = Multiplied.inner
+    monkeypatch.setattr(Multiplied, "inner", lambda *each: multiplied.append(1) or inner(*each))
+    assert_close(scores(1e-1), expected)
+    assert multiplied
