@@ -98,7 +98,7 @@ class ScratchFile:
     def _all(self) -> dict[int, torch.Tensor]:
         assert self._file is not None
         found = {}
-        for place, like in self._tensors.items():
+        for place, like in list(self._tensors.items()):  # results of a call in this one may still be let go
             tensor = torch.empty_like(like, device="cpu")
             numbers = tensor.view(-1).view(torch.uint8).numpy().data
             with suppress(OSError):

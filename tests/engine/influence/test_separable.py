@@ -75,6 +75,13 @@ def test_weights_that_would_save_no_work_are_not_separable(matrix: torch.Tensor,
     assert Separable.of(matrix, pairs) is None
 
 
+def test_sums_that_cancel_in_float32_are_not_used() -> None:
+    """Entries are up to a million times smaller than the outer products whose sum they are."""
+    torch.manual_seed(0)
+    left, right = torch.rand(2, 4, 100, dtype=torch.float64).pow(6)
+    assert Separable.of(left.t() @ right + 1e-6, MANY) is None
+
+
 def scores(damping: float) -> torch.Tensor:
     """[80, 60] of layers with up to 160 x 161 weights, in float32."""
     torch.manual_seed(0)

@@ -78,17 +78,13 @@ class Separable:
         left, right, corner = (part.to(x) for part in (self.left, self.right, self.corner))
         p, q = corner.shape
         total = x.new_zeros(len(x), len(x_other), dtype=torch.float64)
+        sides = (slice(p), slice(p, None)), (slice(q), slice(q, None))
         for u, v in zip(left, right, strict=True):
-            weighted, weighted_y = x * u, y * v
-            of_rows, of_columns = (
-                weighted[:, :p] @ x_other[:, :p].t(),
-                weighted_y[:, :q] @ y_other[:, :q].t(),
+            (corner_rows, other_rows), (corner_columns, other_columns) = (
+                [weighted[:, some] @ other[:, some].t() for some in parts]
+                for weighted, other, parts in zip((x * u, y * v), (x_other, y_other), sides, strict=True)
             )
-            below, beside = (
-                weighted[:, p:] @ x_other[:, p:].t(),
-                weighted_y[:, q:] @ y_other[:, q:].t(),
-            )
-            total += of_rows.mul_(beside).addcmul_(below, of_columns.add_(beside))
+            total += other_rows * (corner_columns + other_columns) + corner_rows * other_columns
         x, x_other, y, y_other = x[:, :p], x_other[:, :p], y[:, :q], y_other[:, :q]
         step = max(1, _NUMBERS // max(1, y.numel(), corner.numel()))
         for start in range(0, len(x_other), step):
