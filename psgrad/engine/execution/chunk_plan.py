@@ -163,9 +163,14 @@ def chunk_for_factors(gradients: PerSampleGradients, parts: int, budget: int, mo
     """The number of samples, or of positions, 1 to `most`, that fit a budget of bytes. It follows from the
     bytes of the factors of these gradients, which are of `parts` samples or positions.
     """
-    factors = [factor for gradient in gradients.gradients.values() for factor in gradient.factors]
-    each = sum(f.numel() * f.element_size() for f in factors) // max(parts, 1)
+    each = factor_bytes(gradients) // max(parts, 1)
     return max(1, min(most, budget // (max(1, each) * _ROOM_PER_FACTOR_BYTE)))
+
+
+def factor_bytes(gradients: PerSampleGradients) -> int:
+    """The bytes of the factors of all these gradients."""
+    factors = [factor for gradient in gradients.gradients.values() for factor in gradient.factors]
+    return sum(factor.numel() * factor.element_size() for factor in factors)
 
 
 def _on_the_line(found: dict[int, int], budget: int) -> int:

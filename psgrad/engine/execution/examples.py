@@ -202,7 +202,7 @@ class Examples:
         if self.processes.size == 1:
             yield from self._computed(measure, compute, start, stop)
             return
-        step = chunk = self._agreed_chunk(compute)
+        step = chunk = self.agreed_chunk(compute)
         while start < stop:
             ends = self._round(compute, start, stop, step)
             own = slice(*ends[self.processes.rank : self.processes.rank + 2])
@@ -284,7 +284,7 @@ class Examples:
         rows = min(step, -(-(stop - start) // (size * each)) * each)
         return [min(start + rows * rank, stop) for rank in range(size + 1)]
 
-    def _agreed_chunk(self, compute: Callable[..., Any] | None) -> int:
+    def agreed_chunk(self, compute: Callable[..., Any] | None = None) -> int:
         """How many rows are computed at once: on all processes as many as on the first one."""
         stream, _, each = self._pass(compute)
         if stream not in self._sized:

@@ -8,13 +8,14 @@ product of the output with one column of S_i. So they come as deferred gradients
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 
+from psgrad.engine.execution.chunk_plan import factor_bytes
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.output_derivatives import OutputDerivatives
@@ -25,8 +26,11 @@ from psgrad.engine.transforms import grad, jvp, vmap
 from psgrad.errors import InfluenceError
 from psgrad.ragged import Block
 
-# Bytes that rows may take that are held against all others at once.
+# Bytes that the factors of rows may take that are held against all others at once.
 _SLAB_BYTES = 1 << 30
+# A Gram matrix has this many slabs, each multiplied with the rows that follow, where the numbers of a row's
+# factors times the rows are at least _WORTH_PASSES times those of the parameters. Else a pass takes longer.
+_PASSES, _WORTH_PASSES = 4, 12
 
 
 Rows = TypeVar("Rows", bound="OutputRows")
@@ -332,19 +336,61 @@ def _assert_one_tensor(output: Any) -> None:
         )
 
 
-def gram_matrix(rows: Examples) -> torch.Tensor:
-    """[N, N] float64, on the rows' device: the inner products of all rows with one another. Only the lower
-    half is exact in its order of rounding; the whole is symmetric up to that.
+def gram_matrix(rows: Examples, most_bytes: int = _SLAB_BYTES) -> torch.Tensor:
+    """[N, N] float64, on the rows' device: the inner products of all rows with one another. most_bytes: of
+    factors that are held.
+    """
+    whole = torch.empty(len(rows), len(rows), dtype=torch.float64, device=rows.device)
+    for held, slab in _slabs(rows, most_bytes, passes=_PASSES):
+        _add_products(whole, rows, held, slab, start=held.start)
+        whole[held, held.stop :] = whole[held.stop :, held].t()
+    return whole
+
+
+def inner_products(rows: Examples, others: Examples, most_bytes: int = _SLAB_BYTES) -> torch.Tensor:
+    """[N, M] float64, on the rows' device: the inner products of all rows with all others, by the factors of
+    both. most_bytes: of the others' factors that are held.
+    """
+    whole = torch.empty(len(rows), len(others), dtype=torch.float64, device=rows.device)
+    for held, slab in _slabs(others, most_bytes):
+        _add_products(whole, rows, held, slab)
+    return whole
+
+
+def _add_products(
+    whole: torch.Tensor, rows: Examples, held: slice, slab: Sequence[PerSampleGradients], start: int = 0
+) -> None:
+    """Set the columns `held` of `whole`, from row `start` on, to inner products with a slab."""
+
+    def products(gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
+        return {"": torch.cat([gradients.inner(each) for each in slab], 1)}
+
+    for found_rows, found in rows.each(products, start=start):
+        whole[found_rows, held] = found[""].to(whole.device)
+
+
+def _slabs(
+    rows: Examples, most_bytes: int, passes: int = 1
+) -> Iterator[tuple[slice, list[PerSampleGradients]]]:
+    """Deferred gradients of the rows, in order, as many at once as may be held: their rows, and the gradients
+    chunk by chunk.
+
+    passes: the least number of slabs, where inner products take longer than a pass.
     """
     each = rows.per_sample if isinstance(rows, OutputRows) else 1
-    step = max(1, _SLAB_BYTES // (8 * rows.flat.size * each))
-    whole = torch.empty(len(rows), len(rows), dtype=torch.float64, device=rows.device)
+    step = rows.agreed_chunk() // each
+    most, first, held, slab = rows.count, 0, 0, list[PerSampleGradients]()
     for start in range(0, rows.count, step):
         stop = min(start + step, rows.count)
-        slab = _gradients(rows, start, stop)
-        for found_rows, found in rows.each(lambda gradients, slab=slab: {"products": gradients.inner(slab)}):  # type: ignore[misc]
-            whole[found_rows, start * each : stop * each] = found["products"].to(whole.device)
-    return whole
+        slab.append(_gradients(rows, start, stop))
+        held += factor_bytes(slab[-1])
+        if not start:
+            numbers = held // (slab[-1].losses.itemsize * len(slab[-1]))
+            if len(rows) * numbers >= _WORTH_PASSES * rows.flat.size:
+                most = -(-rows.count // passes)
+        if held >= most_bytes or stop - first >= most or stop == rows.count:
+            yield slice(first * each, stop * each), slab
+            first, held, slab = stop, 0, []
 
 
 def _gradients(rows: Examples, start: int, stop: int) -> PerSampleGradients:

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.output_rows import OutputRows, gram_matrix, jacobian_rows, output_factors
+from psgrad.engine.execution.output_rows import (
+    OutputRows,
+    gram_matrix,
+    inner_products,
+    jacobian_rows,
+    output_factors,
+)
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Vectors, as_gradients
 from psgrad.engine.influence.curvature.curvature_products import CurvatureProducts, curvature_products
@@ -142,8 +148,7 @@ class ByKernel(Invertible):
         if self.coefficients is None or per != "total":
             yield from super().scores(queries, per)
             return
-        vectors = as_gradients(queries.flat.split(queries.materialise().to(self.training.device)))
-        solved = self.inverse.apply(products(self.rows, vectors)).cpu()
+        solved = self.inverse.apply(inner_products(self.rows, queries)).cpu()
         solved = solved.reshape(*self.coefficients.shape, solved.shape[1])
         yield ScoreBlock(0, len(solved), {"": torch.einsum("nr,nrm->nm", self.coefficients, solved)})
 

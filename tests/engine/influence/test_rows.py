@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from psgrad.engine.execution.output_derivatives import OutputDerivatives
 from psgrad.engine.execution.output_rows import (
     gauss_newton_rows,
+    gram_matrix,
+    inner_products,
     jacobian_rows,
     output_factors,
 )
@@ -120,6 +122,24 @@ def test_output_rows_gradients_of_selected_samples() -> None:
     rows = gauss_newton_rows(examples(model, criterion, inputs, target))
     some = rows.flat.join(rows.gradients(2, 5).materialise())
     np.testing.assert_allclose(some.numpy(), rows.materialise()[6:15].numpy(), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("most_bytes", [1, 1 << 30])
+@pytest.mark.parametrize("count", [5, 61], ids=["one pass", "several passes"])
+@pytest.mark.parametrize("kind", ["rows of outputs", "gradients"])
+def test_inner_products_of_rows_that_are_held_in_parts(kind: str, count: int, most_bytes: int) -> None:
+    model = mlp(2, (4, 6, 3))
+    inputs, labels = classified(count + 7, (4,), 3)
+    rows, others = (
+        examples(model, cross_entropy, inputs[some], labels[some], chunk_size=16)
+        for some in (slice(count), slice(count, None))
+    )
+    if kind == "rows of outputs":
+        rows = jacobian_rows(rows)
+    each, queries = rows.materialise(), others.materialise()
+    close = {"rtol": 1e-12, "atol": 1e-13}
+    torch.testing.assert_close(gram_matrix(rows, most_bytes).cpu(), each @ each.t(), **close)
+    torch.testing.assert_close(inner_products(rows, others, most_bytes).cpu(), each @ queries.t(), **close)
 
 
 @pytest.mark.parametrize("name", ["softmax", "squares", "binary"])
