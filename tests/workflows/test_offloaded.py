@@ -278,7 +278,7 @@ def test_disk_that_fails_in_the_middle_keeps_the_finished_rows(
     workplace.config["engine"] = {"chunk_size": 4, "parameters": "offloaded", "verify": 0}
     monkeypatch.setattr("psgrad.workflows.analyze_passes._ROWS_PER_SHARD", 4)
     workplace.succeeded("--no-report", "--output", "whole")
-    read_into, place, chunks = WeightFile.read_into, Loader.place, 0
+    read_into, place, chunks = WeightFile.read_into, Loader.to_device, 0
 
     def counted(loader: Loader, chunk: Any) -> Any:
         nonlocal chunks
@@ -294,7 +294,7 @@ def test_disk_that_fails_in_the_middle_keeps_the_finished_rows(
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as broken:
-        broken.setattr(Loader, "place", counted)
+        broken.setattr(Loader, "to_device", counted)
         broken.setattr(WeightFile, "read_into", fails_later)
         broken.setattr(Supply, "_make_room", lambda supply, size: supply._kept.clear())
         ended = workplace.analyze("--no-report")

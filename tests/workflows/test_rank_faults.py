@@ -184,7 +184,7 @@ def test_first_rank_that_is_stopped_ends_the_others(
 
     def plant(rank: int) -> None:
         if rank == 0:
-            monkeypatch.setattr(Loader, "place", lambda *args: stop())
+            monkeypatch.setattr(Loader, "to_device", lambda *args: stop())
 
     ended = run_ranks(place.folder, 2, *ANALYZE, plant=plant)
     assert [rank.code for rank in ended] == [3, 3], ended

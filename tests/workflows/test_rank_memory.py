@@ -55,7 +55,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Chunk], None
     def plant(rank: int) -> None:
         if rank == 0:
             slow_chunks(monkeypatch, SLOW)
-        placed = Loader.place
+        placed = Loader.to_device
 
         def place(loader: Loader, chunk: Chunk) -> Any:
             if rank == 0:
@@ -65,7 +65,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Chunk], None
                 fails(chunk)
             return placed(loader, chunk)
 
-        monkeypatch.setattr(Loader, "place", place)
+        monkeypatch.setattr(Loader, "to_device", place)
 
     return plant
 
