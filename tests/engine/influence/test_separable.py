@@ -28,7 +28,7 @@ def weights(a: int, b: int, decay: float, damping: float, seed: int) -> torch.Te
     rows, columns = (torch.rand(size, generator=generator, dtype=torch.float64) for size in (a, b))
     noise = torch.rand(a, b, generator=generator, dtype=torch.float64)
     values = ((-decay * rows).exp().unsqueeze(1) * (-decay * columns).exp()) * (1 + noise) / 2
-    return 1 / (values + damping)
+    return (1 / (values + damping)).to(torch.get_default_device())
 
 
 def outer(count: int, a: int, b: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +53,7 @@ def test_separable_sums_equal_plain_ones(a: int, b: int, decay: float, damping: 
 
     def plain(how: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         (x, y), (x_other, y_other) = ([how(each.cpu().double()) for each in pair] for pair in (one, other))
-        return torch.einsum("na,nb,ma,mb,ab->nm", x, y, x_other, y_other, matrix)
+        return torch.einsum("na,nb,ma,mb,ab->nm", x, y, x_other, y_other, matrix.cpu())
 
     apart = (found.inner(one, other).cpu() - plain(lambda x: x)).abs()
     assert bool((apart <= (APART + 2e-6) * plain(torch.abs)).all())
