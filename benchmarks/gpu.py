@@ -97,7 +97,8 @@ def recorded(contest: Contest) -> Way:
         return replay((contest.inputs,), contest.target, replay.pays_from)
 
     way(), way()  # from the second chunk on it is recorded
-    torch.testing.assert_close(way(), contest.norms())
+    # sums of another order: of float32, or of bfloat16, whatever the dtype of the norms
+    torch.testing.assert_close(way(), contest.norms(), rtol=1e-2, atol=0)
     assert replay.chunks, replay.how
     return way
 

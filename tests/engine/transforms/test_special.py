@@ -13,6 +13,7 @@ from torch.nn.functional import ctc_loss
 
 from psgrad.engine.transforms import grad, jvp, vjp, vmap
 from psgrad.errors import UnsupportedOperatorError
+from tests.engine.transforms.loops import gradients_by_loop
 
 FUNCTIONS = [
     "bessel_j0",
@@ -81,6 +82,18 @@ def test_unknown_derivative_refused(program: Callable[[Tensor], Tensor]) -> None
         with pytest.raises(UnsupportedOperatorError, match="is not known"):
             differentiate()
     torch.testing.assert_close(grad(lambda x: x * program(x.detach()))(x), program(x))
+
+
+def test_ctc_loss_lengths_on_the_cpu(device: torch.device) -> None:
+    x = torch.randn(4, 6, 2, 5, device=device)
+    targets, lengths = torch.ones(2, 3, dtype=torch.long, device=device), torch.tensor([2, 3])
+
+    def loss(x: Tensor) -> Tensor:
+        return ctc_loss(x.log_softmax(-1), targets, torch.tensor([6, 5]), lengths, zero_infinity=True)
+
+    expected = gradients_by_loop(loss, x)
+    torch.testing.assert_close(vmap(grad(loss, (0,)))(x), expected)
+    torch.testing.assert_close(grad(loss)(x[0]), expected[0][0])
 
 
 def test_ctc_loss_second_derivative_refused() -> None:

@@ -83,9 +83,10 @@ def grouped_kernel_is_fast(g: torch.Tensor, shape: torch.Size, geometry: Geometr
 
 def materialises_patches(g: torch.Tensor, shape: torch.Size, geometry: Geometry) -> bool:
     """Whether patches are materialised, for a few samples at a time: if a product for each place would be
-    thin.
+    thin, and on a GPU, where one kernel that does more takes less time than one for each place (norms of a
+    small ResNet on an H200: .8 of the time).
     """
-    return not grouped_kernel_is_fast(g, shape, geometry) and shape[1] < _THIN
+    return not grouped_kernel_is_fast(g, shape, geometry) and (shape[1] < _THIN or g.device.type == "cuda")
 
 
 def as_groups(g: torch.Tensor, x: torch.Tensor, shape: torch.Size, geometry: Geometry) -> torch.Tensor:

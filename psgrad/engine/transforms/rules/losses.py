@@ -203,6 +203,15 @@ def _ctc_backward_batch(batch: Any, op: Op, g: torch.Tensor, *args: Any) -> torc
     return grad.unflatten(1, (batch.size, -1)).transpose(0, 1)
 
 
+@replace(aten.ctc_loss.Tensor)
+def _ctc_loss(x: torch.Tensor, targets: Any, *lengths_and_options: Any) -> torch.Tensor:
+    """PyTorch takes lengths on the CPU with log-probabilities on a GPU, but its kernels for traced tensors
+    don't.
+    """
+    lengths = (length.to(x.device) for length in lengths_and_options[:2])
+    return aten.ctc_loss.Tensor.decompose(x, targets, *lengths, *lengths_and_options[2:])
+
+
 for _overload in ("default", "Tensor"):
     for _library in ("cudnn", "miopen"):  # whose kernels are not used: they have no second derivative
         replace(getattr(getattr(aten, f"_use_{_library}_ctc_loss"), _overload))(lambda *_: False)
