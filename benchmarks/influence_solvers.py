@@ -9,10 +9,12 @@ label modulo `outputs`. A row is one solver's fit and scores. `predicted` is `Wo
 counts is how far their rates are apart. Below stand the constants of
 psgrad/engine/influence/solvers/solver_costs.py as these runs would have them, next to those in use:
 
-    _INNER       the time of the dual form's kernel, in operations at the rate of the exact solver, for each
-    pair of rows and parameter _PRODUCT     the time of a product of conjugate gradients, in such operations,
-    for each sample and parameter _ITERATIONS  products for each query, and for a hundred of those who share a
-    Krylov space _FEWEST      products for each of many hundreds of queries
+    _INNER       the inner products of rows: their time, as a multiple of the predicted
+    _PRODUCT     the time of a product of conjugate gradients, for each sample and parameter
+    _ITERATIONS  products for each query, and for a hundred of those who share a Krylov space
+    _FEWEST      products for each of many hundreds of queries
+
+Times are in operations at the rate of the exact solver.
 
 Run it with OMP_NUM_THREADS=1 on a quiet machine: the median of the rounds is taken.
 """
@@ -35,7 +37,7 @@ from torch.nn import functional
 
 from benchmarks.script import command_line
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.output_rows import gram_matrix
+from psgrad.engine.execution.output_rows import gauss_newton_rows, gram_matrix, inner_product_operations
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.influence import LARGEST_MATRIX, Influence
 from psgrad.engine.influence.solvers import solver_costs
@@ -69,9 +71,13 @@ class Case:
             model, inputs[-self.queries :], labels[-self.queries :]
         )
 
-    def work(self) -> Work:
-        size = 65 * self.hidden + (self.hidden + 1) * self.outputs
-        return Work(size, self.count, self.count * self.outputs, self.queries, 1.0, MEMORY)
+    @property
+    def size(self) -> int:
+        return 65 * self.hidden + (self.hidden + 1) * self.outputs
+
+    def work(self, training: Examples) -> Work:
+        inner = inner_product_operations(gauss_newton_rows(training))
+        return Work(self.size, self.count, self.count * self.outputs, inner, self.queries, 1.0, MEMORY)
 
 
 # The networks and sizes of the table in docs/explanation/influence.md, about, and one with many queries.
@@ -83,6 +89,7 @@ CASES = (
     Case(64, 10, 500, 200),
     Case(307, 2, 1500, 20),
     Case(500, 10, 400, 100),
+    Case(2000, 10, 400, 100),
 )
 SMALL = (Case(2, 3, 30, 2), Case(2, 3, 30, 120))
 
@@ -100,17 +107,19 @@ def processor_seconds(run: Callable[[], Any], rounds: int) -> tuple[float, Any]:
 def measured(case: Case, rounds: int) -> list[dict[str, Any]]:
     """A row for each solver that would be chosen for the case."""
     training, queries = case.data()
-    operations, rows = case.work().operations(), []
+    work, rows = case.work(training), []
     for solver in SOLVERS:
-        if solver not in operations or (solver == "exact" and case.work().size > LARGEST_MATRIX):
+        if solver not in work.operations() or (solver == "exact" and case.size > LARGEST_MATRIX):
             continue
-        rows.append(_row(case, solver, operations[solver], training, queries, rounds))
+        rows.append(_row(case, solver, work, training, queries, rounds))
     return rows
 
 
 def _row(
-    case: Case, solver: Any, operations: float, training: Examples, queries: Examples, rounds: int
+    case: Case, solver: Any, work: Work, training: Examples, queries: Examples, rounds: int
 ) -> dict[str, Any]:
+    operations = work.operations()[solver]
+
     def run() -> Any:
         fitted = Influence(solver=solver).fit(training, Checkpoint(queries=case.queries))
         for _ in fitted.scores(queries):
@@ -120,6 +129,8 @@ def _row(
     seconds, fitted = processor_seconds(run, rounds)
     row = {"solver": solver, "operations": operations, "seconds": seconds, "rate": operations / seconds}
     if solver == "dual":
+        assert work.rows is not None
+        row["kernel_operations"] = work.rows**2 * work.inner
         row["kernel_seconds"] = processor_seconds(lambda: gram_matrix(fitted.problem.rows()), rounds)[0]
     if solver == "conjugate_gradient":
         behind = (
@@ -127,7 +138,7 @@ def _row(
         )  # which the solver does not count as its own
         row |= {
             "products": fitted.facts["products"],
-            "predicted_products": case.work().products() - behind,
+            "predicted_products": work.solved_products() - behind,
             "preconditioner": behind,
         }
     return row
@@ -140,16 +151,14 @@ def constants(found: list[tuple[Case, list[dict[str, Any]]]]) -> dict[str, dict[
     exact = statistics.median([row["rate"] for _, rows in found for row in rows if row["solver"] == "exact"])
     parts: dict[str, list[float]] = {"_INNER": [], "_PRODUCT": [], "_ITERATIONS": [], "_FEWEST": []}
     for case, rows in found:
-        sizes = case.work()
-        assert sizes.rows is not None
         for row in rows:
             if row["solver"] == "dual":
-                parts["_INNER"].append(row["kernel_seconds"] * exact / (sizes.rows**2 * sizes.size))
+                parts["_INNER"].append(row["kernel_seconds"] * exact / row["kernel_operations"])
             if row["solver"] == "conjugate_gradient":
                 parts["_PRODUCT"].append(
                     row["seconds"]
                     * exact
-                    / ((row["products"] + row["preconditioner"]) * sizes.count * sizes.size)
+                    / ((row["products"] + row["preconditioner"]) * case.count * case.size)
                 )
                 name = "_FEWEST" if case.queries >= HUNDREDS * solver_costs._MANY else "_ITERATIONS"
                 parts[name].append(
@@ -177,7 +186,7 @@ def main() -> None:
         rows = measured(case, arguments.rounds)
         found.append((case, rows))
         for row in rows:
-            sizes = f"{case.work().size:>10,} {case.count:>8,} {case.outputs:>8} {case.queries:>8}"
+            sizes = f"{case.size:>10,} {case.count:>8,} {case.outputs:>8} {case.queries:>8}"
             times = f"{row['operations'] / 1e9:>10.2f}{row['seconds']:>9.2f}{row['rate'] / 1e9:>8.2f}"
             products = (
                 f"  {row['products']:,} of {row['predicted_products']:,.0f} predicted products"
@@ -193,7 +202,7 @@ def main() -> None:
     for name, values in said.items():
         print(f"{name:<12} {values['measured']:8.2f} measured {values['in_use']:8.2f} in use")
     if arguments.json is not None:
-        cases = [{**case.__dict__, "parameters": case.work().size, "solvers": rows} for case, rows in found]
+        cases = [{**case.__dict__, "parameters": case.size, "solvers": rows} for case, rows in found]
         content = {
             "machine": platform.processor() or platform.machine(),
             "threads": torch.get_num_threads(),

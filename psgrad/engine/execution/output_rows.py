@@ -22,6 +22,8 @@ from psgrad.engine.execution.output_derivatives import OutputDerivatives
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.gradients.flat import Vectors
+from psgrad.engine.gradients.inner.inner_products import inner_seconds
+from psgrad.engine.gradients.machine import built_in
 from psgrad.engine.transforms import grad, jvp, vmap
 from psgrad.errors import InfluenceError
 from psgrad.ragged import Block
@@ -31,6 +33,8 @@ _SLAB_BYTES = 1 << 30
 # A Gram matrix has this many slabs, each multiplied with the rows that follow, where the numbers of a row's
 # factors times the rows are at least _WORTH_PASSES times those of the parameters. Else a pass takes longer.
 _PASSES, _WORTH_PASSES = 4, 12
+# Rows whose inner products are priced, and bytes of their factors at most.
+_PRICED, _PRICED_BYTES = 1024, 64 << 20
 
 
 Rows = TypeVar("Rows", bound="OutputRows")
@@ -355,6 +359,19 @@ def inner_products(rows: Examples, others: Examples, most_bytes: int = _SLAB_BYT
     for held, slab in _slabs(others, most_bytes):
         _add_products(whole, rows, held, slab)
     return whole
+
+
+def inner_product_operations(rows: Examples) -> float:
+    """Operations that the inner product of two of many rows is predicted to take, at the rate of a large
+    matrix product in float64: by the first sample's rows, repeated.
+    """
+    found = _gradients(rows, 0, 1).parts[0][1]
+    count = max(1, min(_PRICED, _PRICED_BYTES * len(found) // max(factor_bytes(found), 1)))
+    places = torch.arange(count, device=rows.device) % len(found)
+    many = [gradient.at(places) for gradient in found.gradients.values()]
+    on = built_in(rows.device)  # the same on each machine of a kind
+    seconds = inner_seconds([(each, each) for each in many], on)
+    return seconds * on.product_rate(torch.float64) / count**2
 
 
 def _add_products(

@@ -13,8 +13,10 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import (
+    GaussNewtonRows,
     OutputRows,
     gram_matrix,
+    inner_product_operations,
     inner_products,
     jacobian_rows,
     output_factors,
@@ -145,12 +147,26 @@ class ByKernel(Invertible):
         return flat.split((joined - combinations(self.rows, solved).to(joined.device)) / self.inverse.shift)
 
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
-        if self.coefficients is None or per != "total":
+        if per != "total" or (self.coefficients is None and not self._takes_pairs(len(queries))):
             yield from super().scores(queries, per)
             return
-        solved = self.inverse.apply(inner_products(self.rows, queries)).cpu()
-        solved = solved.reshape(*self.coefficients.shape, solved.shape[1])
-        yield ScoreBlock(0, len(solved), {"": torch.einsum("nr,nrm->nm", self.coefficients, solved)})
+        solved = self.inverse.apply(inner_products(self.rows, queries))
+        if self.coefficients is None:
+            found = inner_products(self.training, queries)
+            found -= inner_products(self.training, self.rows) @ solved
+            found = found.cpu() / self.inverse.shift
+        else:
+            solved = solved.cpu().reshape(*self.coefficients.shape, solved.shape[1])
+            found = torch.einsum("nr,nrm->nm", self.coefficients, solved)
+        yield ScoreBlock(0, len(found), {"": found})
+
+    def _takes_pairs(self, queries: int) -> bool:
+        """Whether inner products of all pairs of gradients are predicted to be less work than combinations of
+        rows for the queries.
+        """
+        n, rows, m = len(self.training), len(self.rows), queries
+        pairs = (n * rows + n * m + rows * m) * inner_product_operations(self.rows)
+        return pairs < 2 * self.rows.flat.size * m * (2 * rows + n)
 
     def self_influence(self) -> Iterator[SelfBlock]:
         if self.coefficients is None:
@@ -197,6 +213,8 @@ def _coefficients(rows: Examples) -> torch.Tensor | None:
     """c [n, R] float64 on the CPU with g_i = G_i' c_i; None where there are none for some sample."""
     if not isinstance(rows, OutputRows):
         return torch.ones(rows.count, 1, dtype=torch.float64)
+    if not isinstance(rows, GaussNewtonRows):  # random rows
+        return None
     root, coefficients, gradient = output_factors(rows)
     missed = (root @ coefficients.unsqueeze(2)).squeeze(2) - gradient
     return coefficients if bool(missed.abs().amax() <= _MISS * gradient.abs().amax()) else None

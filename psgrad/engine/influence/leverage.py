@@ -33,6 +33,7 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import JacobianRows, gauss_newton_rows, jacobian_rows, output_factors
 from psgrad.engine.influence.curvature.curvature_products import Curvature
+from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows
 from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
 from psgrad.engine.influence.solvers.direct import combinations
 from psgrad.errors import ConfigError, InfluenceError
@@ -99,6 +100,7 @@ TITLES: dict[Curvature, str] = {
     "gauss_newton": "Gauss-Newton matrix",
     "hessian": "Hessian",
     "fisher": "empirical Fisher",
+    "sampled": "sampled Gauss-Newton matrix",
 }
 
 
@@ -107,7 +109,8 @@ class InverseProblem:
     """n (C + (weight_decay + lam) I), C the mean curvature of the training set, lam the damping.
 
     leverage: whether scores are corrected for what a removal does to the curvature. say: called with messages
-    for a person.
+    for a person. draws, seed: of the sampled Gauss-Newton matrix, the rows of each example, and what they are
+    drawn by.
     """
 
     training: Examples
@@ -116,6 +119,8 @@ class InverseProblem:
     damping: Damping
     leverage: bool
     say: Callable[[str], None]
+    draws: int = 1
+    seed: int = 0
 
     @property
     def title(self) -> str:
@@ -123,7 +128,11 @@ class InverseProblem:
 
     def rows(self) -> Examples:
         """The rows whose gradients' outer products add up to n C: for all curvatures but the Hessian."""
-        return gauss_newton_rows(self.training) if self.curvature == "gauss_newton" else self.training
+        if self.curvature == "gauss_newton":
+            return gauss_newton_rows(self.training)
+        if self.curvature == "sampled":
+            return fisher_rows(self.training, self.draws, self.seed)
+        return self.training
 
     def damped(self, damping: float | None, relative: float | None) -> InverseProblem:
         """This problem with another damping. It gives no messages, as the first fit has given them."""

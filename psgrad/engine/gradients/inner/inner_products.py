@@ -5,7 +5,7 @@ and a second computation in float64 of the samples with large rounding errors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 
 import torch
@@ -22,22 +22,46 @@ from psgrad.engine.gradients.terms import CANCELLATION, Term, accumulating_dtype
 # Orders of contraction of a region.
 VALUES, GRAM, MATCHES = "values", "gram", "matches"
 
+Pair = tuple[DeferredGradient, DeferredGradient]
+
 
 def cheapest_order(region: Region, dtype: torch.dtype, machine: Machine) -> str:
     """The cheapest of the orders of contraction that a region's terms allow."""
-    left, right = [p.term for p in region.left], [p.term for p in region.right]
-    if not region.is_aligned or not have_factors(left, right):
+    if not _has_orders(region):
         return VALUES
-    pairs = [(x, y) for x in left for y in right]
-    prices: dict[str, Callable[[], float]] = {
-        GRAM: lambda: sum(gram_seconds(x, y, dtype, machine) for x, y in pairs),
-        VALUES: lambda: values_seconds(region, dtype, machine),
-    }
+    prices = _prices(region, dtype, machine)
+    return min(prices, key=lambda order: prices[order])
+
+
+def inner_seconds(pairs: Sequence[Pair], machine: Machine) -> float:
+    """The predicted time of `inner_products` of these gradients."""
+    every = [region for x, y in pairs for region in regions(x, y)]
+    return sum(min(_prices(region, _dtype(region), machine).values()) for region in every)
+
+
+def _prices(region: Region, dtype: torch.dtype, machine: Machine) -> dict[str, float]:
+    """The seconds of each order of contraction that a region's terms allow."""
+    prices = {VALUES: values_seconds(region, dtype, machine)}
+    if not _has_orders(region):
+        return prices
+    pairs = [(x.term, y.term) for x in region.left for y in region.right]
+    prices[GRAM] = sum(gram_seconds(x, y, dtype, machine) for x, y in pairs)
     if any(x.matches_with(y) for x, y in pairs):
-        prices[MATCHES] = lambda: sum(
+        prices[MATCHES] = sum(
             (matches_seconds if x.matches_with(y) else gram_seconds)(x, y, dtype, machine) for x, y in pairs
         )
-    return min(prices, key=lambda order: prices[order]())
+    return prices
+
+
+def _has_orders(region: Region) -> bool:
+    """Whether the region's terms can be contracted in another order than by their values."""
+    left, right = ([placed.term for placed in side] for side in (region.left, region.right))
+    return region.is_aligned and have_factors(left, right)
+
+
+def _dtype(region: Region) -> torch.dtype:
+    """The dtype in which a region's numbers are multiplied."""
+    return reduce(torch.promote_types, (accumulating_dtype(term.dtype) for term in region.terms))
 
 
 def gram_seconds(x: Term, y: Term, dtype: torch.dtype, machine: Machine) -> float:
@@ -82,9 +106,6 @@ def values_seconds(region: Region, dtype: torch.dtype, machine: Machine) -> floa
     return machine.matmul_seconds(1, n, m, region.elements, dtype) + sum(left) + again * sum(right)
 
 
-Pair = tuple[DeferredGradient, DeferredGradient]
-
-
 def inner_products(
     pairs: Sequence[Pair], samples: tuple[int, int], device: torch.device, *, symmetric: bool = False
 ) -> torch.Tensor:
@@ -108,7 +129,7 @@ def inner_products(
     by_values: dict[torch.dtype, list[Region]] = {}
     by_factors: list[tuple[Region, str, torch.dtype]] = []
     for region in (region for x, y in pairs for region in regions(x, y)):
-        dtype = reduce(torch.promote_types, (accumulating_dtype(term.dtype) for term in region.terms))
+        dtype = _dtype(region)
         order = cheapest_order(region, dtype, machine(device))
         if order == VALUES:
             by_values.setdefault(dtype, []).append(region)

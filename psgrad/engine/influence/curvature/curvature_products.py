@@ -29,7 +29,7 @@ from psgrad.engine.transforms import grad, jvp, vjp, vmap
 from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import InfluenceError
 
-Curvature = Literal["gauss_newton", "hessian", "fisher"]
+Curvature = Literal["gauss_newton", "hessian", "fisher", "sampled"]
 
 
 class CurvatureProducts(ABC):
@@ -75,8 +75,8 @@ def curvature_products(
     """Products with the mean curvature of the training set, by the method of the least work.
 
     curvature: 'gauss_newton' (the loss's second derivatives in the output, pulled back to the parameters),
-    'fisher' (of the labels that there are: the mean of g g' over per-sample gradients g) or 'hessian'. seed:
-    of the random signs behind an estimated trace.
+    'fisher' (of the labels that there are: the mean of g g' over per-sample gradients g) or 'hessian'; there
+    are none of 'sampled'. seed: of the random signs behind an estimated trace.
 
     Gauss-Newton and Fisher keep their rows where these fit in memory; else, and for a Hessian, each product
     runs over the data.

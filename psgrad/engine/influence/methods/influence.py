@@ -12,7 +12,14 @@ from typing import Any, Literal
 import torch
 
 from psgrad.engine.execution.examples import Examples
-from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, output_size, outputs_alike
+from psgrad.engine.execution.output_rows import (
+    LARGEST_OUTPUT,
+    gauss_newton_rows,
+    inner_product_operations,
+    output_size,
+    outputs_alike,
+)
+from psgrad.engine.gradients.projections.projection import key_of
 from psgrad.engine.influence.amounts import calibrated, is_affine
 from psgrad.engine.influence.curvature.curvature_products import CurvatureProducts
 from psgrad.engine.influence.curvature.kronecker_blocks import KroneckerRoots
@@ -28,7 +35,7 @@ from psgrad.engine.influence.solvers.conjugate_gradient import (
     nystroem,
 )
 from psgrad.engine.influence.solvers.lissa import lissa
-from psgrad.engine.influence.solvers.solver_costs import Work, solved_products
+from psgrad.engine.influence.solvers.solver_costs import LARGEST, Work, solved_products
 from psgrad.engine.influence.solvers.spectrum import TOLD_SECONDS, arnoldi, duration_words
 from psgrad.errors import ConfigError, InfluenceError
 
@@ -56,10 +63,13 @@ _DAMPED = "a damping is added to the curvature, which makes scores smaller"
 _OTHER_CURVATURE = (
     "the empirical Fisher is no curvature of the training loss, and is as much too small as the losses are"
 )
+_RANDOM_ROWS = "the curvature is a sum of random rows, which is right on average alone"
 _OTHER_ESTIMAND = "arnoldi inverts the curvature along its leading eigenvectors only"
 # Solvers whose scores can be corrected for leverage, and the residual of the solves that one of them
 # estimates it by.
 _WITH_LEVERAGE, ROUGH = ("exact", "dual", "conjugate_gradient"), 1e-3
+# Solvers of sampled rows.
+_OF_FEW_ROWS = ("exact", "dual")
 _ITERATIONS = {"conjugate_gradient": 200, "lissa": 5000, "arnoldi": 200}
 # Products with single vectors by which conjugate gradients estimate the ends of the spectrum first, and how
 # many vectors of a block are tried to predict the rest.
@@ -76,11 +86,15 @@ class Influence(Method):
 
     Attributes:
         curvature: 'gauss_newton' (sum of J_i' L_i J_i, never negative; for a softmax or least-squares loss
-            also the Fisher information), 'hessian', or 'fisher' (the empirical one, sum of g_i g_i').
+            also the Fisher information), 'hessian', 'fisher' (the empirical one, sum of g_i g_i'), or
+            'sampled': a sum of `draws` random rows for each example, other ones at each checkpoint, whose
+            mean is the Gauss-Newton matrix. With few rows dual takes little time, for large outputs, too;
+            what they miss averages out over checkpoints, and does not at a single one.
         solver: 'exact' materialises C, 'dual' the inner products of its rows; 'conjugate_gradient', 'lissa'
             and 'arnoldi' take products with C alone, and 'arnoldi' inverts C along its leading eigenvectors
             only, which is another estimand. 'auto' takes exact up to 6,000 parameters, and beyond what is
-            predicted to be the least work that fits into memory (solvers/solver_costs.py).
+            predicted to be the least work that fits into memory (solvers/solver_costs.py). Of 'sampled' there
+            are exact and dual.
         damping: lam; None for `relative_damping` times the mean eigenvalue of C. Where neither is given, lam
             is zero for a convex problem (a model that is affine in its parameters, with a weight decay or a
             curvature that has an inverse), whose scores are then amounts; for all others one mean eigenvalue,
@@ -100,12 +114,13 @@ class Influence(Method):
         preconditioner: of conjugate_gradient, 'none', 'diagonal', 'nystroem', 'ekfac' (blocks by Kronecker
             factors), or 'auto', which is nystroem for less than a hundred queries.
         rank: of the Nystroem preconditioner and of arnoldi; None for 200 and 50.
-        seed: of what these draw.
+        draws: of the curvature 'sampled'.
+        seed: of what is drawn.
     """
 
     name = "influence"
 
-    curvature: Literal["gauss_newton", "hessian", "fisher"] = "gauss_newton"
+    curvature: Literal["gauss_newton", "hessian", "fisher", "sampled"] = "gauss_newton"
     solver: Literal["auto", "exact", "dual", "conjugate_gradient", "lissa", "arnoldi"] = "auto"
     damping: float | None = None
     relative_damping: float | None = None
@@ -116,6 +131,7 @@ class Influence(Method):
     iterations: int | None = None
     preconditioner: Literal["auto", "none", "diagonal", "nystroem", "ekfac"] = "auto"
     rank: int | None = None
+    draws: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -141,7 +157,17 @@ class Influence(Method):
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"influence: seed is {self.seed}", expected="a whole number from 0 to 2^63 - 1")
         self._damping(convex=False)
-        if self.curvature == "fisher":  # which is as much too small as the losses are
+        if self.draws < 1:
+            raise ConfigError(
+                f"influence: draws is {self.draws}",
+                expected="at least one random row for each training example",
+            )
+        if self.curvature == "sampled" and self.solver not in ("auto", *_OF_FEW_ROWS):
+            raise ConfigError(
+                f"influence: the {self.solver} solver has no sampled rows",
+                expected="solver: exact or dual with curvature: sampled",
+            )
+        if self.curvature in ("fisher", "sampled"):  # as much too small as the losses are, or random
             object.__setattr__(self, "unit", RELATIVE)
             object.__setattr__(self, "predicts_removal", False)
         elif self.solver == "arnoldi":  # another estimand than the others', and so not the class's unit
@@ -166,11 +192,18 @@ class Influence(Method):
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         affine = self.solver != "arnoldi" and is_affine(training)
-        convex = affine and self.damping is None and self.relative_damping is None
+        convex = (
+            affine and self.curvature != "sampled" and self.damping is None and self.relative_damping is None
+        )
         why_not = self._why_no_amounts(affine)
         amounts = why_not is None
-        solver, why = self._choice(
-            training, checkpoint.queries, bool(self.leverage) or (convex and amounts), self._damping(convex)
+        damping = self._damping(convex)
+        solver, why = (
+            self._choice_for_few_rows(training, checkpoint.queries)
+            if self.curvature == "sampled"
+            else self._choice(
+                training, checkpoint.queries, bool(self.leverage) or (convex and amounts), damping
+            )
         )
         if self.leverage and solver not in _WITH_LEVERAGE:
             raise InfluenceError(
@@ -188,9 +221,11 @@ class Influence(Method):
             training,
             self.curvature,
             self.weight_decay,
-            self._damping(convex),
+            damping,
             bool(self.leverage),
             checkpoint.say,
+            self.draws,
+            key_of(self.seed, f"checkpoint {checkpoint.number}"),
         )
         fitted: ByMatrix | ByKernel | ByProducts
         if solver == "exact":
@@ -251,6 +286,8 @@ class Influence(Method):
         """Why scores are not amounts, with any damping; None if they may be."""
         if self.curvature == "fisher":
             return _OTHER_CURVATURE
+        if self.curvature == "sampled":
+            return _RANDOM_ROWS
         if self.solver == "arnoldi":
             return _OTHER_ESTIMAND
         return None if affine else _NOT_AFFINE
@@ -263,8 +300,8 @@ class Influence(Method):
         """
         if self.solver != "auto":
             return self.solver, "the options name it"
-        size, count = training.flat.size, len(training)
-        rows = None if self.curvature == "hessian" else count
+        size = training.flat.size
+        rows = None if self.curvature == "hessian" else training
         if self.curvature == "gauss_newton":
             outputs = output_size(training)
             if not outputs_alike(training):
@@ -274,12 +311,36 @@ class Influence(Method):
                     "conjugate_gradient",
                     f"an output of {outputs} numbers is too large for the other solvers",
                 )
-            rows = count * outputs
+            rows = gauss_newton_rows(training)
         if size <= LARGEST_MATRIX:
             return "exact", f"{size:,} parameters are at most {LARGEST_MATRIX:,}"
-        ratio = damping.relative if damping.absolute is None and damping.relative > 0 else _UNKNOWN_RATIO
-        work = Work(size, count, rows, _QUERIES if queries is None else queries, ratio, training.free_bytes())
+        work = Work(
+            size,
+            len(training),
+            None if rows is None else len(rows),
+            0.0 if rows is None or len(rows) > LARGEST else inner_product_operations(rows),
+            _QUERIES if queries is None else queries,
+            damping.relative if damping.absolute is None and damping.relative > 0 else _UNKNOWN_RATIO,
+            training.free_bytes(),
+        )
         return work.least(correct)
+
+    def _choice_for_few_rows(self, training: Examples, queries: int | None) -> tuple[str, str]:
+        """As `_choice`, for sampled rows."""
+        if self.solver != "auto":
+            return self.solver, "the options name it"
+        rows = fisher_rows(training, self.draws, self.seed)
+        inner = inner_product_operations(rows) if len(rows) <= LARGEST else 0.0
+        asked, free = _QUERIES if queries is None else queries, training.free_bytes()
+        work = Work(training.flat.size, len(rows), len(rows), inner, asked, 1.0, free, products=False)
+        if work.operations():
+            return work.least(correct=False)
+        raise InfluenceError(
+            f"{len(rows):,} sampled rows of {training.flat.size:,} parameters have no solver here: a square"
+            " matrix of the one or of the other is too large",
+            expected=f"at most {LARGEST:,} of either, and memory for three matrices of that size",
+            next_step="take fewer draws, or influence.method.name: ekfac",
+        )
 
     # -- solvers that take products --------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The predicted cost of each solver, from sizes alone: multiplications and additions, and bytes."""
+"""The predicted cost of each solver, from sizes: multiplications and additions, and bytes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 # Rows, or parameters, whose square matrix is ever factorised: 2 GB.
 LARGEST = 16384
 # Measured on CPU cores, networks of 1,091 to 38,282 parameters and 400 to 1,500 samples
-# (docs/explanation/influence.md); benchmarks/influence_solvers.py measures them again. Operations of an inner
-# product of two rows, as a share of the parameters (most rows are held as factors); of a product with the
-# curvature, for each sample and parameter; iterations of conjugate gradients with a damping of one mean
-# eigenvalue, and how they grow as the damping falls. From a hundred queries on, which share a Krylov space,
-# iterations fall as queries become more, down to the fewest.
-_INNER, _PRODUCT, _ITERATIONS, _FEWEST, _GROWTH, _MANY = 0.15, 10.0, 20.0, 4.0, 0.45, 100
+# (docs/explanation/influence.md); benchmarks/influence_solvers.py measures them again. The inner products of
+# rows, as a multiple of what they are predicted to take; operations of a product with the curvature, for each
+# sample and parameter; iterations of conjugate gradients with a damping of one mean eigenvalue, and how they
+# grow as the damping falls. From a hundred queries on, which share a Krylov space, iterations fall as queries
+# become more, down to the fewest.
+_INNER, _PRODUCT, _ITERATIONS, _FEWEST, _GROWTH, _MANY = 1.0, 10.0, 20.0, 4.0, 0.45, 100
 # Products behind the Nystroem preconditioner, which few queries get.
 _PRECONDITIONER = 200
 # Matrices of the full size that are alive at once, and the share of the free memory that they may take.
@@ -23,28 +23,33 @@ _ALIVE, _SHARE = 3, 0.5
 class Work:
     """The sizes that a solve's cost depends on.
 
-    size: p. count: n. rows: N of the curvature; None where it is not a sum over rows. queries: m. ratio: of
-    damping and weight decay to the mean eigenvalue, about. memory: bytes that are free.
+    size: p. count: n. rows: N of the curvature; None where it is not a sum over rows. inner: operations of
+    the inner product of two rows. queries: m. ratio: of damping and weight decay to the mean eigenvalue,
+    about. memory: bytes that are free. products: whether there is a solver that takes products alone.
     """
 
     size: int
     count: int
     rows: int | None
+    inner: float
     queries: int
     ratio: float
     memory: int
+    products: bool = True
 
     def operations(self) -> dict[str, float]:
         """solver -> operations, of each solver whose matrices fit in memory."""
         p, n, m = float(self.size), float(self.count), float(self.queries)
-        costs = {"conjugate_gradient": _PRODUCT * n * p * self.products()}
+        costs = {}
+        if self.products:
+            costs["conjugate_gradient"] = _PRODUCT * n * p * self.solved_products()
         if self.rows is not None and self.size <= LARGEST and self._fits(self.size):
             costs["exact"] = 2 * n * p * p + p**3 / 3 + 2 * m * p * p
         if self.rows is not None and self.rows <= LARGEST and self._fits(self.rows):
-            costs["dual"] = _INNER * self.rows**2 * p + self.rows**3 / 3 + 2.0 * self.rows**2 * m
+            costs["dual"] = _INNER * self.rows**2 * self.inner + self.rows**3 / 3 + 2.0 * self.rows**2 * m
         return costs
 
-    def products(self) -> float:
+    def solved_products(self) -> float:
         """How many products with one vector conjugate gradients take."""
         return solved_products(self.queries) * max(min(self.ratio, 1.0), 1e-8) ** -_GROWTH
 
@@ -53,7 +58,7 @@ class Work:
         dual, where either fits.
         """
         costs = self.operations()
-        if correct and len(costs) > 1:
+        if correct and self.products and len(costs) > 1:
             del costs["conjugate_gradient"]
         solver = min(costs, key=lambda name: costs[name])
         listed = ", ".join(

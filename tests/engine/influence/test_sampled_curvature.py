@@ -1,0 +1,135 @@
+"""Influence by random rows of the Gauss-Newton matrix: exact in these rows, other ones at each checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows
+from psgrad.engine.influence.method import Checkpoint
+from psgrad.engine.influence.methods.influence import Influence
+from psgrad.errors import ConfigError, InfluenceError
+from tests.engine.influence.problems import classified, cross_entropy, examples, gradient_rows, mlp
+from tests.engine.influence.runs import fit, scores
+
+N, DAMPING = 12, 1e-2
+
+
+def setup() -> tuple[Any, Any, np.ndarray, np.ndarray]:
+    """Training set, queries, and the gradients of both."""
+    model, (inputs, target) = mlp(), classified(N)
+    both = (inputs, target), (inputs[:5] * 0.7, target[:5])
+    training, queries = (examples(model, cross_entropy, *each) for each in both)
+    return training, queries, *(gradient_rows(model, cross_entropy, *each) for each in both)
+
+
+def expected(rows: torch.Tensor, gradients: np.ndarray, of_queries: np.ndarray) -> np.ndarray:
+    drawn = rows.double().numpy()
+    return gradients @ np.linalg.solve(drawn.T @ drawn + N * DAMPING * np.eye(drawn.shape[1]), of_queries.T)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("solver", ["exact", "dual"])
+@pytest.mark.parametrize("draws", [1, 3])
+def test_sampled_curvature_equals_dense_solve_of_the_rows(
+    solver: Any, draws: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, queries, gradients, of_queries = setup()
+    drawn = []
+
+    def recorded(*arguments: Any) -> Any:
+        drawn.append(fisher_rows(*arguments))
+        return drawn[-1]
+
+    monkeypatch.setattr("psgrad.engine.influence.leverage.fisher_rows", recorded)
+    method = Influence("sampled", solver, damping=DAMPING, draws=draws)
+    found = scores(fit(method, training), queries)
+    assert len(drawn[0]) == N * draws
+    want = expected(drawn[0].materialise(), gradients, of_queries)
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-9 * np.abs(want).max())
+
+
+def test_sampled_curvature_many_draws_approach_gauss_newton() -> None:
+    training, queries, *_ = setup()
+    want = scores(fit(Influence(damping=DAMPING), training), queries)
+    few, many = (
+        np.abs(
+            scores(fit(Influence("sampled", damping=DAMPING, draws=draws), training), queries) - want
+        ).max()
+        for draws in (1, 1000)
+    )
+    assert many < 0.1 * np.abs(want).max()
+    assert many < 0.2 * few
+
+
+def test_sampled_curvature_draws_by_checkpoint_and_seed() -> None:
+    training, queries, *_ = setup()
+
+    def found(number: int, seed: int = 0) -> np.ndarray:
+        fitted = Influence("sampled", seed=seed).fit(training, Checkpoint(number))
+        return np.concatenate([block.scores[""].numpy() for block in fitted.scores(queries)])
+
+    np.testing.assert_array_equal(found(1), found(1))
+    assert np.abs(found(1) - found(2)).max() > 0
+    assert np.abs(found(1) - found(1, seed=1)).max() > 0
+
+
+def test_sampled_curvature_large_output() -> None:
+    """A language model: 130 words at each of 6 positions, more numbers than the other curvatures take."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(130, 4), nn.Linear(4, 130)).double()
+    tokens = torch.randint(130, (7, 7))
+    criterion = lambda output, target: F.cross_entropy(output, target)
+    training = examples(model, criterion, tokens[:, :-1], tokens[:, 1:])
+    fitted = fit(Influence("sampled", damping=DAMPING), training)
+    assert fitted.facts["solver"] == "dual"
+    gradients = gradient_rows(model, criterion, tokens[:, :-1], tokens[:, 1:])
+    want = scores(fit(Influence("sampled", "exact", damping=DAMPING), training), training)
+    found = scores(fitted, training)
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-9 * np.abs(want).max())
+    # one row in place of 780 for a sample: the scores resemble those of the exact curvature
+    exact = scores(fit(Influence("fisher", damping=DAMPING), training), training)
+    assert gradients.shape[0] == len(found)
+    assert np.corrcoef(found.ravel(), exact.ravel())[0, 1] > 0.5
+
+
+def test_sampled_curvature_ranks_only() -> None:
+    training, *_ = setup()
+    method = Influence("sampled")
+    assert method.unit == "relative, no unit"
+    assert not method.predicts_removal
+    fitted = fit(Influence("sampled", weight_decay=0.1), training)
+    assert not fitted.calibrated
+    assert "right on average alone" in str(fitted.facts["calibrated_because"])
+
+
+def test_sampled_curvature_affine_model_has_the_damping_of_networks() -> None:
+    model, (inputs, target) = nn.Linear(6, 3).double(), classified(N)
+    fitted = fit(Influence("sampled", weight_decay=0.1), examples(model, cross_entropy, inputs, target))
+    assert fitted.facts["damping"] > 0
+    assert not fitted.calibrated
+
+
+@pytest.mark.parametrize("solver", ["conjugate_gradient", "lissa", "arnoldi"])
+def test_sampled_curvature_refuses_solvers_of_products(solver: Any) -> None:
+    with pytest.raises(ConfigError, match=f"the {solver} solver has no sampled rows"):
+        Influence("sampled", solver)
+
+
+def test_sampled_curvature_refuses_leverage_and_no_draws() -> None:
+    with pytest.raises(ConfigError, match="leverage correction"):
+        Influence("sampled", leverage=True)
+    with pytest.raises(ConfigError, match="draws is 0"):
+        Influence("sampled", draws=0)
+
+
+def test_sampled_curvature_too_many_rows_and_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psgrad.engine.influence.solvers.solver_costs.LARGEST", 10)
+    monkeypatch.setattr("psgrad.engine.influence.methods.influence.LARGEST", 10)
+    with pytest.raises(InfluenceError, match="12 sampled rows of 53 parameters") as caught:
+        fit(Influence("sampled"), setup()[0])
+    assert "fewer draws" in str(caught.value.next_step)
