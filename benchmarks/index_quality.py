@@ -1,4 +1,4 @@
-"""How well scores of an index foretell retraining, on digits, beside the same method without an index.
+"""How well scores of an index predict retraining, on digits, beside the same method without an index.
 
     python benchmarks/index_quality.py [--models 1] [--cache DIR] [--json FILE]
 

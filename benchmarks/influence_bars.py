@@ -1,13 +1,15 @@
 """Seconds of influence scores by solves, of 360 queries on 1,437 digits, beside others' ways to the numbers.
 
-    python benchmarks/influence_bars.py [--only exact ten ekfac dual] [--json FILE]
+    python benchmarks/influence_bars.py [--only NAME ...] [--json FILE]
 
     exact   4,810 parameters: the Gauss-Newton matrix materialised and factored; bar 2 s. The rival has its
             rows by torch.func's jacrev, one matrix product and one Cholesky factor, all in float64
     ten     the same at ten checkpoints; bar 15 s
+    sampled the same by one random row of the curvature for each example
     ekfac   974,710 parameters; bar 5 s. The rival, if it is installed, is kronfluence; both have the
             empirical Fisher, so that nothing is drawn
     dual    974,710 parameters, by the inner products of the curvature's rows; bar 60 s
+    dual, sampled   the same by one random row for each example
 
 Fit and scores together, of the wall clock, after one run that imports what is imported once. Scores of psgrad
 and a rival are compared before anything is timed. Run it on a quiet machine.
@@ -33,7 +35,7 @@ from torch import Tensor, nn
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.influence import Influence
 
-BARS = {"exact": 2.0, "ten": 15.0, "ekfac": 5.0, "dual": 60.0}
+BARS = {"exact": 2.0, "ten": 15.0, "ekfac": 5.0, "dual": 60.0, "sampled": 15.0, "dual, sampled": 60.0}
 CHECKPOINTS, STEPS, DAMPING = 10, 20, 1e-3
 WRONG = 1e-3
 
@@ -98,6 +100,7 @@ def plain_exact(problem: Problem) -> Tensor:
 
 def cases(cache: Path) -> dict[str, dict[str, Callable[[], Tensor]]]:
     exact, dual = Influence(solver="exact", damping=DAMPING), Influence(solver="dual", damping=DAMPING)
+    sampled = Influence(curvature="sampled", damping=DAMPING)
     factored = EKFAC(fisher="empirical", damping=DAMPING, exact_blocks=0)
     one, ten, wide = small(cache), small(cache, CHECKPOINTS), large(cache)
     rival: dict[str, Callable[[], Tensor]] = {}
@@ -108,6 +111,8 @@ def cases(cache: Path) -> dict[str, dict[str, Callable[[], Tensor]]]:
         "ten": {"psgrad": lambda: scores(ten, exact)},
         "ekfac": {"psgrad": lambda: scores(wide, factored), **rival},
         "dual": {"psgrad": lambda: scores(wide, dual)},
+        "sampled": {"psgrad": lambda: scores(ten, sampled)},
+        "dual, sampled": {"psgrad": lambda: scores(wide, sampled)},
     }
 
 

@@ -1,4 +1,4 @@
-"""How well influence scores foretell retraining: linear datamodeling scores of psgrad's methods, other
+"""How well influence scores predict retraining: linear datamodeling scores of psgrad's methods, other
 people's, and controls, on digits.
 
     python benchmarks/influence_quality.py [--cache DIR] [--models 1 3 10] [--only NAME ...] [--json FILE]

@@ -1,4 +1,4 @@
-"""How well the derivative of a training run foretells the same run without some of its examples, and what it
+"""How well the derivative of a training run predicts the same run without some of its examples, and what it
 costs.
 
     python benchmarks/influence_replay.py [--seeds 0 1 2] [--subsets 30] [--shares 0.01 0.05] [--json FILE]

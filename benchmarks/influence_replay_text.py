@@ -6,7 +6,7 @@ A transformer of eight blocks of width 320 (9.9 million parameters) learns passa
 library, 32 bytes each, for 500 steps of AdamW with eight passages a step. Its states lie on the disk. Timed
 are the run itself, and the derivatives of one query's loss after it with respect to the weights of all
 training passages. Then the run is made again without random twentieths of the passages: `changes` has what
-the derivatives foretell for the query's loss, and what it does.
+the derivatives predict for the query's loss, and what it does.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def posed(small: bool, disk: Path) -> tuple[TrainingRun, LoadedRows]:
     objective = Objective(model, token_cross_entropy)
     initial = {name: value.detach().clone() for name, value in objective.params.items()}
     epochs = 1 if small else STEPS * BATCH // PASSAGES
-    recipe = Recipe("adamw", epochs, BATCH, learning_rate=1e-3, schedule="cosine", weight_decay=0.1)
+    recipe = Recipe("adamw", epochs, BATCH, learning_rate=1e-4, schedule="cosine", weight_decay=0.1)
     rows = LoadedRows((tokens[:-1],), targets[:-1])
     return TrainingRun(objective, rows, recipe, 0, initial, disk=disk), LoadedRows(
         (tokens[-1:],), targets[-1:]

@@ -217,12 +217,23 @@ def of_classes(recipe: Recipe) -> list[Row]:
         Row("influence, one run's ten checkpoints, plain mean", exact, 1, "all", average="plain"),
         Row("influence, one run's five checkpoints", exact, 1, "half"),
         Row("influence, three runs x ten checkpoints", exact, LONG_RUNS, "all"),
+        *of_sampled_rows(decay),
         Row("influence by two steps after ekfac, ten checkpoints", stepped, 1, "all"),
         *of_factors(factored),
         Row("source, ten checkpoints", Source(weight_decay=decay, momentum=recipe.momentum), 1, "all"),
         Row("trak, final model", TRAK(), 1, "last"),
         Row("trak, ten final models", TRAK(), RUNS, "last"),
         *of_gradients(decay),
+    ]
+
+
+def of_sampled_rows(decay: float) -> list[Row]:
+    sampled = Influence(curvature="sampled", weight_decay=decay)
+    return [
+        Row("influence, sampled, final model", sampled, 1, "last"),
+        Row("influence, sampled, ten final models", sampled, RUNS, "last"),
+        Row("influence, sampled, one run's ten checkpoints", sampled, 1, "all"),
+        Row("influence, sampled, three runs x ten checkpoints", sampled, LONG_RUNS, "all"),
     ]
 
 
@@ -348,6 +359,7 @@ def of_text(cache: Path) -> Setting:
         {"loss": token_cross_entropy},
     )
     rows = [
+        *of_sampled_rows(decay),
         *of_factors(EKFAC(weight_decay=decay)),
         Row("influence, empirical Fisher, final model", fisher, 1, "last"),
         Row("influence, empirical Fisher, ten final models", fisher, RUNS, "last"),

@@ -1,4 +1,4 @@
-"""How well influence over the checkpoints of a training run foretells retraining, on digits.
+"""How well influence over the checkpoints of a training run predicts retraining, on digits.
 
     python benchmarks/influence_trajectory.py [--cache DIR] [--only NAME ...] [--json FILE]
 
@@ -46,6 +46,10 @@ EXACT, FACTORED = Influence(weight_decay=RECIPE.weight_decay), EKFAC(weight_deca
 STEPPED = Influence(
     weight_decay=RECIPE.weight_decay, solver="conjugate_gradient", preconditioner="ekfac", iterations=2
 )
+# One or two random rows of the curvature for each example, with its rows' inner products.
+SAMPLED, TWICE = (
+    Influence(curvature="sampled", draws=draws, weight_decay=RECIPE.weight_decay) for draws in (1, 2)
+)
 SOURCE = Source(weight_decay=RECIPE.weight_decay, momentum=RECIPE.momentum)
 TEN, THREE, TEN_FACTORED = (
     "influence, ten checkpoints",
@@ -71,6 +75,9 @@ def rows() -> list[Row]:
         Row(TEN, EXACT, 1, "all"),
         Row("influence, ten checkpoints, plain mean", EXACT, 1, "all", average="plain"),
         Row("influence, five of the ten", EXACT, 1, "half"),
+        Row("influence, sampled, final checkpoint", SAMPLED, 1, "last"),
+        Row("influence, sampled, ten checkpoints", SAMPLED, 1, "all"),
+        Row("influence, sampled twice, ten checkpoints", TWICE, 1, "all"),
         Row("ekfac, final checkpoint", FACTORED, 1, "last"),
         Row(TEN_FACTORED, FACTORED, 1, "all"),
         Row("two steps after ekfac, ten checkpoints", STEPPED, 1, "all"),
@@ -79,6 +86,7 @@ def rows() -> list[Row]:
         Row("tracin, ten checkpoints, their learning rates", TracIn(), 1, "all"),
         Row("source, ten checkpoints", SOURCE, 1, "all"),
         Row(THREE, EXACT, 3, "all"),
+        Row("influence, sampled, three runs x ten", SAMPLED, 3, "all"),
         Row("ekfac, three runs x ten", FACTORED, 3, "all"),
     ]
 

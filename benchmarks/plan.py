@@ -1,4 +1,4 @@
-"""What the planner foretells, beside what happens: the peak memory and the time of a pass over a chunk.
+"""What the planner predicts, beside what happens: the peak memory and the time of a pass over a chunk.
 
     python benchmarks/plan.py [--only cnn text] [--chunks 1 8 32 128] [--rounds 5] [--json FILE] [--device
     cpu]

@@ -542,6 +542,7 @@ def test_amounts_of_a_convex_model_are_retraining_and_checked(place: InfluenceWo
         "projected_influence",
         {"name": "ekfac", "fisher": "empirical"},
         {"name": "influence", "curvature": "fisher"},
+        {"name": "influence", "curvature": "sampled"},
     ],
 )
 def test_scores_that_are_no_amounts_say_so_everywhere(place: InfluenceWorkplace, method: Any) -> None:

@@ -42,6 +42,8 @@ FITS: dict[str, Method] = {
     "arnoldi": Influence(solver="arnoldi", damping=0.1),
     "hessian": Influence(solver="conjugate_gradient", curvature="hessian", damping=3.0, tolerance=1e-10),
     "fisher": Influence(curvature="fisher", damping=0.1),
+    "sampled": Influence(curvature="sampled", damping=0.1),
+    "sampled, dual": Influence(curvature="sampled", solver="dual", damping=0.1, draws=2),
     "leverage": Influence(solver="exact", damping=0.1, leverage=True),
     "at the output": Influence(solver="conjugate_gradient", damping=0.1, change="output", tolerance=1e-12),
     "ekfac": EKFAC(damping=0.1),

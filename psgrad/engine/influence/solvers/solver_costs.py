@@ -12,7 +12,7 @@ LARGEST = 16384
 # sample and parameter; iterations of conjugate gradients with a damping of one mean eigenvalue, and how they
 # grow as the damping falls. From a hundred queries on, which share a Krylov space, iterations fall as queries
 # become more, down to the fewest.
-_INNER, _PRODUCT, _ITERATIONS, _FEWEST, _GROWTH, _MANY = 1.0, 10.0, 20.0, 4.0, 0.45, 100
+_INNER, _PRODUCT, _ITERATIONS, _FEWEST, _GROWTH, _MANY = 2.0, 10.0, 20.0, 4.0, 0.45, 100
 # Products behind the Nystroem preconditioner, which few queries get.
 _PRECONDITIONER = 200
 # Matrices of the full size that are alive at once, and the share of the free memory that they may take.
