@@ -170,7 +170,11 @@ class ByKernel(Invertible):
 
     def self_influence(self) -> Iterator[SelfBlock]:
         if self.coefficients is None:
-            yield from super().self_influence()
+            yield from (
+                self._self_influence_by_pairs()
+                if self._takes_pairs(len(self.training))
+                else super().self_influence()
+            )
             return
         for start in range(0, len(self.coefficients), _SOLVED):
             chosen = torch.zeros_like(self.coefficients[start : start + _SOLVED])
@@ -183,6 +187,20 @@ class ByKernel(Invertible):
             moved = self.matrix @ solved
             own, squares = (columns * moved).sum(0).cpu(), (solved * moved).sum(0).cpu()
             yield SelfBlock(start, start + len(chosen), own, squares.clamp_min(0).sqrt())
+
+    def _self_influence_by_pairs(self) -> Iterator[SelfBlock]:
+        """With G the rows, H^-1 g = (g - G'w) / mu for w = (K + mu I)^-1 G g."""
+        shift, device = self.inverse.shift, self.matrix.device
+        along = inner_products(self.rows, self.training)  # [N, n]
+        squares = torch.cat([norms["square_norm"] for _, norms in self.training.norms()]).to(device)
+        for start in range(0, len(squares), _SOLVED):
+            block = slice(start, min(start + _SOLVED, len(squares)))
+            solved = self.inverse.apply(along[:, block])
+            own = squares[block] - (along[:, block] * solved).sum(0)
+            steps = own - ((along[:, block] - self.matrix @ solved) * solved).sum(0)
+            yield SelfBlock(
+                block.start, block.stop, own.cpu() / shift, steps.clamp_min(0).sqrt().cpu() / shift
+            )
 
     def has_leverage(self) -> bool:
         return self.coefficients is not None

@@ -11,11 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from psgrad.engine.influence.curvature.kronecker_fitting import fisher_rows
+from psgrad.engine.influence.inverses import ByKernel
 from psgrad.engine.influence.method import Checkpoint
 from psgrad.engine.influence.methods.influence import Influence
 from psgrad.errors import ConfigError, InfluenceError
 from tests.engine.influence.problems import classified, cross_entropy, examples, gradient_rows, mlp
-from tests.engine.influence.runs import fit, scores
+from tests.engine.influence.runs import fit, scores, self_influence
 
 N, DAMPING = 12, 1e-2
 
@@ -35,9 +36,11 @@ def expected(rows: torch.Tensor, gradients: np.ndarray, of_queries: np.ndarray) 
 
 @pytest.mark.parametrize("solver", ["exact", "dual"])
 @pytest.mark.parametrize("draws", [1, 3])
+@pytest.mark.parametrize("by_pairs", [True, False])
 def test_sampled_curvature_equals_dense_solve_of_the_rows(
-    solver: Any, draws: int, monkeypatch: pytest.MonkeyPatch
+    solver: Any, draws: int, by_pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ByKernel, "_takes_pairs", lambda *_: by_pairs)
     training, queries, gradients, of_queries = setup()
     drawn = []
 
@@ -47,10 +50,15 @@ def test_sampled_curvature_equals_dense_solve_of_the_rows(
 
     monkeypatch.setattr("psgrad.engine.influence.leverage.fisher_rows", recorded)
     method = Influence("sampled", solver, damping=DAMPING, draws=draws)
-    found = scores(fit(method, training), queries)
+    fitted = fit(method, training)
+    found = scores(fitted, queries)
     assert len(drawn[0]) == N * draws
     want = expected(drawn[0].materialise(), gradients, of_queries)
     np.testing.assert_allclose(found, want, rtol=0, atol=1e-9 * np.abs(want).max())
+    own, norms = self_influence(fitted)
+    steps = expected(drawn[0].materialise(), np.eye(gradients.shape[1]), gradients)
+    np.testing.assert_allclose(own, np.einsum("np,pn->n", gradients, steps), rtol=1e-9)
+    np.testing.assert_allclose(norms, np.linalg.norm(steps, axis=0), rtol=1e-9)
 
 
 def test_sampled_curvature_many_draws_approach_gauss_newton() -> None:
