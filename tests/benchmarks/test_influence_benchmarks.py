@@ -159,6 +159,7 @@ def test_a_short_setting_leaves_out_what_is_slow(settings: Any, tmp_path: Path) 
     gone = {row.name for row in whole.rows} - {row.name for row in short.rows}
     assert gone == {
         "influence, three runs x ten checkpoints",
+        "influence, sampled, three runs x ten checkpoints",
         "ekfac, three runs x ten checkpoints",
         "replay, one run",
     }
@@ -268,7 +269,7 @@ def test_solvers_are_held_against_their_prediction(
 def test_the_size_that_a_solver_case_names_is_its_networks(script: Any) -> None:
     case = script("influence_solvers").Case(2, 3, 30, 2)
     training, queries = case.data()
-    assert (training.flat.size, len(training), len(queries)) == (case.work().size, 30, 2)
+    assert (training.flat.size, len(training), len(queries)) == (case.size, 30, 2)
 
 
 @pytest.mark.sweep
