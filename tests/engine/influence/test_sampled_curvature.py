@@ -115,6 +115,13 @@ def test_sampled_curvature_ranks_only() -> None:
     assert "right on average alone" in str(fitted.facts["calibrated_because"])
 
 
+@pytest.mark.parametrize("of", [1, 2])
+def test_sampled_curvature_single_checkpoint_is_said(of: int) -> None:
+    said: list[str] = []
+    Influence("sampled").fit(setup()[0], Checkpoint(0, of=of, say=said.append))
+    assert any("average out over several checkpoints" in each for each in said) == (of == 1)
+
+
 def test_sampled_curvature_affine_model_has_the_damping_of_networks() -> None:
     model, (inputs, target) = nn.Linear(6, 3).double(), classified(N)
     fitted = fit(Influence("sampled", weight_decay=0.1), examples(model, cross_entropy, inputs, target))

@@ -217,6 +217,11 @@ class Influence(Method):
                 expected=f"an output of at most {LARGEST_OUTPUT} numbers",
                 next_step="set leverage: false",
             )
+        if self.curvature == "sampled" and checkpoint.of == 1:
+            checkpoint.say(
+                "curvature: sampled has few random rows, whose errors average out over several checkpoints,"
+                " and this is one; curvature: gauss_newton has all rows"
+            )
         problem = InverseProblem(
             training,
             self.curvature,
