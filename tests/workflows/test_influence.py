@@ -662,7 +662,7 @@ def test_solve_of_queries_tells_its_predicted_time(
 ) -> None:
     place.section["method"] = {"name": "influence", "solver": "conjugate_gradient"}
     assert "predicted to take" not in place.influence("--overwrite").err
-    monkeypatch.setattr("psgrad.engine.influence.methods.influence.TOLD_SECONDS", 0.0)
+    monkeypatch.setattr("psgrad.engine.influence.solvers.solver_costs.TOLD_SECONDS", 0.0)
     heard = place.influence("--overwrite").err
     assert re.search(r"scores of \d+ queries take about \d+ products with the curvature", heard)
     assert "influence.method.curvature: fisher" in heard
@@ -681,7 +681,7 @@ def test_large_output_names_cheaper_methods_that_run(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is named must work for this model and loss, for which no labels can be drawn."""
-    monkeypatch.setattr("psgrad.engine.influence.methods.influence.TOLD_SECONDS", 0.0)
+    monkeypatch.setattr("psgrad.engine.influence.solvers.solver_costs.TOLD_SECONDS", 0.0)
     monkeypatch.setattr("psgrad.workflows.influence._SELF_SECONDS", 0.0)
     place.use_model(LARGE_OUTPUT)
     place.use_loss(OWN_LOSS)

@@ -5,7 +5,6 @@ query's loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -35,8 +34,8 @@ from psgrad.engine.influence.solvers.conjugate_gradient import (
     nystroem,
 )
 from psgrad.engine.influence.solvers.lissa import lissa
-from psgrad.engine.influence.solvers.solver_costs import LARGEST, Work, solved_products
-from psgrad.engine.influence.solvers.spectrum import TOLD_SECONDS, arnoldi, duration_words
+from psgrad.engine.influence.solvers.solver_costs import LARGEST, Work, solved_products, tell_of_time
+from psgrad.engine.influence.solvers.spectrum import arnoldi
 from psgrad.errors import ConfigError, InfluenceError
 
 # Parameters up to which the curvature is materialised in any case: 288 MB, and seconds for its
@@ -71,9 +70,8 @@ _WITH_LEVERAGE, ROUGH = ("exact", "dual", "conjugate_gradient"), 1e-3
 # Solvers of sampled rows.
 _OF_FEW_ROWS = ("exact", "dual")
 _ITERATIONS = {"conjugate_gradient": 200, "lissa": 5000, "arnoldi": 200}
-# Products with single vectors by which conjugate gradients estimate the ends of the spectrum first, and how
-# many vectors of a block are tried to predict the rest.
-_BEFORE_SOLVING, _TRIED = 40, 8
+# Products with single vectors by which conjugate gradients estimate the ends of the spectrum first.
+_BEFORE_SOLVING = 40
 
 
 @dataclass(frozen=True)
@@ -422,35 +420,3 @@ class Influence(Method):
                 )
             return Diagonal((diagonal + damping).to(rhs))
         return None
-
-
-def tell_of_time(
-    products: CurvatureProducts,
-    rhs: torch.Tensor,
-    singly: int,
-    in_blocks: float,
-    training: Examples,
-    say: Callable[[str], None],
-) -> None:
-    """Say how long a solve is predicted to take, where that is long: `singly` products with one vector each,
-    and `in_blocks` in blocks of vectors. One and a few of them are timed.
-    """
-    begun = training.seconds()
-    products.apply(rhs[:1].double())
-    one = training.seconds()
-    predicted = singly * (one - begun)
-    if in_blocks:
-        products.apply(rhs[:_TRIED].double())
-        predicted += in_blocks * (training.seconds() - one) / len(rhs[:_TRIED])
-    if predicted > TOLD_SECONDS:
-        # of a large output EK-FAC draws labels, which not every loss has
-        large = output_size(training) > LARGEST_OUTPUT
-        ekfac = (
-            "influence.method: {name: ekfac, fisher: empirical}" if large else "influence.method.name: ekfac"
-        )
-        say(
-            f"scores of {len(rhs):,} queries take about {singly + in_blocks:,.0f} products with the curvature"
-            f" ({products.how}), predicted to take {duration_words(predicted)};"
-            f" influence.method.curvature: fisher, or {ekfac}, is much faster where the"
-            " model's output is large, and estimates another curvature"
-        )

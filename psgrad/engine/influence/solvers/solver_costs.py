@@ -1,8 +1,18 @@
-"""The predicted cost of each solver, from sizes: multiplications and additions, and bytes."""
+"""The predicted cost of each solver, from sizes: multiplications and additions, and bytes; and the time that
+products are predicted to take, from a few of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
+
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, output_size
+from psgrad.engine.influence.curvature.curvature_products import CurvatureProducts
+from psgrad.engine.influence.solvers.spectrum import TOLD_SECONDS, duration_words
 
 # Rows, or parameters, whose square matrix is ever factorised: 2 GB.
 LARGEST = 16384
@@ -15,6 +25,8 @@ LARGEST = 16384
 _INNER, _PRODUCT, _ITERATIONS, _FEWEST, _GROWTH, _MANY = 2.0, 10.0, 20.0, 4.0, 0.45, 100
 # Products behind the Nystroem preconditioner, which few queries get.
 _PRECONDITIONER = 200
+# Vectors of a block by which the time of the others is predicted.
+_TRIED = 8
 # Matrices of the full size that are alive at once, and the share of the free memory that they may take.
 _ALIVE, _SHARE = 3, 0.5
 
@@ -85,3 +97,35 @@ def solved_products(queries: int) -> float:
     if queries >= _MANY:
         return max(_ITERATIONS * _MANY, _FEWEST * queries)
     return queries * _ITERATIONS + _PRECONDITIONER
+
+
+def tell_of_time(
+    products: CurvatureProducts,
+    rhs: torch.Tensor,
+    singly: int,
+    in_blocks: float,
+    training: Examples,
+    say: Callable[[str], None],
+) -> None:
+    """Say how long a solve is predicted to take, where that is long: `singly` products with one vector each,
+    and `in_blocks` in blocks of vectors. One and a few of them are timed.
+    """
+    begun = training.seconds()
+    products.apply(rhs[:1].double())
+    one = training.seconds()
+    predicted = singly * (one - begun)
+    if in_blocks:
+        products.apply(rhs[:_TRIED].double())
+        predicted += in_blocks * (training.seconds() - one) / len(rhs[:_TRIED])
+    if predicted > TOLD_SECONDS:
+        # of a large output EK-FAC draws labels, which not every loss has
+        large = output_size(training) > LARGEST_OUTPUT
+        ekfac = (
+            "influence.method: {name: ekfac, fisher: empirical}" if large else "influence.method.name: ekfac"
+        )
+        say(
+            f"scores of {len(rhs):,} queries take about {singly + in_blocks:,.0f} products with the curvature"
+            f" ({products.how}), predicted to take {duration_words(predicted)};"
+            f" influence.method.curvature: fisher, or {ekfac}, is much faster where the"
+            " model's output is large, and estimates another curvature"
+        )
