@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -160,12 +161,16 @@ class ByKernel(Invertible):
             found = torch.einsum("nr,nrm->nm", self.coefficients, solved)
         yield ScoreBlock(0, len(found), {"": found})
 
+    @cached_property
+    def _pair_operations(self) -> float:
+        return inner_product_operations(self.rows)
+
     def _takes_pairs(self, queries: int) -> bool:
         """Whether inner products of all pairs of gradients are predicted to be less work than combinations of
         rows for the queries.
         """
         n, rows, m = len(self.training), len(self.rows), queries
-        pairs = (n * rows + n * m + rows * m) * inner_product_operations(self.rows)
+        pairs = (n * rows + n * m + rows * m) * self._pair_operations
         return pairs < 2 * self.rows.flat.size * m * (2 * rows + n)
 
     def self_influence(self) -> Iterator[SelfBlock]:

@@ -196,12 +196,8 @@ class Influence(Method):
         why_not = self._why_no_amounts(affine)
         amounts = why_not is None
         damping = self._damping(convex)
-        solver, why = (
-            self._choice_for_few_rows(training, checkpoint.queries)
-            if self.curvature == "sampled"
-            else self._choice(
-                training, checkpoint.queries, bool(self.leverage) or (convex and amounts), damping
-            )
+        solver, why = self._choice(
+            training, checkpoint.queries, bool(self.leverage) or (convex and amounts), damping
         )
         if self.leverage and solver not in _WITH_LEVERAGE:
             raise InfluenceError(
@@ -303,9 +299,11 @@ class Influence(Method):
         """
         if self.solver != "auto":
             return self.solver, "the options name it"
-        size = training.flat.size
+        size, sampled = training.flat.size, self.curvature == "sampled"
         rows = None if self.curvature == "hessian" else training
-        if self.curvature == "gauss_newton":
+        if sampled:
+            rows = fisher_rows(training, self.draws, self.seed)
+        elif self.curvature == "gauss_newton":
             outputs = output_size(training)
             if not outputs_alike(training):
                 return "conjugate_gradient", "outputs of rows that differ in length differ in size"
@@ -315,32 +313,23 @@ class Influence(Method):
                     f"an output of {outputs} numbers is too large for the other solvers",
                 )
             rows = gauss_newton_rows(training)
-        if size <= LARGEST_MATRIX:
+        if size <= LARGEST_MATRIX and not sampled:
             return "exact", f"{size:,} parameters are at most {LARGEST_MATRIX:,}"
         work = Work(
             size,
-            len(training),
+            len(training) if rows is None or not sampled else len(rows),
             None if rows is None else len(rows),
             0.0 if rows is None or len(rows) > LARGEST else inner_product_operations(rows),
             _QUERIES if queries is None else queries,
             damping.relative if damping.absolute is None and damping.relative > 0 else _UNKNOWN_RATIO,
             training.free_bytes(),
+            products=not sampled,
         )
-        return work.least(correct)
-
-    def _choice_for_few_rows(self, training: Examples, queries: int | None) -> tuple[str, str]:
-        """As `_choice`, for sampled rows."""
-        if self.solver != "auto":
-            return self.solver, "the options name it"
-        rows = fisher_rows(training, self.draws, self.seed)
-        inner = inner_product_operations(rows) if len(rows) <= LARGEST else 0.0
-        asked, free = _QUERIES if queries is None else queries, training.free_bytes()
-        work = Work(training.flat.size, len(rows), len(rows), inner, asked, 1.0, free, products=False)
         if work.operations():
-            return work.least(correct=False)
+            return work.least(correct)
         raise InfluenceError(
-            f"{len(rows):,} sampled rows of {training.flat.size:,} parameters have no solver here: a square"
-            " matrix of the one or of the other is too large",
+            f"{work.rows:,} sampled rows of {size:,} parameters have no solver here: a square matrix of the"
+            " one or of the other is too large",
             expected=f"at most {LARGEST:,} of either, and memory for three matrices of that size",
             next_step="take fewer draws, or influence.method.name: ekfac",
         )
