@@ -119,7 +119,7 @@ class _LabelLoss:
         return (
             weight[labels]
             if weight.dim() == 1
-            else weight.gather(1, labels.reshape(len(labels), -1)).reshape(labels.shape)
+            else weight.gather(1, labels.reshape(len(labels), labels.shape[1:].numel())).reshape(labels.shape)
         )
 
     def losses(self, log_probabilities: torch.Tensor) -> torch.Tensor:

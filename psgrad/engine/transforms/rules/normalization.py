@@ -212,7 +212,7 @@ def _group_norm_batch(
 ) -> Any:
     mapped = batch.is_mapped(weight) or batch.is_mapped(bias)
     out, mean, rstd = batch.unfold(
-        op(batch.fold(x), None if mapped else weight, None if mapped else bias, b * batch.size, *sizes)
+        op(batch.fold(x), None if mapped else weight, None if mapped else bias, b * batch.size, *sizes), b
     )
     if mapped:
         spatial = (1,) * (x.dim() - 2)
