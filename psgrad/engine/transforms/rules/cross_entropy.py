@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import run
+from psgrad.engine.transforms.interpreter import run, run_definition
 from psgrad.engine.transforms.rules.families import aten, first_result, shifted, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 from psgrad.engine.transforms.rules.special import no_derivative
@@ -81,9 +81,9 @@ def _cross_entropy_loss(
     many more operators.
     """
     if target.is_floating_point() or label_smoothing or x.dim() not in (1, 2, 4):
-        return aten.cross_entropy_loss.default.decompose(
-            x, target, weight, reduction, ignore_index, label_smoothing
-        )
+        # it writes into its own tensors, which are to be traced where the target alone is
+        args = (x, target, weight, reduction, ignore_index, label_smoothing)
+        return run_definition(aten.cross_entropy_loss.default.decompose, args, {})
     axis = 0 if x.dim() == 1 else 1
     nll = aten.nll_loss2d_forward.default if x.dim() == 4 else aten.nll_loss_forward.default
     return run(nll, run(aten._log_softmax.default, x, axis, False), target, weight, reduction, ignore_index)[

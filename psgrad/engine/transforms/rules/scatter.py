@@ -264,7 +264,8 @@ def _segment_batch(
     given = {
         name: batch.physical(x) for name, x in (("lengths", lengths), ("offsets", offsets)) if x is not None
     }
-    return _segment_reduce(batch.physical(data), kind, axis=axis, **given, **others)
+    reduce = op if kind in ("max", "min") else _segment_reduce
+    return reduce(batch.physical(data), kind, axis=axis, **given, **{**others, "unsafe": True})
 
 
 define(aten.segment_reduce.default, vjp={0: _segment_back}, instead=_segment_instead, batch=_segment_batch)
