@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psgrad.engine.transforms import grad, vjp, vmap
+from psgrad.engine.transforms import grad, grad_and_value, vjp, vmap
 
 Loss = Callable[[Tensor, Tensor, str], Tensor]
 
@@ -137,3 +137,18 @@ def test_loss_of_zero_has_the_sign_that_pytorch_gives_it(reduction: str, weight:
 
         one_by_one = torch.stack([loss(row) for row in x])
         assert torch.equal(vmap(loss)(x).signbit(), one_by_one.signbit())
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_label_smoothing_of_untraced_logits(weights: Tensor | None, reduction: str) -> None:
+    """The target alone is made in the function, and the loss writes into a tensor of its own by it."""
+    logits, w, x = torch.randn(6, 4, dtype=torch.float64), torch.randn(3).double(), torch.randn(2, 3).double()
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        target = torch.tensor([0, 3, -100, 2, 1, 1])
+        constant = F.cross_entropy(logits, target, weights, reduction=reduction, label_smoothing=0.2)
+        return constant.sum() + (w * x).sum().sin()
+
+    expected = torch.func.vmap(torch.func.grad_and_value(loss), (None, 0))(w, x)
+    torch.testing.assert_close(vmap(grad_and_value(loss), (None, 0))(w, x), expected)

@@ -18,7 +18,7 @@ from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.gradients.deferral import DeferredGradient
 from psgrad.engine.gradients.per_sample import BatchPass
 from psgrad.engine.gradients.terms import Product
-from psgrad.engine.transforms import functional_call, grad, hessian, jvp, vmap
+from psgrad.engine.transforms import functional_call, grad, hessian, jvp, vjp, vmap
 from psgrad.errors import TransformError
 from tests.engine.transforms.test_architectures import KernelCalls
 
@@ -399,3 +399,24 @@ def test_recurrent_norms_alone() -> None:
     )
     written_out = {name: value.flatten(1).square().sum(1) for name, value in gradients.materialise().items()}
     torch.testing.assert_close(gradients.square_norms(per="parameter"), written_out)
+
+
+@pytest.mark.parametrize("cotangent", [float("nan"), float("inf"), float("-inf"), 2.0])
+@pytest.mark.parametrize("at", [-1.0, 0.0, 1.0, float("nan"), float("inf")])
+def test_recurrent_relu_of_dead_units_selects(at: float, cotangent: float) -> None:
+    """A unit that is dead has a derivative of zero, whatever arrives at it, as in autograd."""
+    layer = nn.RNN(1, 2, nonlinearity="relu")
+    params = {name: torch.full_like(value, 0.5) for name, value in layer.named_parameters()}
+    params["bias_ih_l0"] = torch.tensor([at, 1.0])
+    x = torch.tensor([[0.3], [-0.2]])
+    g = torch.tensor([[cotangent, 1.0], [1.0, cotangent]])
+
+    def states(params: dict[str, Tensor]) -> Tensor:
+        return functional_call(layer, params, (x,))[0]
+
+    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+    expected = torch.autograd.grad(torch.func.functional_call(layer, leaves, (x,))[0], [*leaves.values()], g)
+    found = vjp(states, params)[1](g)[0]
+    torch.testing.assert_close([*found.values()], list(expected), equal_nan=True)
+    mapped = vmap(lambda g: vjp(states, params)[1](g)[0])(g[None])
+    torch.testing.assert_close([value[0] for value in mapped.values()], list(expected), equal_nan=True)

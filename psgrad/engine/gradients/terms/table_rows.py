@@ -71,9 +71,7 @@ class Rows(CutMaps, Term):
             + torch.arange(n, device=self.device).unsqueeze(1) * positions
         )
         merged = torch.zeros(n * positions, columns, dtype=rows.dtype, device=self.device)
-        return square_norm(
-            merged.index_add_(0, places.reshape(-1), rows.flatten(0, 1)).reshape(rows.shape)
-        )
+        return square_norm(merged.index_add_(0, places.reshape(-1), rows.flatten(0, 1)).reshape(rows.shape))
 
     @property
     def summands(self) -> int:
@@ -89,9 +87,7 @@ class Rows(CutMaps, Term):
     def materialise(self) -> torch.Tensor:
         n, _, columns = self.rows.shape
         value = torch.zeros(n * self.count, columns, dtype=self.dtype, device=self.device)
-        return value.index_add_(0, self._keys(), self.rows.flatten(0, 1)).reshape(
-            n, self.count, columns
-        )
+        return value.index_add_(0, self._keys(), self.rows.flatten(0, 1)).reshape(n, self.count, columns)
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         rows = accumulating(self.rows)

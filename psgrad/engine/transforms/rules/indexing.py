@@ -115,9 +115,11 @@ def _index_add_batch(
     if not batch.is_mapped(index):
         return op(batch.physical(x), dim + 1, index, batch.physical(source), alpha=alpha)
     values = batch.physical(source)
-    places = batch.raw(index).reshape(
-        batch.size, *(1,) * dim, index.numel(), *(1,) * (x.dim() - dim - 1)
-    ).expand(values.shape)
+    places = (
+        batch.raw(index)
+        .reshape(batch.size, *(1,) * dim, index.numel(), *(1,) * (x.dim() - dim - 1))
+        .expand(values.shape)
+    )
     return torch.scatter_add(batch.physical(x), dim + 1, places, values * alpha)
 
 

@@ -349,7 +349,11 @@ def _between_edges(
     values, bins = batch.physical(x).reshape(batch.size, x.numel()), edges.shape[1] - 1
     place = torch.searchsorted(edges.contiguous(), values.contiguous(), right=True) - 1
     place = torch.where(values == edges[:, -1:], bins - 1, place)
-    counted = torch.ones_like(values) if weight is None else batch.physical(weight).reshape(batch.size, weight.numel())
+    counted = (
+        torch.ones_like(values)
+        if weight is None
+        else batch.physical(weight).reshape(batch.size, weight.numel())
+    )
     counted = torch.where((values >= edges[:, :1]) & (values <= edges[:, -1:]), counted, 0)
     counts = values.new_zeros(batch.size, bins).scatter_add(1, place.clamp(0, bins - 1), counted)
     return (counts / counts.sum(1, keepdim=True) / edges.diff(dim=1) if density else counts), edges
