@@ -54,6 +54,7 @@ def extended(x: Tensor) -> np.ndarray:
     return x.double().numpy().astype(np.longdouble)
 
 
+@pytest.mark.every(1)
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("seed", range(12))

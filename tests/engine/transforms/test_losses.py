@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psgrad.engine.transforms import grad, grad_and_value, vjp, vmap
+from psgrad.engine.transforms import grad, grad_and_value, jacrev, vjp, vmap
 
 Loss = Callable[[Tensor, Tensor, str], Tensor]
 
@@ -152,3 +152,5 @@ def test_label_smoothing_of_untraced_logits(weights: Tensor | None, reduction: s
 
     expected = torch.func.vmap(torch.func.grad_and_value(loss), (None, 0))(w, x)
     torch.testing.assert_close(vmap(grad_and_value(loss), (None, 0))(w, x), expected)
+    slopes = jacrev(lambda w: vmap(loss, (None, 0))(w, x))(w)
+    torch.testing.assert_close(slopes, expected[0])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.interpreter import run, run_definition
+from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.families import aten, first_result, shifted, wrap_dim
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 from psgrad.engine.transforms.rules.special import no_derivative
@@ -77,18 +77,36 @@ def _cross_entropy_loss(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """With labels: log-softmax and the negative log-likelihood. PyTorch's own definition of the rest runs
-    many more operators.
+    """With labels: log-softmax and the negative log-likelihood. PyTorch's own definition of other ranks runs
+    many more operators; with smoothing it writes in place, by a target that may be all that is traced.
     """
-    if target.is_floating_point() or label_smoothing or x.dim() not in (1, 2, 4):
-        # it writes into its own tensors, which are to be traced where the target alone is
-        args = (x, target, weight, reduction, ignore_index, label_smoothing)
-        return run_definition(aten.cross_entropy_loss.default.decompose, args, {})
+    if label_smoothing and not target.is_floating_point():
+        return _smoothed(x, target, weight, reduction, ignore_index, label_smoothing)
+    if target.is_floating_point() or x.dim() not in (1, 2, 4):
+        return aten.cross_entropy_loss.default.decompose(
+            x, target, weight, reduction, ignore_index, label_smoothing
+        )
     axis = 0 if x.dim() == 1 else 1
     nll = aten.nll_loss2d_forward.default if x.dim() == 4 else aten.nll_loss_forward.default
     return run(nll, run(aten._log_softmax.default, x, axis, False), target, weight, reduction, ignore_index)[
         0
     ]
+
+
+def _smoothed(
+    x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignore_index: int, smoothing: float
+) -> torch.Tensor:
+    """The loss of labels, mixed with the mean of the losses of all classes."""
+    axis = 0 if x.dim() == 1 else 1
+    logs, classes = torch.log_softmax(x, axis), x.shape[axis]
+    of_labels = aten.nll_loss_nd.default(logs, target, weight, reduction, ignore_index)
+    each = logs if weight is None else logs * weight.reshape(classes, *(1,) * (x.dim() - axis - 1))
+    of_all = torch.where(target == ignore_index, 0, -each.sum(axis))
+    if reduction:
+        of_all = of_all.sum()
+    if reduction == 1:
+        of_all = of_all / _counted(target, weight, ignore_index, target.numel())
+    return (1 - smoothing) * of_labels + of_all * (smoothing / classes)
 
 
 class _LabelLoss:
@@ -309,7 +327,7 @@ def _counted(target: torch.Tensor, weight: Any, ignore_index: int, positions: in
     counts = target != ignore_index
     if weight is None:
         return counts.sum()
-    return (weight[target.where(counts, torch.zeros_like(target))] * counts).sum()
+    return torch.where(counts, weight[torch.where(counts, target, 0)], 0).sum()
 
 
 _MODULE = "torch.nn.modules.linear_cross_entropy"
