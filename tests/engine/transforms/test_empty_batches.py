@@ -22,7 +22,7 @@ from tests.models import Architecture
 from tests.seeds import set_seed
 
 DATABASE = entries()
-# AGREEING read numbers, and the number of residuals of lstsq depends on the ranks: an empty batch has neither.
+# AGREEING read numbers, and how many residuals lstsq has depends on the ranks: an empty batch has neither.
 SKIPPED = {*UNJUDGED, *UNJUDGED_MAPPED, *AGREEING.split(), "linalg.lstsq"}
 
 

@@ -420,3 +420,33 @@ def test_recurrent_relu_of_dead_units_selects(at: float, cotangent: float) -> No
     torch.testing.assert_close([*found.values()], list(expected), equal_nan=True)
     mapped = vmap(lambda g: vjp(states, params)[1](g)[0])(g[None])
     torch.testing.assert_close([value[0] for value in mapped.values()], list(expected), equal_nan=True)
+
+
+@each_layer
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_recurrent_layers_with_extreme_cotangents(name: str, packed: bool, scale: float) -> None:
+    """Numbers where autograd has numbers, also where all gates are closed or a sequence has ended."""
+    layer = LAYERS[name](INPUTS, HIDDEN, bidirectional=True)
+
+    def use(layer: nn.Module, x: Tensor) -> Tensor:
+        if not packed:
+            return layer(x)[0]
+        states, _ = layer(pack_padded_sequence(x, torch.tensor([5, 3, 3])))
+        return pad_packed_sequence(states, padding_value=0.5, total_length=TIMES + 1)[0]
+
+    x = torch.randn(TIMES, B, INPUTS) * scale
+    params = dict(layer.named_parameters())
+    leaf = x.clone().requires_grad_()
+    out = use(layer, leaf)
+    for number in (float("inf"), float("nan")):
+        g = torch.randn_like(out)
+        g[2, 1, 0] = g[4, 2, -1] = number
+        expected = torch.autograd.grad(out, [*params.values(), leaf], g, retain_graph=True)
+        renamed = {f"layer.{name}": value.detach() for name, value in params.items()}
+        pull = vjp(lambda params, x: functional_call(Using(layer, use), params, (x,)), renamed, x)[1]
+        of_params, of_x = pull(g)
+        for found, theirs in zip((*of_params.values(), of_x), expected, strict=True):
+            finite = theirs.isfinite()
+            assert torch.equal(found.isfinite(), finite)
+            torch.testing.assert_close(found[finite], theirs[finite])
