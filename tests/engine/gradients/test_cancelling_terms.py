@@ -92,3 +92,15 @@ def test_queries_of_cancelling_terms_at_any_magnitude(pair: str, dtype: torch.dt
         allowed = 64 * info.eps * largest + math.sqrt(kind.tiny) * info.eps
         assert np.isfinite(found.numpy()[inside]).all(), (query, power, found, exact)
         assert (error[inside] <= allowed[inside]).all(), (query, power, found, exact)
+
+
+def test_square_norms_of_terms_whose_own_overflow_together() -> None:
+    """The norms of the terms add up to infinity, and their inner product, which takes from it, does not."""
+    row = torch.full((N, 1, 1, 1), 1.2e308, dtype=torch.float64).sqrt()
+    left = torch.cat([row, torch.zeros(N, 1, 1, ROWS - 1, dtype=torch.float64)], 3)
+    right = torch.nn.functional.one_hot(torch.zeros(N, 1, 1, dtype=torch.int64), COLUMNS).double()
+    product = Product(left, right)
+    terms: list[Term] = [product, Dense(-0.72 * product.materialise().reshape(N, *SHAPE))]
+    torch.testing.assert_close(
+        gradients_of(terms).square_norms(), torch.full((N,), 0.28**2, dtype=torch.float64) * 1.2e308
+    )
