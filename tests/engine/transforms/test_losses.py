@@ -154,3 +154,29 @@ def test_label_smoothing_of_untraced_logits(weights: Tensor | None, reduction: s
     torch.testing.assert_close(vmap(grad_and_value(loss), (None, 0))(w, x), expected)
     slopes = jacrev(lambda w: vmap(loss, (None, 0))(w, x))(w)
     torch.testing.assert_close(slopes, expected[0])
+
+
+@pytest.mark.every(1)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("cotangent", [1.0, math.inf, math.nan])
+def test_ignored_labels_count_for_nothing(
+    cotangent: float, reduction: str, weights: Tensor | None, smoothing: float
+) -> None:
+    """Also where their cotangents or logits are not finite."""
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    x[0, 1, 2], x[1, 0, 0] = math.inf, math.nan
+    target = torch.tensor([[1, -100, 2], [-100, -100, 0]])
+    loss = lambda x, target: F.cross_entropy(
+        x, target, weights, reduction=reduction, label_smoothing=smoothing
+    )
+    g = torch.full((2, 3) if reduction == "none" else (2,), cotangent, dtype=torch.float64)
+    expected = []
+    for row in range(2):
+        leaf = x[row].clone().requires_grad_()
+        expected += torch.autograd.grad(loss(leaf, target[row]), leaf, g[row])
+    found = vmap(lambda x, target, g: vjp(lambda x: loss(x, target), x)[1](g)[0])(x, target, g)
+    torch.testing.assert_close(found, torch.stack(expected), equal_nan=True)
+    values = torch.stack([loss(*row) for row in zip(x, target, strict=True)])
+    torch.testing.assert_close(vmap(loss)(x, target), values, equal_nan=True)
