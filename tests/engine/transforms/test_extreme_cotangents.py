@@ -110,3 +110,6 @@ def test_segment_reduce_under_vmap_shares_as_alone(
     (expected,) = torch.autograd.grad(reduced(leaf), leaf, g)
     (found,) = vjp(vmap(reduced), x[None])[1](g[None])
     torch.testing.assert_close(found[0], expected, equal_nan=True)
+    outside = x.expand(2, 5).clone().requires_grad_()
+    (found,) = torch.autograd.grad(vmap(reduced)(outside), outside, g.expand(2, 3))
+    torch.testing.assert_close(found, expected.expand(2, 5), equal_nan=True)

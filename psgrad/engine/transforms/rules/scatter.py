@@ -15,6 +15,8 @@ import torch
 from psgrad.engine.transforms.rules.families import aten, cast, wrap_dim
 from psgrad.engine.transforms.rules.indexing import along, fit
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, constant, define, replace
+from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import Tracer
 
 # -- sums, means, products and extremes by index -------------------------------------------------------------
 
@@ -264,8 +266,11 @@ def _segment_batch(
     given = {
         name: batch.physical(x) for name, x in (("lengths", lengths), ("offsets", offsets)) if x is not None
     }
-    reduce = op if kind in ("max", "min") else _segment_reduce
-    return reduce(batch.physical(data), kind, axis=axis, **given, **{**others, "unsafe": True})
+    rows = batch.physical(data)
+    # an extreme by scatter_reduce has another derivative; the operator can't run on tensors without values
+    is_followed = isinstance(rows, Tracer) or state.attached
+    reduce = op if kind in ("max", "min") and is_followed else _segment_reduce
+    return reduce(rows, kind, axis=axis, **given, **{**others, "unsafe": True})
 
 
 define(aten.segment_reduce.default, vjp={0: _segment_back}, instead=_segment_instead, batch=_segment_batch)
