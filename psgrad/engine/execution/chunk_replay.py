@@ -72,21 +72,26 @@ class ChunkReplay:
         # Norms are float64, but no more exact than what they are made of.
         eps = max(torch.finfo(x.dtype).eps for x in params.values())
         self.rounding = 4 * eps if compile == "none" else COMPILED
+        # The parameters are tensors from outside for a program, which makes their views once.
         self._captured = Captured(self._flagged, compile, lambda why: say(f"chunks are not replayed: {why}"))
 
-    def _flagged(self, params: dict[str, torch.Tensor], inputs: Any, target: Any) -> tuple[Any, Any]:
+    def _flagged(self, inputs: Any, target: Any) -> tuple[Any, Any]:
         with flagging() as flags:
-            found = self.function(params, inputs, target)
+            found = self.function(self.params, inputs, target)
         return found, flags.any()
+
+    def _unflagged(self, inputs: Any, target: Any) -> Any:
+        return self.function(self.params, inputs, target)
 
     @torch.no_grad()
     def __call__(self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, to_come: int) -> Any:
         """What is found of a chunk. to_come: chunks of this size, this one included."""
-        arguments = (self.params, inputs, target)
+        arguments = (inputs, target)
         entry = self._captured.entry(*arguments)
         if entry is None or entry.ended:
-            return self.function(*arguments)
-        before = random_state.states()
+            return self._unflagged(*arguments)
+        draws = entry.program is None or entry.program.draws
+        before = random_state.states() if draws else []
         if entry.program is not None:
             done, values = self._captured.replay(entry, *arguments)
             found = self._unless_flagged(entry, values, before) if done else None
@@ -96,7 +101,7 @@ class ChunkReplay:
                 self.how = entry.program.how
                 return found
         elif entry.recording is not None:
-            return self._captured.compare(entry, self.function, self._same, *arguments)
+            return self._captured.compare(entry, self._unflagged, self._same, *arguments)
         elif not entry.met:
             entry.met = True
         elif to_come >= PAYS_FROM:
@@ -104,7 +109,7 @@ class ChunkReplay:
             found = self._unless_flagged(entry, values, before)
             if found is not None:
                 return found
-        return self.function(*arguments)
+        return self._unflagged(*arguments)
 
     def _unless_flagged(self, entry: Entry, values: Any, before: random_state.States) -> Any:
         """What was found, or None where samples must be computed again; then as if nothing had been drawn."""

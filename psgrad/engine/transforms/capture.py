@@ -207,7 +207,7 @@ class Captured:
         drawn.
         """
         assert entry.program is not None
-        before = random_state.states()
+        before = random_state.states() if entry.program.draws else []
         with contextlib.ExitStack() as exits:
             for kind, _ in _autocast():  # the program holds the casts
                 exits.enter_context(torch.autocast(kind, enabled=False))

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from psgrad import random_state
-from psgrad.engine.transforms.capture_guard import NotCapturable, properties
+from psgrad.engine.transforms.capture_guard import NotCapturable
 from psgrad.engine.transforms.operators import aten, facts
 from psgrad.engine.transforms.private_torch import binding, inductor
 from psgrad.engine.transforms.recorder import Kernel, Recording, Slot
@@ -121,7 +121,7 @@ def _needed(kernels: list[Kernel], results: list[int], recording: Recording) -> 
 
 
 def _renamed(kernel: Kernel, names: dict[int, int]) -> Kernel:
-    if not names:
+    if names.keys().isdisjoint(kernel.reads) and names.keys().isdisjoint(kernel.results):
         return kernel
 
     def name(tree: Any) -> Any:
@@ -135,6 +135,7 @@ def _renamed(kernel: Kernel, names: dict[int, int]) -> Kernel:
         kernel,
         args=name(kernel.args),
         kwargs={key: name(item) for key, item in kernel.kwargs.items()},
+        reads=[names.get(n, n) for n in kernel.reads],
         results=[None if n is None else names.get(n, n) for n in kernel.results],
         writes=[names.get(n, n) for n in kernel.writes],
     )
@@ -158,13 +159,15 @@ class Program:
         run: takes the call's tensors.
         how: the name of the backend, for messages.
         outside: the tensors that it takes from outside.
-        relied_on: their addresses and properties, which must not change.
+        relied_on: their addresses and shapes, which must not change.
+        draws: whether it draws random numbers.
     """
 
     run: Run
     how: str
     outside: list[torch.Tensor]
     relied_on: list[Any]
+    draws: bool
 
     def fits(self) -> bool:
         """Whether the tensors from outside are unchanged, apart from their values."""
@@ -196,11 +199,12 @@ def program_of(
             run = CudaGraph(run)
     on_gpu = any(x.device.type == "cuda" for x in tensors)
     plain = f"kernel by kernel ({obstacle})" if on_gpu and obstacle else "kernel by kernel"
-    return Program(run, getattr(run, "how", plain), outside, [_place(x) for x in outside])
+    draws = any(kernel.draws for kernel in shortened.kernels)
+    return Program(run, getattr(run, "how", plain), outside, [_place(x) for x in outside], draws)
 
 
 def _place(x: torch.Tensor) -> Any:
-    return x.data_ptr(), x.requires_grad, properties(x)
+    return x.data_ptr(), x.shape, x.dtype, x.requires_grad
 
 
 # -- as Python -----------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ class Kernel:
 
     Attributes:
         args, kwargs: as the kernel got them, with slots in place of tensors.
+        reads: the numbers of these slots.
         results: the numbers of its results, None for results that are no tensors.
         several: whether it returns a list or a tuple.
         writes: the numbers of the arguments that it writes to.
@@ -49,16 +50,12 @@ class Kernel:
     op: Op
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    reads: list[int]
     results: list[int | None]
     several: bool
     writes: list[int]
     draws: bool
     value: Any = None
-
-    @property
-    def reads(self) -> list[int]:
-        """The numbers of its arguments, written ones included."""
-        return slots_in((self.args, self.kwargs))
 
 
 @dataclass
@@ -77,17 +74,6 @@ class Recording:
     outside: dict[int, torch.Tensor] = field(default_factory=dict)
     memory: list[int] = field(default_factory=list)
     results: list[int] = field(default_factory=list)
-
-
-def slots_in(tree: Any) -> list[int]:
-    """The numbers of the slots in an operator's arguments."""
-    if type(tree) is Slot:
-        return [tree.number]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, (list, tuple)):
-        return []
-    return [number for item in tree for number in slots_in(item)]
 
 
 class Recorder(DispatchMode):
@@ -127,7 +113,8 @@ class Recorder(DispatchMode):
         if draws:
             self._require_states()
         self._refuse_unrepeatable(op, args, kwargs)
-        kernel = Kernel(op, self._slots(args), self._slots(kwargs), [], False, [], draws)
+        reads: list[int] = []
+        kernel = Kernel(op, self._slots(args, reads), self._slots(kwargs, reads), reads, [], False, [], draws)
         written = [x for x in tree_flatten(written_by(op, args, kwargs))[0] if isinstance(x, torch.Tensor)]
         kernel.writes = [self._number(x) for x in written]
         if any(self.recording.memory[n] in self._outside.values() for n in kernel.writes):
@@ -166,15 +153,17 @@ class Recorder(DispatchMode):
 
     # -- tensors as numbers ----------------------------------------------------------------------------------
 
-    def _slots(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return Slot(self._number(value))
-        if isinstance(value, (list, tuple)):
-            items = [self._slots(item) for item in value]
-            return items if isinstance(value, list) else tuple(items)
-        if isinstance(value, dict):
-            return {name: self._slots(item) for name, item in value.items()}
-        return value
+    def _slots(self, value: Any, reads: list[int]) -> Any:
+        """A kernel's arguments with slots in place of tensors, whose numbers are added to `reads`."""
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind(self._slots(item, reads) for item in value)
+        if kind is dict:
+            return {name: self._slots(item, reads) for name, item in value.items()}
+        if not isinstance(value, torch.Tensor):
+            return value
+        reads.append(self._number(value))
+        return Slot(reads[-1])
 
     def _number(self, x: torch.Tensor) -> int:
         number = self._known_number(x)
