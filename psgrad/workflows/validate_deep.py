@@ -8,7 +8,6 @@ from psgrad.config import Config
 from psgrad.engine.execution.run_plan import plan_run
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import machine
-from psgrad.errors import ConfigError
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.influence_setup import method_from
 from psgrad.workflows.measure_setup import measures_of
@@ -36,13 +35,6 @@ def validate_deep(config: Config, found: Validation, say: Callable[[str], None])
             f"{trainable:,} numbers in {len(run.objective.params):,} parameters, on {run.device}"
         )
         found.facts["rows"] = f"{len(run.samples.ids):,}"  # ids are read, too
-        names, classes = config.data.class_names, run.reader.classes
-        if names is not None and classes is not None and len(names) != classes:
-            wrong = ConfigError(
-                f"the names are {', '.join(names[:5])} ({len(names)}), and the model has {classes} classes",
-                expected="a name for each class, in the order of the outputs",
-            )
-            found.add("data.class_names", [wrong])
         stream, count = run.stream(say), min(_ROWS, len(run.samples))
         rows = [place * len(run.samples) // count for place in range(count)]
         found.facts["losses"] = _losses(stream, rows)
