@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import pandas as pd
 
 from psgrad.config import Config
 from psgrad.errors import ConfigError, DataError, LossError, ModelError
+from psgrad.inputs.loss import Criterion
 from psgrad.inputs.rows import Samples
 from psgrad.quality.gates import read_baseline
+from psgrad.quality.label_agreement import label_facts
 from psgrad.quality.references import CLASSES, measured_as
-from psgrad.results.manifest import read_manifest
+from psgrad.results.manifest import LabelFacts, read_manifest
 from psgrad.storage.finished import finished_manifest
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.wording import first_of
@@ -128,3 +131,26 @@ def errors_about(what: str, keys: str = "") -> Iterator[None]:
         raise type(error)(
             f"{what}: {error.arrived}", expected=error.expected, cause=error.cause, next_step=step
         ) from error
+
+
+def label_facts_of(criterion: Criterion, columns: pd.DataFrame, names: list[str] | None) -> LabelFacts | None:
+    """How many labels the model agrees with; None where the loss has no classes, or rows no single label.
+
+    columns: loss, and as far as known target, prediction, token_accuracy and length, of some rows. Those
+    without a finite loss, and labels that do not count, are left out.
+    """
+    counted = columns[np.isfinite(columns["loss"].to_numpy("float64"))]
+    if criterion.kind == "token" and names is not None and {"token_accuracy", "length"} <= {*counted}:
+        lengths = counted["length"].to_numpy("float64")
+        agree = round(float(lengths @ counted["token_accuracy"].to_numpy("float64")))
+        return LabelFacts(int(lengths.sum()), agree, "tokens")
+    if criterion.kind not in ("class", "binary") or not {"target", "prediction"} <= {*counted}:
+        return LabelFacts() if names is not None and criterion.kind == "custom" else None
+    target, prediction = (counted[name].to_numpy("float64") for name in ("target", "prediction"))
+    kept = np.isfinite(target) & np.isfinite(prediction) & (target != criterion.ignore_index)
+    target, prediction = target[kept], prediction[kept]
+    if criterion.kind == "binary":
+        if not np.isin(target, (0, 1)).all():
+            return None  # probabilities, which are no labels
+        prediction = prediction > 0.5
+    return label_facts(target.astype(np.int64), prediction.astype(np.int64))

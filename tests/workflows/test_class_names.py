@@ -13,10 +13,13 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import nn
 
 import psgrad
 from psgrad.errors import ConfigError, DataError, OutputError, PsgradError
+from psgrad.reports.analyze_page import label_parts
+from psgrad.reports.analyze_terminal import summary
 
 NAMES = ("stay", "upgrade", "churn")
 """In the order of the model's outputs, which is not the sorted one."""
@@ -246,10 +249,9 @@ def test_numbers_of_a_dataset_with_names_of_its_own_go_by_these() -> None:
     del section["data"]["path"]
     found = analyze(section, data=made)
     np.testing.assert_allclose(found.samples["loss"], losses(frame), rtol=1e-3)
-    fewer = made.filter(lambda row: row["y"] != 2).cast_column(
-        "y", datasets.ClassLabel(names=order[:2] + ["no"])
-    )
-    assert "class 1, which is class 0 of the model, and 'no', which is no class" in refused(
+    others = datasets.ClassLabel(names=["churn", "stay", "no"])
+    fewer = made.filter(lambda row: row["y"] != 2).cast_column("y", others)
+    assert "class 0, which is class 2 of the model, and 'no', which is no class" in refused(
         DataError, section, data=fewer, overwrite=True
     )
 
@@ -269,3 +271,55 @@ def test_integer_labels_beyond_the_outputs_are_refused_with_their_line() -> None
     rows().replace({"stay": 0, "upgrade": 1, "churn": 7}).to_csv("batch.csv", index=False)
     said = refused(DataError, config("batch.csv"))
     assert "row 2 (batch.csv, line 4) has the label 7 (20 of 60 rows are out of range)" in said
+
+
+def test_analyze_says_what_labels_mean_and_how_many_the_model_agrees_with() -> None:
+    rows().to_csv("batch.csv", index=False)
+    result = analyze(config("batch.csv", data={"class_names": list(NAMES)}))
+    said = summary(result)
+    assert "labels: 0 stay, 1 upgrade, 2 churn; the model agrees with 100% of 60 labels" in said
+    assert "warning" not in said
+    found = analyze(config("batch.csv"), overwrite=True)
+    assert "were its outputs in another order: 0 stay, 1 upgrade, 2 churn" in summary(found)
+    (words, warning) = label_parts(found)
+    assert words.words.startswith("Labels: 0 churn, 1 stay, 2 upgrade; the model agrees with 0% of 60")
+    assert (warning.style, "another order" in warning.words) == ("loud", True)
+
+
+def test_analyze_of_numbers_has_the_agreement_alone_and_a_regression_none() -> None:
+    frame = rows().replace({name: place for place, name in enumerate(NAMES)})
+    frame.to_csv("batch.csv", index=False)
+    result = analyze(config("batch.csv"))
+    assert "labels: the model agrees with 100% of 60 labels" in summary(result)
+    section = {**config("batch.csv"), "loss": "mse"}
+    model = nn.Sequential(Model(), nn.Linear(3, 1), nn.Flatten(0))
+    assert "labels" not in summary(analyze(section, model=model, overwrite=True))
+
+
+def test_validate_deep_says_the_agreement_and_another_order(tmp_path: Path) -> None:
+    rows().to_csv("batch.csv", index=False)
+    (tmp_path / "model.py").write_text(
+        "import torch\n\n\ndef build():\n    model = torch.nn.Linear(3, 3)\n"
+        "    model.weight.data = 6 * torch.eye(3)\n    return model\n"
+    )
+    section = {"version": 1, **config("batch.csv"), "model": {"factory": "model.py:build"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(section))
+    found = psgrad.validate("config.yaml", deep=True)
+    assert found.problems == []
+    assert found.facts["labels"] == "0 churn, 1 stay, 2 upgrade; the model agrees with 0% of 60 labels"
+    assert any("in another order: 0 stay, 1 upgrade, 2 churn" in note for note in found.notes)
+    rows(59, without="churn").to_csv("batch.csv", index=False)
+    (problem,) = psgrad.validate("config.yaml", deep=True).problems
+    assert "upgrade (29 rows), stay (30 rows)" in str(problem.error)
+
+
+def test_resume_with_the_classes_in_another_order_is_refused(tmp_path: Path) -> None:
+    rows().to_csv("batch.csv", index=False)
+    (tmp_path / "model.py").write_text("import torch\n\n\ndef build():\n    return torch.nn.Linear(3, 3)\n")
+    torch.save(Model().state_dict(), "model.pt")
+    model = {"factory": "model.py:build", "checkpoint": "model.pt"}
+    section = {**config("batch.csv", data={"class_names": list(NAMES)}), "model": model}
+    psgrad.analyze(section, report=False)
+    section["data"]["class_names"] = list(NAMES[::-1])
+    with pytest.raises(ConfigError, match=r"data\.class_names: was \['stay', 'upgrade', 'churn'\]"):
+        psgrad.analyze(section, resume=True, report=False)
