@@ -30,6 +30,7 @@ def label_warning(facts: LabelFacts, names: Sequence[str] | None) -> str:
         return (
             f"the model agrees with {now} of the labels, and would agree with {then} were its outputs in"
             f" another order: {_order_words(facts.order, names)}"
+            f"{'; data.class_names has the names in the order of the outputs' if names else ''}"
         )
     if facts.chance is None:
         return ""

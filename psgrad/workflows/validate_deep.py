@@ -51,7 +51,7 @@ def validate_deep(config: Config, found: Validation, say: Callable[[str], None])
         if labels is not None and (words := label_words(labels, names)):
             found.facts["labels"] = words
         if labels is not None and (warning := label_warning(labels, names)):
-            found.notes.append(f"warning: {warning}")
+            found.notes.append(warning)
         stream = run.stream(say)
         check = run.self_check(stream)
         found.facts["self-check"] = (
