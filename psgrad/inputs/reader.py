@@ -80,6 +80,8 @@ class CheckedReader:
         block = self._read(rows.tolist(), lambda: self.samples.take(rows))
         if self.contents is not None:
             self.contents[rows] = digests(block)
+        if self.lengths is not None and block.target is not None:
+            self.lengths[rows] = _counted(block, self.criterion.ignore_index)
         if not self._known and block.target is not None:
             check_targets(
                 self.criterion,

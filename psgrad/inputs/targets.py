@@ -29,8 +29,7 @@ class Encoded:
     """Targets as numbers.
 
     class_names: of the labels 0, 1, 2, ..., where the targets were names; else None. found: see
-    Samples.names_found. note: what was done, for the manifest; empty where
-    nothing was.
+    Samples.names_found. note: what was done, for the manifest; empty where nothing was.
     """
 
     values: Array

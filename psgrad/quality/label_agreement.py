@@ -15,6 +15,7 @@ from psgrad.results.manifest import LabelFacts
 Array = npt.NDArray[np.int64]
 
 _RATE = 1e-3  # how often another order may be found by chance
+_MOST = 2000  # classes of which an order is looked for: it takes the cube of their number
 _LEAST = 30  # rows from which it is told that the model is no better than chance
 
 
@@ -44,6 +45,8 @@ def better_order(labels: Array, predictions: Array) -> dict[int, int] | None:
     if not len(labels):
         return None
     known, codes = np.unique(np.concatenate([labels, predictions]), return_inverse=True)
+    if len(known) > _MOST:
+        return None
     label, predicted = codes[: len(labels)], codes[len(labels) :]
     order = _assigned(label[::2], predicted[::2], len(known))
     cycles, label, predicted = list(_cycles(order)), label[1::2], predicted[1::2]
@@ -89,8 +92,8 @@ def by_chance(labels: Array, predictions: Array) -> tuple[float, float]:
     n = len(labels)
     if n < 2:
         return float(n), 0.0
-    classes = int(max(labels.max(), predictions.max())) + 1
-    a, b = (np.bincount(each, minlength=classes).astype(np.float64) for each in (labels, predictions))
+    known, codes = np.unique(np.concatenate([labels, predictions]), return_inverse=True)
+    a, b = (np.bincount(each, minlength=len(known)).astype(np.float64) for each in (codes[:n], codes[n:]))
     both = float(a @ b)
     variance = (both**2 - n * float((a * b) @ (a + b)) + n**2 * both) / (n**2 * (n - 1))
     return both / n, math.sqrt(max(variance, 0.0))

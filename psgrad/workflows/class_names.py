@@ -146,7 +146,9 @@ def label_facts_of(criterion: Criterion, columns: pd.DataFrame, names: list[str]
         return LabelFacts(int(lengths.sum()), agree, "tokens")
     if criterion.kind not in ("class", "binary") or not {"target", "prediction"} <= {*counted}:
         return LabelFacts() if names is not None and criterion.kind == "custom" else None
-    target, prediction = (counted[name].to_numpy("float64") for name in ("target", "prediction"))
+    target, prediction = (
+        counted[name].to_numpy("float64", na_value=np.nan) for name in ("target", "prediction")
+    )
     kept = np.isfinite(target) & np.isfinite(prediction) & (target != criterion.ignore_index)
     target, prediction = target[kept], prediction[kept]
     if criterion.kind == "binary":

@@ -186,15 +186,21 @@ class SequenceClassification(_OfTexts):
             )
 
     def targets(self, rows: TextRows) -> Array | None:
-        found = self._targets(rows)
-        return None if self.several else found
+        if not self.several:
+            return self.labels.numbers(rows, self.target)
+        self._lists(rows)
+        return None
 
     def _targets(self, rows: TextRows) -> Array:
         if not self.several:
             return self.labels.numbers(rows, self.target)
+        return np.stack(list(map(self._marked, self._lists(rows))))
+
+    def _lists(self, rows: TextRows) -> list[list[Any]]:
+        """The labels of each row, several. Raises DataError for one that is not known."""
         lists = [each or [] for each in rows.values(self.target)]
         self.labels.require_known(rows, [[] if self._is_whole(each) else each for each in lists])
-        return np.stack(list(map(self._marked, lists)))
+        return lists
 
     def _is_whole(self, listed: list[Any]) -> bool:
         """Whether a list has a probability for each class."""
