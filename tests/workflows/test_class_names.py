@@ -18,8 +18,10 @@ from torch import nn
 
 import psgrad
 from psgrad.errors import ConfigError, DataError, OutputError, PsgradError
+from psgrad.inputs.loss import Criterion
 from psgrad.reports.analyze_page import label_parts
 from psgrad.reports.analyze_terminal import summary
+from psgrad.workflows.class_names import label_facts_of
 
 NAMES = ("stay", "upgrade", "churn")
 """In the order of the model's outputs, which is not the sorted one."""
@@ -323,3 +325,25 @@ def test_resume_with_the_classes_in_another_order_is_refused(tmp_path: Path) -> 
     section["data"]["class_names"] = list(NAMES[::-1])
     with pytest.raises(ConfigError, match=r"data\.class_names: was \['stay', 'upgrade', 'churn'\]"):
         psgrad.analyze(section, resume=True, report=False)
+
+
+def test_agreement_of_tokens_is_weighted_by_their_number_and_language_models_have_none() -> None:
+    columns = pd.DataFrame(
+        {"loss": [1.0, 1.0, np.nan], "token_accuracy": [0.5, 1.0, 1.0], "length": [4, 6, 9]}
+    )
+    tokens = Criterion("token_cross_entropy", F.cross_entropy, "token")
+    facts = label_facts_of(tokens, columns, ["a", "b"])
+    assert facts is not None
+    assert (facts.agree, facts.rows, facts.of) == (8, 10, "tokens")
+    assert label_facts_of(tokens, columns, None) is None
+
+
+def test_agreement_of_probabilities_is_that_of_the_likelier_class() -> None:
+    columns = pd.DataFrame(
+        {"loss": [1.0] * 4, "target": [0.0, 1.0, 1.0, 0.0], "prediction": [0.1, 0.9, 0.4, 0.2]}
+    )
+    binary = Criterion("bce_with_logits", F.cross_entropy, "binary")
+    facts = label_facts_of(binary, columns, ["no", "yes"])
+    assert facts is not None
+    assert (facts.agree, facts.rows) == (3, 4)
+    assert label_facts_of(binary, columns.assign(target=[0.0, 1.0, 0.5, 0.0]), None) is None
