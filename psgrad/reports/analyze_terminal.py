@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from psgrad.reports.labels import label_warning, label_words
 from psgrad.reports.outliers import OFFER, OPTION, rankings_of
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import count, group_words, identifier, label, number, percentile, printable
@@ -60,6 +61,11 @@ def summary(result: AnalyzeResult) -> str:
         else f"{listed:,} in the review list (a list to look at, not a verdict)"
     )
     lines = [f"{count(len(samples))}, {found}, {nonfinite:,} with a loss or gradient that is not finite"]
+    if manifest.labels is not None:
+        said = label_words(manifest.labels, result.class_names)
+        lines += [f"labels: {said}"] if said else []
+        warning = label_warning(manifest.labels, result.class_names)
+        lines += [f"warning: {warning}"] if warning else []
     if skipped := int((samples["status"] == "skipped").sum()):
         lines.append(f"{count(skipped)} without a rank (status: skipped); the column reasons says why")
     if judged.referenced:
@@ -90,8 +96,8 @@ def run_content(result: AnalyzeResult, top: int) -> dict[str, Any]:
 
     schema_version, folder; samples, in_dataset and partial (whether rows were left out); nonfinite, review;
     top: the samples with the largest gradient norms with all their columns; measures: the numbers of each;
-    self_check, engine, timings (s) as in manifest.json; check: the gate's verdict without its findings, which
-    are in findings.jsonl, or null.
+    labels, self_check, engine, timings (s) as in manifest.json; check: the gate's verdict without its
+    findings, which are in findings.jsonl, or null.
     """
     samples = result.samples
     in_dataset = read_manifest(result.manifest).counts.in_dataset or len(samples)
@@ -105,7 +111,7 @@ def run_content(result: AnalyzeResult, top: int) -> dict[str, Any]:
         "review": int((samples["is_outlier_issue"] & (samples["status"] == "ok")).sum()),
         "top": json.loads(top_samples(samples, top).to_json(orient="records", double_precision=15)),
         "measures": {name: dict(measure.numbers) for name, measure in result.measures.items()},
-        **{about: result.manifest.get(about) for about in ("self_check", "engine", "timings")},
+        **{about: result.manifest.get(about) for about in ("labels", "self_check", "engine", "timings")},
         "check": None if result.check is None else check_content(result.check),
     }
     found: dict[str, Any] = json.loads(json.dumps(record, default=str), parse_constant=lambda _: None)

@@ -235,6 +235,22 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class LabelFacts:
+    """How many labels the model agrees with. rows: of how many; of: what they are, labels or tokens.
+
+    chance: how many would agree by chance, where no more do. order: where another order of the classes agrees
+    far better, pairs of a label and the output that stands for it; agree_in_order: how many agree then.
+    """
+
+    rows: int = 0
+    agree: int = 0
+    of: str = "labels"
+    chance: float | None = field(default=None, metadata=OPTIONAL)
+    order: list[Any] | None = field(default=None, metadata=OPTIONAL)
+    agree_in_order: int | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True)
 class InfluenceFacts:
     """The settings of an influence run, and, from `check` on, its results.
 
@@ -293,6 +309,7 @@ class RunManifest:
     limit: int | float | None = field(default=None, metadata=_LIMIT)
     sampled_by: int | None = field(default=None, metadata=OPTIONAL)
     outliers: OutlierFacts | None = field(default=None, metadata=OPTIONAL)
+    labels: LabelFacts | None = field(default=None, metadata=OPTIONAL)
     influence: InfluenceFacts = InfluenceFacts()
     evaluation: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     counts: Counts = Counts()

@@ -368,7 +368,7 @@ def test_class_names_that_are_not_one_for_each_output_are_found_by_deep(
     workplace: Workplace, names: list[str]
 ) -> None:
     workplace.config["data"]["class_names"] = names
-    words = f"data.class_names: the names are {', '.join(names)} ({len(names)}), and the model has 3 classes"
+    words = f"data.class_names has {len(names)} names, {', '.join(names)}, and the model has 3 outputs"
     refused(workplace, 2, words, options=("--deep",))
     workplace.config["data"]["class_names"] = ["a", "b", "c"]
     assert validated(workplace, "--deep").code == 0

@@ -12,6 +12,7 @@ import csv
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, TextIO
 
@@ -58,7 +59,7 @@ class CSV(TableSource):
             require_columns(wanted.columns, cells.names, str(path))
             schema = _schema(cells, wanted)
             blocks = cells.blocks(wanted.columns)
-            return MappedRows(schema, (_converted(block, schema, wanted) for block in blocks), [path])
+            return _CSVRows(schema, (_converted(block, schema, wanted) for block in blocks), [path])
 
     def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
         first: list[str] | None = None
@@ -84,6 +85,17 @@ class TSV(CSV):
 
     name: ClassVar[str] = "tsv"
     delimiter: ClassVar[str] = "\t"
+
+
+class _CSVRows(MappedRows):
+    """Rows whose lines can be found. A compressed file has none that an editor would show."""
+
+    def line(self, row: int) -> str:
+        (path,) = self.files
+        found = None
+        with suppress(OSError):
+            found = csv_lines(path, [row]).get(row) if path.suffix.lower() in (".csv", ".tsv") else None
+        return super().line(row) if found is None else f"{path}, line {found}"
 
 
 class _Cells:
@@ -309,7 +321,7 @@ def _by_cells(path: Path, wanted: list[int]) -> dict[int, int]:
     limit = csv.field_size_limit(sys.maxsize)
     try:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            reader = csv.reader(file)
+            reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
             row, begin, remaining = -1, 1, iter(wanted)
             next_row = next(remaining, None)
             for cells in reader:
