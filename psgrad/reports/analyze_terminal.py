@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from psgrad.reports.outliers import OFFER, OPTION, rankings_of
+from psgrad.reports.outliers import OFFER, OPTION, gap_words, rankings_of
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import count, group_words, identifier, label, number, percentile, printable
 from psgrad.results import AnalyzeResult, top_samples
@@ -65,6 +65,8 @@ def summary(result: AnalyzeResult) -> str:
     if judged.referenced:
         undecided, limit = f"not evaluable: {judged.why_not}", f"resolution limit: {judged.resolution}"
         lines.append(printable(limit if judged.evaluable else undecided))
+    if gap := gap_words(judged):
+        lines.append(gap)
     if rankings := rankings_of(judged):
         lines.append(printable(rankings.sentence))
         if rankings.disagree and rankings.offers_loss:
