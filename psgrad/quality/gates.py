@@ -194,23 +194,21 @@ def why_not_evaluable(
     )
 
 
-def resolution_words(
-    smallest: int | None, reference: Reference | None, tested: int, fdr: float, groups: int
-) -> str:
-    """The resolution limit, in a sentence."""
-    if reference is None:
+def resolution_words(smallest: int | None, trusted: int | None, tested: int, fdr: float, groups: int) -> str:
+    """The resolution limit, in a sentence. trusted: the size of the reference, None without one."""
+    if trusted is None:
         return "without a reference no sample is flagged"
     if not tested:
         return "no sample was tested"
     if smallest is None:
         return (
-            f"{len(reference):,} trusted samples are too few to flag any of {tested:,} samples at a false"
+            f"{trusted:,} trusted samples are too few to flag any of {tested:,} samples at a false"
             f" discovery rate of {fdr:g}"
         )
     if smallest == 1:
-        return f"{len(reference):,} trusted samples can tell a single outlier among {tested:,} samples"
+        return f"{trusted:,} trusted samples can tell a single outlier among {tested:,} samples"
     return (
-        f"{len(reference):,} trusted samples can tell {smallest:,} or more outliers among {tested:,} samples,"
+        f"{trusted:,} trusted samples can tell {smallest:,} or more outliers among {tested:,} samples,"
         f" and never fewer; to tell a single one it takes about {math.ceil(tested / fdr):,} trusted"
         f" samples{' in its group' if groups > 1 else ''}"
     )

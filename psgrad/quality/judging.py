@@ -409,7 +409,9 @@ def _facts(
         evaluable=why_not is None,
         why_not=why_not,
         smallest_flaggable=limit.smallest,
-        resolution=resolution_words(limit.smallest, reference, tested, outliers.fdr, len(groups)),
+        resolution=resolution_words(
+            limit.smallest, None if reference is None else len(reference), tested, outliers.fdr, len(groups)
+        ),
         counts=counts,
         loss_agreement=loss_agreement(ranked[ok], outliers.score, outliers.tail, fraction),
         gap=score_gap(size[ok]) if compared else ScoreGap(),

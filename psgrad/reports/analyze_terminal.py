@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from psgrad.reports.outliers import OFFER, OPTION, gap_words, rankings_of
+from psgrad.reports.outliers import MAX_NAMED, OFFER, OPTION, gap_words, nonfinite_ids, rankings_of
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import count, group_words, identifier, label, number, percentile, printable
 from psgrad.results import AnalyzeResult, top_samples
@@ -85,6 +85,16 @@ def summary(result: AnalyzeResult) -> str:
     elif check.reason:
         lines.append(f"self-check: skipped, as {check.reason}")
     return "\n".join(lines)
+
+
+def nonfinite_words(result: AnalyzeResult) -> str | None:
+    """The samples that are not finite by name; None where there are none."""
+    bad = nonfinite_ids(result.samples)
+    if not len(bad):
+        return None
+    names = ", ".join(map(identifier, bad.head(MAX_NAMED)))
+    more = f" and {len(bad) - MAX_NAMED:,} more (status: nonfinite)" if len(bad) > MAX_NAMED else ""
+    return f"warning: not finite, in loss or gradient: {names}{more}"
 
 
 def run_content(result: AnalyzeResult, top: int) -> dict[str, Any]:
