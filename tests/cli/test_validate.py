@@ -470,6 +470,8 @@ def test_files_that_are_no_config(workplace: Workplace, command: str, kind: str)
 def test_image_folders(workplace: Workplace) -> None:
     (workplace.folder / "images" / "cat").mkdir(parents=True)
     workplace.config["data"] = {"images": "images"}
+    refused(workplace, 3, "images has no rows")
+    (workplace.folder / "images" / "cat" / "0.png").write_bytes(b"")
     outcome = validated(workplace)
     assert outcome.code == 0, outcome.err
     workplace.config["data"] |= {"target": "lable"}

@@ -176,7 +176,7 @@ def test_jsonl_without_the_column(tmp_path: Path) -> None:
 def test_jsonl_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_bytes(b'{"x": 1}\n{"x": "\xff"}\n')
     said = error(tmp_path, "data.jsonl", inputs="x")
-    assert "can't be read as text from line 1 on" in said
+    assert "data.jsonl, line 2 can't be read as text: invalid start byte, byte 0xff at 7" in said
     assert "expected: text in UTF-8\n  next step: convert it, such as with: iconv -f LATIN1 -t UTF-8" in said
     (tmp_path / "data.jsonl").write_bytes('{"x": 1}\n'.encode("utf-16"))
     assert "iconv -f UTF-16 -t UTF-8" in error(tmp_path, "data.jsonl", inputs="x")
