@@ -173,6 +173,8 @@ def test_a_run_that_is_ranked_by_loss_says_so_and_does_not_offer_it() -> None:
     assert "Loss and gradient norm disagree" in page
     assert "--set analyze.outliers.score=loss" not in page
     assert "ranks the examples by another score, the loss" in page
+    assert "Which training examples are first by loss?" in page
+    assert "pull hardest" not in page
     assert "of the first ranks by loss" in page
 
 

@@ -74,7 +74,7 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
             raise not_utf8(path, error) from error
 
 
-def not_utf8(path: Path, error: UnicodeDecodeError) -> DataError:
+def not_utf8(path: Path, error: Exception) -> DataError:
     """The error for a file of text that is not in UTF-8, with the first such line: the text is decoded in
     blocks, so that `error` may come lines before it.
     """

@@ -151,6 +151,8 @@ class _Cells:
                 ),
             )
         except pa.ArrowInvalid as error:
+            if "UTF8" in str(error):
+                raise not_utf8(self.path, error) from error
             if not ragged:
                 raise
             row = ragged[0]  # Arrow counts the header too, and from 1
