@@ -37,7 +37,6 @@ from psgrad.inputs.models.pretrained_checks import (
 )
 from psgrad.inputs.sources.file_checks import require_file
 from psgrad.plugins import MEASURES, METHODS, PluginKind
-from psgrad.results.manifest import read_manifest
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
 from psgrad.storage.row_lists import require_faiss
@@ -215,6 +214,7 @@ class _Checks:
         if reference.baseline is not None:
             self._baseline(f"{where}.baseline", reference.baseline)
         if reference.run is not None:
+            from psgrad.results.manifest import read_manifest
             from psgrad.storage.finished import finished_manifest
 
             with self.found.problems_at(f"{where}.run"):
