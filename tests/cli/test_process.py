@@ -95,7 +95,7 @@ COMMANDS = (
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("output", "arguments"), COMMANDS, ids=lambda each: " ".join(each))
+@pytest.mark.parametrize(("output", "arguments"), COMMANDS, ids=[" ".join(each) for _, each in COMMANDS])
 def test_output_that_is_there_is_refused_before_imports(
     begun: Path, output: str, arguments: list[str]
 ) -> None:
