@@ -242,6 +242,10 @@ class Config(ConfigSection):
         """Takes `base` from the context: `Config.model_validate(content, context={"base": folder})`."""
         self._base = (context or {}).get("base", Path())
 
+    def output_of(self, kind: str) -> Path:
+        """Where an evaluation or an audit is written by default: beside the run's folder."""
+        return self.output.with_name(f"{self.output.name}-{kind}")
+
     @property
     def base(self) -> Path:
         """The folder of the config file; the current directory for a config that was not read from a file."""

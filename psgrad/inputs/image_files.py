@@ -66,7 +66,7 @@ def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> Sour
     if metadata is not None:
         return _of_metadata(metadata, config, unit)
     classes = class_folders(folder)
-    images, others = _listed(folder, {*classes})
+    images, others = listed_images(folder, {*classes})
     there = {parts[0] for parts in images}
     if empty := [name for name in classes if name not in there] or ([] if images else [""]):
         raise DataError(
@@ -114,7 +114,7 @@ def class_folders(folder: Path) -> list[str]:
     return sorted(each.name for each in os.scandir(folder) if each.is_dir() and not each.name.startswith("."))
 
 
-def _listed(folder: Path, classes: Set[str]) -> tuple[list[tuple[str, ...]], list[str]]:
+def listed_images(folder: Path, classes: Set[str]) -> tuple[list[tuple[str, ...]], list[str]]:
     """The images in a folder and below it, in the folder of a class where there are classes: the parts of
     their paths, in order. And the paths of all other files that are not hidden.
     """

@@ -105,10 +105,11 @@ def render(
     ]
     score = score_words(str(manifest.judged.score))
     ranked = "how large it is" if score == "gradient norm" else f"another score, the {score}"
+    pull = "pull hardest" if score == "gradient norm" else f"are first by {score}"
     what = "Every training example has a gradient of its own. This report ranks the examples by"
     return render_page(
         Page(
-            title=title_of(manifest, "Which training examples pull hardest?"),
+            title=title_of(manifest, f"Which training examples {pull}?"),
             what=f"{what} {ranked}.",
             private="Norms and losses of single samples reveal who is in the training set.",
             headline=headline(result),

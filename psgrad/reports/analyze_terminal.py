@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from psgrad.reports.labels import label_warning, label_words
-from psgrad.reports.outliers import OFFER, OPTION, rankings_of
+from psgrad.reports.outliers import MAX_NAMED, OFFER, OPTION, gap_words, nonfinite_ids, rankings_of
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import count, group_words, identifier, label, number, percentile, printable
 from psgrad.results import AnalyzeResult, top_samples
@@ -71,6 +71,8 @@ def summary(result: AnalyzeResult) -> str:
     if judged.referenced:
         undecided, limit = f"not evaluable: {judged.why_not}", f"resolution limit: {judged.resolution}"
         lines.append(printable(limit if judged.evaluable else undecided))
+    if gap := gap_words(judged):
+        lines.append(gap)
     if rankings := rankings_of(judged):
         lines.append(printable(rankings.sentence))
         if rankings.disagree and rankings.offers_loss:
@@ -89,6 +91,16 @@ def summary(result: AnalyzeResult) -> str:
     elif check.reason:
         lines.append(f"self-check: skipped, as {check.reason}")
     return "\n".join(lines)
+
+
+def nonfinite_words(result: AnalyzeResult) -> str | None:
+    """The samples that are not finite by name; None where there are none."""
+    bad = nonfinite_ids(result.samples)
+    if not len(bad):
+        return None
+    names = ", ".join(map(identifier, bad.head(MAX_NAMED)))
+    more = f" and {len(bad) - MAX_NAMED:,} more (status: nonfinite)" if len(bad) > MAX_NAMED else ""
+    return f"warning: not finite, in loss or gradient: {names}{more}"
 
 
 def run_content(result: AnalyzeResult, top: int) -> dict[str, Any]:

@@ -80,6 +80,21 @@ class GradientIndex:
             OutputExistsError: there is an index already, or something that is not an index.
             OutputError: the folder can't be written.
         """
+        cls.require_free(path, overwrite)
+        try:
+            durable_files.make_folder(path, 0o700)  # gradients tell about single training examples
+            index = cls(path, as_stored(description))
+            # First: an earlier index with only a part of its files is unfinished, and refused as such.
+            (path / _NEXT).unlink(missing_ok=True)
+            index._remove_files()
+            durable_files.write_atomically(path / DESCRIPTION, index._content())
+        except OSError as error:
+            raise _not_writable(path, error) from error
+        return index
+
+    @staticmethod
+    def require_free(path: Path, overwrite: bool = False) -> None:
+        """Raises OutputExistsError if `create` would, and changes nothing."""
         try:
             if path.is_dir() and not _only_leftovers(path):
                 if not _is_index(path / DESCRIPTION):
@@ -100,15 +115,8 @@ class GradientIndex:
                     expected="a folder",
                     next_step="choose another influence.index.path",
                 )
-            durable_files.make_folder(path, 0o700)  # gradients tell about single training examples
-            index = cls(path, as_stored(description))
-            # First: an earlier index with only a part of its files is unfinished, and refused as such.
-            (path / _NEXT).unlink(missing_ok=True)
-            index._remove_files()
-            durable_files.write_atomically(path / DESCRIPTION, index._content())
         except OSError as error:
             raise _not_writable(path, error) from error
-        return index
 
     @classmethod
     def resume(cls, path: Path, description: Mapping[str, Any]) -> Self:

@@ -29,10 +29,12 @@ _ROWS = (32, 128)
 
 
 @with_code_beside
-def validate_deep(config: Config, found: Validation, say: Callable[[str], None]) -> None:
+def validate_deep(config: Config, found: Validation, say: Callable[[str], None]) -> int | None:
     """Add to what was found: options of measures and methods, the fit of weights and model, the losses of
-    some rows, the self-check, and the memory that a run would take.
+    some rows, the self-check, and the memory that a run would take. Returns the number of rows, where they
+    can be read.
     """
+    count_of_rows: int | None = None
     with found.problems_at("analyze.measures"):
         measures_of(config)
     with found.problems_at("influence.method"):
@@ -43,7 +45,8 @@ def validate_deep(config: Config, found: Validation, say: Callable[[str], None])
         found.facts["trained"] = (
             f"{trainable:,} numbers in {len(run.objective.params):,} parameters, on {run.device}"
         )
-        found.facts["rows"] = f"{len(run.samples.ids):,}"  # ids are read, too
+        count_of_rows = len(run.samples.ids)  # ids are read, too
+        found.facts["rows"] = f"{count_of_rows:,}"
         columns = _forward(run, say)
         found.facts["losses"] = _losses(columns["loss"].to_numpy())
         names = run.config.data.class_names
@@ -63,6 +66,7 @@ def validate_deep(config: Config, found: Validation, say: Callable[[str], None])
         found.facts["memory"] = (
             f"about {plan.total_bytes / 1e6:,.1f} MB at its highest, {plan.chunk_size:,} rows at a time"
         )
+    return count_of_rows
 
 
 def _forward(run: Setup, say: Callable[[str], None]) -> pd.DataFrame:

@@ -66,17 +66,32 @@ def open_text(path: Path) -> TextIO:
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(number from 1, text) of each line that is not blank. Raises DataError for bytes that are not UTF-8."""
     with open_text(path) as file:
-        number = 0
         try:
             for number, line in enumerate(file, 1):
                 if not line.isspace():
                     yield number, line.rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path} can't be read as text from line {number + 1} on: {error}",
-                expected="text in UTF-8",
-                next_step=f"convert it, such as with: iconv -f {_encoding_of(path)} -t UTF-8",
-            ) from error
+            raise not_utf8(path, error) from error
+
+
+def not_utf8(path: Path, error: Exception) -> DataError:
+    """The error for a file of text that is not in UTF-8, with the first such line: the text is decoded in
+    blocks, so that `error` may come lines before it.
+    """
+    import pyarrow as pa
+
+    with pa.input_stream(str(path), compression="detect") as stream, io.BufferedReader(stream) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as found:
+                return DataError(
+                    f"{path}, line {number} can't be read as text: {found.reason}, byte"
+                    f" 0x{line[found.start]:02x} at {found.start}",
+                    expected="text in UTF-8",
+                    next_step=f"convert it, such as with: iconv -f {_encoding_of(path)} -t UTF-8",
+                )
+    return DataError(f"{path} can't be read as text: {error}", expected="text in UTF-8")
 
 
 def as_line(text: str) -> bytes:

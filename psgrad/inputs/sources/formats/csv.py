@@ -23,7 +23,14 @@ import pyarrow.csv
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
-from psgrad.inputs.sources.file_checks import Wanted, as_line, not_numbers, open_text, require_columns
+from psgrad.inputs.sources.file_checks import (
+    Wanted,
+    as_line,
+    not_numbers,
+    not_utf8,
+    open_text,
+    require_columns,
+)
 from psgrad.inputs.sources.source import Column, DataHeader, KeptRows, Source, TableSource
 from psgrad.inputs.sources.source_rows import MappedRows, SourceRows
 
@@ -110,7 +117,9 @@ class _Cells:
         try:
             with open_text(path) as file:
                 self.names = next(csv.reader(file, delimiter=delimiter), [])
-        except (UnicodeDecodeError, csv.Error) as error:
+        except UnicodeDecodeError as error:
+            raise not_utf8(path, error) from error
+        except csv.Error as error:
             separated = "comma-separated" if delimiter == "," else "tab-separated"
             raise DataError(
                 f"the header of {path} can't be read: {error}", expected=f"{separated} names in UTF-8"
@@ -125,7 +134,9 @@ class _Cells:
                     if len(cells) != len(self.names):
                         raise self._cut_row(row, len(cells), len(self.names))
                     yield cells
-        except (UnicodeDecodeError, csv.Error) as error:
+        except UnicodeDecodeError as error:
+            raise not_utf8(self.path, error) from error
+        except csv.Error as error:
             raise DataError(
                 f"{self.path} can't be read as {self._kind}: {error}",
                 cause="an interrupted copy or download, or another format",
@@ -152,6 +163,8 @@ class _Cells:
                 ),
             )
         except pa.ArrowInvalid as error:
+            if "UTF8" in str(error):
+                raise not_utf8(self.path, error) from error
             if not ragged:
                 raise
             row = ragged[0]  # Arrow counts the header too, and from 1
