@@ -41,7 +41,7 @@ def test_pipe_is_refused_as_data_or_checkpoint_or_list_or_code(pipe: Path) -> No
         read_baseline(pipe)
     with pytest.raises(ConfigError, match="the code"):
         call_factory("pipe.py:build", pipe.parent, {}, raises=ConfigError)
-    with pytest.raises(BrokenImage, match="row 3: the image .* is no regular file"):
+    with pytest.raises(BrokenImage, match=r"row 3: the image .* is no regular file"):
         content_of("pipe.py", pipe.parent, "row 3")
 
 
