@@ -11,6 +11,7 @@ from psgrad.errors import ConfigError
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.influence_setup import method_from
 from psgrad.workflows.measure_setup import measures_of
+from psgrad.workflows.plan import plan_of
 from psgrad.workflows.setup import set_up
 from psgrad.workflows.validation import Validation
 
@@ -50,7 +51,7 @@ def validate_deep(config: Config, found: Validation, say: Callable[[str], None])
             if check is None
             else f"worst relative error {check.worst:.2g}, against a plain one-sample gradient"
         )
-        plan = plan_run(run.stream(say), len(run.samples))
+        plan = plan_of(plan_run(run.stream(say), len(run.samples)))
         found.facts["memory"] = (
             f"about {plan.total_bytes / 1e6:,.1f} MB at its highest, {plan.chunk_size:,} rows at a time"
         )
