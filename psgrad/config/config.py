@@ -153,8 +153,6 @@ class EngineConfig(ConfigSection):
     """
     compile: Literal["none", "inductor"] = "none"
     """Whether the captured program is compiled."""
-    machine: FilePath | None = None
-    """A JSON file with this machine's speeds; by default those that `psgrad plan` measured."""
 
     @model_validator(mode="after")
     def _memory_sizes_automatic_chunks(self) -> EngineConfig:

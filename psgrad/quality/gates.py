@@ -22,6 +22,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from psgrad.config import GateConfig
+from psgrad.config.values import require_regular
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality.findings import KNOWN, NEW
 from psgrad.quality.references import Reference
@@ -275,6 +276,7 @@ ACCEPTABLE = tuple(rule for rule in RULES if rule != "review")
 
 def read_baseline(path: Path) -> Baseline:
     """The baseline in a file. Raises ConfigError if there is none, DataError for a file that is not one."""
+    require_regular(path, "baseline")
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:

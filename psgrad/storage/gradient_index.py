@@ -15,6 +15,7 @@ import numpy as np
 from psgrad import __version__
 from psgrad.errors import OutputError, OutputExistsError
 from psgrad.storage import durable_files, index_files
+from psgrad.storage.folder_lock import FolderLock
 from psgrad.storage.index_files import (
     Arrays,
     IndexLayout,
@@ -68,6 +69,7 @@ class GradientIndex:
         self.layout = IndexLayout.of_new(int(description["rows"])) if layout is None else layout
         said = self.description | ({_LAYOUT: self.layout.content()} if self.layout.updates else {})
         self._id = sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        self._lock: FolderLock | None = None  # of one that is written
 
     # -- folders ---------------------------------------------------------------------------------------------
 
@@ -84,10 +86,12 @@ class GradientIndex:
         try:
             durable_files.make_folder(path, 0o700)  # gradients tell about single training examples
             index = cls(path, as_stored(description))
+            index._lock = FolderLock(path, alone=True)
             # First: an earlier index with only a part of its files is unfinished, and refused as such.
             (path / _NEXT).unlink(missing_ok=True)
             index._remove_files()
             durable_files.write_atomically(path / DESCRIPTION, index._content())
+            index._lock.share()
         except OSError as error:
             raise _not_writable(path, error) from error
         return index
@@ -130,6 +134,7 @@ class GradientIndex:
         index.require(description)
         if index.layout.updates:
             index._require_whole()
+        index._lock = FolderLock(path)
         return index
 
     @classmethod

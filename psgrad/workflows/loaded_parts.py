@@ -21,7 +21,6 @@ from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.execution.sharded import shard
 from psgrad.engine.execution.weight_supply import Supply
-from psgrad.engine.gradients import machine
 from psgrad.errors import ConfigError
 from psgrad.inputs.derived import GroupedSamples, SamplesWithColumns
 from psgrad.inputs.loss import Criterion, resolve_loss
@@ -198,8 +197,6 @@ def load(
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
     """
     device = pick_device(config.engine.device)
-    machine.use(None if config.engine.machine is None else config.base / config.engine.machine)
-    machine.machine(device)  # now: it raises where the constants of the config's file can't be used
     dtype, autocast = pick_precision(config.engine.dtype)
     ranks = Ranks.of(None) if ranks is None else ranks
     residence = agreed_residence(config, device, ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -35,7 +34,6 @@ from psgrad.inputs.models.pretrained_checks import (
     library_problems,
     pretrained_facts,
 )
-from psgrad.inputs.sources.file_checks import require_file
 from psgrad.plugins import MEASURES, METHODS, PluginKind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
@@ -311,14 +309,6 @@ class _Checks:
 
             with self.found.problems_at("engine.scratch"):
                 ScratchFolder(self.base / engine.scratch)
-        if engine.machine is None:
-            return
-        with self.found.problems_at("engine.machine"):
-            path = require_file(self.base / engine.machine, "machine file", ConfigError)
-            try:
-                json.loads(path.read_bytes())
-            except ValueError as error:
-                raise ConfigError(f"the machine file {path} is not valid JSON: {error}") from error
 
     def _output(self) -> None:
         output: Path | None = self.sections.get("output")

@@ -12,7 +12,6 @@ from psgrad.config import Config
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import spread_rows
 from psgrad.engine.execution.run_plan import plan_run
-from psgrad.engine.gradients import machine
 from psgrad.inputs.reader import CheckedReader
 from psgrad.reports.labels import label_warning, label_words
 from psgrad.user_code import with_code_beside
@@ -62,7 +61,7 @@ def validate_deep(config: Config, found: Validation, say: Callable[[str], None])
             if check is None
             else f"worst relative error {check.worst:.2g}, against a plain one-sample gradient"
         )
-        plan = plan_of(plan_run(run.stream(say), len(run.samples)), machine.machine(run.device))
+        plan = plan_of(plan_run(run.stream(say), len(run.samples)))
         found.facts["memory"] = (
             f"about {plan.total_bytes / 1e6:,.1f} MB at its highest, {plan.chunk_size:,} rows at a time"
         )

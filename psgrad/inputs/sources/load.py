@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from psgrad.config import DataConfig, ModelConfig
-from psgrad.engine.execution.ranks import spread_rows
 from psgrad.errors import ConfigError
 from psgrad.inputs.loss import Criterion
 from psgrad.inputs.models.hub import located
@@ -206,22 +205,6 @@ def _folder_of_images(config: DataConfig, base: Path, rows: SourceRows) -> Path:
     if config.images is not None:
         return base / config.images
     return rows.files[0].parent if rows.files else base
-
-
-def image_bytes(config: DataConfig, base: Path, count: int, allow_download: bool) -> float:
-    """The mean of the bytes of `count` images, evenly spread over the dataset, without those that can't be
-    read.
-    """
-    from psgrad.inputs.image_files import BrokenImage, content_of, with_names
-
-    rows = open_rows(config, base, allow_download=allow_download)
-    name = (config if config.images is None else with_names(config, base)).image
-    places, folder = spread_rows(rows.count, count), _folder_of_images(config, base, rows)
-    sizes = []
-    for value in plain(rows.take(np.array(places)).column(name)).to_pylist():
-        with suppress(BrokenImage):
-            sizes.append(len(content_of(value, folder, "a row")[0]))
-    return float(np.mean(sizes)) if sizes else 0.0
 
 
 def labels_of_head(labels: Labels, settings: Any, config: DataConfig) -> Labels:

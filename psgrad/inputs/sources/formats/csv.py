@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, TextIO
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +26,7 @@ from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.file_checks import (
     Wanted,
     as_line,
+    lines_of,
     not_numbers,
     not_utf8,
     open_text,
@@ -72,7 +73,7 @@ class CSV(TableSource):
         first: list[str] | None = None
         for path in files:
             with open_text(path) as file:
-                rows = _rows_of(file, self.delimiter)
+                rows = _rows_of(lines_of(path, file), self.delimiter)
                 text, names = next(rows, ("", []))
                 if first is None:
                     first = names
@@ -116,7 +117,7 @@ class _Cells:
         self.path, self._kind, self._delimiter = path, kind, delimiter
         try:
             with open_text(path) as file:
-                self.names = next(csv.reader(file, delimiter=delimiter), [])
+                self.names = next(csv.reader(lines_of(path, file), delimiter=delimiter), [])
         except UnicodeDecodeError as error:
             raise not_utf8(path, error) from error
         except csv.Error as error:
@@ -129,7 +130,8 @@ class _Cells:
         """The rows one by one, without blank lines. Raises DataError for one with too few or many cells."""
         try:
             with open_text(self.path) as file:
-                lines = itertools.islice(csv.reader(file, delimiter=self._delimiter), 1, None)
+                reader = csv.reader(lines_of(self.path, file), delimiter=self._delimiter)
+                lines = itertools.islice(reader, 1, None)
                 for row, cells in enumerate(line for line in lines if line):
                     if len(cells) != len(self.names):
                         raise self._cut_row(row, len(cells), len(self.names))
@@ -178,7 +180,7 @@ class _Cells:
         )
 
 
-def _rows_of(file: TextIO, delimiter: str) -> Iterator[tuple[str, list[str]]]:
+def _rows_of(file: Iterable[str], delimiter: str) -> Iterator[tuple[str, list[str]]]:
     """(text, cells) of each row, which may have several lines. Blank lines are none."""
     lines: list[str] = []
 
@@ -194,10 +196,13 @@ def _rows_of(file: TextIO, delimiter: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _converted(block: pa.RecordBatch, schema: pa.Schema, wanted: Wanted) -> pa.Table:
-    texts = {*wanted.texts}
     cells = {name: block.column(name) for name in schema.names}
     arrays = [
-        cells[field.name] if field.name in texts else _cast(_trimmed(cells[field.name]), field.type)
+        cells[field.name]
+        if field.name in wanted.texts
+        else _with_blanks_null(cells[field.name])
+        if field.name in wanted.ids and field.type == pa.string()
+        else _cast(_trimmed(cells[field.name]), field.type)
         for field in schema
     ]
     return pa.Table.from_arrays(arrays, schema=schema)
@@ -219,8 +224,9 @@ def _schema(cells: _Cells, wanted: Wanted) -> pa.Schema:
     first_row = 0
     for block in cells.blocks(wanted.columns):
         for name, kinds in left.items():
-            column = _trimmed(block.column(name))
-            holds = _keeps_spelling if name in wanted.ids else _casts
+            is_id = name in wanted.ids
+            column = (_with_blanks_null if is_id else _trimmed)(block.column(name))
+            holds = _keeps_spelling if is_id else _casts
             left[name] = [kind for kind in kinds if kind == pa.string() or holds(column, kind)]
             if not left[name]:
                 row = next(row for row in range(len(column)) if not _any_casts(column.slice(row, 1), kinds))
@@ -251,8 +257,13 @@ def _is_number(cell: str) -> bool:
 
 def _trimmed(cells: pa.Array) -> pa.Array:
     """Cells without the blanks around them; nothing but blanks is null."""
-    trimmed = pc.utf8_trim_whitespace(cells)
-    return pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
+    return _with_blanks_null(pc.utf8_trim_whitespace(cells))
+
+
+def _with_blanks_null(cells: pa.Array) -> pa.Array:
+    """Cells as they are spelled; nothing but blanks is null."""
+    blank = pc.equal(pc.utf8_trim_whitespace(cells), "")
+    return pc.if_else(blank, pa.scalar(None, pa.string()), cells)
 
 
 def _cast(cells: pa.Array, kind: pa.DataType) -> pa.Array:
