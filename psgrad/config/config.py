@@ -153,8 +153,6 @@ class EngineConfig(ConfigSection):
     """
     compile: Literal["none", "inductor"] = "none"
     """Whether the captured program is compiled."""
-    machine: FilePath | None = None
-    """A JSON file with this machine's speeds; by default those that `psgrad plan` measured."""
 
     @model_validator(mode="after")
     def _memory_sizes_automatic_chunks(self) -> EngineConfig:
@@ -241,6 +239,10 @@ class Config(ConfigSection):
     def model_post_init(self, context: Any) -> None:
         """Takes `base` from the context: `Config.model_validate(content, context={"base": folder})`."""
         self._base = (context or {}).get("base", Path())
+
+    def output_of(self, kind: str) -> Path:
+        """Where an evaluation or an audit is written by default: beside the run's folder."""
+        return self.output.with_name(f"{self.output.name}-{kind}")
 
     @property
     def base(self) -> Path:
