@@ -31,8 +31,8 @@ WAYS = ("plain", "norms", "clipped")
 NETWORKS = ("cnn", "mlp", "gpt", "resnet")
 ALLOWED_LOSS = 1.05
 
-# What each checkout runs: it reads "network way" and answers with the seconds of one batch. Calls of a way are
-# repeated until they take a tenth of a second.
+# What each checkout runs: it reads "network way" and answers with the seconds of one batch. Calls of a way
+# are repeated until they take a tenth of a second.
 WORKER = """
 import sys, time, warnings
 sys.path[:0] = ["benchmarks", "."]
@@ -96,8 +96,8 @@ def checked_out(commit: str) -> Iterator[Path]:
 
 def interval_of_median(values: list[float], confidence: float = 0.95) -> tuple[float, float]:
     """The shortest symmetric pair of order statistics that covers the median with at least this probability,
-    whatever the distribution (Conover, Practical Nonparametric Statistics, 3.2). Fewer than six values have no
-    such pair: then the smallest and the largest.
+    whatever the distribution (Conover, Practical Nonparametric Statistics, 3.2). Fewer than six values have
+    no such pair: then the smallest and the largest.
     """
     below = int(binom.ppf((1 - confidence) / 2, len(values), 0.5))
     ordered = sorted(values)

@@ -22,6 +22,8 @@ from psgrad.engine.transforms.program import Compiler
 # A program pays if so many chunks of its shape are to come: a recording takes about three times a chunk, a
 # comparison one program more.
 PAYS_FROM = 4
+# Chunks of a shape before it is replayed: an ordinary one, the recorded one, and the compared one.
+NOT_REPLAYED = 3
 
 
 def _register(kind: type, *tensors: str) -> None:

@@ -23,6 +23,7 @@ from psgrad.engine.execution.chunk_plan import (
     plan_chunk,
     seconds_of,
 )
+from psgrad.engine.execution.chunk_replay import NOT_REPLAYED, PAYS_FROM
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.pass_costs import NotCapturable, observe_pass, trace_pass
 from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, PREDICTED_FROM, Stream
@@ -150,10 +151,10 @@ def _seconds(stream: Stream, block: Block, rows: int, *, replayed: bool) -> floa
 
     def run() -> Any:
         if replay is not None:
-            return replay(some.inputs, some.target, replay.pays_from)
+            return replay(some.inputs, some.target, PAYS_FROM)
         return stream.computed(per_sample_square_norms, some)
 
-    for _ in range(2 if replayed else 0):  # one is compared with the program of the next
+    for _ in range(NOT_REPLAYED if replayed else 0):
         run()
     times, began = list[float](), time.perf_counter()
     while len(times) <= _TIMES and (len(times) < 1 or time.perf_counter() - began < _LONG):
@@ -211,10 +212,10 @@ def _why_not_replayed(stream: Stream, chunks: int, obstacle: str | None) -> str 
         return "engine.capture is off"
     if obstacle is not None:
         return obstacle
-    pays_from = next(iter(stream.replays.values())).pays_from
+    # The first chunk comes before the recorded one.
     return (
-        f"{chunks:,} whole {'chunk' if chunks == 1 else 'chunks'}, and a program pays from {pays_from:,}"
-        if chunks < pays_from
+        f"{chunks:,} whole {'chunk' if chunks == 1 else 'chunks'}, and a program pays from {PAYS_FROM + 1:,}"
+        if chunks <= PAYS_FROM
         else None
     )
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from psgrad import random_state
-from psgrad.engine.transforms.capture_guard import PLAIN, NotCapturable, properties
+from psgrad.engine.transforms.capture_guard import PLAIN, properties
 from psgrad.engine.transforms.private_torch import (
     autocast_is_on,
     dispatch_modes,
@@ -189,7 +189,10 @@ class Captured:
                 continue
             found = same(result, again) if done else None
             if found is not False:
-                entry.program = entry.program if found else None  # None: the next call compares
+                if not found:
+                    entry.program = None  # the next call compares
+                else:
+                    entry.recording = None
                 break
         else:
             self.end(entry, why)

@@ -2,8 +2,8 @@
 
 What is shortened: other names of a tensor (`alias`, `detach`), views of tensors that outlive the call (made
 once), equal kernels on equal arguments, and kernels whose results nobody reads. Kernels that write or draw
-keep their order. The list becomes straight-line Python that calls PyTorch's own functions and gives each value
-back at its last use; on a GPU it becomes a CUDA graph, or PyTorch's compiler gets it.
+keep their order. The list becomes straight-line Python that calls PyTorch's own functions and frees each
+value at its last use; on a GPU it becomes a CUDA graph, or PyTorch's compiler gets it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,12 @@ def _merged(
         kernel = _renamed(kernel, names)
         touched = {recording.memory[n] for n in (*kernel.reads, *_numbers(kernel.results))}
         # What is returned stays memory of its own: the caller may write into it.
-        if kernel.draws or kernel.value is not None or touched & written or set(kernel.results) & set(results):
+        if (
+            kernel.draws
+            or kernel.value is not None
+            or touched & written
+            or set(kernel.results) & set(results)
+        ):
             kept.append(kernel)
             continue
         key = (id(kernel.op), repr(kernel.args), repr(kernel.kwargs))
@@ -171,9 +176,7 @@ class Program:
 
     def fits(self) -> bool:
         """Whether the tensors from outside are unchanged, apart from their values."""
-        return all(
-            _place(x) == before for x, before in zip(self.outside, self.relied_on, strict=True)
-        )
+        return all(_place(x) == before for x, before in zip(self.outside, self.relied_on, strict=True))
 
 
 def program_of(
@@ -232,7 +235,8 @@ def python_function(recording: Recording, shortened: Shortened, binds: bool) -> 
     source.lines.append(f"return [{', '.join(f'v{n}' for n in shortened.results)}]")
     head = f"def run({', '.join(f'v{n}' for n in dict.fromkeys(recording.arguments))}):"
     exec(compile("\n    ".join([head, *source.lines]), "<program>", "exec"), names)
-    return names["run"]  # type: ignore[no-any-return]
+    run: Any = names["run"]
+    return run  # type: ignore[no-any-return]
 
 
 class _Source:
@@ -328,13 +332,15 @@ def as_graph(recording: Recording, shortened: Shortened) -> torch.fx.GraphModule
     return torch.fx.GraphModule({}, graph)
 
 
-def obstacle_to_cuda_graph(recording: Recording, shortened: Shortened, tensors: Sequence[torch.Tensor]) -> str | None:
+def obstacle_to_cuda_graph(
+    recording: Recording, shortened: Shortened, tensors: Sequence[torch.Tensor]
+) -> str | None:
     """The reason why a program can't be a CUDA graph; None if it can. tensors: of the recorded call."""
-    devices = {x.device for x in (*tensors, *recording.outside.values())}
-    devices |= {
-        x for kernel in shortened.kernels for x in kernel.kwargs.values() if isinstance(x, torch.device)
-    }
-    if any(device.type != "cuda" for device in devices) or len({d.index for d in devices if d.index is not None}) != 1:
+    devices = [x.device for x in (*tensors, *recording.outside.values())]
+    for kernel in shortened.kernels:
+        devices += [x for x in kernel.kwargs.values() if isinstance(x, torch.device)]
+    numbers = {device.index for device in devices} - {None}
+    if any(device.type != "cuda" for device in devices) or len(numbers) != 1:
         return "not all of it is on one GPU"
     if any(kernel.value is not None for kernel in shortened.kernels):
         return "it reads values"
@@ -406,9 +412,7 @@ class Compiled:
 
     how = "inductor"
 
-    def __init__(
-        self, recording: Recording, shortened: Shortened, tensors: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, recording: Recording, shortened: Shortened, tensors: Sequence[torch.Tensor]) -> None:
         self.outside = list(recording.outside.values())
         self.run = inductor(as_graph(recording, shortened), [*tensors, *self.outside])
 

@@ -94,7 +94,7 @@ class Recorder(DispatchMode):
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # id of a tensor -> its number
         self._made: list[weakref.ref[torch.Tensor]] = []
         self._storages: list[int] = []  # for each number, its storage
-        self._outside: dict[int, int] = {}  # storage of tensors that live longer than the call -> their memory
+        self._outside: dict[int, int] = {}  # storage of a tensor that outlives the call -> its memory
         self._torch_states, self._other_states = random_state.states(), random_state.cpu_states()[:2]
         self.recording.arguments = [self._number_outside(x) for x in arguments]
 

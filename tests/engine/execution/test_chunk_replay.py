@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from psgrad.engine.execution import chunk_replay
+from psgrad.engine.execution.chunk_replay import NOT_REPLAYED
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_square_norms
@@ -21,10 +22,6 @@ from psgrad.engine.transforms.capture import Captured
 from psgrad.inputs.rows import Block
 
 ROWS = 50
-
-
-# The first chunk, the recorded one, and the one that the program is compared with.
-NOT_REPLAYED = 3
 
 
 class Tied(nn.Module):

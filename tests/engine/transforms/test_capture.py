@@ -54,10 +54,8 @@ def same(actual, expected):
 
 def runs_as_it_is(function, *args, words):
     """The captured function, of which it must have been said why it is not replayed."""
-    captured = capture(function)
     with pytest.warns(UserWarning, match=words):
-        for _ in range(TO_RECORD):
-            captured(*args)
+        captured = ready(function, *args)
     return captured
 
 
@@ -368,7 +366,9 @@ def test_capture_branch_that_fails_draws_as_the_function():
         same((captured(x), torch.rand(1)), expected)
 
 
-@pytest.mark.parametrize("read", [float, lambda x: x.item(), lambda x: 2.0 if x.bool() else 1.0, lambda x: int(x)])
+@pytest.mark.parametrize(
+    "read", [float, lambda x: x.item(), lambda x: 2.0 if x.bool() else 1.0, lambda x: int(x)]
+)
 def test_capture_item_of_closure_tensor(read):
     scale = torch.tensor(2.0)
     function = lambda x: x * read(scale)
@@ -392,7 +392,9 @@ def test_capture_value_read_before_a_write():
     same(captured(torch.full((2,), 4.0)), torch.full((2,), 4.0))
 
 
-@pytest.mark.parametrize("read", [lambda x: x.tolist(), lambda x: float(x.numpy()), lambda x: float(np.asarray(x))])
+@pytest.mark.parametrize(
+    "read", [lambda x: x.tolist(), lambda x: float(x.numpy()), lambda x: float(np.asarray(x))]
+)
 def test_capture_memory_read_without_a_kernel_runs_uncaptured(read):
     scale = torch.tensor(2.0)
     captured = runs_as_it_is(lambda x: x * read(scale), torch.ones(2), words="run uncaptured")
