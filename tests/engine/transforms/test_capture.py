@@ -55,8 +55,7 @@ def same(actual, expected):
 def runs_as_it_is(function, *args, words):
     """The captured function, of which it must have been said why it is not replayed."""
     with pytest.warns(UserWarning, match=words):
-        captured = ready(function, *args)
-    return captured
+        return ready(function, *args)
 
 
 def replays(captured):
