@@ -214,9 +214,10 @@ def predicted_words(result: InfluenceResult, total: float) -> str:
 def trust_words(result: InfluenceResult, amount: int) -> str:
     """What was measured about such predictions; that nothing was, where nothing was."""
     said = []
-    if result.check is not None and result.check.removals:
-        same = sum(each.predicted * each.found > 0 for each in result.check.removals)
-        said.append(f"{same} of {len(result.check.removals)} checked removals had the predicted sign")
+    removals = [] if result.check is None else result.check.removals
+    signs = [each.predicted * each.found > 0 for each in removals if each.found is not None]
+    if signs:
+        said.append(f"{sum(signs)} of {len(signs)} checked removals had the predicted sign")
     lds, curve = result.evaluations.get("lds"), result.evaluations.get("curve")
     if lds is not None:
         best = lds.get("ceiling")

@@ -42,8 +42,9 @@ def write_influence(result: InfluenceResult, top: int, style: str, stream: TextI
     for words in run_words(result):
         stream.write(words + "\n")
     if result.check is not None:
-        stream.write("\nLargest changes, predicted and found\n")
-        print_table(check_table(result), stream)
+        checked = check_table(result)
+        stream.write(f"\n{checked.caption}\n")
+        print_table(checked, stream)
         stream.write(result.check.words + "\n")
     for query in reported_queries(result, SHOWN_QUERIES):
         stream.write(f"\n{query_title(result, query)}\n")

@@ -164,8 +164,11 @@ def damping_words(result: InfluenceResult) -> str:
 
 def check_table(result: InfluenceResult) -> Table:
     """The removals that were checked: the training example, on what, the change that is predicted, and the
-    one that was found.
+    one that was found, as far as one was.
     """
+    check = result.check
+    assert check is not None
+    whole = "predicted" if check.at_minimum else "predicted, at no minimum"
     columns = [
         TableColumn("without", lambda each: identifier(each.train_id), key="id"),
         TableColumn(
@@ -173,11 +176,15 @@ def check_table(result: InfluenceResult) -> Table:
             lambda each: "itself" if each.query_index is None else identifier(each.query_id),
             key="id",
         ),
-        TableColumn("predicted", lambda each: signed(each.predicted), True),
-        TableColumn("found", lambda each: signed(each.found), True),
+        TableColumn(whole, lambda each: signed(each.predicted), True),
     ]
-    removals = [] if result.check is None else result.check.removals
-    return table("", "The largest changes, predicted and found", columns, removals)
+    if check.at_minimum and check.share < 1:
+        part = f"for {check.share:.3g} of a step"
+        columns.append(TableColumn(part, lambda each: signed(check.share * each.predicted), True))
+    if check.at_minimum:
+        columns.append(TableColumn("found", lambda each: signed(each.found), True))
+    title = "Largest changes, predicted and found" if check.at_minimum else "Largest changes, predicted"
+    return table("", title, columns, check.removals)
 
 
 def examples(result: InfluenceResult, query_index: int, k: int) -> tuple[list[Example], list[Example]]:

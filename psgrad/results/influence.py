@@ -67,7 +67,8 @@ class CheckedRemoval:
     """A predicted change, and the computed one: the query's measurement, for the worse, without the training
     example.
 
-    query_index: of the queries; None if the change is that of the training example's own loss.
+    query_index: of the queries; None if the change is that of the training example's own loss. found: None
+    where training did not go on, as the weights are at no minimum.
     """
 
     train_id: str
@@ -75,11 +76,7 @@ class CheckedRemoval:
     query_id: str
     query_index: int | None
     predicted: float
-    found: float
-
-
-# Steps of a smaller share of full ones go a small part of the way.
-_SHORT = 0.1
+    found: float | None
 
 
 @dataclass(frozen=True)
@@ -88,29 +85,61 @@ class RemovalCheck:
 
     steps: how many were taken. converged: whether that reached the minima of the training objectives, which
         is retraining. length: of the steps, as a mean share of full ones, which raise the training loss of
-        some models.
+        some models. excess: how much further one step with all rows lowers the training loss than the removal
+        of one of these rows does. at_minimum: whether the weights are at a minimum; elsewhere nothing was
+        tried.
     """
 
     steps: int
     converged: bool
     removals: list[CheckedRemoval]
     length: float = 1.0
+    excess: float = 0.0
+    at_minimum: bool = True
+
+    @property
+    def share(self) -> float:
+        """Of a full step that the steps make together, at most 1: the part of a prediction that they can
+        show.
+        """
+        return 1.0 if self.converged else min(1.0, self.steps * self.length)
 
     @property
     def words(self) -> str:
         """The result and its method, in words."""
+        if not self.at_minimum:
+            return (
+                "The weights are at no minimum of the training loss: one more step of the scores' own inverse"
+                f" curvature, with all rows, would lower it {self.excess:.2g} times as far as the removal of"
+                " one of these rows does, and hide what that does. So no training was continued, and the"
+                " predicted amounts are no more than a ranking."
+            )
         steps = f"for {self.steps} step{'' if self.steps == 1 else 's'} of the full gradient"
         how = "to the minimum" if self.converged else steps
         text = (
             f"Found: training went on from these weights {how}, with all rows and without the one, by the"
             " scores' own inverse curvature; the difference between the two."
         )
-        if self.converged or self.length >= _SHORT:
-            return text
-        return (
-            f"{text} Full steps raise the training loss, and those taken had {self.length:.1g} of their"
-            " length: what was found is a small part of what training to the end would find."
+        if not self.converged and self.length < 1:
+            text += (
+                f" Full steps raise the training loss, and those taken had {self.length:.3g} of their length."
+            )
+        return f"{text}{self._ratio}"
+
+    @property
+    def _ratio(self) -> str:
+        """How found and predicted changes compare, over the same length."""
+        ratios = sorted(
+            each.found / (self.share * each.predicted)
+            for each in self.removals
+            if each.found is not None and self.share * each.predicted
         )
+        if not ratios:
+            return ""
+        low, high = f"{ratios[0]:.2g}", f"{ratios[-1]:.2g}"
+        times = low if low == high else f"{low} to {high}"
+        length = "" if self.share == 1 else f" for {self.share:.3g} of a step"
+        return f" It is {times} times what is predicted{length}."
 
 
 @dataclass(frozen=True, repr=False)

@@ -33,9 +33,10 @@ from psgrad.storage import RunFolder
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.evaluation_parts import earlier_evaluations
+from psgrad.workflows.influence_check import check_removals, with_weight_decay
 from psgrad.workflows.influence_index import open_index
 from psgrad.workflows.influence_questions import answered, require_room, require_tokens, token_pairs
-from psgrad.workflows.influence_ranking import QueryRankings, check_removals, marked_beyond_loss, rank
+from psgrad.workflows.influence_ranking import QueryRankings, marked_beyond_loss, rank
 from psgrad.workflows.influence_search import require_searchable, searched
 from psgrad.workflows.influence_setup import (
     InfluenceSetup,
@@ -104,7 +105,8 @@ def influence(
     if not processes.leads:
         with clock("screening"):
             finite = without_nonfinite(setup, store, warnings)
-        scored_by_all(*finite, matrix, clock, warnings, progress)
+        scored = scored_by_all(*finite, matrix, clock, warnings, progress)
+        checked(scored, clock, warnings)
         return None
     with clock("self-check"):
         manifest = manifest_for(setup)
@@ -114,7 +116,13 @@ def influence(
             finite = without_nonfinite(setup, store, warnings)
         scored = scored_by_all(*finite, matrix, clock, warnings, progress)
         require_unchanged(setup.run.samples.stamps)
-        return written(scored, running, folder, clock, warnings, report)
+        result = with_tables_written(scored, running, folder, clock, warnings)
+        try:
+            removals = checked(scored, clock, warnings)
+        except KeyboardInterrupt:
+            warnings(_CHECK_INTERRUPTED.format(folder.path))
+            raise
+        return finished(replace(result, check=removals), running, folder, clock, report)
 
 
 def loaded(
@@ -138,20 +146,25 @@ def manifest_for(setup: InfluenceSetup) -> RunManifest:
     return replace(describe_run("influence", run, check, specs), influence=described(setup))
 
 
-def written(
+_CHECK_INTERRUPTED = (
+    "all scores are written to {}; the check of the largest ones was interrupted, and there is no page;"
+    " influence.check: never leaves it out"
+)
+
+
+def with_tables_written(
     scored: Scored,
     running: RunningManifest,
     folder: RunFolder,
     clock: Clock,
     warnings: Warnings,
-    report: bool,
 ) -> InfluenceResult:
-    """The result of a run, with its files written; plots and page, too, where a report is asked for."""
+    """The result of a run, with its tables written: all but what a check of removals adds, and the page."""
     if described(scored.setup).predicts_removal:
         known = scored.queries[scored.queries["status"] == "ok"].set_index("index")["measurement"]
         marked = marked_beyond_loss(scored.setup, scored.rankings.scores, known, warnings)
         scored = replace(scored, rankings=replace(scored.rankings, scores=marked))
-    setup, removals, questions = scored.setup, scored.removals, QuestionTables()
+    setup, questions = scored.setup, QuestionTables()
     if scored.rankings.matrix is not None:
         with clock("questions"):
             all_scores = scored.rankings.matrix["scores"]
@@ -161,7 +174,6 @@ def written(
         described(setup),
         queries=running.manifest.influence.queries,
         unit=scored.unit,
-        check=None if removals is None else {**asdict(removals), "words": removals.words},
         fit=scored.fit,
         search=scored.search,
         coverage=coverage(setup.run.model, setup.views[0].training.params, scored.fit),
@@ -183,6 +195,29 @@ def written(
         )
         result = with_clusters(result)
         write_tables(result, scored.rankings.matrix if scored.matrix else None, folder)
+        folder.write_manifest(replace(running.manifest, state="running").content())
+    return result
+
+
+def checked(scored: Scored, clock: Clock, warnings: Warnings) -> RemovalCheck | None:
+    """The check of the largest scores, by all processes together; None where there is none."""
+    setup = scored.setup
+    if not described(setup).predicts_removal:
+        return None
+    spent = setup.agreed_seconds(clock.seconds["scores"])
+    with clock("check"), errors_of_own_method(setup.run.config.influence.method.name):
+        return check_removals(
+            setup, scored.fitted, scored.rankings.scores, scored.own, spent, warnings, clock.count
+        )
+
+
+def finished(
+    result: InfluenceResult, running: RunningManifest, folder: RunFolder, clock: Clock, report: bool
+) -> InfluenceResult:
+    """The result with its whole manifest; plots and page are written where a report is asked for."""
+    check = None if result.check is None else {**asdict(result.check), "words": result.check.words}
+    influence = replace(running.manifest.influence, check=check, warnings=result.warnings)
+    result = replace(result, manifest=running.add(influence=influence, timings=clock.seconds))
     if report:
         from psgrad.reports.influence_page import write_influence_report  # which is all that needs matplotlib
 
@@ -196,8 +231,9 @@ class Scored:
     """What a run has found.
 
     setup: without the rows that have no score. queries, training: the tables of the result. fit: the facts of
-    the method at each checkpoint. unit: of a score. matrix: whether all scores become a file.
-    tokens: see `token_pairs`. search: the facts of an approximate search.
+    the method at each checkpoint. unit: of a score. matrix: whether all scores become a file. tokens: see
+    `token_pairs`. search: the facts of an approximate search. fitted: the method at each checkpoint, and own
+    [n] the self-influences, for the check of removals; neither of a run that was merged.
     """
 
     setup: InfluenceSetup
@@ -206,11 +242,12 @@ class Scored:
     rankings: QueryRankings
     fit: list[dict[str, Any]]
     unit: str
-    removals: RemovalCheck | None = None
     ranks: dict[str, Any] | None = None
     matrix: bool = False
     tokens: list[TokenPair] = field(default_factory=list)
     search: dict[str, Any] | None = None
+    fitted: Sequence[Fitted] = ()
+    own: np.ndarray | None = None
 
     def counts(self) -> Counts:
         excluded = [int((table["status"] != "ok").sum()) for table in (self.training, self.queries)]
@@ -233,6 +270,8 @@ def scored_by_all(
     """What all processes compute together, of rows that are finite."""
     wanted = setup.run.config.influence
     require_room(setup, matrix)
+    with clock("weight decay"):
+        setup = with_weight_decay(setup, screening.training.norms[screening.kept], warnings)
     with clock("fit"), errors_of_own_method(wanted.method.name):
         fitted = setup.method.fit_run([(view.training, view.checkpoint) for view in setup.views])
     with clock("normalize"), errors_of_own_method(wanted.method.name):
@@ -254,15 +293,13 @@ def scored_by_all(
     spent = setup.agreed_seconds(clock.seconds["scores"])
     with clock("self-influence"), errors_of_own_method(wanted.method.name):
         own = self_influence(everything, fitted, spent, warnings)
-    removals: RemovalCheck | None = None
-    if described(setup).predicts_removal:
-        with clock("check"), errors_of_own_method(wanted.method.name):
-            removals = check_removals(setup, fitted, rankings.scores, own, warnings)
     training = with_overall(training_table(everything, screening, own), setup.training_rows, rankings.overall)
     facts, unit = [each.facts for each in fitted], unit_of(setup, fitted)
     ranks = rank_facts_of_steps(setup.processes, "influence.")
     found = None if search is None else search.facts
-    return Scored(setup, queries, training, rankings, facts, unit, removals, ranks, matrix, tokens, found)
+    return Scored(
+        *(setup, queries, training, rankings, facts, unit, ranks, matrix, tokens, found, fitted, own)
+    )
 
 
 def described(setup: InfluenceSetup) -> InfluenceFacts:
@@ -347,6 +384,5 @@ def _result(scored: Scored, facts: dict[str, Any], folder: RunFolder, warnings: 
         facts=scored.fit,
         warnings=warnings,
         class_names=setup.run.config.data.class_names,
-        check=scored.removals,
         larger_is_worse=setup.measurement.sign > 0,
     )

@@ -1,12 +1,9 @@
 """From fitted methods to ranked pairs: training examples stream past, and each query keeps its strongest.
-
-What predicted amounts are compared with: a bound that they cannot pass, and training that goes on without the
-row.
+Scores that predict more than a loss can fall by are marked.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,9 +11,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
-from psgrad.engine.influence.amounts import affordable_steps, continued
 from psgrad.engine.influence.method import Fitted, with_total
 from psgrad.engine.influence.ranking import (
     CheckpointAgreement,
@@ -27,9 +22,8 @@ from psgrad.engine.influence.ranking import (
     joined_scores,
     over_queries,
 )
-from psgrad.errors import InfluenceError
 from psgrad.results import Progress
-from psgrad.results.influence import ALL_INDEX, ALL_QUERIES, CheckedRemoval, RemovalCheck, ranked_pairs
+from psgrad.results.influence import ALL_INDEX, ALL_QUERIES, ranked_pairs
 from psgrad.workflows.influence_setup import InfluenceSetup, is_on_one_scale
 
 # The share of the free memory for the prepared gradients of a block of queries.
@@ -238,10 +232,6 @@ def _pairs(
     )
 
 
-# Pairs of the largest scores, each of another training example, that are checked.
-_PAIRS = 3
-# The cost limit of the check of a few removals, in numbers of single examples' gradients.
-_CHECKED_NUMBERS = 1e10
 # Losses that are never negative, by name.
 _NEVER_NEGATIVE = (
     "cross_entropy",
@@ -274,81 +264,3 @@ def marked_beyond_loss(
             " amounts"
         )
     return scores.assign(beyond_loss=beyond)
-
-
-def check_removals(
-    setup: InfluenceSetup,
-    fitted: Sequence[Fitted],
-    scores: pd.DataFrame,
-    own: np.ndarray | None,
-    say: Callable[[str], None],
-) -> RemovalCheck | None:
-    """For the largest scores, and the largest self-influence, the effect of training on without the example;
-    for several checkpoints the mean. None where the config leaves it out, or the method has no inverse to
-    take steps by.
-
-    own: [n] self-influences.
-    """
-    wanted, solvers = setup.run.config.influence.check, [each.solver() for each in fitted]
-    pairs = _largest(scores)
-    if wanted == "never" or any(solver is None for solver in solvers) or not len(pairs):
-        return None
-    places = np.searchsorted(setup.training_rows, pairs["train_index"]).tolist()
-    largest = [] if own is None or not np.isfinite(own).any() else [int(np.nanargmax(own))]
-    rows = list(dict.fromkeys([*places, *largest]))
-    numbers = math.inf if wanted == "always" else _CHECKED_NUMBERS / len(fitted)
-    decay = getattr(setup.method, "weight_decay", 0.0)
-    try:
-        found = [
-            continued(solver, rows, decay, steps=affordable_steps(solver, len(rows), numbers))
-            for solver in solvers
-            if solver is not None
-        ]
-    except InfluenceError as error:
-        say(f"no removal was tried by training on: {error.arrived}")
-        return None
-
-    steps, converged = min(each.steps for each in found), all(each.converged for each in found)
-    if not steps and not converged:
-        say("no removal was tried by training on: no step lowers the training loss, or it is not finite")
-        return None
-
-    def mean_change(examples: Sequence[Examples], row: int, place: int) -> float:
-        changes = [
-            each.changes(some, row)[rows.index(place)] for each, some in zip(found, examples, strict=True)
-        ]
-        return float(torch.stack(changes).mean())
-
-    removals, queries = [], [view.queries for view in setup.views]
-    for pair, place in zip(pairs.itertuples(), places, strict=True):
-        query = int(pair.query_index)  # type: ignore[arg-type]
-        change = mean_change(queries, int(np.flatnonzero(setup.query_rows == query)[0]), place)
-        removals.append(
-            CheckedRemoval(
-                str(pair.train_id),
-                int(setup.training_rows[place]),
-                str(pair.query_id),
-                query,
-                pair.score,  # type: ignore[arg-type]
-                change,
-            )
-        )
-    for place in largest:
-        row, change = (
-            int(setup.training_rows[place]),
-            mean_change([view.training for view in setup.views], place, place),
-        )
-        name = str(setup.run.samples.ids[row])
-        removals.append(
-            CheckedRemoval(name, row, name, None, float(own[place]) if own is not None else change, change)
-        )
-    return RemovalCheck(steps, converged, removals, min(each.length for each in found))
-
-
-def _largest(scores: pd.DataFrame) -> pd.DataFrame:
-    """The pairs of the largest scores of either sign, each of another training example."""
-    single = scores[scores["query_index"] != ALL_INDEX]
-    if "layer" in single:
-        single = single[single["layer"] == ""]
-    order = single["score"].abs().sort_values(ascending=False, kind="stable").index
-    return single.loc[order].drop_duplicates("train_index").head(_PAIRS)

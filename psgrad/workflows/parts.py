@@ -35,10 +35,11 @@ from psgrad.user_code import with_code_beside
 from psgrad.workflows.analyze import analyze, new_folder, prepared
 from psgrad.workflows.influence import (
     Scored,
+    finished,
     loaded,
     manifest_for,
     scored_by_all,
-    written,
+    with_tables_written,
 )
 from psgrad.workflows.influence_questions import require_room
 from psgrad.workflows.influence_ranking import QueryRankings, with_all_queries
@@ -230,7 +231,8 @@ def _merged(config: Config, manifest: dict[str, Any], report: bool, progress: Sa
     parts = _stored(folder, then[NUMBER_OF_PARTS], warnings)
     with running_manifest(folder, read_manifest(manifest), clock) as running:
         joined = replace(_joined(setup, parts), matrix=then[_MATRIX])
-        result = written(joined, running, folder, clock, warnings, report)
+        result = with_tables_written(joined, running, folder, clock, warnings)
+        result = finished(result, running, folder, clock, report)
     folder.drop_shards()
     return result
 

@@ -28,7 +28,7 @@ from psgrad.inputs.image_files import folder_rows
 from psgrad.inputs.sources.file_hashes import file_hashes
 from psgrad.inputs.sources.library_datasets import library_dataset, library_hashes
 from psgrad.inputs.sources.source import data_files
-from psgrad.results.manifest import Counts, DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
+from psgrad.results.manifest import DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
 from psgrad.storage.folders import RunFolder
 from psgrad.user_code import module_of
 from psgrad.workflows.run_identity import hashes_of
@@ -193,7 +193,7 @@ def running_manifest(folder: RunFolder, manifest: RunManifest, clock: Clock) -> 
         yield running
     except BaseException as error:
         state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        counts = Counts(finished_samples=folder.rows)
+        counts = replace(running.manifest.counts, finished_samples=folder.rows)
         running.add(state=state, error=str(error), counts=counts, timings=clock.seconds)
         with suppress(Exception):  # the disk may be full, and the user must read what went wrong first
             folder.write_manifest(running.manifest.content())

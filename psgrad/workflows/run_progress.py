@@ -14,6 +14,7 @@ from typing import Any
 
 from psgrad.engine.execution.ranks import Processes
 from psgrad.inputs.rows import Samples
+from psgrad.reports.words import duration
 from psgrad.results import Progress, Say
 
 LOADING = Progress(0, 0, "load")
@@ -36,16 +37,23 @@ def read_ahead(samples: Samples, count: int, say: Say) -> None:
 
 
 class Clock:
-    """Seconds spent in each phase. phase, began: the present one, and since when."""
+    """Seconds spent in each phase. phase, began: the present one, and since when. steps: of it how many are
+    done, and how many there will be, where it has said so.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.phase, self.began = "", time.perf_counter()
+        self.steps: tuple[int, int] | None = None
+
+    def count(self, done: int, of: int) -> None:
+        """Of the present phase so many steps are done, of so many."""
+        self.steps = done, of
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        self.phase, self.began = phase, start
+        self.phase, self.began, self.steps = phase, start, None
         try:
             yield
         finally:
@@ -53,8 +61,9 @@ class Clock:
 
 
 class PassProgress:
-    """How far the present phase has come, where it lasts: its passes over rows, counted, the row of the
-    present one, and rows per second, of all processes together. Called as `Examples.watch` is.
+    """How far the present phase has come, where it lasts: its steps, where it counts them; its passes over
+    rows, counted, the row of the present one, and rows per second, of all processes together. Called as
+    `Examples.watch` is.
     """
 
     def __init__(self, clock: Clock, say: Say, processes: Processes) -> None:
@@ -72,9 +81,13 @@ class PassProgress:
             return
         self._said = now
         passes = (done - 1 if rows else done) // of  # finished before this one
-        where = f"pass {passes + 1:,}, row {done - passes * of:,} of {of:,}"
+        row = done - passes * of
         rate = sum(self._done.values()) / (now - self._phase_began)
-        self._say(Progress(0, 0, self._clock.phase, detail=f"{where}, {rate:,.0f} rows/s"))
+        detail = f"pass {passes + 1:,}, row {row:,} of {of:,}, {rate:,.0f} rows/s"
+        if rate > 0 and row < of:
+            detail += f", {duration((of - row) / rate, whole=True)} left in this pass"
+        steps, of_steps = self._clock.steps or (0, 0)
+        self._say(Progress(steps, of_steps, self._clock.phase, unit="step", detail=detail))
 
 
 @contextmanager

@@ -2,208 +2,22 @@
 
 They are if the model is affine in its parameters, at the minimum of its training objective, without damping,
 with the leverage correction, and if one Newton step comes near enough to the minimum without an example.
-`continued` computes what predicted amounts are compared with: the change if training goes on from the given
-weights without an example.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from psgrad.engine.execution.buckets import Added
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Vectors
+from psgrad.engine.influence.continued import slopes_without
 from psgrad.engine.influence.leverage import Corrected
 from psgrad.engine.influence.method import Preconditioned, flat_rows
-from psgrad.engine.transforms import grad_and_value, vmap
-
-# Steps at most, and halvings of a step that raises the objective.
-STEPS, _HALVINGS = 10, 8
-# The decrement of a step, relative to the first one's, below which the minimum is reached.
-_CONVERGED = 1e-12
-# By how much rounding may raise an objective.
-_LOSS_ROUNDING = 1e-7
-
-
-@dataclass(frozen=True)
-class Continued:
-    """Weights after training went on from the same weights with all rows, and without each of k rows.
-
-    params: name -> [1 + k, *shape], those with all rows first. steps: how many were taken. converged: whether
-    the objectives are at their minima. length: of the steps taken, as a mean share of the full ones.
-    """
-
-    params: Vectors
-    steps: int
-    converged: bool
-    length: float
-
-    def changes(self, examples: Examples, row: int) -> torch.Tensor:
-        """[k] float64: how much larger the scalar of one row of `examples` is with the weights of each
-        removal than with all rows.
-        """
-        inputs, target = examples.stream.load(row, row + 1)
-        over = (None, 0, None if target is None else 0)
-        results = [
-            _values(examples, params, inputs, target, over) for params in each_model(self.params, examples)
-        ]
-        values = torch.stack(results)
-        return (values[1:] - values[0]).cpu()
-
-
-def continued(
-    fitted: Preconditioned,
-    rows: Sequence[int],
-    weight_decay: float,
-    *,
-    steps: int = STEPS,
-) -> Continued:
-    """Train on from the fit's weights with all rows, and without each of `rows`: steps of the full gradient
-    times the fit's inverse.
-
-    Args:
-        fitted: multiplies with an inverse of the summed training loss's curvature.
-        rows: [k] places in the training set.
-        weight_decay: of training, on the mean loss.
-        steps: at most.
-
-    All 1 + k trainings take the same steps, so that the weights differ by the row alone. A step that raises
-    an objective is halved, and the next one is tried at twice its length; where no length lowers the
-    objectives, or they are not finite, training ends there. The first step of a removal is the influence
-    function's own; repeated, steps lead to the minimum without the row where the training objective is
-    convex. A step takes a pass over the training set for each training, and one product with the inverse.
-    """
-    training = fitted.training
-    search = _Objectives(training, rows, weight_decay)
-    here = (
-        training.flat.join({name: value.unsqueeze(0) for name, value in training.params.items()})
-        .double()
-        .repeat(1 + len(rows), 1)
-        .cpu()
-    )
-    values, gradients = search.at(here, same=True)
-    size, lengths, first, taken, converged = 1.0, 0.0, 0.0, 0, False
-    while taken < steps:
-        slope = training.flat.split(gradients.to(training.device))
-        step = training.flat.join(fitted.precondition(slope)).double().cpu()
-        decrement = float((step * gradients).sum(1).abs().max())
-        first = first or decrement
-        converged = decrement <= _CONVERGED * first
-        if converged or not math.isfinite(decrement):
-            break
-        for _ in range(_HALVINGS):
-            there = here - size * step
-            after, slopes = search.at(there)
-            if bool((after <= values + _LOSS_ROUNDING * values.abs()).all()):
-                break
-            size /= 2
-        else:
-            break
-        here, values, gradients, taken, lengths = there, after, slopes, taken + 1, lengths + size
-        size = min(1.0, 2 * size)
-    return Continued(training.flat.split(here.to(training.device)), taken, converged, lengths / max(taken, 1))
-
-
-def affordable_steps(fitted: Preconditioned, rows: int, numbers: float) -> int:
-    """How many steps `continued` may take without `rows` rows, at least one, if about `numbers` numbers of
-    single examples' gradients are affordable; one where each step is a solve with passes of its own. It
-    follows from the problem alone, and not from the time that a step takes: so what is found is the same on a
-    slow machine.
-    """
-    training = fitted.training
-    if fitted.makes_passes and math.isfinite(numbers):
-        return 1
-    return int(max(1, min(STEPS, numbers / (len(training) * training.flat.size * (1 + rows)))))
-
-
-def slopes_without(
-    training: Examples, rows: Sequence[int], weight_decay: float, weights: torch.Tensor
-) -> torch.Tensor:
-    """[k, p] float64, on the CPU: the gradients of the training objectives without each of `rows` [k], at
-    weights [k, p] of its own.
-    """
-    search = _Objectives(training, rows, weight_decay)
-    return search.at(torch.cat([torch.zeros_like(weights[:1]), weights]))[1][1:]
-
-
-class _Objectives:
-    """The training objectives with all rows, and without each of some."""
-
-    def __init__(self, training: Examples, rows: Sequence[int], weight_decay: float) -> None:
-        self.training, self.rows, self.decay = training, rows, len(training) * weight_decay
-
-    def at(self, weights: torch.Tensor, same: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values [1 + k] and gradients [1 + k, p] of the objectives, at weights [1 + k, p] each. same:
-        whether the weights are all equal.
-        """
-        whole: Any = None
-        sums, weights = [], weights.to(self.training.device)
-        for place, params in enumerate(each_model(self.training.flat.split(weights), self.training)):
-            if whole is None or not same:
-                whole = self._sums(params)
-            value, slope = whole
-            if place:
-                row_value, row_slope = self._row(params, self.rows[place - 1])
-                value, slope = value - row_value, slope - row_slope
-            own = weights[place].cpu()
-            sums.append((value.cpu() + self.decay / 2 * own.square().sum(), slope.cpu() + self.decay * own))
-        return torch.stack([value for value, _ in sums]), torch.stack([slope for _, slope in sums])
-
-    def _sums(self, params: Vectors) -> tuple[torch.Tensor, torch.Tensor]:
-        def of_chunk(loss: Any, _: Vectors, inputs: Any, target: Any, *, randomness: str, **__: Any) -> Added:
-            return Added(self._slope(params, inputs, target, randomness))
-
-        sums_and_count: tuple[torch.Tensor, torch.Tensor]
-        sums_and_count = self.training.fold(lambda sums: sums.value, of_chunk)
-        return sums_and_count
-
-    def _row(self, params: Vectors, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, target = self.training.stream.load(row, row + 1)
-        return self._slope(params, inputs, target, self.training.stream.randomness)
-
-    def _slope(
-        self, params: Vectors, inputs: Any, target: Any, randomness: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of some rows' losses, and its gradient [p], both float64."""
-        loss, over = self.training.objective.loss, (0, None if target is None else 0)
-
-        def total(params: Vectors) -> torch.Tensor:
-            return (
-                vmap(lambda *sample: loss(params, *sample)[0], over, randomness=randomness)(inputs, target)
-                .double()
-                .sum()
-            )
-
-        gradients, value = grad_and_value(total)(params)
-        return (
-            value,
-            self.training.flat.join({name: gradient.unsqueeze(0) for name, gradient in gradients.items()})[
-                0
-            ].double(),
-        )
-
-
-def each_model(stacked: Vectors, examples: Examples) -> list[Vectors]:
-    """The weights of each of k models, name -> [k, *shape], in the type and on the device of the model's."""
-    count = len(next(iter(stacked.values())))
-    return [
-        {name: stacked[name][place].to(value) for name, value in examples.params.items()}
-        for place in range(count)
-    ]
-
-
-def _values(examples: Examples, params: Vectors, inputs: Any, target: Any, over: Any) -> torch.Tensor:
-    losses, _ = vmap(examples.objective.loss, over, randomness=examples.stream.randomness)(
-        params, inputs, target
-    )
-    return losses[0].double()
-
+from psgrad.engine.transforms import vmap
 
 # Samples whose outputs are compared, and directions that they are compared along.
 _SAMPLES, _DIRECTIONS = 4, 3

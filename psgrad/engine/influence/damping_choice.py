@@ -16,7 +16,8 @@ import torch
 
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors, as_gradients
-from psgrad.engine.influence.amounts import each_model, objective_slope
+from psgrad.engine.influence.amounts import objective_slope
+from psgrad.engine.influence.continued import each_model
 from psgrad.engine.transforms import vmap
 from psgrad.ragged import Block, joined
 
