@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from psgrad.results import Progress
 
 
-PLAIN_INTERVAL_S = 5.0
+PLAIN_INTERVAL_S = 10.0
 
 
 class Log(Protocol):
@@ -87,7 +87,7 @@ def progress_display(
 
 
 class PlainDisplay(ProgressDisplay):
-    """At most one line per 5 s, and a last one for each phase. Messages appear at once."""
+    """At most one line per 10 s, and a last one for each phase. Messages appear at once."""
 
     def __init__(self, stream: Log, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream

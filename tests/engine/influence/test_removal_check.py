@@ -4,14 +4,14 @@ amount.
 
 from __future__ import annotations
 
-import math
+from itertools import count
 
 import numpy as np
 import pytest
 import torch
 
 from psgrad.engine.gradients.flat import Vectors
-from psgrad.engine.influence.amounts import Continued, affordable_steps, continued
+from psgrad.engine.influence.continued import Budget, continued
 from psgrad.engine.influence.method import Preconditioned
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.influence import Influence
@@ -56,21 +56,42 @@ def test_removal_check_equals_retraining_of_convex_model() -> None:
             np.testing.assert_allclose(result.changes(queries, query).numpy(), truth, rtol=2e-3, atol=1e-7)
 
 
+def minimum(rows: int = 50, weight_decay: float = 0.02) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """A softmax regression at its minimum, with its training set."""
+    inputs, labels = classified(rows)
+    return linear(SoftmaxRegression.of(inputs, labels, weight_decay).solve()), inputs, labels
+
+
 def test_removal_check_one_step_equals_score() -> None:
-    """To first order, and at weights where all rows together have a gradient: it is the same in all
-    trainings.
-    """
-    inputs, labels = classified(50)
-    model = mlp()
+    """To first order: steps so small that the loss is as good as linear."""
+    model, inputs, labels = minimum()
     training = examples(model, cross_entropy, inputs, labels)
     asked, wanted = classified(3, seed=9)
     queries = examples(model, cross_entropy, asked, wanted)
-    method = Influence(damping=30.0)  # steps so small that the loss is as good as linear
-    result = continued(inverse(method, training), [5, 8], 0.0, steps=1)
-    assert result.steps == 1
+    method = Influence(damping=30.0, weight_decay=0.02)
+    result = continued(inverse(method, training), [5, 8], 0.02, steps=1)
+    assert (result.steps, result.at_minimum) == (1, True)
     predicted = scores(fit(method, training), queries)[[5, 8]]
     for query in range(3):
         np.testing.assert_allclose(result.changes(queries, query).numpy(), predicted[:, query], rtol=0.02)
+
+
+def test_removal_check_takes_no_step_from_weights_at_no_minimum() -> None:
+    inputs, labels = classified(50)
+    training = examples(mlp(), cross_entropy, inputs, labels)
+    result = continued(inverse(Influence(), training), [5, 8], 0.0)
+    assert (result.steps, result.at_minimum) == (0, False)
+    assert result.excess > 1
+    for name, value in training.params.items():
+        assert torch.equal(result.params[name][1].to(value), value)
+
+
+def test_removal_check_of_another_weight_decay_takes_no_step() -> None:
+    """Training would go on towards another minimum, and hide what the removal does."""
+    model, inputs, labels = minimum(weight_decay=0.05)
+    training = examples(model, cross_entropy, inputs, labels)
+    found = continued(inverse(Influence(weight_decay=0.001), training), [5], 0.001)
+    assert not found.at_minimum
 
 
 def test_removal_check_fall_bounded_by_loss() -> None:
@@ -93,22 +114,26 @@ def test_removal_check_fall_bounded_by_loss() -> None:
     assert -losses[query] <= change < 0.1 * abs(predicted[row, query])
 
 
-def test_removal_check_steps_follow_from_the_size_of_the_problem() -> None:
-    inputs, labels = classified(50)
-    training = examples(mlp(), cross_entropy, inputs, labels)
-    numbers = 50 * training.flat.size
-    exact = inverse(Influence(), training)
-    assert [affordable_steps(exact, 1, limit * numbers) for limit in (0, 4, 7, 1e9, math.inf)] == [
-        1,
-        2,
-        3,
-        10,
-        10,
-    ]
-    solved = inverse(Influence(solver="conjugate_gradient"), training)
-    assert [affordable_steps(solved, 1, limit) for limit in (1e9 * numbers, math.inf)] == [1, 10]
-    result: Continued = continued(exact, [5], 0.0, steps=2)
-    assert (result.steps, result.converged) == (2, False)
+def test_removal_check_ends_by_time() -> None:
+    """A clock that counts the calls: as many steps as are predicted to end in time."""
+    model, inputs, labels = minimum()
+    training = examples(model, cross_entropy, inputs, labels)
+    told: list[tuple[int, int]] = []
+
+    def steps_in(seconds: float) -> tuple[int, float | None]:
+        ticks, damped = count(), Influence(damping=30.0, weight_decay=0.02)
+        budget = Budget(lambda: float(next(ticks)), seconds, lambda *said: told.append(said))
+        found = continued(inverse(damped, training), [5], 0.02, budget=budget)
+        return found.steps, found.seconds
+
+    none, seconds = steps_in(3.0)
+    assert none == 0
+    assert seconds is not None
+    some, seconds = steps_in(25.0)
+    assert 0 < some < 10
+    assert seconds is not None
+    assert steps_in(1e9) == (10, None)
+    assert told[-1] == (9, 10)
 
 
 class Overflowing(Preconditioned):
@@ -156,9 +181,14 @@ def test_removal_check_step_size_grows_again() -> None:
     torch.manual_seed(0)
     inputs, targets = torch.randn(40, 6, dtype=torch.float64), torch.randn(40, 2, dtype=torch.float64)
     model = torch.nn.Linear(6, 2, bias=False, dtype=torch.float64)
+    truth = torch.linalg.lstsq(inputs, targets).solution.T
+    with torch.no_grad():
+        model.weight.copy_(truth)
     training = examples(model, squared_error, inputs, targets)
     result = continued(OnceTooLong(training), [5], 0.0, steps=30)
     assert result.converged
     assert 0.2 < result.length < 0.8
-    truth = torch.linalg.lstsq(inputs, targets).solution.T
     np.testing.assert_allclose(result.params["weight"][0].numpy(), truth.numpy(), atol=1e-6)
+    others = torch.arange(40) != 5
+    without = torch.linalg.lstsq(inputs[others], targets[others]).solution.T
+    np.testing.assert_allclose(result.params["weight"][1].numpy(), without.numpy(), atol=1e-6)
