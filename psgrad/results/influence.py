@@ -108,9 +108,10 @@ class RemovalCheck:
     def words(self) -> str:
         """The result and its method, in words."""
         if not self.at_minimum:
+            times = f"{self.excess:,.0f}" if self.excess >= 10 else f"{self.excess:.2g}"
             return (
                 "The weights are at no minimum of the training loss: one more step of the scores' own inverse"
-                f" curvature, with all rows, would lower it {self.excess:.2g} times as far as the removal of"
+                f" curvature, with all rows, would lower it {times} times as far as the removal of"
                 " one of these rows does, and hide what that does. So no training was continued, and the"
                 " predicted amounts are no more than a ranking."
             )

@@ -6,6 +6,7 @@ The method of a config: found by its name, its options checked against what it t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,11 +20,12 @@ from psgrad.config import Config, MethodConfig, is_callable_spec
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.influence.method import RELATIVE, REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
+from psgrad.engine.influence.methods.gradient_products import TracIn
 from psgrad.engine.influence.ranking import is_relative
 from psgrad.engine.measures.builtin.outputs import summary_for
 from psgrad.errors import ConfigError, InfluenceError, PsgradError
 from psgrad.inputs.measurements import Measurement, resolve_measurement
-from psgrad.inputs.models.run_checkpoints import second_moments
+from psgrad.inputs.models.run_checkpoints import adam_state, second_moments
 from psgrad.inputs.reader import CheckedReader
 from psgrad.plugins import METHODS, configured
 from psgrad.results import Say
@@ -203,6 +205,8 @@ def set_up_influence(
                 next_step="run it in one process",
             )
         run, training = recomputed_run(config, run, say)
+    if isinstance(method, TracIn) and method.optimizer == "sgd":
+        _warn_of_adam(config, say)
     last = len(checkpoints_of(config)) - 1
     reader, rows = queries_of(config, run, measurement, lambda: run_at(run, last), processes)
     views: list[CheckpointView] = []
@@ -238,6 +242,21 @@ def with_default_method(config: Config, say: Callable[[str], None]) -> Config:
 _ALONE = (
     "influence.checkpoints has one checkpoint, and {} follows a training run: from the beginning to there,"
     " gradients and curvature are taken to be as they are at its end. psgrad.RunCheckpoints saves more"
+)
+
+
+def _warn_of_adam(config: Config, say: Callable[[str], None]) -> None:
+    """Say that a run took steps of Adam, where the state of one lies beside a checkpoint."""
+    paths = [each.path if each is not None else config.model.checkpoint for each in checkpoints_of(config)]
+    states = (adam_state(config.base / path) for path in paths if path is not None)
+    if (state := next(filter(None, states), None)) is not None:
+        say(_ADAM.format(os.path.relpath(state, config.base)))
+
+
+_ADAM = (
+    "{} has the state of Adam, and tracin undoes plain gradient steps, which this run did not take: its"
+    " scores are no amounts; influence.method: {{name: tracin, optimizer: adam}} undoes steps of Adam, by"
+    " this state"
 )
 
 

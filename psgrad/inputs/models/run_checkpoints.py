@@ -189,20 +189,38 @@ _NOT_DECAYED = re.compile(r"bias|layer_?norm|rms_?norm|(^|\.)norm($|\.)|_norm($|
 State = Mapping[str, Any]
 
 
+def adam_state(checkpoint: Path) -> Path | None:
+    """The file beside a checkpoint with the state of Adam or AdamW; None where none is there, or it can't be
+    read. Tensors are not read.
+    """
+    path = _state_file(checkpoint)
+    try:
+        if path.suffix == OPTIMIZER_SUFFIX:
+            with safe_open(path, "pt") as file:
+                names = {key.rpartition("/")[2] for key in file.keys()}  # noqa: SIM118 (no mapping)
+        else:
+            states = _trainer_content(path, "meta")["state"].values()
+            names = {name for state in states for name in state}
+    except (OSError, SafetensorError, CheckpointError):
+        return None
+    return path if "exp_avg_sq" in names else None
+
+
+def _state_file(checkpoint: Path) -> Path:
+    """Where the optimiser's state of a checkpoint is, if it is there."""
+    return checkpoint / _TRAINER_FILE if checkpoint.is_dir() else checkpoint.with_suffix(OPTIMIZER_SUFFIX)
+
+
 def second_moments(checkpoint: Path, model: nn.Module) -> dict[str, torch.Tensor] | None:
     """name -> Adam's mean of the squared gradients of a parameter, corrected for its start at zero; None
     where no state lies beside the checkpoint. A parameter that was not trained is not in it.
 
     Raises CheckpointError for a state of another optimiser, of another model, or a file that can't be read.
     """
-    if checkpoint.is_dir():
-        path = checkpoint / _TRAINER_FILE
-        states, beta2 = _of_trainer(path, model) if path.is_file() else ({}, {})
-    else:
-        path = checkpoint.with_suffix(OPTIMIZER_SUFFIX)
-        states, beta2 = _of_run(path) if path.is_file() else ({}, {})
+    path = _state_file(checkpoint)
     if not path.is_file():
         return None
+    states, beta2 = _of_run(path) if path.suffix == OPTIMIZER_SUFFIX else _of_trainer(path, model)
     found = {}
     for name, parameter in model.named_parameters():
         if name not in states:
@@ -242,14 +260,8 @@ def _of_run(path: Path) -> tuple[dict[str, State], dict[str, float]]:
 
 
 def _of_trainer(path: Path, model: nn.Module) -> tuple[dict[str, State], dict[str, float]]:
-    content = read_torch(path).content
-    groups = content.get("param_groups") if isinstance(content, dict) else None
-    if (
-        not isinstance(content, dict)
-        or not isinstance(groups, list)
-        or not isinstance(content.get("state"), dict)
-    ):
-        raise _of_another_model(path, "no state and param_groups")
+    content = _trainer_content(path)
+    groups = content["param_groups"]
     numbers = [group["params"] for group in groups]
     names = _names_of(groups, model, path)
     states, beta2 = {}, {}
@@ -259,6 +271,18 @@ def _of_trainer(path: Path, model: nn.Module) -> tuple[dict[str, State], dict[st
                 states[name] = content["state"][number]
                 beta2[name] = float(group.get("betas", (0.9, 0.999))[1])
     return states, beta2
+
+
+def _trainer_content(path: Path, device: str = "cpu") -> dict[str, Any]:
+    """A trainer's file: `state`, by the number of the parameter, and `param_groups`."""
+    content = read_torch(path, device).content
+    if (
+        not isinstance(content, dict)
+        or not isinstance(content.get("param_groups"), list)
+        or not isinstance(content.get("state"), dict)
+    ):
+        raise _of_another_model(path, "no state and param_groups")
+    return content
 
 
 def _names_of(groups: Sequence[Mapping[str, Any]], model: nn.Module, path: Path) -> list[list[str]]:

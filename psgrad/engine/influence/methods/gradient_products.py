@@ -147,8 +147,8 @@ class TracIn(Method):
 
     name = "tracin"
     unit = (
-        "{change}, if one gradient step on the training example were undone at each checkpoint, to first"
-        " order"
+        "{change}, if one plain gradient step on the training example were undone at each checkpoint, to"
+        " first order"
     )
     predicts_removal = False
 
@@ -166,6 +166,8 @@ class TracIn(Method):
                 "tracin: batch_size is given, and optimizer is sgd, whose steps need no mean of squares",
                 expected="batch_size with optimizer: adam alone",
             )
+        if self.optimizer == "adam":
+            object.__setattr__(self, "unit", self.unit.replace("plain gradient step", "step of Adam"))
 
     def fit(self, training: Examples, checkpoint: Checkpoint) -> Fitted:
         if checkpoint.learning_rate is None:
