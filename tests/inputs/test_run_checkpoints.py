@@ -18,6 +18,7 @@ from psgrad.config import load_config
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.models.run_checkpoints import (
     RunCheckpoints,
+    adam_state,
     geometric,
     optimizer_state,
     second_moments,
@@ -273,3 +274,27 @@ def test_optimizer_state_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "epoch-1.optimizer").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="can't be read"):
         second_moments(tmp_path / "epoch-1.safetensors", model)
+
+
+@pytest.mark.parametrize(
+    ("make", "adams"),
+    [
+        (lambda values: torch.optim.AdamW(values, lr=0.1), True),
+        (lambda values: torch.optim.SGD(values, lr=0.1, momentum=0.9), False),
+    ],
+)
+def test_adam_state_is_found_beside_a_checkpoint(tmp_path: Path, make: Any, adams: bool) -> None:
+    model = network()
+    optimizer = make(model.parameters())
+    trained(model, optimizer)
+    path = RunCheckpoints(tmp_path / "run", epochs=1).save(model, 1, optimizer)
+    assert path is not None
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    assert adam_state(folder) is None
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    states = [path.with_suffix(".optimizer"), folder / "optimizer.pt"]
+    assert [adam_state(each) for each in (path, folder)] == (states if adams else [None, None])
+    for each in states:  # plain steps don't need it
+        each.write_bytes(b"damaged")
+    assert [adam_state(each) for each in (path, folder)] == [None, None]

@@ -44,7 +44,7 @@ def test_progress_of_passes_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch
         second(2, 7)  # rows of the queries
     with clocks[0]("scores"):
         first(0, 10)
-    passes = [each.detail.rsplit(", ", 1)[0] for each in heard]
+    passes = [", ".join(each.detail.split(", ")[:2]) for each in heard]
     assert passes == [
         "pass 1, row 0 of 10",
         "pass 1, row 0 of 10",
@@ -57,6 +57,26 @@ def test_progress_of_passes_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch
         "pass 1, row 0 of 10",
     ]
     assert [each.phase for each in heard] == ["fit"] * 8 + ["scores"]
+
+
+def test_progress_of_a_phase_that_counts_its_steps_has_a_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(run_progress.time, "perf_counter", lambda: now)
+    heard, clock = list[Progress](), Clock()
+    progress = PassProgress(clock, heard.append, OneProcess())
+    with clock("check"):
+        clock.count(3, 10)
+        progress(0, 100)
+        now = 4.0
+        progress(60, 100)
+    with clock("report"):
+        progress(0, 100)
+        now = 8.0
+        progress(60, 100)
+    assert [(each.phase, each.done, each.total, each.unit) for each in heard] == [
+        ("check", 3, 10, "step"),
+        ("report", 0, 0, "step"),
+    ]
 
 
 def test_progress_of_passes_has_rows_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +92,6 @@ def test_progress_of_passes_has_rows_per_second(monkeypatch: pytest.MonkeyPatch)
         now = 8.0
         progress(40, 100)
     assert [each.detail for each in heard] == [
-        "pass 1, row 60 of 100, 15 rows/s",
+        "pass 1, row 60 of 100, 15 rows/s, 3 s left in this pass",
         "pass 1, row 100 of 100, 15 rows/s",
     ]

@@ -150,6 +150,23 @@ def test_influence_sums_over_a_trainers_checkpoints(kind: str, trained: Path, tm
     assert found is not None
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_tracin_of_plain_steps_says_that_a_trainer_took_steps_of_adam(
+    optimizer: str, trained: Path, tmp_path: Path
+) -> None:
+    method = {"name": "tracin", "optimizer": optimizer}
+    influence = {"method": method, "checkpoints": "run/checkpoint-*", "queries": {"rows": [0]}}
+    found = psgrad.influence(load_config(write(trained, tmp_path / "out", influence=influence)), report=False)
+    said = [each for each in found.warnings if "optimizer.pt has the state of Adam" in each]
+    assert len(said) == (optimizer == "sgd")
+    step = "plain gradient step" if optimizer == "sgd" else "step of Adam"
+    assert f"if one {step} on the training example were undone" in found.unit
+    if said:
+        assert said[0].startswith("run/checkpoint-2/optimizer.pt has")
+        assert "influence.method: {name: tracin, optimizer: adam}" in said[0]
+
+
 def adam_of(checkpoint: Path, model: Any, folder: Path) -> Any:
     """The optimiser of a trainer that goes on from a checkpoint."""
     arguments = transformers.TrainingArguments(output_dir=str(folder), report_to=[], use_cpu=True)
