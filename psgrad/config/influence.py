@@ -222,7 +222,7 @@ class InfluenceConfig(ConfigSection):
     """Each example's influence on itself; auto leaves it out if it would cost one solve for each example."""
     check: Literal["auto", "always", "never"] = "auto"
     """Whether a few of the largest predicted changes are compared with training that continues without the
-    row; auto takes ten steps, or those that are predicted to end within fifteen seconds.
+    row; auto takes ten steps, or those that fit into about fifteen seconds.
     """
     evaluate: EvaluationConfig = Field(default_factory=EvaluationConfig)
     """`psgrad influence --evaluate`: models are trained again, and scores are compared with the result."""

@@ -204,11 +204,8 @@ def checked(scored: Scored, clock: Clock, warnings: Warnings) -> RemovalCheck | 
     setup = scored.setup
     if not described(setup).predicts_removal:
         return None
-    spent = setup.agreed_seconds(clock.seconds["scores"])
     with clock("check"), errors_of_own_method(setup.run.config.influence.method.name):
-        return check_removals(
-            setup, scored.fitted, scored.rankings.scores, scored.own, spent, warnings, clock.count
-        )
+        return check_removals(setup, scored.fitted, scored.rankings.scores, scored.own, warnings, clock.count)
 
 
 def finished(

@@ -16,7 +16,6 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.influence.continued import Budget, continued
 from psgrad.engine.influence.method import Fitted, Method
-from psgrad.engine.influence.solvers.solver_costs import solved_products
 from psgrad.engine.influence.weight_decay import DecayEstimate, estimated_decay
 from psgrad.errors import InfluenceError
 from psgrad.reports.words import duration
@@ -75,7 +74,6 @@ def check_removals(
     fitted: Sequence[Fitted],
     scores: pd.DataFrame,
     own: np.ndarray | None,
-    spent: float,
     say: Callable[[str], None],
     tell: Callable[[int, int], None],
 ) -> RemovalCheck | None:
@@ -83,7 +81,7 @@ def check_removals(
     for several checkpoints the mean. None where the config leaves it out, the method has no inverse to take
     steps by, or the time does not allow it.
 
-    own: [n] self-influences. spent: seconds that the scores took. tell: see `Budget`.
+    own: [n] self-influences. tell: see `Budget`.
     """
     wanted, pairs = setup.run.config.influence.check, _largest(scores)
     solvers = [solver for each in fitted if (solver := each.solver()) is not None]
@@ -93,10 +91,6 @@ def check_removals(
     largest = [] if own is None or not np.isfinite(own).any() else [int(np.nanargmax(own))]
     rows = list(dict.fromkeys([*places, *largest]))
     limit = math.inf if wanted == "always" else _SECONDS / len(fitted)
-    solves = spent * solved_products(1 + len(rows)) / solved_products(len(setup.query_rows))
-    if any(solver.makes_passes for solver in solvers) and solves > limit:
-        say(_TOO_LONG.format(duration(solves)))
-        return None
     decay = getattr(setup.method, "weight_decay", 0.0)
     try:
         found = [

@@ -532,21 +532,78 @@ def test_amounts_of_a_convex_model_are_retraining_and_checked(place: InfluenceWo
 
 
 @pytest.mark.long
-def test_weight_decay_that_the_config_leaves_out_is_that_of_the_weights(place: InfluenceWorkplace) -> None:
-    """It was none, and continued training went on towards another minimum."""
+def test_weight_decay_that_the_config_leaves_out_is_estimated_and_used(place: InfluenceWorkplace) -> None:
+    """Predicted, found and retrained agree; with the one that the config names nothing is replaced."""
     truth = convex(place)
     place.section["method"] = "influence"
     outcome = place.influence()
     assert outcome.code == 0, outcome.err
-    assert "weights are at a minimum with weight_decay 0.0" in outcome.err
-    check = place.manifest()["influence"]["check"]
-    assert check["converged"] is True
-    for each in check["removals"]:
+    assert "weights are at a minimum with weight_decay 0.0500" in outcome.err
+    assert "cosine 1.000): used" in outcome.err
+    said = place.manifest()["influence"]
+    assert said["fit"][0]["weight_decay"] == pytest.approx(0.05, rel=1e-6)
+    assert said["unit"] == "predicted rise of the query's loss, in nats, if the training example were removed"
+    for each in said["check"]["removals"]:
+        assert each["found"] == pytest.approx(each["predicted"], rel=0.2)
         if each["query_index"] is not None:
-            assert each["found"] == pytest.approx(truth[each["train_index"], each["query_index"]], rel=1e-2)
-    place.section["method"] = {"name": "influence", "weight_decay": 0.5}
+            expected = truth[each["train_index"], each["query_index"]]
+            assert each["found"] == pytest.approx(expected, rel=1e-3)
+            assert each["predicted"] == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("named", [0.0, 0.2, 0.0501])
+def test_weight_decay_that_the_config_names_stays(place: InfluenceWorkplace, named: float) -> None:
+    convex(place)
+    place.section["method"] = {"name": "influence", "weight_decay": named}
+    outcome = place.influence()
+    assert outcome.code == 0, outcome.err
+    other = f"and the config names {named:g}, which is used" in outcome.err
+    assert other == (named != 0.0501)
+    said = place.manifest()["influence"]
+    assert said["fit"][0]["weight_decay"] == named
+    if named:  # without any the weights, which are small, are nearer to a minimum than a removal moves them
+        assert all((each["found"] is None) == other for each in said["check"]["removals"])
+
+
+@pytest.mark.long
+def test_scores_are_written_before_the_check_and_stay_when_it_is_interrupted(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    place.section["method"] = "influence"
+    expected = place.ranked()
+    monkeypatch.setattr("psgrad.workflows.influence.check_removals", interrupted)
     outcome = place.influence("--overwrite")
-    assert "and the config names 0.5, which is used" in outcome.err
+    assert outcome.code == 130
+    assert "all scores are written to out; the check of the largest ones was interrupted" in outcome.err
+    pd.testing.assert_frame_equal(pd.read_parquet(place.folder / "out" / "scores.parquet"), expected)
+    manifest = place.manifest()
+    assert manifest["state"] == "interrupted"
+    assert manifest["influence"]["fit"][0]["solver"] == "exact"
+    assert manifest["counts"]["training_examples"] == ROWS
+    assert {"queries.parquet", "scores.csv", "harmful.csv"} <= {
+        path.name for path in (place.folder / "out").iterdir()
+    }
+
+
+@pytest.mark.long
+def test_check_that_would_take_long_is_left_out_with_its_predicted_time(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convex(place)
+    monkeypatch.setattr("psgrad.workflows.influence_check._SECONDS", 0.0)
+    for solver in ("exact", "conjugate_gradient"):
+        place.section["method"] = {"name": "influence", "weight_decay": 0.05, "solver": solver}
+        outcome = place.influence("--overwrite")
+        assert outcome.code == 0, outcome.err
+        assert "no removal was tried by training on: one step is predicted to take" in outcome.err
+        assert place.manifest()["influence"]["check"] is None
+    place.section.update(check="always")
+    place.influence("--overwrite")
+    assert place.manifest()["influence"]["check"]["steps"] > 1
 
 
 @pytest.mark.long
@@ -579,33 +636,28 @@ def test_scores_that_are_no_amounts_say_so_everywhere(place: InfluenceWorkplace,
 
 
 @pytest.mark.long
-def test_amounts_of_a_network_at_no_minimum_are_not_compared(place: InfluenceWorkplace) -> None:
-    solved = {"name": "influence", "solver": "conjugate_gradient"}  # with passes for each step
-    for method in ("influence", solved):
+def test_amounts_of_a_network_at_no_minimum_are_marked(place: InfluenceWorkplace) -> None:
+    for method in ("influence", {"name": "influence", "solver": "conjugate_gradient"}):
         place.section["method"] = method
         outcome = place.influence("--overwrite")
         assert outcome.code == 0, outcome.err
         assert "in nats (uncalibrated), if the training example were removed" in outcome.out
-        check = place.manifest()["influence"]["check"]
-        assert len(check["removals"]) >= 3
-        if not check["at_minimum"]:
-            assert "predicted, at no minimum" in outcome.out
-            assert "found" not in outcome.out
-            assert "The weights are at no minimum of the training loss" in outcome.out
+        assert "Largest changes, predicted\n" in outcome.out
+        assert "predicted, at no minimum" in outcome.out
+        assert "weights are at a minimum" not in outcome.err
+        removals = place.manifest()["influence"]["check"]["removals"]
+        assert len(removals) >= 3
+        assert all(each["found"] is None for each in removals)
     place.section["check"] = "never"
-    outcome = place.influence("--overwrite")
-    assert "Largest changes" not in outcome.out
+    assert "Largest changes" not in place.influence("--overwrite").out
 
 
 @pytest.mark.long
 def test_interrupted_check_keeps_the_scores(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt
-
     convex(place)
-    monkeypatch.setattr("psgrad.workflows.influence.check_removals", interrupted)
+    monkeypatch.setattr("psgrad.engine.influence.continued._HALVINGS", 0)
     outcome = place.influence()
     assert outcome.code == 130
     assert "all scores are written to" in outcome.err
@@ -674,6 +726,7 @@ def test_phases_that_last_have_progress(
     """Where no phase may be silent, each that passes over rows names itself, the pass and the row."""
     monkeypatch.setattr("psgrad.workflows.run_progress._SECONDS_OF_SILENCE", 0.0)
     monkeypatch.setattr("psgrad.workflows.run_progress._SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("psgrad.cli.progress.PLAIN_INTERVAL_S", 0.0)
     place.section["method"] = method
     heard = place.influence("--overwrite").err
     assert "screening: pass 1, row 0 of 24" in heard
@@ -690,6 +743,18 @@ def test_solve_of_queries_tells_its_predicted_time(
     heard = place.influence("--overwrite").err
     assert re.search(r"scores of \d+ queries take about \d+ products with the curvature", heard)
     assert "influence.method.curvature: fisher" in heard
+
+
+@pytest.mark.long
+def test_inner_products_of_rows_tell_their_predicted_time(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.section["method"] = {"name": "influence", "solver": "dual"}
+    assert "predicted to take" not in place.influence("--overwrite").err
+    monkeypatch.setattr("psgrad.engine.influence.inverses.TOLD_SECONDS", 0.0)
+    heard = place.influence("--overwrite").err
+    assert re.search(r"inner products of \d+ rows of the curvature are predicted to take \d+ seconds", heard)
+    assert "influence.method.name: ekfac" in heard
 
 
 LARGE_OUTPUT = """\

@@ -110,10 +110,12 @@ def continued(
     """
     training, search = fitted.training, _Objectives(fitted.training, rows, weight_decay)
     run = _Steps(fitted, search, Budget(training.seconds) if budget is None else budget)
-    excess = run.excess()
-    at_minimum = excess <= 1 or run.decay_cancels() or math.isnan(excess)
-    fits = True
-    while at_minimum and run.taken < steps:
+    excess, at_minimum, fits = 0.0, True, run.solve <= run.budget.left()
+    if fits:
+        run.first_step()
+        excess = run.excess()
+        at_minimum = excess <= 1 or run.decay_cancels() or math.isnan(excess)
+    while fits and at_minimum and run.taken < steps:
         fits = run.fits(steps)
         if not fits or not run.take():
             break
@@ -124,7 +126,7 @@ def continued(
         length=run.lengths / max(run.taken, 1),
         excess=excess,
         at_minimum=at_minimum,
-        seconds=None if fits else run.seconds,
+        seconds=None if fits else run.passes + run.solve,
     )
 
 
@@ -141,6 +143,11 @@ class _Steps:
         self.values, self.gradients = search.at(self.here, same=True)
         # These values take one pass; all later ones take one for each training.
         self.passes = (budget.clock() - budget.began) * (1 + len(search.rows))
+        self.solve = 0.0
+        if math.isfinite(budget.seconds):
+            self.solve = fitted.seconds(self.training.flat.split(self.gradients.to(self.training.device)))
+
+    def first_step(self) -> None:
         self._solve()
         self.first = self.decrement
 

@@ -17,10 +17,12 @@ from psgrad.engine.execution.output_rows import (
     GaussNewtonRows,
     OutputRows,
     gram_matrix,
+    gram_seconds,
     inner_product_operations,
     inner_products,
     jacobian_rows,
     output_factors,
+    product_seconds,
 )
 from psgrad.engine.gradients import PerSampleGradients
 from psgrad.engine.gradients.flat import Vectors, as_gradients
@@ -38,6 +40,8 @@ from psgrad.engine.influence.leverage import (
 )
 from psgrad.engine.influence.method import Fitted, Per, Preconditioned, ScoreBlock, SelfBlock
 from psgrad.engine.influence.solvers.direct import Inverse, KernelInverse, combinations, products
+from psgrad.engine.influence.solvers.solver_costs import solved_products
+from psgrad.engine.influence.solvers.spectrum import TOLD_SECONDS, duration_words
 from psgrad.engine.transforms import vmap
 from psgrad.errors import InfluenceError
 
@@ -105,6 +109,8 @@ class ByMatrix(Invertible):
 # A loss's gradient in the output may be outside the span of its second derivatives by that share of the
 # largest gradient, as rounding causes.
 _MISS = 1e-8
+# Vectors of a block by which the time of a solve is predicted.
+_TRIED = 8
 # Samples whose self-influence is solved for at once.
 _SOLVED = 256
 
@@ -136,10 +142,20 @@ class ByKernel(Invertible):
     @classmethod
     def fit(cls, problem: InverseProblem) -> ByKernel:
         rows = problem.rows()
+        predicted = gram_seconds(rows, problem.training.seconds)
+        if predicted > TOLD_SECONDS:
+            problem.say(
+                f"inner products of {len(rows):,} rows of the curvature are predicted to take"
+                f" {duration_words(predicted)}; influence.method.name: ekfac takes two passes, and"
+                " gradient_dot one"
+            )
         return cls(problem, rows, gram_matrix(rows), _coefficients(rows))
 
     def refitted(self, problem: InverseProblem) -> ByKernel:
         return ByKernel(problem, self.rows, self.matrix, self.coefficients)
+
+    def seconds(self, vectors: Vectors) -> float:
+        return 2 * product_seconds(self.rows, as_gradients(vectors), self.training.seconds)
 
     def precondition(self, vectors: Vectors) -> Vectors:
         flat = self.training.flat
@@ -280,6 +296,13 @@ class ByProducts(Invertible):
 
     def refitted(self, problem: InverseProblem) -> ByProducts:
         return ByProducts(problem, self.products, self.solve, self.rough, self.seed)
+
+    def seconds(self, vectors: Vectors) -> float:
+        some = self.training.flat.join(vectors)[:_TRIED].double()
+        began = self.training.seconds()
+        self.products.apply(some)
+        count = solved_products(len(next(iter(vectors.values()))))
+        return (self.training.seconds() - began) / len(some) * count
 
     def precondition(self, vectors: Vectors) -> Vectors:
         flat = self.training.flat

@@ -189,6 +189,12 @@ class Preconditioned(Fitted):
     def precondition(self, vectors: Vectors) -> Vectors:
         """A v of k vectors, name -> [k, *shape]."""
 
+    def seconds(self, vectors: Vectors) -> float:
+        """That `precondition` is predicted to take of k vectors, by a part of it; 0 where it makes no
+        passes.
+        """
+        return 0.0
+
     def scores(self, queries: Examples, per: Per = "total") -> Iterator[ScoreBlock]:
         flat = self.training.flat
         prepared = as_gradients(self.precondition(flat.split(queries.materialise().to(self.training.device))))

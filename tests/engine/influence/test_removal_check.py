@@ -4,7 +4,8 @@ amount.
 
 from __future__ import annotations
 
-from itertools import count
+import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,16 +16,16 @@ from psgrad.engine.influence.continued import Budget, continued
 from psgrad.engine.influence.method import Preconditioned
 from psgrad.engine.influence.methods.ekfac import EKFAC
 from psgrad.engine.influence.methods.influence import Influence
+from psgrad.engine.influence.weight_decay import estimated_decay
 from tests.engine.influence.problems import (
     SoftmaxRegression,
     classified,
     cross_entropy,
-    digits,
     examples,
+    gradient_rows,
     linear,
     mlp,
     squared_error,
-    trained_digits_mlp,
 )
 from tests.engine.influence.runs import fit, scores
 
@@ -56,84 +57,112 @@ def test_removal_check_equals_retraining_of_convex_model() -> None:
             np.testing.assert_allclose(result.changes(queries, query).numpy(), truth, rtol=2e-3, atol=1e-7)
 
 
-def minimum(rows: int = 50, weight_decay: float = 0.02) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
-    """A softmax regression at its minimum, with its training set."""
-    inputs, labels = classified(rows)
-    return linear(SoftmaxRegression.of(inputs, labels, weight_decay).solve()), inputs, labels
+def at_minimum(weight_decay: float = 0.01) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    """A network at a minimum of the mean loss with this weight decay, and its training set."""
+    inputs, labels = classified(50)
+    model = mlp()
+    train(model, inputs, labels, weight_decay)
+    return model, inputs, labels
+
+
+def train(
+    model: torch.nn.Module, inputs: torch.Tensor, labels: torch.Tensor, weight_decay: float, count: int = 50
+) -> None:
+    """To the minimum of sum of losses / count + weight_decay / 2 |w|^2, by L-BFGS."""
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), max_iter=2000, tolerance_grad=1e-10, line_search_fn="strong_wolfe"
+    )
+
+    def objective() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels, reduction="sum") / count
+        loss = loss + weight_decay / 2 * sum(value.square().sum() for value in model.parameters())
+        loss.backward()
+        return loss
+
+    optimizer.step(objective)  # type: ignore[no-untyped-call]
 
 
 def test_removal_check_one_step_equals_score() -> None:
-    """To first order: steps so small that the loss is as good as linear."""
-    model, inputs, labels = minimum()
+    """To first order."""
+    model, inputs, labels = at_minimum()
     training = examples(model, cross_entropy, inputs, labels)
     asked, wanted = classified(3, seed=9)
     queries = examples(model, cross_entropy, asked, wanted)
-    method = Influence(damping=30.0, weight_decay=0.02)
-    result = continued(inverse(method, training), [5, 8], 0.02, steps=1)
-    assert (result.steps, result.at_minimum) == (1, True)
+    method = Influence(damping=30.0, weight_decay=0.01)  # steps so small that the loss is as good as linear
+    result = continued(inverse(method, training), [5, 8], 0.01, steps=1)
+    assert result.steps == 1
     predicted = scores(fit(method, training), queries)[[5, 8]]
     for query in range(3):
         np.testing.assert_allclose(result.changes(queries, query).numpy(), predicted[:, query], rtol=0.02)
 
 
-def test_removal_check_takes_no_step_from_weights_at_no_minimum() -> None:
-    inputs, labels = classified(50)
-    training = examples(mlp(), cross_entropy, inputs, labels)
-    result = continued(inverse(Influence(), training), [5, 8], 0.0)
-    assert (result.steps, result.at_minimum) == (0, False)
-    assert result.excess > 1
-    for name, value in training.params.items():
-        assert torch.equal(result.params[name][1].to(value), value)
-
-
-def test_removal_check_of_another_weight_decay_takes_no_step() -> None:
-    """Training would go on towards another minimum, and hide what the removal does."""
-    model, inputs, labels = minimum(weight_decay=0.05)
+@pytest.mark.long
+def test_removal_check_of_a_network_equals_retraining() -> None:
+    """With the weight decay of training; without it training goes on towards another minimum."""
+    model, inputs, labels = at_minimum(0.05)
     training = examples(model, cross_entropy, inputs, labels)
-    found = continued(inverse(Influence(weight_decay=0.001), training), [5], 0.001)
-    assert not found.at_minimum
-
-
-def test_removal_check_fall_bounded_by_loss() -> None:
-    """Of a network whose scores are: those of EK-FAC with the empirical Fisher and a small damping."""
-    inputs, labels, asked, wanted = digits()
-    model = trained_digits_mlp()
-    training = examples(model, cross_entropy, inputs[:300], labels[:300])
+    asked, wanted = classified(6, seed=9)
     queries = examples(model, cross_entropy, asked, wanted)
-    fitted = fit(EKFAC(fisher="empirical", relative_damping=1e-3), training)
-    predicted = scores(fitted, queries)
-    losses = torch.cat([result["loss"] for _, result in queries.norms()]).numpy()
-    impossible = np.argwhere(predicted < -losses)
-    assert len(impossible) > 100
-    row, query = impossible[np.argmin(predicted[tuple(impossible.T)] + losses[impossible[:, 1]])]
-    change = float(
-        continued(
-            inverse(EKFAC(fisher="empirical", relative_damping=1e-3), training), [row], 0.0, steps=3
-        ).changes(queries, query)[0]
-    )
-    assert -losses[query] <= change < 0.1 * abs(predicted[row, query])
+    estimate = estimated_decay(training, torch.ones(50))
+    fitted = inverse(EKFAC(weight_decay=estimate.value, fisher="exact"), training)
+    found = continued(fitted, [3], estimate.value, steps=100)
+    silent = continued(inverse(EKFAC(fisher="exact"), training), [3], 0.0, steps=100)
+    assert (found.at_minimum, silent.at_minimum, silent.steps) == (True, False, 0)
+    other, kept = copy.deepcopy(model), torch.arange(50) != 3
+    train(other, inputs[kept], labels[kept], 0.05)
+    losses = [
+        torch.nn.functional.cross_entropy(each(asked), wanted, reduction="none") for each in (other, model)
+    ]
+    truth = (losses[0] - losses[1]).detach().numpy()
+    changes = [float(found.changes(queries, query)[0]) for query in range(6)]
+    np.testing.assert_allclose(changes, truth, rtol=0.05, atol=1e-3 * np.abs(truth).max())
 
 
-def test_removal_check_ends_by_time() -> None:
-    """A clock that counts the calls: as many steps as are predicted to end in time."""
-    model, inputs, labels = minimum()
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+def test_removal_check_at_no_minimum_takes_no_step(weight_decay: float) -> None:
+    """An untrained network, and one trained with another weight decay; `excess` by numpy."""
+    model, (inputs, labels) = mlp(), classified(50)
+    if weight_decay:
+        model, inputs, labels = at_minimum(weight_decay)
     training = examples(model, cross_entropy, inputs, labels)
-    told: list[tuple[int, int]] = []
+    solver = inverse(Influence(damping=0.5), training)
+    result = continued(solver, [5, 8], 0.0)
+    assert (result.at_minimum, result.steps) == (False, 0)
+    rows = gradient_rows(model, cross_entropy, inputs, labels)
+    vectors = torch.from_numpy(np.stack([rows.sum(0), rows[5], rows[8]]))
+    steps = training.flat.join(solver.precondition(training.flat.split(vectors)))
+    whole, *own = (steps * vectors).sum(1).tolist()
+    assert result.excess == pytest.approx(2 * whole / sum(own), rel=1e-6)
 
-    def steps_in(seconds: float) -> tuple[int, float | None]:
-        ticks, damped = count(), Influence(damping=30.0, weight_decay=0.02)
-        budget = Budget(lambda: float(next(ticks)), seconds, lambda *said: told.append(said))
-        found = continued(inverse(damped, training), [5], 0.02, budget=budget)
-        return found.steps, found.seconds
 
-    none, seconds = steps_in(3.0)
-    assert none == 0
-    assert seconds is not None
-    some, seconds = steps_in(25.0)
-    assert 0 < some < 10
-    assert seconds is not None
-    assert steps_in(1e9) == (10, None)
-    assert told[-1] == (9, 10)
+class Ticking:
+    """A clock on which each pass over the training set takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def watch(self, rows: int, of: int) -> None:
+        self.now += rows / of
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(2.5, 0), (3.5, 1), (11.5, 5), (1e9, 10)])
+def test_removal_check_ends_within_its_time(seconds: float, steps: int) -> None:
+    """The first values take one pass, and a step takes two: with all rows, and without one."""
+    model, inputs, labels = at_minimum()
+    clock, heard = Ticking(), list[tuple[int, int]]()
+    training = replace(examples(model, cross_entropy, inputs, labels), watch=clock.watch)
+    solver = inverse(Influence(relative_damping=1.0, weight_decay=0.01), training)
+    began = clock.now
+    budget = Budget(clock, seconds, lambda done, of: heard.append((done, of)))
+    result = continued(solver, [5], 0.01, budget=budget)
+    assert result.steps == steps
+    assert clock.now - began == pytest.approx(1 + 2 * steps)
+    assert result.seconds == (None if steps == 10 else pytest.approx(2.0))
+    assert heard[0] == (0, max(1, min(10, int((seconds - 1) / 2))))
 
 
 class Overflowing(Preconditioned):
@@ -181,14 +210,13 @@ def test_removal_check_step_size_grows_again() -> None:
     torch.manual_seed(0)
     inputs, targets = torch.randn(40, 6, dtype=torch.float64), torch.randn(40, 2, dtype=torch.float64)
     model = torch.nn.Linear(6, 2, bias=False, dtype=torch.float64)
-    truth = torch.linalg.lstsq(inputs, targets).solution.T
+    whole = torch.linalg.lstsq(inputs, targets).solution.T
     with torch.no_grad():
-        model.weight.copy_(truth)
+        model.weight.copy_(whole)
     training = examples(model, squared_error, inputs, targets)
     result = continued(OnceTooLong(training), [5], 0.0, steps=30)
     assert result.converged
-    assert 0.2 < result.length < 0.8
-    np.testing.assert_allclose(result.params["weight"][0].numpy(), truth.numpy(), atol=1e-6)
-    others = torch.arange(40) != 5
-    without = torch.linalg.lstsq(inputs[others], targets[others]).solution.T
-    np.testing.assert_allclose(result.params["weight"][1].numpy(), without.numpy(), atol=1e-6)
+    assert 0.2 < result.length < 1
+    kept = torch.arange(40) != 5
+    without = torch.linalg.lstsq(inputs[kept], targets[kept]).solution.T
+    np.testing.assert_allclose(result.params["weight"].numpy(), torch.stack([whole, without]), atol=1e-6)
