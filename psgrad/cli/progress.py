@@ -69,7 +69,10 @@ ProgressOption = Annotated[
     ProgressStyle,
     typer.Option(
         "--progress",
-        help="How progress is shown on stderr; auto: a bar on a terminal, a line every few seconds in a log.",
+        help=(
+            "How progress is shown on stderr; auto: a bar on a terminal, at most a line every ten seconds in"
+            " a log."
+        ),
     ),
 ]
 
@@ -87,7 +90,7 @@ def progress_display(
 
 
 class PlainDisplay(ProgressDisplay):
-    """At most one line per 10 s, and a last one for each phase. Messages appear at once."""
+    """At most one line per 10 s, and one at the end. Messages appear at once."""
 
     def __init__(self, stream: Log, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -95,30 +98,25 @@ class PlainDisplay(ProgressDisplay):
         self._phase: str | None = None
         self._phase_began = 0.0
         self._done_before = 0
-        self._last_line = 0.0
+        self._last_line = clock()
         self._unsaid: str | None = None
 
     def __call__(self, progress: Progress) -> None:
-        if progress.message and not progress.total:
-            self._write(progress.message)
-            return
-        described = progress.detail if not progress.total else None
-        now = self._clock()
-        if progress.phase != self._phase:
-            self._say_progress()
-            self._phase, self._phase_began, self._last_line = progress.phase, now, now
-            self._done_before = progress.done  # by an earlier run that this one goes on with
-            if described:  # the first words of a phase that has been silent so far
-                self._last_line = now - PLAIN_INTERVAL_S
         if progress.message:
             self._write(progress.message)
+            if not progress.total:
+                return
+        now = self._clock()
+        if progress.phase != self._phase:
+            self._phase, self._phase_began = progress.phase, now
+            self._done_before = progress.done  # by an earlier run that this one goes on with
         if progress.total:
             elapsed = now - self._phase_began
             rate = (progress.done - self._done_before) / elapsed if elapsed > 0 else 0.0
             words = progress_words(progress.done, progress.total, rate, progress.unit, progress.detail)
             self._unsaid = f"{progress.phase}: {words}"
-        elif described:
-            self._unsaid = f"{progress.phase}: {described}"
+        elif progress.detail:
+            self._unsaid = f"{progress.phase}: {progress.detail}"
         if now - self._last_line >= PLAIN_INTERVAL_S:
             self._say_progress()
             self._last_line = now
