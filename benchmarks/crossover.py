@@ -1,15 +1,12 @@
 """Where the order of a product's contraction turns over: both orders timed, and what the planner chooses
 beside them.
 
-    python benchmarks/crossover.py [--rounds 9] [--json FILE] [--device cpu] [--built-in]
+    python benchmarks/crossover.py [--rounds 9] [--json FILE] [--device cpu]
 
 The squared norms of per-sample gradients that are sums over positions of outer products cost t*t*(a+b) by
 Gram matrices and t*a*b by the value itself. Each line is a size of a and b: how long each order takes for
 some positions t, the position from which materialising is quicker, as measured and as priced, and the regret:
 the time of the chosen order as a multiple of the better one's.
-
-The machine's constants are measured first, unless --built-in asks for those of a machine that was never
-measured.
 """
 
 from __future__ import annotations
@@ -21,8 +18,7 @@ from typing import Any
 import torch
 from script import command_line, write_json
 
-from psgrad.engine.execution.machine_calibration import measure
-from psgrad.engine.gradients import machine
+from psgrad.engine.gradients.machine import device_name
 from psgrad.engine.gradients.terms import Product
 
 SIZES = ((16, 16), (64, 64), (64, 576), (256, 256), (256, 1024), (1024, 1024), (10, 512), (8192, 64))
@@ -72,17 +68,10 @@ def main() -> None:
     parser = command_line(
         "Time both orders of contraction, beside the planner's choice.", rounds=9, device=True
     )
-    parser.add_argument(
-        "--built-in", action="store_true", help="take the constants of a machine that was never measured"
-    )
     arguments = parser.parse_args()
     device = arguments.device
-    on = machine.built_in(device) if arguments.built_in else measure(device)
-    machine.use(on)
-    print(
-        f"torch {torch.__version__}, {on.name}, {torch.get_num_threads()} threads, constants {on.origin},"
-        f" {arguments.rounds} rounds"
-    )
+    kind = device_name(device)
+    print(f"torch {torch.__version__}, {kind}, {torch.get_num_threads()} threads, {arguments.rounds} rounds")
     print(f"\n{'a x b':>12}{'turns over at':>16}{'priced':>10}   regret by positions")
     rows: list[dict[str, Any]] = []
     regrets: list[float] = []
@@ -118,7 +107,7 @@ def main() -> None:
         f" {'pass' if median <= MEDIAN_REGRET else 'FAIL'}; worst {worst:.2f}, at most {WORST_REGRET}:"
         f" {'pass' if worst <= WORST_REGRET else 'FAIL'}"
     )
-    content = {"machine": on.to_json(), "torch": torch.__version__, "samples": SAMPLES, "rows": rows}
+    content = {"machine": kind, "torch": torch.__version__, "samples": SAMPLES, "rows": rows}
     write_json(arguments, content | {"median": median, "worst": worst})
 
 

@@ -45,7 +45,7 @@ from norms import CASES, Case, Contest, draw_images, draw_tokens, machine, time_
 from rivals import UntiedGPT, prepared
 from torch import Tensor, nn
 
-from psgrad.engine.execution.chunk_replay import ChunkReplay
+from psgrad.engine.execution.chunk_replay import PAYS_FROM, ChunkReplay
 from psgrad.engine.execution.loading import Block as Rows
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.placement import place
@@ -94,7 +94,7 @@ def recorded(contest: Contest) -> Way:
     replay = ChunkReplay(norms, contest.objective.params, "none", print)
 
     def way() -> Any:
-        return replay((contest.inputs,), contest.target, replay.pays_from)
+        return replay((contest.inputs,), contest.target, PAYS_FROM)
 
     way(), way()  # from the second chunk on it is recorded
     # sums of another order: of float32, or of bfloat16, whatever the dtype of the norms

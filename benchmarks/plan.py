@@ -5,8 +5,8 @@
 
 For the networks of norms.py and the two examples in configs/, and for norms alone and gradients that are
 kept: the peak beyond parameters and inputs, as predicted from shapes and as PyTorch's allocator counts it
-(see memory.py), and the seconds of norms, as `psgrad plan` predicts them from one row and eight and as the
-median of some rounds. The machine's constants are measured first.
+(see memory.py), and the seconds of norms, as `psgrad plan` predicts them from two chunks and as the
+median of some rounds.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from torch import Tensor
 
 from psgrad.config import load_config
 from psgrad.engine.execution.chunk_plan import plan_chunk
-from psgrad.engine.execution.machine_calibration import measure
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.run_plan import plan_run
 from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.gradients import machine, per_sample_gradients, per_sample_square_norms
+from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
+from psgrad.engine.gradients.machine import device_name
 from psgrad.inputs.loss import resolve_loss
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.sources.load import load_data
@@ -130,11 +130,9 @@ def main() -> None:
     parser.add_argument("--chunks", nargs="+", type=int, default=[1, 8, 32, 128])
     arguments = parser.parse_args()
     device = arguments.device
-    on = measure(device)
-    machine.use(on)
+    kind = device_name(device)
     print(
-        f"torch {torch.__version__}, {on.name}, {torch.get_num_threads()} threads, {arguments.rounds}"
-        " rounds\n"
+        f"torch {torch.__version__}, {kind}, {torch.get_num_threads()} threads, {arguments.rounds} rounds\n"
     )
     print(
         f"{'model':<8}{'chunk':>6}{'norms: MB':>12}{'predicted':>11}"
@@ -176,7 +174,7 @@ def main() -> None:
         worst = max(abs(row[key]["predicted"] / row[key]["measured"] - 1) for row in rows for key in keys)
         print(f"{what}: at most {worst:.0%} off, the bar is {bar:.0%}: {'pass' if worst <= bar else 'FAIL'}")
     content = {
-        "machine": on.to_json(),
+        "machine": kind,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "rows": rows,

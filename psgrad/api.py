@@ -184,14 +184,12 @@ def select(
     return run_select(Path(run), where, output=Path(output), drop=drop, overwrite=overwrite)
 
 
-def plan(
-    config: AnyConfig | None = None, *, processes: int | None = None, **objects: Unpack[Objects]
-) -> PlanResult:
+def plan(config: AnyConfig | None = None, **objects: Unpack[Objects]) -> PlanResult:
     """What `analyze` would take: time, memory, orders of contraction; `psgrad plan`."""
     from psgrad.workflows.plan import plan as run_plan
 
     with config_of(config, objects) as found:
-        return run_plan(found, processes=processes)
+        return run_plan(found)
 
 
 def influence(

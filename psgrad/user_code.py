@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from psgrad.config import Config, did_you_mean
+from psgrad.config.values import require_regular
 from psgrad.errors import ConfigError, PsgradError
 
 _FILE_MODULE = "psgrad_file_"
@@ -219,6 +220,7 @@ def describe_failure(error: BaseException) -> str:
 
 
 def _file_module(path: Path, base: Path, raises: type[PsgradError]) -> ModuleType:
+    require_regular(path, "code")
     try:
         content = path.read_bytes()
     except FileNotFoundError:

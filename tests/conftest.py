@@ -26,10 +26,6 @@ from tests.seeds import set_seed
 if TYPE_CHECKING:
     from tests.workplace import Workplace
 
-# What was measured of the machine at hand, and kept, decides orders of contraction: the tests are the same
-# everywhere.
-os.environ["PSGRAD_MACHINE"] = "default"
-
 # The same examples in every run: a test that fails does so for everybody. The first call on a device is slow,
 # so no deadline.
 settings.register_profile("psgrad", deadline=None, derandomize=True, max_examples=30)

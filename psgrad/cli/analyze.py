@@ -24,7 +24,7 @@ from psgrad.cli.options import (
     require_part_alone,
     say_computed,
 )
-from psgrad.cli.processes import ProcessesOption, shared_run
+from psgrad.cli.processes import ProcessesOption, require_free, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 from psgrad.errors import EXIT_OK
 
@@ -69,7 +69,12 @@ Report = Annotated[
 ]
 Quiet = Annotated[
     bool,
-    typer.Option("-q", "--quiet", help="Print nothing on stderr except errors and the verdict of --check."),
+    typer.Option(
+        "-q",
+        "--quiet",
+        help="Print nothing on stderr except errors, the samples that are not finite and the verdict of"
+        " --check.",
+    ),
 ]
 
 
@@ -110,6 +115,8 @@ def analyze(
             folder = measure_part(resolved, number, count, limit=limit, sample=sample, progress=progress)
         typer.echo(str(folder))
         return
+    if not resume:
+        require_free(resolved.output, overwrite)
     from psgrad.workflows.analyze import analyze as run_analyze
 
     with shared_run(processes, style, resolved.output) as (group, progress):
@@ -132,8 +139,12 @@ def show_result(
     result: AnalyzeResult, top: int, check: bool, as_json: bool, quiet: bool, verbose: bool
 ) -> None:
     """Print a finished run, `top` rows of its table. Leaves with the gate's exit code if `check`."""
+    from psgrad.reports.analyze_terminal import nonfinite_words
+
     if not quiet:
         _say(result, verbose)
+    if bad := nonfinite_words(result):
+        typer.echo(bad, err=True)
     if as_json:
         from psgrad.reports.analyze_terminal import run_content
 

@@ -10,7 +10,7 @@ import typer
 
 from psgrad.cli.command import Panel, command
 from psgrad.cli.options import AsJson, ConfigPath, Overwrite, Settings, read_config
-from psgrad.cli.processes import ProcessesOption, shared_run
+from psgrad.cli.processes import ProcessesOption, require_free, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle
 from psgrad.errors import EXIT_GATE_FAILED
 
@@ -75,11 +75,12 @@ def dp_audit(
     the declared guarantee is contradicted.
     """
     resolved = read_config(config, settings, None)
+    folder = output or resolved.output_of("audit")
+    require_free(folder, overwrite)
     from psgrad.reports.audit import PRIVATE_WARNING, write_audit
-    from psgrad.workflows.dp_audit import audit_folder
     from psgrad.workflows.dp_audit import dp_audit as run_dp_audit
 
-    with shared_run(processes, shown, audit_folder(resolved, output), private=True) as (group, progress):
+    with shared_run(processes, shown, folder, private=True) as (group, progress):
         result = run_dp_audit(
             resolved,
             canaries=canaries,

@@ -9,7 +9,7 @@ import typer
 
 from psgrad.cli.command import Panel, command
 from psgrad.cli.options import ConfigPath, Output, Overwrite, Settings, read_config, require_alone
-from psgrad.cli.processes import OPTION, ProcessesOption, require_one, shared_run
+from psgrad.cli.processes import OPTION, ProcessesOption, require_free, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle
 from psgrad.errors import ConfigError
 
@@ -102,6 +102,8 @@ def dp_step(
             expected="both, for a run that goes on in a folder that was moved",
         )
     resolved = read_config(config, settings, output)
+    if not resume:
+        require_free(resolved.output, overwrite)
     from psgrad.workflows.dp_step import dp_step as run_dp_step
 
     with shared_run(processes, shown, resolved.output, private=True) as (group, progress):

@@ -29,7 +29,7 @@ from psgrad.cli.options import (
     require_part_alone,
     say_computed,
 )
-from psgrad.cli.processes import ProcessesOption, shared_run
+from psgrad.cli.processes import ProcessesOption, in_a_group, require_free, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 from psgrad.errors import ConfigError
 
@@ -175,11 +175,11 @@ def influence(
         require_alone("--evaluate", "ranks nothing", "a ranking", given)
         # The folder of an evaluation is its own: the config's is that of the scores.
         resolved = read_config(config, settings, None)
+        folder = output or resolved.output_of(evaluate.value)
+        require_free(folder, overwrite)
         from psgrad.reports.evaluation import write_evaluation
-        from psgrad.workflows.evaluation_parts import evaluation_folder
         from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
 
-        folder = evaluation_folder(resolved, evaluate.value, output)
         with shared_run(processes, shown, folder) as (group, progress):
             evaluation = run_evaluate_influence(
                 resolved,
@@ -202,6 +202,7 @@ def influence(
             folder = influence_part(resolved, *part_of(part), matrix=matrix, progress=progress)
         typer.echo(str(folder))
         return
+    require_free(resolved.output, overwrite)
     from psgrad.workflows.influence import influence as run_influence
 
     with shared_run(processes, shown, resolved.output) as (group, progress):
@@ -240,12 +241,16 @@ def influence_index(
     require_one_of(update and resume, "--update", "--resume")
     require_one_of(update and overwrite, "--update", "--overwrite")
     resolved = read_config(config, settings, None)
-    from psgrad.reports.influence_terminal import index_summary
-    from psgrad.workflows.influence_index import influence_index as run_influence_index
-
     which = None if part is None else part_of(part)
     wanted = resolved.influence.index
     folder = resolved.output if wanted is None else wanted.path
+    if wanted is not None and which is None and not (resume or update or in_a_group()):
+        from psgrad.storage.gradient_index import GradientIndex
+
+        GradientIndex.require_free(folder, overwrite)
+    from psgrad.reports.influence_terminal import index_summary
+    from psgrad.workflows.influence_index import influence_index as run_influence_index
+
     with shared_run(processes, shown, folder) as (group, progress):
         result = run_influence_index(
             resolved,

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from psgrad.cli.command import Panel, command
 from psgrad.errors import ConfigError, OutputError, OutputExistsError
-
-if TYPE_CHECKING:
-    from psgrad.workflows.proposals import Proposal
 
 CONFIG = "psgrad.yaml"
 SCHEMA = "psgrad.schema.json"
@@ -42,15 +40,11 @@ _ABOUT = {
     ),
 }
 _HOW = (
-    "psgrad.yaml: what psgrad looks at, and how. Every key there is stands here; one that is commented out"
-    " has the value that it shows. Paths are relative to this file, output to the current directory."
+    "psgrad.yaml: what psgrad looks at, and how. Paths are relative to this file, output to the current"
+    " directory."
 )
-
-_RUN = (
-    "Scores over the checkpoints of one training run agree better with retraining than those of the last one."
-    ' Two lines of a training loop save them: checkpoints = psgrad.RunCheckpoints("run", epochs=60), and'
-    " checkpoints.save(model, epoch + 1, optimizer) after each epoch. Then: checkpoints: run/*.safetensors"
-)
+_ALL_KEYS = "Every key there is stands here; one that is commented out has the value that it shows."
+_FEW_KEYS = "All other keys have defaults; psgrad init --full writes them all, with their meanings."
 
 Folder = Annotated[
     Path,
@@ -61,82 +55,72 @@ Folder = Annotated[
 KindOption = Annotated[
     ExampleKind | None, typer.Option("--kind", help="Write an example, of samples of this kind (image).")
 ]
-FromFolder = Annotated[
-    Path | None,
+FromModel = Annotated[
+    str | None,
     typer.Option(
         "--from",
-        metavar="FOLDER",
-        help="Write a config for this model: a folder of save_pretrained or of PEFT.",
+        metavar="MODEL",
+        help="Write a config for this model: a folder of save_pretrained or of PEFT, or FILE.py:FACTORY.",
     ),
 ]
-DataFile = Annotated[
+DataPath = Annotated[
     Path | None,
-    typer.Option("--data", metavar="FILE", help="With --from: the dataset, whose columns are named."),
+    typer.Option(
+        "--data", metavar="PATH", help="With --from: the dataset, a file of rows or a folder of images."
+    ),
 ]
-OverwriteFiles = Annotated[bool, typer.Option("--overwrite", help="Replace files of the same names.")]
+BaseModel = Annotated[
+    str | None,
+    typer.Option(
+        "--base", metavar="MODEL", help="With --from and an adapter: its base model, where it names none."
+    ),
+]
+FullConfig = Annotated[bool, typer.Option("--full", help="Write every key there is, commented out.")]
 
 
 @command(Panel.BEGIN, 1)
 def init(
     folder: Folder = Path(),
     kind: KindOption = None,
-    model: FromFolder = None,
-    data: DataFile = None,
-    overwrite: OverwriteFiles = False,
+    model: FromModel = None,
+    data: DataPath = None,
+    base: BaseModel = None,
+    full: FullConfig = False,
 ) -> None:
-    """Write a commented config: for a pretrained model and its data, for the model.py and the data file that
-    lie in the folder, or with a small example: a model, its weights and its data, which run as they are.
+    """Write a small example: a config, a model, its weights and data, which run as they are. With --from,
+    write a config for a model of your own and its data.
 
-    Prints the files that it wrote.
+    Prints the files that it wrote. A file that is there already is never replaced.
     """
     if str(folder) in list(ExampleKind):  # which would put the images into a folder of that name
         raise ConfigError(
             f"psgrad init {folder} names a folder, and {folder} is a kind of samples",
             next_step=f"psgrad init --kind {folder}, or a folder of another name",
         )
-    proposal = _proposal(folder, kind, model, data)
-    if proposal is None:
-        content = _content(kind or ExampleKind.image)
+    if model is None:
+        given = [name for name, value in (("--data", data), ("--base", base)) if value is not None]
+        if given:
+            raise ConfigError(
+                f"{given[0]} was given without --from",
+                expected="--from FOLDER, or --from FILE.py:FACTORY, beside it",
+            )
+        content, notes = _example(kind or ExampleKind.image, full), []
     else:
-        content = _with_schema(proposal.settings, {"version": _HOW, **proposal.remarks})
-    _require_free(folder, content, overwrite)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in content.items():
-            (folder / name).write_bytes(text)
-    except OSError as error:
-        raise OutputError(
-            f"the files can't be written to {folder}: {error.strerror or error}",
-            next_step="name another folder",
-        ) from error
-    for name in content:
+        if kind is not None:
+            raise ConfigError("--from was given together with --kind", expected="one of them")
+        from psgrad.workflows.proposals import proposed
+
+        proposal = proposed(model, base, data, folder)
+        content, notes = _with_schema(proposal.settings, {}, full), proposal.notes
+    for name in _write(folder, content):
         typer.echo(str(folder / name))
-    for note in [] if proposal is None else proposal.notes:
+    for note in notes:
         typer.echo(note, err=True)
     config = folder / CONFIG
     typer.echo(f"next: psgrad validate {config}, then psgrad analyze {config}", err=True)
 
 
-def _proposal(
-    folder: Path, kind: ExampleKind | None, model: Path | None, data: Path | None
-) -> Proposal | None:
-    """A config for what there is; None for an example."""
-    from psgrad.workflows.proposals import MODEL, has_own_files, own_files, pretrained
-
-    if (model is None and data is not None) or (model is not None and kind is not None):
-        raise ConfigError(
-            "--data was given without --from" if model is None else "--from was given together with --kind",
-            expected="--from FOLDER [--data FILE] for a model of your own, or --kind for an example",
-        )
-    if model is not None:
-        return pretrained(model, data, folder)
-    if kind is not None or not folder.is_dir() or not has_own_files(folder):
-        return None
-    examples = [_content(each)[MODEL] for each in ExampleKind]
-    return None if (folder / MODEL).read_bytes() in examples else own_files(folder)
-
-
-def _content(kind: ExampleKind) -> dict[str, bytes]:
+def _example(kind: ExampleKind, full: bool) -> dict[str, bytes]:
     """The files of a kind: name -> content; the config last, as it names the others."""
     from psgrad.yaml12 import parse
 
@@ -146,29 +130,50 @@ def _content(kind: ExampleKind) -> dict[str, bytes]:
         for each in sorted(template.iterdir(), key=lambda each: each.name)
     }
     settings = parse(found.pop("config.yaml").decode(), CONFIG).content
-    remarks = {"version": _HOW, "model": _ABOUT[kind]}
-    return {**found, **_with_schema(settings, remarks)}
+    return {**found, **_with_schema(settings, {"model": _ABOUT[kind]}, full)}
 
 
-def _with_schema(settings: Mapping[str, Any], remarks: Mapping[str, str]) -> dict[str, bytes]:
-    """The commented config, and the schema that it names."""
+def _with_schema(settings: Mapping[str, Any], remarks: Mapping[str, str], full: bool) -> dict[str, bytes]:
+    """The config, and the schema that it names."""
     from psgrad.config.schema import commented, schema
 
-    remarks = {"influence.checkpoints": _RUN, **remarks}
-    config = f"# yaml-language-server: $schema={SCHEMA}\n{commented(settings, remarks)}"
+    about = {"version": f"{_HOW} {_ALL_KEYS if full else _FEW_KEYS}", **remarks}
+    text = commented(settings, about, full=full)
+    config = f"# yaml-language-server: $schema={SCHEMA}\n{text}"
     return {SCHEMA: json.dumps(schema(), indent=1).encode() + b"\n", CONFIG: config.encode()}
 
 
-def _require_free(folder: Path, content: dict[str, bytes], overwrite: bool) -> None:
+def _write(folder: Path, content: Mapping[str, bytes]) -> list[str]:
+    """Write the files that are not there; returns their names. Raises OutputExistsError, and writes none,
+    where one is there with another content.
+    """
     if folder.exists() and not folder.is_dir():
         raise OutputExistsError(f"{folder} exists and is not a folder", next_step="name another folder")
     try:
-        there = [name for name in content if (folder / name).exists() or (folder / name).is_symlink()]
+        there = [name for name in content if os.path.lexists(folder / name)]
+        others = [name for name in there if _content_of(folder / name) != content[name]]
+        if others:
+            raise OutputExistsError(
+                f"{folder.resolve()} has {', '.join(others)} already; nothing was written",
+                expected="a folder without files of these names",
+                next_step=(
+                    "psgrad init DIR writes to another folder;"
+                    " --from FILE.py:FACTORY --data PATH writes a config for your own model"
+                ),
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        new = [name for name in content if name not in there]
+        for name in new:
+            with (folder / name).open("xb") as file:  # never over a file
+                file.write(content[name])
     except OSError as error:
-        raise OutputError(f"the folder {folder} can't be read: {error.strerror}") from error
-    if there and not overwrite:
-        raise OutputExistsError(
-            f"{folder.resolve()} has {', '.join(there)} already; nothing was written",
-            expected="a folder without files of these names",
-            next_step="name another folder, or replace the files with --overwrite",
-        )
+        raise OutputError(
+            f"the files can't be written to {folder}: {error.strerror or error}",
+            next_step="name another folder",
+        ) from error
+    return new
+
+
+def _content_of(path: Path) -> bytes | None:
+    """The content of a file; None of what is no file."""
+    return path.read_bytes() if path.is_file() else None

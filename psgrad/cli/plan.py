@@ -15,16 +15,6 @@ from psgrad.cli.options import ConfigPath, Settings, read_config
 def plan(
     config: ConfigPath,
     settings: Settings = None,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            "--processes",
-            metavar="N",
-            min=1,
-            help="Predict also the run of N processes: time, memory, and bytes over network and storage.",
-            show_default=False,
-        ),
-    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object in place of the table.")
     ] = False,
@@ -32,12 +22,11 @@ def plan(
     """Predict what `analyze` does with a config, and its time and memory, without a pass over the dataset.
 
     Prints for each parameter the terms of its gradients and their order of contraction, then the chunk size,
-    the time and the memory. Runs the first few rows. The speed of a machine is measured the first time, and
-    stored in the user's cache folder.
+    the time and the memory. The time is that of one process, by two chunks of the first few rows.
     """
     resolved = read_config(config, settings, None)
     from psgrad.reports.plan import write_plan
     from psgrad.workflows.plan import plan as run_plan
 
-    result = run_plan(resolved, processes=processes, say=lambda message: typer.echo(message, err=True))
+    result = run_plan(resolved, say=lambda message: typer.echo(message, err=True))
     write_plan(result, "json" if as_json else "terminal", sys.stdout)

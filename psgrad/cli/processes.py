@@ -60,6 +60,16 @@ def in_a_group() -> bool:
     return int(size) > 1
 
 
+def require_free(folder: Path, overwrite: bool) -> None:
+    """Raises OutputExistsError for a folder that a new run can't be written to, before anything slow is
+    imported. Of several processes the first one looks, later: it makes the folder for all.
+    """
+    if not in_a_group():
+        from psgrad.storage.folders import RunFolder
+
+        RunFolder.require_free(folder, overwrite)
+
+
 # Ports from here on are for users' programs, and as many are tried by a job's number.
 _FIRST_PORT, _PORTS = 20_000, 10_000
 

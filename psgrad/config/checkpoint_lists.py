@@ -127,7 +127,7 @@ _LARGEST_HEADER = 1 << 26
 
 def _metadata(path: Path) -> Mapping[str, str]:
     """The metadata of a safetensors file; empty for another or a damaged file."""
-    if path.suffix.lower() != ".safetensors":
+    if path.suffix.lower() != ".safetensors" or not path.is_file():
         return {}
     try:
         with path.open("rb") as file:

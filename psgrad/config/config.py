@@ -149,12 +149,10 @@ class EngineConfig(ConfigSection):
     verify: Annotated[int, Field(ge=0)] = 3
     """Rows whose gradient is checked against a plain one-sample gradient; 0 for none."""
     capture: Literal["auto", "off"] = "auto"
-    """Whether a chunk's operators are captured once and replayed; off for models that change from row to row.
+    """Whether a chunk's kernels are recorded once and replayed; off for models that change from row to row.
     """
     compile: Literal["none", "inductor"] = "none"
-    """Whether the captured program is compiled."""
-    machine: FilePath | None = None
-    """A JSON file with this machine's speeds; by default those that `psgrad plan` measured."""
+    """Whether the recorded program is compiled."""
 
     @model_validator(mode="after")
     def _memory_sizes_automatic_chunks(self) -> EngineConfig:
@@ -168,7 +166,7 @@ class EngineConfig(ConfigSection):
     @model_validator(mode="after")
     def _what_is_compiled_is_captured(self) -> EngineConfig:
         if self.compile != "none" and self.capture == "off":
-            raise ValueError(f"compile: {self.compile} compiles what was captured, and capture is off")
+            raise ValueError(f"compile: {self.compile} compiles what was recorded, and capture is off")
         return self
 
 
@@ -241,6 +239,10 @@ class Config(ConfigSection):
     def model_post_init(self, context: Any) -> None:
         """Takes `base` from the context: `Config.model_validate(content, context={"base": folder})`."""
         self._base = (context or {}).get("base", Path())
+
+    def output_of(self, kind: str) -> Path:
+        """Where an evaluation or an audit is written by default: beside the run's folder."""
+        return self.output.with_name(f"{self.output.name}-{kind}")
 
     @property
     def base(self) -> Path:

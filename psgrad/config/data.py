@@ -174,7 +174,7 @@ class DataConfig(ConfigSection):
     id: str | None = None
     """The column that names each row; without it a row is known by its number and content."""
     class_names: Annotated[list[str] | None, AfterValidator(_distinct)] = None
-    """Names of the classes 0, 1, 2, ... for people."""
+    """Names of the model's outputs 0, 1, 2, ..., by which labels that are names are numbered."""
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:

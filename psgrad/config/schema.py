@@ -154,14 +154,23 @@ _WIDTH = 120
 _INDENT = "  "
 
 
-def commented(content: Mapping[str, Any], remarks: Mapping[str, str] | None = None) -> str:
-    """The YAML text of a config with this content.
+def commented(
+    content: Mapping[str, Any], remarks: Mapping[str, str] | None = None, *, full: bool = True
+) -> str:
+    """The YAML text of a config with this content. `remarks` are sentences above its keys, by dotted name.
 
-    Keys that are not in `content` stand in it as comments: without the first "# " a line sets that
-    key to its default. A key that has no default stands without a value. `remarks` are sentences above the
-    keys at the top, by name.
+    With `full`, keys that are not in `content` stand in it as comments: without the first "# " a line sets
+    that key to its default. A key that has no default stands without a value. All keys have their meaning.
     """
-    return "\n".join(_lines(Config, content, remarks or {}, "", "")).lstrip("\n") + "\n"
+    if full:
+        return "\n".join(_lines(Config, content, remarks or {}, "", "")).lstrip("\n") + "\n"
+    lines: list[str] = []
+    for key, value in content.items():
+        lines += [f"## {line}" for line in textwrap.wrap((remarks or {}).get(key, ""), _WIDTH - 3)]
+        inside = value.items() if isinstance(value, Mapping) else ()
+        lines.append(f"{key}:" if inside else f"{key}: {_written(value)}")
+        lines += [f"{_INDENT}{below}: {_written(each)}" for below, each in inside]
+    return "\n".join(lines) + "\n"
 
 
 def _lines(

@@ -17,6 +17,8 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from psgrad.errors import ConfigError
+
 
 def is_callable_spec(text: str) -> bool:
     """Whether `text` has the form `module:callable` or `file.py:callable`."""
@@ -24,6 +26,18 @@ def is_callable_spec(text: str) -> bool:
     dotted = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
     known_place = location.endswith(".py") or re.fullmatch(dotted, location)
     return bool(known_place and re.fullmatch(dotted, name))
+
+
+def require_regular(path: Path, what: str) -> None:
+    """Raises ConfigError for a path that is there and neither a file nor a folder: a pipe has no end, and a
+    device may have none. `what` names its part ("checkpoint").
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ConfigError(
+            f"the {what} {path} is no regular file, but a pipe, a socket or a device",
+            expected="a file, which can be read again",
+            next_step="write its content into a file, and name that",
+        )
 
 
 def nearest(word: str, known: Sequence[str]) -> str | None:

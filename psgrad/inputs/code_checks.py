@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from psgrad.config import did_you_mean
+from psgrad.config.values import require_regular
 from psgrad.errors import ConfigError, ModelError, PsgradError
 from psgrad.user_code import importing_beside
 
@@ -30,7 +31,11 @@ def spec_problems(
         return
     path = base / location
     try:
+        require_regular(path, "code")
         tree = ast.parse(path.read_bytes(), str(path))
+    except ConfigError as error:
+        yield error
+        return
     except FileNotFoundError:
         yield ConfigError(
             f"there is no file {path}", next_step="check the path; it is relative to the config file's folder"

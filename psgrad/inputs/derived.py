@@ -36,6 +36,9 @@ class SamplesOf(Samples):
     def describe(self, row: int) -> str | None:
         return self._samples.describe(row)
 
+    def row_name(self, row: int) -> str:
+        return self._samples.row_name(row)
+
     def first_row(self, sample: int) -> int:
         return self._samples.first_row(sample)
 
@@ -84,6 +87,9 @@ class DrawnSamples(SamplesOf):
 
     def describe(self, row: int) -> str | None:
         return self._samples.describe(int(self.rows[row]))
+
+    def row_name(self, row: int) -> str:
+        return self._samples.row_name(int(self.rows[row]))
 
     def first_row(self, sample: int) -> int:
         return self._samples.first_row(int(self.rows[sample]))
@@ -205,6 +211,9 @@ class GroupedSamples(SamplesOf):
         start = self._starts[group]
         return self._order[start : start + self.group_sizes[group]]
 
+    def row_name(self, row: int) -> str:
+        return f"the group {self.ids[row]!s}"
+
     def first_row(self, sample: int) -> int:
         return int(self._firsts[sample])
 
@@ -294,6 +303,10 @@ class TwoCompletions(SamplesOf):
         if stop > count:
             blocks.append(self.second.read(max(start, count) - count, stop - count))
         return joined(blocks)
+
+    def row_name(self, row: int) -> str:
+        count = len(self.first)
+        return self.first.row_name(row) if row < count else self.second.row_name(row - count)
 
     def describe(self, row: int) -> str | None:
         count = len(self.first)

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from psgrad.config import DataConfig
+from psgrad.config.values import require_regular
 from psgrad.errors import ConfigError, DataError, UnreadableRow
 from psgrad.inputs.models.hub import library
 from psgrad.inputs.sources.file_checks import Wanted, require_columns
@@ -66,7 +67,7 @@ def folder_rows(config: DataConfig, base: Path, unit: str | None = None) -> Sour
     if metadata is not None:
         return _of_metadata(metadata, config, unit)
     classes = class_folders(folder)
-    images, others = _listed(folder, {*classes})
+    images, others = listed_images(folder, {*classes})
     there = {parts[0] for parts in images}
     if empty := [name for name in classes if name not in there] or ([] if images else [""]):
         raise DataError(
@@ -114,7 +115,7 @@ def class_folders(folder: Path) -> list[str]:
     return sorted(each.name for each in os.scandir(folder) if each.is_dir() and not each.name.startswith("."))
 
 
-def _listed(folder: Path, classes: Set[str]) -> tuple[list[tuple[str, ...]], list[str]]:
+def listed_images(folder: Path, classes: Set[str]) -> tuple[list[tuple[str, ...]], list[str]]:
     """The images in a folder and below it, in the folder of a class where there are classes: the parts of
     their paths, in order. And the paths of all other files that are not hidden.
     """
@@ -153,8 +154,34 @@ def _of_metadata(metadata: Path, config: DataConfig, unit: str | None) -> Source
     own = {"image": file_name, "id": file_name if config.id == config.image else config.id}
     found = source.rows(metadata, Wanted.of(config.model_copy(update=own), unit))
     table = found.read(0, found.count) if found.count else found.schema.empty_table()
+    _require_inside(metadata, table.column(file_name).to_pylist())
     names = [config.image if name == file_name else name for name in table.column_names]
     return FolderRows(table.rename_columns(names), [metadata])
+
+
+def _require_inside(metadata: Path, names: Sequence[Any]) -> None:
+    """Raises DataError for the first row whose image is outside of the folder of the metadata file, by its
+    path or by a link.
+    """
+    folder = metadata.parent.resolve()
+    parents: dict[Path, bool] = {}  # whether a folder of images is inside
+
+    def leads_inside(path: Path) -> bool:
+        return path.resolve().is_relative_to(folder)
+
+    for row, name in enumerate(names):
+        if not isinstance(name, str):  # said where the image is read
+            continue
+        place, path = Path(name), folder / name
+        if place.parent not in parents:
+            parents[place.parent] = leads_inside(path.parent)
+        inside = parents[place.parent] and ".." not in place.parts and not place.is_absolute()
+        if not inside or (path.is_symlink() and not leads_inside(path)):
+            raise DataError(
+                f"row {row} of {metadata} names {name!r}, which leads out of the folder {metadata.parent}",
+                expected="the path of an image in this folder, without .. and links to elsewhere",
+                next_step="put the image into the folder; or read the table itself: data.path and data.image",
+            )
 
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -184,6 +211,10 @@ def content_of(value: Any, folder: Path, where: str) -> tuple[bytes, str]:
     if not isinstance(value, str) or not value:
         raise BrokenImage(f"{where} has no image", expected="the path of an image, or its bytes")
     path = folder / value
+    try:
+        require_regular(path, "image")
+    except ConfigError as error:  # one row's, which may be left out
+        raise BrokenImage(f"{where}: {error.arrived}") from error
     try:
         return path.read_bytes(), f"the image {path} in {where}"
     except OSError as error:

@@ -60,12 +60,14 @@ class CheckedReader:
         self._known = samples.targets is not None
         self._noted = np.zeros(len(samples), bool)
         if samples.targets is not None:
-            check_targets(criterion, torch.as_tensor(samples.targets), classes)
+            check_targets(criterion, torch.as_tensor(samples.targets), classes, samples.row_name)
 
     def __call__(self, start: int, stop: int) -> Block:
         block = self._read(range(start, stop), lambda: self.samples.read(start, stop))
         if not self._known:
-            check_targets(self.criterion, block.target, self.classes, first_row=start)
+            check_targets(
+                self.criterion, block.target, self.classes, lambda place: self.samples.row_name(start + place)
+            )
             self._note(slice(start, stop), block.target)
         if self.contents is not None:
             self.contents[start:stop] = digests(block)
@@ -78,11 +80,15 @@ class CheckedReader:
         block = self._read(rows.tolist(), lambda: self.samples.take(rows))
         if self.contents is not None:
             self.contents[rows] = digests(block)
+        if self.lengths is not None and block.target is not None:
+            self.lengths[rows] = _counted(block, self.criterion.ignore_index)
         if not self._known and block.target is not None:
-            for place, row in enumerate(rows):  # one by one: a message names the row
-                check_targets(
-                    self.criterion, block.target[place : place + 1], self.classes, first_row=int(row)
-                )
+            check_targets(
+                self.criterion,
+                block.target,
+                self.classes,
+                lambda place: self.samples.row_name(int(rows[place])),
+            )
             self._note(rows, block.target)
         elif not self._known:
             check_targets(self.criterion, None, self.classes)

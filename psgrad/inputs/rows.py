@@ -42,7 +42,9 @@ class Samples(ABC):
         loss_columns: how many of the first inputs only the loss gets.
         sources: the Python modules that make the rows, where code does. code: the objects that do.
         notes: sentences for the manifest.
-        class_names: of the classes 0, 1, 2, ... where the data or the model's folder has them.
+        class_names: of the classes 0, 1, 2, ... where the data or the model's folder has them. names_found:
+            'sorted' where they are only those that this dataset has, in sorted order, 'declared' where it
+            says which names its numbers have, else empty.
         labels_are_positions: whether a label is a position of the input, so that the number of labels differs
             from row to row.
         ungrouped: the dataset of rows, where samples are groups of its rows. group_sizes, agreed_targets: as
@@ -58,6 +60,7 @@ class Samples(ABC):
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     class_names: tuple[str, ...] | None = None
+    names_found: str = ""
     labels_are_positions: bool = False
     code: tuple[object, ...] = ()
     ungrouped: Samples | None = None
@@ -125,6 +128,10 @@ class Samples(ABC):
     def describe(self, row: int) -> str | None:
         """A row's input as text for people; None where numbers or a picture say it best."""
         return None
+
+    def row_name(self, row: int) -> str:
+        """A row in messages."""
+        return f"row {row}"
 
     def first_row(self, sample: int) -> int:
         """The row of a sample; of a group of rows its first, counted in `ungrouped`."""

@@ -4,7 +4,7 @@ is checked: whether a loss can be computed for it. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,13 @@ _CLASSES = ("class", "token")
 class Encoded:
     """Targets as numbers.
 
-    class_names: of the labels 0, 1, 2, ..., where the targets were names; else None. note: what was done, for
-    the manifest; empty where nothing was.
+    class_names: of the labels 0, 1, 2, ..., where the targets were names; else None. found: see
+    Samples.names_found. note: what was done, for the manifest; empty where nothing was.
     """
 
     values: Array
     class_names: tuple[str, ...] | None = None
+    found: str = ""
     note: str = ""
 
 
@@ -45,13 +46,11 @@ class Labels:
         kind: what the targets of the loss are: class, token, binary, value or custom.
         ignore_index: the label that does not count.
         names: of the classes 0, 1, 2, ..., where they are known.
-        known_by: where these names are from, for messages.
     """
 
     kind: str = "custom"
     ignore_index: int = -100
     names: tuple[str, ...] | None = None
-    known_by: str = "data.class_names"
 
     @property
     def padding(self) -> int:
@@ -103,29 +102,37 @@ class Labels:
         numbers = {name: number for number, name in enumerate(names)}
         found = np.array([numbers.get(value, -1) for value in values.tolist()])
         if (found < 0).any():
-            raise self._unknown(values, column, int(np.argmax(found < 0)), row_name)
-        order = "in sorted order" if self.names is None else f"as in {self.known_by}"
+            row = int(np.argmax(found < 0))
+            count = int((found < 0).sum()), len(found)
+            raise unknown_label(values[row], row_name(row), count, names)
+        order = "in sorted order" if self.names is None else "as the classes are known"
         listed = first_of([f"{number} {name}" for number, name in enumerate(names)], _SHOWN)
         kind = np.float32 if self.kind == "binary" else np.int64
-        return Encoded(found.astype(kind), tuple(names), f"{column}: labels {order}: {listed}")
+        note = f"{column}: labels {order}: {listed}"
+        return Encoded(found.astype(kind), tuple(names), "sorted" if self.names is None else "", note)
 
-    def _unknown(self, values: Array, column: str, row: int, row_name: Callable[[int], str]) -> DataError:
-        assert self.names is not None
-        return DataError(
-            f"the label {column!r} is {str(values[row])!r} in {row_name(row)}, which is no class of"
-            f" {self.known_by}{did_you_mean(str(values[row]), self.names)}",
-            expected=f"one of {first_of(self.names, _SHOWN)}",
-        )
+
+def unknown_label(value: object, where: str, count: tuple[int, int], names: Sequence[str]) -> DataError:
+    """What is said of a label that is no class: where it is, in how many of how many rows there is such a
+    label, and the nearest of the names.
+    """
+    among = f", {count[0]:,} of {count[1]:,} rows," if count[1] > 1 else ""
+    return DataError(
+        f"the label {str(value)!r} in {where}{among} is no class{did_you_mean(str(value), names)}",
+        expected=f"one of {first_of(names, _SHOWN)}",
+    )
 
 
 def check_targets(
-    criterion: Criterion, target: Tensor | None, num_classes: int | None, first_row: int = 0
+    criterion: Criterion,
+    target: Tensor | None,
+    num_classes: int | None,
+    row_name: Callable[[int], str] = lambda row: f"row {row}",
 ) -> None:
     """Raises DataError unless the loss can be computed for every one of the targets [n, ...].
 
-    `num_classes` is the size of the model's class axis, None where it isn't known; `first_row` is the
-    dataset's row that `target[0]` belongs to. A NaN is not an error: its sample's loss is NaN, and the row is
-    reported as such.
+    `num_classes` is the size of the model's class axis, None where it isn't known; `row_name` names the row
+    of a target in messages. A NaN is not an error: its sample's loss is NaN, and the row is reported as such.
     """
     if criterion.kind == "custom":
         return
@@ -137,15 +144,17 @@ def check_targets(
     if criterion.kind in ("class", "token") and not (
         criterion.name != "nll" and target.is_floating_point() and target.ndim > 1
     ):
-        _check_labels(criterion, target, num_classes, first_row)
+        _check_labels(criterion, target, num_classes, row_name)
     if criterion.kind == "binary" or (criterion.kind in ("class", "token") and target.is_floating_point()):
-        _check_probabilities(criterion, target, first_row)
+        _check_probabilities(criterion, target, row_name)
 
 
-def _check_labels(criterion: Criterion, target: Tensor, num_classes: int | None, first_row: int) -> None:
+def _check_labels(
+    criterion: Criterion, target: Tensor, num_classes: int | None, row_name: Callable[[int], str]
+) -> None:
     if target.is_floating_point() or target.dtype == torch.bool or target.is_complex():
         raise DataError(
-            f"the targets are of type {target.dtype}; row {first_row} holds {_first(target)}",
+            f"the targets are of type {target.dtype}; {row_name(0)} holds {_first(target)}",
             expected=f"whole numbers, one per label, for the loss {criterion.name}",
             next_step=(
                 "save the target column as integers, or choose a loss for values, such as mse or"
@@ -160,19 +169,19 @@ def _check_labels(criterion: Criterion, target: Tensor, num_classes: int | None,
     upper = "" if num_classes is None else f" to {num_classes - 1}"
     counts_from_one = num_classes is not None and int(target.max()) == num_classes and int(target.min()) >= 1
     raise DataError(
-        f"row {first_row + row} has the label {int(label)} ({int(_rows(wrong).sum())} of {len(target)} rows"
-        " are out of range)",
+        f"{row_name(row)} has the label {int(label)} ({int(_rows(wrong).sum()):,} of {len(target):,} rows are"
+        " out of range)",
         expected=f"labels from 0{upper}, or {criterion.ignore_index} for those to ignore",
         cause="labels that count from 1" if counts_from_one else None,
     )
 
 
-def _check_probabilities(criterion: Criterion, target: Tensor, first_row: int) -> None:
+def _check_probabilities(criterion: Criterion, target: Tensor, row_name: Callable[[int], str]) -> None:
     wrong = (target < 0) | (target > 1)
     if wrong.any():
         row, value = _first_wrong(target, wrong)
         raise DataError(
-            f"row {first_row + row} has the target {value.item():g}",
+            f"{row_name(row)} has the target {value.item():g}",
             expected=f"probabilities from 0 to 1 for the loss {criterion.name}",
         )
 

@@ -99,7 +99,7 @@ class TextSamples(Samples):
         targets = None
         if config.target_column is not None:
             column = pa.table({config.target_column: plain(rows.column(config.target_column))})
-            targets = task.targets(TextRows(column, range(rows.count), rows.place))
+            targets = task.targets(TextRows(column, range(rows.count), rows.line))
         ids, units = ids_and_units(
             config, unit, rows.count, lambda name: plain(rows.column(name)).to_pandas()
         )
@@ -125,6 +125,9 @@ class TextSamples(Samples):
 
     def describe(self, row: int) -> str:
         return self._task.describe(TextRows(self._rows.read(row, row + 1), [row], self._rows.place))
+
+    def row_name(self, row: int) -> str:
+        return self._rows.row_name(row, line=True)
 
     def input_names(self) -> list[str]:
         return list(self.keywords)

@@ -26,7 +26,7 @@ from pydantic import BeforeValidator, PrivateAttr, ValidationError, model_valida
 
 from psgrad.config import GateConfig
 from psgrad.config.reading import explain, problems_found
-from psgrad.config.values import ConfigSection, described, did_you_mean
+from psgrad.config.values import ConfigSection, described, did_you_mean, require_regular
 from psgrad.errors import ConfigError
 from psgrad.results import RULES, Finding, Location
 from psgrad.results.findings import FINDINGS_OF_A_RULE, Level
@@ -225,6 +225,7 @@ class IgnoreEntry(ConfigSection):
 
 def read_ignore_list(path: Path) -> tuple[IgnoreEntry, ...]:
     """The entries of a file. Raises ConfigError with every mistake in it and its line."""
+    require_regular(path, "ignore list")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -1,6 +1,6 @@
 """The gate of a run: failed, passed, or not evaluable, which is not a pass; the caveats of a verdict: what
-the reference can't decide, what it rests on, and how the loss compares; and the baseline, the findings of a
-run that are accepted. Baselines only shrink, unless `grow` is set.
+the reference can't decide, and what it rests on; and the baseline, the findings of a run that are accepted.
+Baselines only shrink, unless `grow` is set.
 
 The file of a baseline is JSON: {"tool": "psgrad", "kind": "baseline", "version": 1, "run": {...}, "findings":
 [{fingerprint, rule, id}], "reference": {...}}. The reference is the scores by which later samples can be
@@ -22,14 +22,14 @@ import numpy.typing as npt
 import pandas as pd
 
 from psgrad.config import GateConfig
+from psgrad.config.values import require_regular
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality.findings import KNOWN, NEW
 from psgrad.quality.references import Reference
 from psgrad.results import RULES, GateOutcome
 from psgrad.results.check import FINDINGS_OF_A_GATE
 from psgrad.results.findings import Baseline, BaselineChange, Known
-from psgrad.results.manifest import GroupFacts, LossAgreement, OutlierFacts, Separability
-from psgrad.wording import correlation
+from psgrad.results.manifest import GroupFacts, OutlierFacts, Separability
 
 
 def share_of(fraction: float, count: int) -> Fraction:
@@ -195,51 +195,24 @@ def why_not_evaluable(
     )
 
 
-def resolution_words(
-    smallest: int | None, reference: Reference | None, tested: int, fdr: float, groups: int
-) -> str:
-    """The resolution limit, in a sentence."""
-    if reference is None:
+def resolution_words(smallest: int | None, trusted: int | None, tested: int, fdr: float, groups: int) -> str:
+    """The resolution limit, in a sentence. trusted: the size of the reference, None without one."""
+    if trusted is None:
         return "without a reference no sample is flagged"
     if not tested:
         return "no sample was tested"
     if smallest is None:
         return (
-            f"{len(reference):,} trusted samples are too few to flag any of {tested:,} samples at a false"
+            f"{trusted:,} trusted samples are too few to flag any of {tested:,} samples at a false"
             f" discovery rate of {fdr:g}"
         )
     if smallest == 1:
-        return f"{len(reference):,} trusted samples can tell a single outlier among {tested:,} samples"
+        return f"{trusted:,} trusted samples can tell a single outlier among {tested:,} samples"
     return (
-        f"{len(reference):,} trusted samples can tell {smallest:,} or more outliers among {tested:,} samples,"
+        f"{trusted:,} trusted samples can tell {smallest:,} or more outliers among {tested:,} samples,"
         f" and never fewer; to tell a single one it takes about {math.ceil(tested / fdr):,} trusted"
         f" samples{' in its group' if groups > 1 else ''}"
     )
-
-
-def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) -> LossAgreement:
-    """How similarly the score and the loss order samples: Spearman's correlation, and the overlap of their
-    first samples.
-
-    `frame` has the ranked samples; a score that is the loss is compared with the gradient norm. None if it is
-    undefined.
-    """
-    from scipy.stats import spearmanr
-
-    other = "grad_norm" if score == "loss" else "loss"
-    mine = frame[score].to_numpy("float64", na_value=np.nan) * (1 if tail == "upper" else -1)
-    theirs = frame[other].to_numpy("float64")
-    if len(frame) < 3 or np.ptp(mine) == 0 or np.ptp(theirs) == 0:
-        return LossAgreement(other, words="they can't be compared here")
-    count = math.ceil(share_of(fraction, len(frame)))
-    top = set(np.argsort(-mine, kind="stable")[:count].tolist()) & set(
-        np.argsort(-theirs, kind="stable")[:count].tolist()
-    )
-    # A score of -inf is the logarithm of a gradient of zero, and has a rank like any other.
-    rho = float(spearmanr(pd.Series(mine).rank(), pd.Series(theirs).rank()).statistic)
-    overlap = f"{len(top):,} of the first {count:,} by the one are so by the other"
-    words = f"rank correlation of {score} and {other} {correlation(rho)}; {overlap}"
-    return LossAgreement(other, rho, count, len(top), len(top) / count, words)
 
 
 def separability(p: Array, reference: int, flagged: int, smallest: int | None) -> Separability:
@@ -303,6 +276,7 @@ ACCEPTABLE = tuple(rule for rule in RULES if rule != "review")
 
 def read_baseline(path: Path) -> Baseline:
     """The baseline in a file. Raises ConfigError if there is none, DataError for a file that is not one."""
+    require_regular(path, "baseline")
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:

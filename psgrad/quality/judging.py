@@ -26,13 +26,13 @@ from psgrad.errors import ConfigError
 from psgrad.quality.detector import DetectorScores, detector_scores
 from psgrad.quality.gates import (
     caveats_of,
-    loss_agreement,
     resolution_words,
     separability,
     share_of,
     why_not_evaluable,
 )
 from psgrad.quality.references import Reference, join_small, joined, labels_of, robust_z, scored_by
+from psgrad.quality.score_order import loss_agreement, score_gap
 from psgrad.results import SAMPLE_COLUMNS
 from psgrad.results.manifest import (
     DetectorFacts,
@@ -41,6 +41,7 @@ from psgrad.results.manifest import (
     OutlierCounts,
     OutlierFacts,
     ReferenceFacts,
+    ScoreGap,
 )
 
 Array = npt.NDArray[Any]
@@ -385,6 +386,8 @@ def _facts(
         for group in groups
     }
     issues = int((ranked["is_outlier_issue"].to_numpy(bool) & ok).sum())
+    size = _scores(ranked, "grad_norm" if outliers.score in NORMS else outliers.score)
+    compared = outliers.tail == "upper" and len(groups) == 1  # else a ratio of two scores says nothing
     why_not = why_not_evaluable(reference, each, tested, outliers.fdr, in_both)
     counts = OutlierCounts(
         samples=len(ranked),
@@ -406,9 +409,12 @@ def _facts(
         evaluable=why_not is None,
         why_not=why_not,
         smallest_flaggable=limit.smallest,
-        resolution=resolution_words(limit.smallest, reference, tested, outliers.fdr, len(groups)),
+        resolution=resolution_words(
+            limit.smallest, None if reference is None else len(reference), tested, outliers.fdr, len(groups)
+        ),
         counts=counts,
         loss_agreement=loss_agreement(ranked[ok], outliers.score, outliers.tail, fraction),
+        gap=score_gap(size[ok]) if compared else ScoreGap(),
         caveats=caveats_of(reference, verdict.p[tests], in_both, small),
     )
     if reference is None:

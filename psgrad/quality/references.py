@@ -200,6 +200,10 @@ def reference_of(
     return Reference(kind, source, scores, labels_of(samples, by), prints, rows)
 
 
+CLASSES = "classes"
+"""Of `measured_as`: the names of the classes 0, 1, 2, ...; None where labels are numbers without names."""
+
+
 def measured_as(run: RunManifest) -> dict[str, Any]:
     """The part of a run's manifest that scores depend on: two runs can be compared if it is the same."""
     model, analyze = run.config.get("model", {}), run.config.get("analyze", {})
@@ -220,6 +224,7 @@ def measured_as(run: RunManifest) -> dict[str, Any]:
         "mode": model.get("mode"),
         "trainable": run.model.trainable,
         "loss": run.config.get("loss"),
+        CLASSES: run.setting("data", "class_names"),
         "dtype": run.setting("engine", "dtype"),
         "measures": analyze.get("measures", []),
         "checkpoints": analyze.get("checkpoints"),
@@ -276,12 +281,15 @@ UNIDENTIFIED = (
 
 def changed_keys(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """The keys in which two `measured_as` differ. A key that an older psgrad did not store is not a
-    difference; nor is a checkpoint that was saved again with the same weights.
+    difference; nor is a checkpoint that was saved again with the same weights, nor that one of the two has no
+    names of its classes.
     """
     has_weights = bool(theirs.get("weights")) and bool(ours.get("weights"))
     unasked = set[str]() if has_weights else {"weights", *_OF_CODE}
     if has_weights and theirs["weights"] == ours["weights"]:
         unasked = {"checkpoint"}
+    if not (theirs.get(CLASSES) and ours.get(CLASSES)):
+        unasked.add(CLASSES)
     return [key for key in ours if key not in unasked and theirs.get(key) != ours[key]]
 
 

@@ -25,6 +25,7 @@ from psgrad.reports.analyze_sections import (
 from psgrad.reports.attribution_plots import attribution_plots
 from psgrad.reports.attribution_section import ATTRIBUTION_NOTE, AttributionCard, attribution_cards
 from psgrad.reports.drawing import Plot
+from psgrad.reports.labels import label_warning, label_words
 from psgrad.reports.loss_against_norm import linked_image
 from psgrad.reports.measure_plots import measure_plots
 from psgrad.reports.measures import MAX_MEASURES, measure_sections
@@ -104,10 +105,11 @@ def render(
     ]
     score = score_words(str(manifest.judged.score))
     ranked = "how large it is" if score == "gradient norm" else f"another score, the {score}"
+    pull = "pull hardest" if score == "gradient norm" else f"are first by {score}"
     what = "Every training example has a gradient of its own. This report ranks the examples by"
     return render_page(
         Page(
-            title=title_of(manifest, "Which training examples pull hardest?"),
+            title=title_of(manifest, f"Which training examples {pull}?"),
             what=f"{what} {ranked}.",
             private="Norms and losses of single samples reveal who is in the training set.",
             headline=headline(result),
@@ -150,6 +152,7 @@ def _partial_words(result: AnalyzeResult) -> str:
 def stands_out(result: AnalyzeResult) -> Section:
     """What was found, how samples were judged, and what the gate says."""
     parts = [
+        *label_parts(result),
         *rankings_parts(read_manifest(result.manifest).judged),
         *verdict_parts(result.check),
         *found_parts(result),
@@ -157,6 +160,15 @@ def stands_out(result: AnalyzeResult) -> Section:
         *gate_parts(result.check),
     ]
     return Section("What stands out", parts, "stands-out", "What stands out")
+
+
+def label_parts(result: AnalyzeResult) -> Iterator[Part]:
+    """What labels mean, and how many of them the model agrees with; what is odd about that."""
+    facts = read_manifest(result.manifest).labels
+    if facts is not None and (words := label_words(facts, result.class_names)):
+        yield Text(f"Labels: {words}.", id="labels")
+    if facts is not None and (warning := label_warning(facts, result.class_names)):
+        yield Text(f"{warning[:1].upper()}{warning[1:]}.", "loud")
 
 
 def look_first(result: AnalyzeResult, scatter: Plot | None) -> Section:

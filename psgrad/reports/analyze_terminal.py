@@ -7,7 +7,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from psgrad.reports.outliers import OFFER, OPTION, rankings_of
+from psgrad.reports.labels import label_warning, label_words
+from psgrad.reports.outliers import MAX_NAMED, OFFER, OPTION, gap_words, nonfinite_ids, rankings_of
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import count, group_words, identifier, label, number, percentile, printable
 from psgrad.results import AnalyzeResult, top_samples
@@ -60,11 +61,18 @@ def summary(result: AnalyzeResult) -> str:
         else f"{listed:,} in the review list (a list to look at, not a verdict)"
     )
     lines = [f"{count(len(samples))}, {found}, {nonfinite:,} with a loss or gradient that is not finite"]
+    if manifest.labels is not None:
+        said = label_words(manifest.labels, result.class_names)
+        lines += [f"labels: {said}"] if said else []
+        warning = label_warning(manifest.labels, result.class_names)
+        lines += [f"warning: {warning}"] if warning else []
     if skipped := int((samples["status"] == "skipped").sum()):
         lines.append(f"{count(skipped)} without a rank (status: skipped); the column reasons says why")
     if judged.referenced:
         undecided, limit = f"not evaluable: {judged.why_not}", f"resolution limit: {judged.resolution}"
         lines.append(printable(limit if judged.evaluable else undecided))
+    if gap := gap_words(judged):
+        lines.append(gap)
     if rankings := rankings_of(judged):
         lines.append(printable(rankings.sentence))
         if rankings.disagree and rankings.offers_loss:
@@ -85,13 +93,23 @@ def summary(result: AnalyzeResult) -> str:
     return "\n".join(lines)
 
 
+def nonfinite_words(result: AnalyzeResult) -> str | None:
+    """The samples that are not finite by name; None where there are none."""
+    bad = nonfinite_ids(result.samples)
+    if not len(bad):
+        return None
+    names = ", ".join(map(identifier, bad.head(MAX_NAMED)))
+    more = f" and {len(bad) - MAX_NAMED:,} more (status: nonfinite)" if len(bad) > MAX_NAMED else ""
+    return f"warning: not finite, in loss or gradient: {names}{more}"
+
+
 def run_content(result: AnalyzeResult, top: int) -> dict[str, Any]:
     """Plain values that JSON has: numbers that are not finite are null.
 
     schema_version, folder; samples, in_dataset and partial (whether rows were left out); nonfinite, review;
     top: the samples with the largest gradient norms with all their columns; measures: the numbers of each;
-    self_check, engine, timings (s) as in manifest.json; check: the gate's verdict without its findings, which
-    are in findings.jsonl, or null.
+    labels, self_check, engine, timings (s) as in manifest.json; check: the gate's verdict without its
+    findings, which are in findings.jsonl, or null.
     """
     samples = result.samples
     in_dataset = read_manifest(result.manifest).counts.in_dataset or len(samples)
@@ -105,7 +123,7 @@ def run_content(result: AnalyzeResult, top: int) -> dict[str, Any]:
         "review": int((samples["is_outlier_issue"] & (samples["status"] == "ok")).sum()),
         "top": json.loads(top_samples(samples, top).to_json(orient="records", double_precision=15)),
         "measures": {name: dict(measure.numbers) for name, measure in result.measures.items()},
-        **{about: result.manifest.get(about) for about in ("self_check", "engine", "timings")},
+        **{about: result.manifest.get(about) for about in ("labels", "self_check", "engine", "timings")},
         "check": None if result.check is None else check_content(result.check),
     }
     found: dict[str, Any] = json.loads(json.dumps(record, default=str), parse_constant=lambda _: None)

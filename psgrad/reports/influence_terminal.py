@@ -21,11 +21,12 @@ from psgrad.reports.influence_words import (
 )
 from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.terminal import print_table, write_json
-from psgrad.reports.words import MISSING, amount, count
-from psgrad.results import ALL_INDEX, SIGN, IndexResult, InfluenceResult
+from psgrad.reports.words import MISSING, amount, brief, count
+from psgrad.results import ALL_INDEX, SIGN, IndexResult, InfluenceResult, TopSample
 from psgrad.results.manifest import read_manifest
 
 SHOWN_QUERIES = 3
+TEXT_LIMIT = 40  # characters of a text that are shown
 
 
 def write_influence(result: InfluenceResult, top: int, style: str, stream: TextIO) -> None:
@@ -47,6 +48,8 @@ def write_influence(result: InfluenceResult, top: int, style: str, stream: TextI
         stream.write(result.check.words + "\n")
     for query in reported_queries(result, SHOWN_QUERIES):
         stream.write(f"\n{query_title(result, query)}\n")
+        if text := _beginning(result.query_inputs.get(query)):
+            stream.write(f"  {text}\n")
         print_table(sides_table(*examples(result, query, top)), stream)
     for words, tables in question_tables(result):
         stream.write(f"\n{words}\n")
@@ -91,6 +94,7 @@ def stability_numbers(result: InfluenceResult) -> dict[str, float | None] | None
 def sides_table(proponents: list[Example], opponents: list[Example]) -> Table:
     """Proponents and opponents side by side, a row a rank."""
     both = [*proponents, *opponents]
+    texts = any(_beginning(each.input) for each in both)
     spread, classes = any(each.spread for each in both), any(each.label != MISSING for each in both)
     stability = any(each.stability for each in both)
     columns = [TableColumn("rank", lambda pair: str(pair[0]), True)]
@@ -103,8 +107,19 @@ def sides_table(proponents: list[Example], opponents: list[Example]) -> Table:
             TableColumn("label", _of(place, "label")),
             TableColumn("model", _of(place, "prediction")),
         ] * classes
+        columns += [TableColumn("text", _text_of(place))] if texts else []
     pairs = enumerate(zip_longest(proponents, opponents), start=1)
     return table("", "Helps and hurts most", columns, [(rank, *pair) for rank, pair in pairs])
+
+
+def _beginning(sample: TopSample | None) -> str:
+    """The beginning of a text, on one line; empty where there is none."""
+    text = None if sample is None else sample.text
+    return brief(" ".join((text or "")[: 4 * TEXT_LIMIT].split()), TEXT_LIMIT)
+
+
+def _text_of(place: int) -> Writer:
+    return lambda pair: "" if pair[place] is None else _beginning(pair[place].input)
 
 
 def _of(place: int, name: str) -> Writer:

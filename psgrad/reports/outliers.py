@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ MAX_GROUPS = 200
 MAX_CAVEATS = 20
 _ALIKE = 0.9  # of the tops in common: below it the two disagree
 _NEARLY_ONE = 0.9
+_FEW = 10  # first ranks, fewer than which say nothing about two orders
 
 
 def score_words(score: str) -> str:
@@ -51,7 +53,7 @@ def listed_words(result: AnalyzeResult) -> str:
 @dataclass(frozen=True)
 class RankingComparison:
     """Two orders of the same samples. top: how many first ranks are compared. offers_loss: whether the loss
-    is not the score yet. disagree: whether their tops do.
+    is not the score yet. disagree: whether their tops do, more than their rank correlation makes expected.
     """
 
     sentence: str
@@ -67,8 +69,11 @@ def rankings_of(facts: OutlierFacts) -> RankingComparison | None:
     if rho is None or not top or shared is None:
         return None
     score, other = score_words(str(facts.score)), score_words(str(facts.loss_agreement.other))
-    disagree = shared / top < _ALIKE
+    differ, expected = shared / top < _ALIKE, facts.loss_agreement.expected
+    disagree = differ and expected is not None and _beyond_chance(shared, expected, top)
     order = f"the rank correlation over all samples is {correlation(rho)}"
+    if differ and expected is not None:
+        order += f", at which {expected:.1f} are expected"
     both = f"{score[:1].upper()}{score[1:]} and {other}"
     if disagree:
         although = "although" if rho >= _NEARLY_ONE else "and"
@@ -76,13 +81,31 @@ def rankings_of(facts: OutlierFacts) -> RankingComparison | None:
             f"{both} disagree about which samples to look at first:"
             f" {_overlap(shared, top, score, other, 'only ')}, {although} {order}."
         )
+    elif differ:
+        sentence = f"{both}: {_overlap(shared, top, score, other)}, and {order}."
     else:
         sentence = f"{both} agree: {_overlap(shared, top, score, other)}, and {order}."
     headline = [
         (f"{shared:,} of {top:,}", f"first by {score} are also first by {other}"),
         (correlation(rho), f"rank correlation of {score} and {other}"),
     ]
-    return RankingComparison(sentence, top, other == "loss", disagree, headline)
+    return RankingComparison(sentence, top, other == "loss", disagree, headline if top >= _FEW else [])
+
+
+def _beyond_chance(shared: int, expected: float, top: int) -> bool:
+    """Whether fewer are shared than expected, by more than three standard deviations. Of a few never."""
+    return top >= _FEW and expected - shared > 3 * math.sqrt(expected * (1 - expected / top))
+
+
+def gap_words(facts: OutlierFacts) -> str | None:
+    """How many samples stand out by their score; None where there is no gap."""
+    if facts.gap.rows is None or facts.gap.factor is None:
+        return None
+    stand = "sample stands" if facts.gap.rows == 1 else "samples stand"
+    return (
+        f"{facts.gap.rows:,} {stand} out by {score_words(facts.score)}: the next is"
+        f" {facts.gap.factor:.1f} times smaller"
+    )
 
 
 def _overlap(shared: int, top: int, score: str, other: str, only: str = "") -> str:
@@ -172,6 +195,8 @@ def findings_sentences(result: AnalyzeResult, undecided: bool = False) -> list[s
         said = facts.score == "loss" or (rankings is not None and len(listed) == rankings.top)
         also = f"; {also_by_loss:,} of them are also among the {len(listed):,} largest by loss"
         found.append(f"{what} {count(len(listed))}{'' if said else also}.")
+        if gap := gap_words(facts):
+            found.append(f"{gap}.")
         if has_classes(samples) and "prediction" in samples:
             wrong = disagrees(finite)
             found.append(

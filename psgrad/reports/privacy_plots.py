@@ -57,7 +57,9 @@ def private_plots(result: DPStepResult, unit: str = "") -> list[Plot]:
     """The figures that say something of single records, each with NOT PRIVATE in the picture itself. unit: of
     a loss, where it is known.
     """
-    return [norms_before_clipping(result), clipping_by_step(result), losses_by_step(result, unit)]
+    # Without norms no step was taken now: the figure of the process that took one stays.
+    norms = [norms_before_clipping(result)] if len(result.norms) else []
+    return [*norms, clipping_by_step(result), losses_by_step(result, unit)]
 
 
 def write_plots(

@@ -31,7 +31,6 @@ from psgrad.results.influence import shown_queries as shown_queries
 from psgrad.results.influence import shown_rows as shown_rows
 from psgrad.results.plan import ParameterPlan as ParameterPlan
 from psgrad.results.plan import PlanResult as PlanResult
-from psgrad.results.plan import ProcessesPlan as ProcessesPlan
 from psgrad.results.privacy import STEP_COLUMNS as STEP_COLUMNS
 from psgrad.results.privacy import STEP_KEYS as STEP_KEYS
 from psgrad.results.privacy import AuditBound as AuditBound

@@ -23,12 +23,15 @@ OPTIONAL: dict[str, Any] = {"written": lambda _, value: value is not None}
 _ORIGIN: dict[str, Any] = {"written": lambda model, _: model.origin != ModelOrigin()}
 _REPLAY: dict[str, Any] = {"written": lambda engine, _: engine.chunks_replayed is not None}
 _CHECK: dict[str, Any] = {"written": lambda facts, _: facts.predicts_removal and facts.fit is not None}
+_GAP: dict[str, Any] = {"written": lambda _, gap: gap.rows is not None}
 _LIMIT: dict[str, Any] = {"written": lambda run, _: run.identity is not None}
 
 
 @dataclass(frozen=True)
 class LossAgreement:
-    """How similarly the score and another column order samples; `shared` of the first `top` are the same."""
+    """How similarly the score and another column order samples; `shared` of the first `top` are the same, and
+    by the rank correlation `expected` would be.
+    """
 
     other: str = "loss"
     spearman: float | None = None
@@ -36,6 +39,17 @@ class LossAgreement:
     shared: int | None = None
     top_overlap: float | None = None
     words: str = ""
+    expected: float | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True)
+class ScoreGap:
+    """`rows` samples have scores far above all others: the next is `factor` times smaller. None: there is no
+    such gap.
+    """
+
+    rows: int | None = None
+    factor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +139,7 @@ class OutlierFacts:
     resolution: str | None = None
     counts: OutlierCounts = OutlierCounts()
     loss_agreement: LossAgreement = LossAgreement()
+    gap: ScoreGap = field(default=ScoreGap(), metadata=_GAP)
     separability: Separability = Separability()
     robust_z: dict[str, Any] = field(default_factory=dict)
     caveats: list[str] = field(default_factory=list)
@@ -235,6 +250,22 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class LabelFacts:
+    """How many labels the model agrees with. rows: of how many; of: what they are, labels or tokens.
+
+    chance: how many would agree by chance, where no more do. order: where another order of the classes agrees
+    far better, pairs of a label and the output that stands for it; agree_in_order: how many agree then.
+    """
+
+    rows: int = 0
+    agree: int = 0
+    of: str = "labels"
+    chance: float | None = field(default=None, metadata=OPTIONAL)
+    order: list[Any] | None = field(default=None, metadata=OPTIONAL)
+    agree_in_order: int | None = field(default=None, metadata=OPTIONAL)
+
+
+@dataclass(frozen=True)
 class InfluenceFacts:
     """The settings of an influence run, and, from `check` on, its results.
 
@@ -293,6 +324,7 @@ class RunManifest:
     limit: int | float | None = field(default=None, metadata=_LIMIT)
     sampled_by: int | None = field(default=None, metadata=OPTIONAL)
     outliers: OutlierFacts | None = field(default=None, metadata=OPTIONAL)
+    labels: LabelFacts | None = field(default=None, metadata=OPTIONAL)
     influence: InfluenceFacts = InfluenceFacts()
     evaluation: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     counts: Counts = Counts()

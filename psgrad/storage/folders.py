@@ -16,6 +16,7 @@ import numpy as np
 
 from psgrad.errors import OutputError, OutputExistsError
 from psgrad.storage import durable_files
+from psgrad.storage.folder_lock import FolderLock, require_unlocked
 from psgrad.storage.ledger_lines import has_begun
 from psgrad.wording import json_values
 
@@ -66,6 +67,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.rows = 0  # finished samples in shards
+        self._lock: FolderLock | None = None
 
     @classmethod
     def create(cls, path: Path, overwrite: bool = False) -> Self:
@@ -75,23 +77,35 @@ class RunFolder:
         Call this late, when model and data are known to be good: the earlier run is gone afterwards.
 
         Raises:
-            OutputExistsError: the folder holds a run and may not be replaced, or holds something that is not
-                a run. A run with a ledger is never replaced: the ledger says what privacy was spent.
+            OutputExistsError: the folder holds a run and may not be replaced, or one that is going on, or
+                something that is not a run. A run with a ledger is never replaced: the ledger says what
+                privacy was spent.
             OutputError: the folder can't be made.
         """
         run = cls(path)
         cls.require_free(path, overwrite)
         try:
-            if path.is_dir():
-                run._clear()
-            else:
-                # Norms and losses reveal single training examples: a new folder is readable by its owner
-                # only.
-                durable_files.make_folder(path, 0o700)
+            # Norms and losses reveal single training examples: a new folder is readable by its owner only.
+            durable_files.make_folder(path, 0o700)
+            run._lock = FolderLock(path, alone=True)
+            run._clear()
         except OSError as error:
             raise _unusable(path, error) from error
         run.write_manifest({"state": "running"})
+        run._lock.share()
         return run
+
+    def hold(self) -> None:
+        """Keep others from replacing the run, until `let_go` or the end of this process. Raises
+        OutputExistsError where one does so now.
+        """
+        self._lock = self._lock or FolderLock(self.path)
+
+    def let_go(self) -> None:
+        """Nothing more will be written to the run."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
 
     @classmethod
     def reopen(cls, path: Path) -> Self:
@@ -155,6 +169,7 @@ class RunFolder:
                 expected="a new or empty folder",
                 next_step="choose another --output, or replace the earlier run with --overwrite",
             )
+        require_unlocked(path)
 
     def _clear(self) -> None:
         # The manifest stays until create() replaces it: a crash half-way leaves a folder that can be

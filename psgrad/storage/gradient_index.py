@@ -15,6 +15,7 @@ import numpy as np
 from psgrad import __version__
 from psgrad.errors import OutputError, OutputExistsError
 from psgrad.storage import durable_files, index_files
+from psgrad.storage.folder_lock import FolderLock
 from psgrad.storage.index_files import (
     Arrays,
     IndexLayout,
@@ -68,6 +69,7 @@ class GradientIndex:
         self.layout = IndexLayout.of_new(int(description["rows"])) if layout is None else layout
         said = self.description | ({_LAYOUT: self.layout.content()} if self.layout.updates else {})
         self._id = sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        self._lock: FolderLock | None = None  # of one that is written
 
     # -- folders ---------------------------------------------------------------------------------------------
 
@@ -80,6 +82,23 @@ class GradientIndex:
             OutputExistsError: there is an index already, or something that is not an index.
             OutputError: the folder can't be written.
         """
+        cls.require_free(path, overwrite)
+        try:
+            durable_files.make_folder(path, 0o700)  # gradients tell about single training examples
+            index = cls(path, as_stored(description))
+            index._lock = FolderLock(path, alone=True)
+            # First: an earlier index with only a part of its files is unfinished, and refused as such.
+            (path / _NEXT).unlink(missing_ok=True)
+            index._remove_files()
+            durable_files.write_atomically(path / DESCRIPTION, index._content())
+            index._lock.share()
+        except OSError as error:
+            raise _not_writable(path, error) from error
+        return index
+
+    @staticmethod
+    def require_free(path: Path, overwrite: bool = False) -> None:
+        """Raises OutputExistsError if `create` would, and changes nothing."""
         try:
             if path.is_dir() and not _only_leftovers(path):
                 if not _is_index(path / DESCRIPTION):
@@ -100,15 +119,8 @@ class GradientIndex:
                     expected="a folder",
                     next_step="choose another influence.index.path",
                 )
-            durable_files.make_folder(path, 0o700)  # gradients tell about single training examples
-            index = cls(path, as_stored(description))
-            # First: an earlier index with only a part of its files is unfinished, and refused as such.
-            (path / _NEXT).unlink(missing_ok=True)
-            index._remove_files()
-            durable_files.write_atomically(path / DESCRIPTION, index._content())
         except OSError as error:
             raise _not_writable(path, error) from error
-        return index
 
     @classmethod
     def resume(cls, path: Path, description: Mapping[str, Any]) -> Self:
@@ -122,6 +134,7 @@ class GradientIndex:
         index.require(description)
         if index.layout.updates:
             index._require_whole()
+        index._lock = FolderLock(path)
         return index
 
     @classmethod

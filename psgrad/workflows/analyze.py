@@ -38,6 +38,7 @@ from psgrad.workflows.analyze_tables import (
 )
 from psgrad.workflows.analyze_verdict import Judging
 from psgrad.workflows.check import GateFiles, check_samples, gate_files
+from psgrad.workflows.class_names import label_facts_of
 from psgrad.workflows.measure_setup import measures_of, prepare, require_mergeable
 from psgrad.workflows.residence import Ranks
 from psgrad.workflows.run_identity import (
@@ -255,6 +256,7 @@ def analyze(
         special = run.samples.special_tokens() if words else frozenset[int]()
         facts = running.add(
             outliers=judged.facts,
+            labels=label_facts_of(run.criterion, frame, run.config.data.class_names),
             engine=engine_facts(running.manifest.engine, stream, norms, processes.parts or processes.size),
             counts=Counts(len(frame), int((frame["status"] == "nonfinite").sum()), start.in_dataset),
             ranks=measured.ranks,

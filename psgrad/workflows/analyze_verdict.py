@@ -32,12 +32,14 @@ from psgrad.storage import RunFolder
 from psgrad.storage.finished import finished_manifest, load_run
 from psgrad.workflows.analyze_passes import Measured, Passes
 from psgrad.workflows.analyze_tables import about_rows, content_of_made
+from psgrad.workflows.class_names import errors_about
 from psgrad.workflows.measure_setup import PROJECTED, measures_of, prepare
 from psgrad.workflows.run_identity import hashes_of, measure_specs
 from psgrad.workflows.run_progress import read_ahead
 from psgrad.workflows.setup import Setup
 
 _PREFIX = "reference-"
+_REFERENCE = "the reference"  # whose rows a message is about
 # Measures whose numbers depend on the other samples, in addition to those with a second pass.
 _RELATIVE = ("neighbour_distance",)
 # Columns of other measures whose numbers depend on the other samples.
@@ -198,9 +200,10 @@ class Judging:
         source, run = self._outliers.reference, self._run
         if source is None or source.data is None:
             return None
-        trusted = run.more_samples(source.data, self._of_data)
         config = run.config.model_copy(update={"data": source.data})
-        return replace(run, config=config, samples=trusted).with_rows_described()
+        with errors_about(_REFERENCE):
+            trusted = run.more_samples(source.data, self._of_data)
+            return replace(run, config=config, samples=trusted).with_rows_described()
 
     def _measure(
         self, trusted: Setup, folder: RunFolder, say: Say, processes: Processes, identity: str
@@ -215,7 +218,7 @@ class Judging:
             count,
             lambda message: say(Progress(0, 0, "reference", message)),
         )
-        measured = Passes(
+        passes = Passes(
             setting,
             setting.examples.stream,
             every,
@@ -226,7 +229,9 @@ class Judging:
             identity,
             _PREFIX,
             content_of_made(trusted.samples),
-        ).run()
+        )
+        with errors_about(_REFERENCE):
+            measured = passes.run()
         if measured is None:
             return None
         frame = measured.table

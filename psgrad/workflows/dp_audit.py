@@ -76,7 +76,7 @@ def dp_audit(
     config, the model, the data or the disk.
     """
     privacy = require_privacy(config)
-    path = audit_folder(config, output)
+    path = output or config.output_of("audit")
     processes = OneProcess() if processes is None else processes
     if not processes.leads:
         take_part(config, path, processes, progress, canaries_only)
@@ -162,11 +162,6 @@ def dp_audit(
             notes=notes,
         )
         return written(result, folder)
-
-
-def audit_folder(config: Config, output: Path | None) -> Path:
-    """Where an audit is written: `output`, or the config's, with -audit behind its name."""
-    return output if output is not None else config.output.with_name(f"{config.output.name}-audit")
 
 
 def take_part(config: Config, path: Path, processes: Processes, progress: Say, canaries_only: bool) -> None:

@@ -56,7 +56,7 @@ def dp_step(
     """Take private steps: the whole of `psgrad dp-step`.
 
     Args:
-        steps: how many of the planned ones to take now; all for those that are left.
+        steps: how many of the planned ones to take now; all for those that are left, which may be none.
         resume: continue the run in the config's output folder. Where all planned steps are paid for and the
             process that paid ended before it could publish, that is done now, and no step is taken.
         overwrite: replace what an earlier run left in that folder; one that has a ledger is never replaced.
@@ -84,10 +84,10 @@ def dp_step(
         PrivateRunFolder.require_free(config.output, overwrite)
         before = None
     taken = 0 if before is None else len(before.steps)
-    asked = max(1, privacy.steps - taken) if isinstance(steps, str) else steps  # 0 left: an error below
+    asked = privacy.steps - taken if isinstance(steps, str) else steps
     if before is not None and taken == privacy.steps and not folder.finished:
         asked = 0  # the process that paid for the last step ended before it could publish what came of it
-    else:
+    elif not isinstance(steps, str):
         require_steps_left(privacy, taken, asked)
     clock = Clock()
     with clock("load"):

@@ -10,7 +10,6 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
 from typing import Any, get_args
 
@@ -45,18 +44,13 @@ from psgrad.workflows.influence_setup import InfluenceSetup, method_from
 from psgrad.workflows.run_identity import code_of
 
 
-def evaluation_folder(config: Config, kind: EvaluationKind, output: Path | None = None) -> Path:
-    """The folder of an evaluation, beside that of the config's scores where no other one is named."""
-    return output if output is not None else config.output.with_name(f"{config.output.name}-{kind}")
-
-
 def earlier_evaluations(config: Config, facts: InfluenceFacts) -> dict[str, dict[str, Any]]:
     """kind -> its part of evaluation.json, of finished evaluations of the same method, measurement,
     checkpoints and queries beside the config's output.
     """
     found = {}
     for kind in get_args(EvaluationKind):
-        folder = evaluation_folder(config, kind)
+        folder = config.output_of(kind)
         manifest = manifest_of(folder)
         if manifest is None or not (folder / EVALUATION_FILE).is_file():
             continue

@@ -41,7 +41,7 @@ from psgrad.results.influence import EVALUATION_FILE, EvaluationResult, evaluati
 from psgrad.storage import RunFolder
 from psgrad.user_code import with_code_beside
 from psgrad.workflows.evaluation_kinds import Found, evaluate_lds, frame
-from psgrad.workflows.evaluation_parts import Array, EvaluationParts, evaluation_folder, evaluation_of
+from psgrad.workflows.evaluation_parts import Array, EvaluationParts, evaluation_of
 from psgrad.workflows.evaluation_sets import evaluate_curve, evaluate_groups, evaluate_loo, evaluate_removal
 from psgrad.workflows.influence import described
 from psgrad.workflows.influence_setup import set_up_influence
@@ -227,7 +227,7 @@ def evaluate_influence(
     Raises PsgradError for everything that can be wrong with the config, the model, the data, the training or
     the disk.
     """
-    path = evaluation_folder(config, kind, output)
+    path = output or config.output_of(kind)
     processes = OneProcess() if processes is None else processes
     if processes.leads:
         RunFolder.require_free(path, overwrite)

@@ -25,10 +25,12 @@ from psgrad.engine.influence.index.stored_index import IndexSpec, StoredRows, de
 from psgrad.engine.influence.method import RowNorms
 from psgrad.errors import ConfigError, DistributedError, OutputError
 from psgrad.inputs.reader import CheckedReader
+from psgrad.quality.references import CLASSES
 from psgrad.results import IndexResult, Progress, Say
 from psgrad.storage import RunFolder
 from psgrad.storage.gradient_index import GradientIndex
 from psgrad.user_code import with_code_beside
+from psgrad.workflows.class_names import with_names_of_index
 from psgrad.workflows.influence_checkpoints import first_run, run_at, sha256_at
 from psgrad.workflows.influence_queries import chosen_rows
 from psgrad.workflows.run_identity import hashes_of
@@ -60,6 +62,7 @@ def influence_index(
     before until an update is finished.
     """
     wanted = require_index(config)
+    config = config if overwrite else with_names_of_index(config)
     processes = OneProcess() if processes is None else processes
     clock = Clock()
     progress(LOADING)
@@ -216,6 +219,7 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
         **{key: hashes[key] for key in ("modules", "code", "packages")},
         **model,
         "loss": config.loss.decisive(),
+        CLASSES: run.config.data.class_names,
         "dtype": config.engine.dtype,
     }
     training = Examples(run.objective, run.reader, len(run.samples))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import numpy as np
@@ -15,12 +15,13 @@ from psgrad.config.values import names_in_condition
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.ranks import Processes
-from psgrad.errors import ConfigError, DataError, LossError, ModelError
+from psgrad.errors import ConfigError
 from psgrad.inputs.derived import TwoCompletions
 from psgrad.inputs.measurements import Measurement
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Block, Samples
 from psgrad.results.analyze import rows_where
+from psgrad.workflows.class_names import errors_about
 from psgrad.workflows.setup import Setup
 
 
@@ -38,7 +39,8 @@ def queries_of(
     dataset = None if wanted is None else wanted.own_data
     samples: Samples = run.samples
     if dataset is not None:  # a measurement has no weight, whatever weights the training losses have
-        samples = run.more_samples(dataset.model_copy(update={"weight": None}), weighted=False)
+        with errors_about_queries():
+            samples = run.more_samples(dataset.model_copy(update={"weight": None}), weighted=False)
     with errors_about_queries():
         reader = CheckedReader(samples, measurement.criterion, run.class_count(measurement.criterion))
     rows = np.arange(len(samples)) if wanted is None else _listed(wanted, samples)
@@ -174,18 +176,9 @@ def _chosen(wanted: QueriesConfig, table: pd.DataFrame) -> np.ndarray:
     return table["index"].to_numpy(np.int64)
 
 
-@contextmanager
-def errors_about_queries() -> Iterator[None]:
+def errors_about_queries() -> AbstractContextManager[None]:
     """Errors about data, losses and models say that they are about the queries, not the training data."""
-    try:
-        yield
-    except (DataError, LossError, ModelError) as error:
-        step = error.next_step and error.next_step.replace(
-            "data.inputs and data.target", "influence.queries and influence.measurement"
-        )
-        raise type(error)(
-            f"the queries: {error.arrived}", expected=error.expected, cause=error.cause, next_step=step
-        ) from error
+    return errors_about("the queries", "influence.queries and influence.measurement")
 
 
 def chosen_rows(reader: CheckedReader, rows: np.ndarray) -> Read:

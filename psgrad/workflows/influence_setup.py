@@ -30,6 +30,7 @@ from psgrad.inputs.reader import CheckedReader
 from psgrad.plugins import METHODS, configured
 from psgrad.results import Say
 from psgrad.user_code import describe_failure
+from psgrad.workflows.class_names import with_names_of_index
 from psgrad.workflows.influence_checkpoints import checkpoints_of, first_run, recomputed_run, run_at
 from psgrad.workflows.influence_queries import (
     chosen_rows,
@@ -187,7 +188,7 @@ def set_up_influence(
 
     Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
     """
-    config = with_default_method(config, say)
+    config = with_names_of_index(with_default_method(config, say))
     method = method_from(config.influence.method, config.base)
     if method.fits_whole_run and len(checkpoints_of(config)) == 1:
         say(_ALONE.format(config.influence.method.name))

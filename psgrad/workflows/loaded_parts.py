@@ -21,7 +21,6 @@ from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.execution.sharded import shard
 from psgrad.engine.execution.weight_supply import Supply
-from psgrad.engine.gradients import machine
 from psgrad.errors import ConfigError
 from psgrad.inputs.derived import GroupedSamples, SamplesWithColumns
 from psgrad.inputs.loss import Criterion, resolve_loss
@@ -29,6 +28,8 @@ from psgrad.inputs.models.factory import LoadedModel, load_model
 from psgrad.inputs.models.model_identity import ModelIdentity, identify
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.load import load_data
+from psgrad.wording import first_of
+from psgrad.workflows.class_names import require_names_of_outputs, require_one_numbering
 from psgrad.workflows.residence import Ranks, Residence, agreed_residence, share_weights, turn_to_read
 
 
@@ -91,13 +92,33 @@ class Loaded:
         """
         if self.samples.labels_are_positions or criterion.kind not in ("class", "token"):
             return None
+        output = self._output_or_none()
+        if output is None or output.dim() < 2:
+            return None
+        return int(output.shape[-1 if criterion.kind == "token" else 1])
+
+    def require_names_of_outputs(self, classes: int | None) -> None:
+        """Raises ConfigError or DataError where the classes have names, and not as many as the model has
+        outputs. classes: as the loss counts them; of a loss of the user's own the model's output tells it,
+        where that is one vector a row.
+        """
+        custom = self.criterion.kind == "custom"
+        if custom and self.config.data.class_names is not None:
+            output = self._output_or_none()
+            classes = int(output.shape[1]) if output is not None and output.dim() == 2 else None
+            if not self.samples.names_found and classes != len(self.config.data.class_names):
+                return  # a loss of one's own may read the output as it likes
+        require_names_of_outputs(self.config, self.samples, classes, custom)
+
+    def _output_or_none(self) -> torch.Tensor | None:
+        """The model's output for the first row; None where it fails, which is reported later, or where that
+        is no tensor.
+        """
         try:
             output = self.first_output()
         except Exception:
             return None
-        if not isinstance(output, torch.Tensor) or output.dim() < 2:
-            return None
-        return int(output.shape[-1 if criterion.kind == "token" else 1])
+        return output if isinstance(output, torch.Tensor) else None
 
     def more_samples(
         self, data: DataConfig, unit: str | None = None, weighted: bool | None = None
@@ -107,9 +128,16 @@ class Loaded:
         weighted: whether its losses are to have weights; None for as the run's own have.
         """
         names = self.config.data.class_names
-        if data.class_names is None and names is not None:
+        if data.class_names is not None and names not in (None, data.class_names):
+            raise ConfigError(
+                f"class_names of {data.source} are {first_of(data.class_names, 20)}, and those of"
+                f" {self.config.data.source} {first_of(names or [], 20)}",
+                expected="one order of the classes, that of the model's outputs",
+            )
+        if names is not None:
             data = data.model_copy(update={"class_names": names})
         found = samples_of(data, self.config, self.loaded, self.criterion, unit)
+        require_one_numbering(names, self.config.data.source, found, data.source)
         if found.ragged is not None and self.samples.ragged is not None:
             found.ragged = replace(found.ragged, masked=self.samples.ragged.masked)
         if found.weighted != (self.samples.weighted if weighted is None else weighted):
@@ -169,8 +197,6 @@ def load(
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
     """
     device = pick_device(config.engine.device)
-    machine.use(None if config.engine.machine is None else config.base / config.engine.machine)
-    machine.machine(device)  # now: it raises where the constants of the config's file can't be used
     dtype, autocast = pick_precision(config.engine.dtype)
     ranks = Ranks.of(None) if ranks is None else ranks
     residence = agreed_residence(config, device, ranks)

@@ -152,6 +152,7 @@ def _existing_folder(output: Path, run: Setup, manifest: RunManifest) -> RunFold
             )
         time.sleep(0.2)
     require_unmerged(folder)
+    folder.hold()
     return folder
 
 

@@ -73,7 +73,7 @@ def private_hashes(setup: PrivateSetup, run: str) -> dict[str, Any]:
             name: digest for name, digest in setup.run.identity.tensors.items() if name not in restored
         },
         "data": setup.run.samples.content(),
-        "columns": data.model_dump(mode="json", include={"inputs", "target", "id"}),
+        "columns": data.model_dump(mode="json", include={"inputs", "target", "id", "class_names"}),
         **hashes_of(setup.run, [] if augmentation is None else [augmentation.function]),
     }
 
@@ -99,7 +99,7 @@ def require_same_data(folder: PrivateRunFolder, now: Mapping[str, Any]) -> dict[
             ),
             cause=(
                 "the file was changed, or what the dataset's code reads, or a name in data: path, inputs,"
-                " target or id"
+                " target, id or class_names"
             ),
             next_step="put the data back, or begin a run of its own with another --output",
         )

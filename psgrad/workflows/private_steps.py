@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from psgrad.engine.privacy.accounting import (
@@ -33,7 +34,7 @@ from psgrad.reports.privacy import live_words
 from psgrad.reports.privacy_plots import write_plots
 from psgrad.results import STEP_COLUMNS, DPStepResult, Progress, Say
 from psgrad.storage import Ledger, PrivateRunFolder
-from psgrad.storage.folders import PRIVATE
+from psgrad.storage.folders import PRIVATE, PUBLIC
 from psgrad.storage.private_runs import PREFIX
 from psgrad.workflows.dp_plan import curve_points
 from psgrad.workflows.private_setup import PrivateSetup
@@ -116,14 +117,20 @@ class PrivateRun:
         self._spent[event] = self._spent.get(event, 0) + 1
 
     def save(self) -> None:
-        """Write the statement of what was spent, then the state of the training. In this order the statement
-        counts each step that is released.
+        """Write the statement of what was spent, then the last noisy sum, then the state of the training. In
+        this order the statement counts each step that is released, and a run that goes on from this state
+        has the sum: it can't be drawn again.
         """
         training, (tensors, _) = self.training, self.setup.began.tensors()
         self.folder.write_public_json(STATEMENT, self.statement.step(self.ledger, final=False))
+        if self._latest:
+            sums = {name: value.cpu().contiguous() for name, value in self._latest.items()}
+            expected = str(self.setup.privacy.expected_batch_size)
+            metadata = {"step": str(training.taken), "expected_batch_size": expected}
+            self.folder.write_public_bytes(NOISY_SUM, save(sums, metadata))
         bound = None if training.adaptive is None else training.adaptive.bound
-        metadata = {"step": training.taken, "bound": bound, **self.ledger.mark()}
-        self.folder.write_checkpoint(Snapshot.take(tensors, training.optimizer, metadata).to_bytes())
+        state = {"step": training.taken, "bound": bound, **self.ledger.mark()}
+        self.folder.write_checkpoint(Snapshot.take(tensors, training.optimizer, state).to_bytes())
         self._saved_at, self._saved_step = time.monotonic(), training.taken
 
     def finish(self, notes: list[str]) -> DPStepResult:
@@ -138,15 +145,6 @@ class PrivateRun:
         if self.setup.run.config.model.adapter is not None:
             for name, content in adapter_files(self.setup.run.model, self._state()).items():
                 self.folder.write_public_bytes(f"{ADAPTER}/{name}", content)
-        if self._latest:
-            metadata = {
-                "step": str(self.training.taken),
-                "expected_batch_size": str(self.setup.privacy.expected_batch_size),
-            }
-            self.folder.write_public_bytes(
-                NOISY_SUM,
-                save({name: value.cpu().contiguous() for name, value in self._latest.items()}, metadata),
-            )
         curve = epsilon_curve(
             self.statement.planned, self.setup.privacy.delta, curve_points(self.setup.privacy.steps)
         )
@@ -187,6 +185,14 @@ class PrivateRun:
             name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, value in state.items()
         }
+
+    def _published_step(self) -> int | None:
+        """The step whose noisy sum is in the public folder; None for none."""
+        try:
+            with safe_open(self.folder.path / PUBLIC / NOISY_SUM, framework="numpy") as file:
+                return int((file.metadata() or {})["step"])
+        except (OSError, SafetensorError, KeyError, ValueError):
+            return None
 
     def _due(self) -> bool:
         privacy = self.setup.privacy
@@ -238,6 +244,13 @@ class PrivateRun:
             notes.append(
                 f"{self.lost} steps of an earlier process were paid for and lost, as it ended before it could"
                 " save what came of them"
+            )
+        published, taken = self._published_step(), self.training.taken
+        if published != taken:
+            found = "is missing" if published is None else f"is that of step {published}"
+            notes.append(
+                f"{PUBLIC}/{NOISY_SUM} {found}: the process that paid for step {taken} ended before it could"
+                " write that step's, and noise is not drawn twice for a step that was paid for"
             )
         if not self.training.generator.secure:
             notes.append(

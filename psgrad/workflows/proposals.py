@@ -1,5 +1,5 @@
-"""A config for what lies in a folder: your own files, or a pretrained model and a data file. It looks at
-names, headers and source text; nothing is imported, and there is no torch.
+"""A config for a model of your own or a pretrained folder, and a dataset. It reads names, headers and the
+first rows; nothing is imported, and there is no torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.dataset
+
 from psgrad.config import DATA_SUFFIXES, DataConfig
 from psgrad.config.data import data_format
 from psgrad.config.model import TASK_LOSSES
@@ -18,14 +23,14 @@ from psgrad.errors import ConfigError, DataError, ModelError
 from psgrad.inputs.code_checks import callables_in
 from psgrad.inputs.sources.source import DataHeader, data_headers
 
-MODEL = "model.py"
-_CHECKPOINTS = (".safetensors", ".pt", ".pth", ".ckpt")
-_TABLES = (".csv", ".tsv", ".parquet", ".jsonl", ".arrow", ".feather", ".npz")
-_BUILDERS = ("build", "build_model", "make_model", "create_model", "get_model", "load_model", "model")
+_ROWS = 1000  # that are read to tell ids and classes
+_LONGEST_ID = 100  # characters
+_TEXT_TYPES = (pa.string(), pa.large_string())
 _TARGETS = ("label", "labels", "target", "targets", "y", "class", "outcome", "score")
 _IDS = ("id", "uid", "uuid", "name", "key")
 _INPUTS = ("x", "inputs", "input", "image", "images", "features", "data")
 _TEXTS = ("text", "sentence", "content", "review", "document", "body", "utterance", "source", "input")
+_WRITTEN = ("target", "summary", "highlights", "translation", "output", "response", "answer")
 _PAIRS = (
     ("sentence1", "sentence2"),
     ("premise", "hypothesis"),
@@ -33,12 +38,34 @@ _PAIRS = (
     ("text1", "text2"),
     ("query", "passage"),
 )
-_PROMPTS = ("prompt", "instruction", "question", "input")
-_COMPLETIONS = ("completion", "response", "output", "answer")
-_CHATS = ("messages", "conversations", "chat")
-_WORDS = ("tokens", "words")
-_TAGS = ("ner_tags", "tags", "pos_tags", "labels", "label")
-_WRITTEN = ("target", "summary", "highlights", "translation", "output", "response", "answer")
+
+Layout = Mapping[str, tuple[str, ...] | list[str]]
+"""key of `data` -> the names that its column may have, or a list of columns that it needs all."""
+
+_PAIRED: tuple[Layout, ...] = tuple({"text": list(pair), "target": _TARGETS} for pair in _PAIRS)
+_ONE_TEXT: tuple[Layout, ...] = (*_PAIRED, {"text": _TEXTS, "target": _TARGETS})
+_LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
+    "sequence-classification": _ONE_TEXT,
+    "regression": _ONE_TEXT,
+    "token-classification": (
+        {"text": ("tokens", "words", *_TEXTS), "target": ("ner_tags", "tags", "pos_tags", "labels", "label")},
+    ),
+    "causal-lm": (
+        {"messages": ("messages", "conversations", "chat")},
+        {
+            "prompt": ("prompt", "instruction", "question", "input"),
+            "completion": ("completion", "response", "output", "answer"),
+        },
+        {"text": _TEXTS},
+    ),
+    "masked-lm": ({"text": _TEXTS},),
+    "seq2seq-lm": ({"text": (*_TEXTS, "prompt", "instruction", "question"), "target": _WRITTEN},),
+    "question-answering": ({"text": ["question", "context"], "target": ("answers", "answer")},),
+    "multiple-choice": ({"text": ["question", "choices"], "target": (*_TARGETS, "answer")},),
+    "image-classification": ({"image": ("image", "img", "path", "file"), "target": _TARGETS},),
+}
+"""task -> what its dataset may look like; the first that fits."""
+
 _ENDINGS: Mapping[str, str] = {
     "ForSequenceClassification": "sequence-classification",
     "ForTokenClassification": "token-classification",
@@ -61,119 +88,131 @@ _OF_ADAPTERS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Proposal:
-    """A config as plain values, sentences above its keys, and what a person should look at."""
+    """A config as plain values, and what a person should look at."""
 
     settings: dict[str, Any]
-    remarks: dict[str, str]
     notes: list[str]
 
 
-def has_own_files(folder: Path) -> bool:
-    """Whether a folder has a model.py and a data file."""
-    return (folder / MODEL).is_file() and bool(_files(folder, _TABLES))
+def proposed(model: str, base_model: str | None, data: Path | None, folder: Path) -> Proposal:
+    """A config for a model and a dataset. folder: the one that the config will be in.
 
+    Args:
+        model: a folder of save_pretrained or of PEFT, or a factory: FILE.py:CALLABLE or MODULE:CALLABLE.
+        base_model: the folder or hub id of an adapter's base model, where the adapter does not say.
 
-def own_files(folder: Path) -> Proposal:
-    """A config for the model.py, the data file and the checkpoint of a folder. Raises ModelError and
-    DataError for files that can't be understood.
+    Raises ModelError for a model of no known task, DataError for a file without the columns that are needed.
     """
     notes: list[str] = []
-    model: dict[str, Any] = {"factory": f"{MODEL}:{_factory(folder / MODEL, notes)}"}
-    checkpoint = _one(_files(folder, _CHECKPOINTS), "checkpoint", notes)
-    if checkpoint is None:
-        notes.append("no checkpoint lies there: the weights are those that the factory gives")
+    if ":" in model and not Path(model).is_dir():
+        location, name = model.rsplit(":", 1)
+        place = _relative(Path(location), folder) if location.endswith(".py") else location
+        section: dict[str, Any] = {"factory": f"{place}:{name}"}
+        rows, loss = _rows_of_factory(data, folder, notes)
+        notes.append("the weights are those that the factory gives; model.checkpoint names a file of others")
     else:
-        model["checkpoint"] = checkpoint.name
-    path = _one(_files(folder, _TABLES), "dataset", notes)
-    assert path is not None
-    header, data = _header(path), {"path": path.name}
-    columns = _columns(header)
-    data |= columns
-    loss = "cross_entropy" if _has_classes(path, header, columns["target"]) else "mse"
-    notes.append(f"the target is {columns['target']!r}, and the loss {loss}; check both")
-    settings = {
-        "version": 1,
-        "model": model,
-        "loss": {"name": loss},
-        "data": data,
-        "output": f"runs/{path.name.split('.')[0]}",
-    }
-    return Proposal(
-        settings, {"model": "Of the files in this folder: change what is not as you mean it."}, notes
+        section = _pretrained_model(Path(model), base_model, folder, notes)
+        task = section["task"]
+        rows, loss = _rows_of_task(task, data, folder, notes), TASK_LOSSES[task]
+    output = "runs/" + ("mine" if data is None else data.resolve().name.split(".")[0])
+    settings = {"version": 1, "model": section, "loss": {"name": loss}, "data": rows, "output": output}
+    return Proposal(settings, notes)
+
+
+def _rows_of_factory(data: Path | None, folder: Path, notes: list[str]) -> tuple[dict[str, Any], str]:
+    """The section data for a model of one's own, and the loss."""
+    if data is None:
+        raise ConfigError(
+            "--from names a factory, and no --data was given",
+            expected="a file of rows, or a folder of images",
+        )
+    if data.is_dir():
+        notes.append(
+            "the loss is cross_entropy; set data.size, mean and std to what the model was trained on"
+        )
+        return {"images": _relative(data, folder)}, "cross_entropy"
+    header, first = _header(data), _first_rows(data)
+    names = header.names
+    target = _named(_TARGETS, names) or names[-1]
+    identifier = _identifier(first, header, [target])
+    numbers = [
+        name
+        for name in names
+        if name not in (target, identifier, *header.texts) and header.columns[name].kind != "text"
+    ]
+    if not numbers:
+        raise DataError(
+            f"{data} has no column of numbers beside {target!r}",
+            expected="columns that a model of its own reads",
+        )
+    one = _named(_INPUTS, numbers)
+    inputs: str | list[str] = one if one else numbers[0] if len(numbers) == 1 else numbers
+    loss = "cross_entropy" if _has_classes(first, header, target) else "mse"
+    notes.append(f"the target is {target!r}, and the loss {loss}; check both")
+    rows = {"path": _relative(data, folder), "inputs": inputs, "target": target}
+    return rows | ({"id": identifier} if identifier else {}), loss
+
+
+def _rows_of_task(task: str, data: Path | None, folder: Path, notes: list[str]) -> dict[str, Any]:
+    """The section data for a pretrained model."""
+    if data is None:
+        notes.append("no --data was given: the names of file and columns are examples")
+        last = _LAYOUTS[task][-1]
+        return {"path": "train.jsonl", **{k: v if isinstance(v, list) else v[0] for k, v in last.items()}}
+    if data.is_dir():
+        if task != "image-classification":
+            raise DataError(f"{data} is a folder", expected=f"a file with columns, for {task}")
+        return {"images": _relative(data, folder)}
+    header = _header(data)
+    columns = _columns(task, header)
+    taken = [name for each in columns.values() for name in ([each] if isinstance(each, str) else each)]
+    identifier = _identifier(_first_rows(data), header, taken)
+    return {"path": _relative(data, folder), **columns} | ({"id": identifier} if identifier else {})
+
+
+def _columns(task: str, header: DataHeader) -> dict[str, str | list[str]]:
+    """The keys of data for a task, from the names of the columns. Raises DataError where they do not say."""
+    missing: list[str] = []
+    for layout in _LAYOUTS[task]:
+        found: dict[str, str | list[str]] = {}
+        for key, names in layout.items():
+            left = [name for name in header.names if name not in found.values()]
+            one = _named(names, left)
+            if isinstance(names, list) and set(names) <= set(left):
+                found[key] = names
+            elif isinstance(names, tuple) and one is not None:
+                found[key] = one
+        missing = [key for key in layout if key not in found]
+        if not missing:
+            return found
+    raise DataError(
+        f"the columns of {header.path}, {', '.join(header.names[:12])}, do not say which is"
+        f" {' and which '.join(missing)}, for {task}",
+        next_step="write the config without --data, and name the columns in it",
     )
 
 
-def pretrained(folder: Path, data: Path | None, base: Path) -> Proposal:
-    """A config for a folder of save_pretrained, or of a PEFT adapter, and a data file. base: the folder that
-    the config will be in.
-
-    Raises ModelError for a folder without a config of a known task, DataError for a file without columns that
-    the task takes.
-    """
-    notes: list[str] = []
-    model = _pretrained_model(folder, base, notes)
-    task = model["task"]
-    if data is None:
-        section: dict[str, Any] = {"path": "train.jsonl", **_PLACEHOLDERS.get(task, {"text": "text"})}
-        notes.append("no --data was given: the names of file and columns are examples")
-    elif data.is_dir():
-        if task != "image-classification":
-            raise DataError(f"{data} is a folder", expected=f"a file with columns, for {task}")
-        section = {"images": _relative(data, base)}
-    else:
-        header = _header(data)
-        section = {"path": _relative(data, base), **_text_columns(task, header)}
-        identifier = _named(_IDS, header.names)
-        section |= {"id": identifier} if identifier else {}
-    settings = {
-        "version": 1,
-        "model": model,
-        "loss": {"name": TASK_LOSSES[task]},
-        "data": section,
-        "output": f"runs/{folder.resolve().name}",
-    }
-    remarks = {"loss": "The loss of this task; it may be left out."}
-    return Proposal(settings, remarks, notes)
-
-
-_PLACEHOLDERS: Mapping[str, dict[str, Any]] = {
-    "sequence-classification": {"text": "text", "target": "label"},
-    "regression": {"text": "text", "target": "score"},
-    "token-classification": {"text": "tokens", "target": "tags"},
-    "causal-lm": {"prompt": "prompt", "completion": "completion"},
-    "seq2seq-lm": {"text": "text", "target": "summary"},
-    "question-answering": {"text": ["question", "context"], "target": "answers"},
-    "multiple-choice": {"text": ["question", "choices"], "target": "label"},
-    "image-classification": {"image": "image", "target": "label"},
-}
-
-
-def _pretrained_model(folder: Path, base: Path, notes: list[str]) -> dict[str, Any]:
+def _pretrained_model(path: Path, base_model: str | None, folder: Path, notes: list[str]) -> dict[str, Any]:
     """The section model. Raises ModelError."""
-    adapter = folder / "adapter_config.json"
-    if adapter.is_file():
-        about = _json(adapter)
-        inner, kind = about.get("base_model_name_or_path"), str(about.get("task_type"))
-        if not isinstance(inner, str) or kind not in _OF_ADAPTERS:
-            raise ModelError(
-                f"{adapter} names the base model {inner!r} and the task {kind}",
-                expected=f"a base model, and one of {', '.join(_OF_ADAPTERS)}",
-            )
-        local = Path(inner)
-        name = _relative(local, base) if local.is_dir() else inner
-        return {"pretrained": name, "task": _OF_ADAPTERS[kind], "adapter": [_relative(folder, base)]}
-    if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"there is no {folder / 'config.json'}",
-            expected="a folder of save_pretrained, or of a PEFT adapter",
-            next_step="psgrad init DIR --from FOLDER [--data FILE]",
+    if (path / "adapter_config.json").is_file():
+        return _adapted_model(path, base_model, folder)
+    if path.suffix == ".py" and path.is_file():
+        names = [each.name for each in callables_in(path)]
+        raise ConfigError(
+            f"{path} is a file of Python, and --from does not say what builds the model",
+            next_step=f"--from {path}:NAME, of {', '.join(names) or 'a function that returns the model'}",
         )
-    about = _json(folder / "config.json")
+    if not (path / "config.json").is_file():
+        raise ModelError(
+            f"there is no {path / 'config.json'}",
+            expected="a folder of save_pretrained or of PEFT, or FILE.py:CALLABLE",
+        )
+    about = _json(path / "config.json")
     names = [str(each) for each in about.get("architectures") or []]
     task = next((task for name in names for end, task in _ENDINGS.items() if name.endswith(end)), None)
     if task is None:
         raise ModelError(
-            f"{folder / 'config.json'} names the architecture {', '.join(names) or 'none'}",
+            f"{path / 'config.json'} names the architecture {', '.join(names) or 'none'}",
             expected=f"one whose name ends in {', '.join(_ENDINGS)}",
             cause="the folder has a model without a head, which has no loss",
         )
@@ -182,107 +221,54 @@ def _pretrained_model(folder: Path, base: Path, notes: list[str]) -> dict[str, A
     if task == "sequence-classification" and (about.get("problem_type") == "regression" or count == 1):
         task = "regression"
     notes.append(f"{names[0]} does {task}")
-    return {"pretrained": _relative(folder, base), "task": task}
+    return {"pretrained": _relative(path, folder), "task": task}
 
 
-def _text_columns(task: str, header: DataHeader) -> dict[str, Any]:
-    """The keys of data for a task, from the names of the columns. Raises DataError where they do not say."""
-    names = header.names
-    pair = next((list(each) for each in _PAIRS if set(each) <= set(names)), None)
-    text, target = _named(_TEXTS, names), _named(_TARGETS, names)
-    written = _named(_WRITTEN, [name for name in names if name != text])
-    chat, prompt = _named(_CHATS, names), _named(_PROMPTS, names)
-    completion = _named(_COMPLETIONS, [name for name in names if name != prompt])
-    words, tags = _named(_WORDS, names) or text, _named(_TAGS, names)
-    found: dict[str, dict[str, Any]] = {
-        "sequence-classification": {"text": pair or text, "target": target},
-        "regression": {"text": pair or text, "target": target},
-        "token-classification": {"text": words, "target": tags},
-        "causal-lm": {"messages": chat}
-        if chat
-        else {"prompt": prompt, "completion": completion}
-        if prompt and completion
-        else {"text": text},
-        "masked-lm": {"text": text},
-        "seq2seq-lm": {"text": text or prompt, "target": written},
-        "question-answering": {
-            "text": ["question", "context"] if {"question", "context"} <= set(names) else None,
-            "target": _named(("answers", "answer"), names),
-        },
-        "multiple-choice": {
-            "text": ["question", "choices"] if {"question", "choices"} <= set(names) else None,
-            "target": target or _named(("answer",), names),
-        },
-        "image-classification": {"image": _named(("image", "img", "path", "file"), names), "target": target},
-    }
-    keys = found[task]
-    missing = [key for key, value in keys.items() if value is None]
-    if missing:
-        raise DataError(
-            f"the columns of {header.path}, {', '.join(names[:12])}, do not say which is"
-            f" {' and which '.join(missing)}, for {task}",
-            next_step="write the config without --data, and name the columns in it",
+def _adapted_model(path: Path, base_model: str | None, folder: Path) -> dict[str, Any]:
+    """The section model of a PEFT adapter. Raises ModelError and ConfigError."""
+    about = _json(path / "adapter_config.json")
+    base, kind = base_model or about.get("base_model_name_or_path"), str(about.get("task_type"))
+    if not isinstance(base, str) or not base:
+        raise ConfigError(
+            f"{path / 'adapter_config.json'} does not name the base model",
+            next_step="add --base FOLDER, the model that the adapter was trained on",
         )
-    return keys
-
-
-def _factory(path: Path, notes: list[str]) -> str:
-    """The name of what builds the model in a file. Raises ModelError where nothing does."""
-    found = callables_in(path)
-    ready = [each for each in found if not each.required]
-    functions = {each.name: each for each in ready if not each.bases}
-    modules = [each for each in ready if any(base.split(".")[-1] == "Module" for base in each.bases)]
-    chosen = next((name for name in _BUILDERS if name in functions), None)
-    if chosen is None and modules:
-        chosen = modules[-1].name  # the whole usually stands below its parts
-    if chosen is None and functions:
-        chosen = next(iter(functions))
-    if chosen is not None:
-        others = [each.name for each in ready if each.name != chosen and not each.name.startswith("_")]
-        notes.append(f"the model is {path.name}:{chosen}" + (f", not {', '.join(others)}" if others else ""))
-        return chosen
-    if not found:
+    if kind not in _OF_ADAPTERS:
         raise ModelError(
-            f"{path} defines no function and no class",
-            expected="a function that returns the model, or its class",
+            f"{path / 'adapter_config.json'} names the task {kind}",
+            expected=f"one of {', '.join(_OF_ADAPTERS)}",
         )
-    first = next((each for each in found if each.name in _BUILDERS), found[-1])
-    notes.append(f"{path.name}:{first.name} needs {', '.join(first.required)}: write them into model.kwargs")
-    return first.name
+    name = _relative(Path(base), folder) if Path(base).is_dir() else base
+    return {"pretrained": name, "task": _OF_ADAPTERS[kind], "adapter": [_relative(path, folder)]}
 
 
-def _columns(header: DataHeader) -> dict[str, Any]:
-    """inputs, target and id of a table of numbers. Raises DataError where no column is left for inputs."""
-    names = header.names
-    target = _named(_TARGETS, names) or names[-1]
-    identifier = _named(_IDS, [name for name in names if name != target])
-    numbers = [
-        name
-        for name in names
-        if name not in (target, identifier, *header.texts) and header.columns[name].kind != "text"
+def _identifier(first: pa.Table, header: DataHeader, taken: Sequence[str]) -> str | None:
+    """The column that names the rows: one that is called so, or a column of short texts that all differ."""
+    left = [name for name in header.names if name not in taken]
+    named = _named(_IDS, left)
+    texts: list[str] = [
+        field.name for field in first.schema if field.name in left and field.type in _TEXT_TYPES
     ]
-    if not numbers:
-        raise DataError(
-            f"{header.path} has no column of numbers beside {target!r}",
-            expected="columns that a model of its own reads",
-            next_step="psgrad init --from FOLDER --data FILE is for texts and a pretrained model",
-        )
-    one = _named(_INPUTS, numbers)
-    inputs: str | list[str] = one if one else numbers[0] if len(numbers) == 1 else numbers
-    return {"inputs": inputs, "target": target} | ({"id": identifier} if identifier else {})
+    for name in [named, *texts] if named else texts:
+        if name not in first.column_names:
+            return name  # of arrays, whose rows are not read here
+        column = first[name].cast(pa.string()) if pa.types.is_primitive(first[name].type) else first[name]
+        if column.null_count or column.type not in _TEXT_TYPES or len(pc.unique(column)) < len(column):
+            continue
+        lengths = pc.min_max(pc.utf8_length(column)).as_py()
+        if lengths["min"] and (name == named or lengths["max"] <= _LONGEST_ID):
+            return name
+    return None
 
 
-def _has_classes(path: Path, header: DataHeader, target: str) -> bool:
+def _has_classes(first: pa.Table, header: DataHeader, target: str) -> bool:
     """Whether the target names classes: texts, whole numbers, true and false."""
-    kind = header.columns[target].kind
-    if target in header.texts:
+    if target not in first.column_names:
+        return header.columns[target].kind in ("integer", "boolean", "text")
+    if not pa.types.is_floating(first[target].type):
         return True
-    if kind is not None:
-        return kind in ("integer", "boolean", "text")
-    import pandas as pd
-
-    cells = pd.read_csv(path, sep="\t" if data_format(path) == "tsv" else ",", usecols=[target], nrows=1000)
-    return bool((cells[target].dropna() % 1 == 0).all())
+    values = first[target].drop_null().cast(pa.float64())
+    return bool(pc.all(pc.equal(values, pc.floor(values))).as_py())
 
 
 def _header(path: Path) -> DataHeader:
@@ -292,20 +278,24 @@ def _header(path: Path) -> DataHeader:
     return data_headers(config, path.parent)[0]
 
 
-def _files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """The files of these suffixes, by suffix, those named train first, then by name."""
-    found = [path for path in folder.iterdir() if path.is_file() and path.suffix.lower() in suffixes]
-    return sorted(
-        found,
-        key=lambda path: ("train" not in path.name, suffixes.index(path.suffix.lower()), path.name),
-    )
-
-
-def _one(paths: Sequence[Path], what: str, notes: list[str]) -> Path | None:
-    if len(paths) > 1:
-        others = ", ".join(path.name for path in paths[1:5])
-        notes.append(f"the {what} is {paths[0].name}; there are others: {others}")
-    return paths[0] if paths else None
+def _first_rows(path: Path) -> pa.Table:
+    """The first rows of a table; no columns for a file of arrays, and for rows of mixed types."""
+    suffix = data_format(path)
+    tabs = pa.dataset.CsvFileFormat(pa.csv.ParseOptions(delimiter="\t"))
+    kinds = {
+        "csv": "csv",
+        "tsv": tabs,
+        "jsonl": "json",
+        "parquet": "parquet",
+        "arrow": "arrow",
+        "feather": "arrow",
+    }
+    if suffix not in kinds:
+        return pa.table({})
+    try:
+        return pa.dataset.dataset(path, format=kinds[suffix]).head(_ROWS)
+    except (pa.ArrowException, OSError):
+        return pa.table({})
 
 
 def _named(wanted: Sequence[str], names: Sequence[str]) -> str | None:

@@ -103,10 +103,10 @@ class Residence:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a run, or of one that is planned.
+    """The processes of a run.
 
     Attributes:
-        processes: with this one; it alone where a run is planned.
+        processes: with this one.
         count: how many the run has. per_host: how many of them are on one host.
     """
 
@@ -118,10 +118,6 @@ class Ranks:
     def of(cls, processes: Processes | None) -> Ranks:
         found = OneProcess() if processes is None else processes
         return cls(found, found.size, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-
-    @classmethod
-    def planned(cls, count: int, per_host: int) -> Ranks:
-        return cls(OneProcess(), count, min(count, per_host))
 
     def parts(self, residence: Residence) -> WeightParts | None:
         """What this process keeps of sharded weights; None where it keeps them all, or none."""

@@ -174,10 +174,12 @@ class RunningManifest:
 
 @contextmanager
 def running_manifest(folder: RunFolder, manifest: RunManifest, clock: Clock) -> Iterator[RunningManifest]:
-    """Keeps manifest.json true to what has happened: running, finished, failed or interrupted.
+    """Keeps manifest.json true to what has happened: running, finished, failed or interrupted. No other
+    process can replace the run meanwhile.
 
     `created` is when the run began, whichever process continues it, and `finished` when it came to its end.
     """
+    folder.hold()
     before = folder.manifest()
     running = RunningManifest(
         replace(
@@ -196,8 +198,11 @@ def running_manifest(folder: RunFolder, manifest: RunManifest, clock: Clock) -> 
         with suppress(Exception):  # the disk may be full, and the user must read what went wrong first
             folder.write_manifest(running.manifest.content())
         raise
-    ended = replace(running.manifest, state="finished", finished=now(), timings=clock.seconds)
-    folder.write_manifest(ended.content())
+    else:
+        ended = replace(running.manifest, state="finished", finished=now(), timings=clock.seconds)
+        folder.write_manifest(ended.content())
+    finally:
+        folder.let_go()
 
 
 @dataclass

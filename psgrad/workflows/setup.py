@@ -32,6 +32,7 @@ from psgrad.inputs.models.checkpoint_headers import require_checkpoint
 from psgrad.inputs.models.factory import checkpoint_hash
 from psgrad.inputs.reader import CheckedReader
 from psgrad.inputs.rows import Samples
+from psgrad.workflows.class_names import with_names_of_reference
 from psgrad.workflows.loaded_parts import Loaded, Trained, load
 from psgrad.workflows.residence import Ranks, turn_to_read
 
@@ -131,7 +132,10 @@ class Setup(Loaded):
 
 
 def set_up(config: Config, kept: Path | None = None, ranks: Ranks | None = None) -> Setup:
-    """Load all that a config names, and make the parts of a run of it; see `load`."""
+    """Load all that a config names, and make the parts of a run of it; see `load`. Classes without names in
+    the config have those of a stored reference.
+    """
+    config = with_names_of_reference(config)
     trained = Trained(config.analyze.trainable, "analyze.trainable")
     return setup_of(load(config, trained=trained, kept=kept, ranks=ranks))
 
@@ -145,7 +149,9 @@ def setup_of(parts: Loaded) -> Setup:
     objective = Objective(
         parts.model, criterion.function, summary, forward=parts.forward, autocast=parts.autocast
     )
-    reader = CheckedReader(parts.samples, criterion, parts.class_count(criterion))
+    classes = parts.class_count(criterion)
+    parts.require_names_of_outputs(classes)
+    reader = CheckedReader(parts.samples, criterion, classes)
     _check_padding(parts, objective)
     if parts.samples.ungrouped is not None:
         objective = GroupObjective(objective)

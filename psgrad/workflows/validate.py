@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 from psgrad.config import (
     MEASUREMENTS,
+    Config,
     DataConfig,
     ModelConfig,
     is_callable_spec,
@@ -34,7 +34,6 @@ from psgrad.inputs.models.pretrained_checks import (
     library_problems,
     pretrained_facts,
 )
-from psgrad.inputs.sources.file_checks import require_file
 from psgrad.plugins import MEASURES, METHODS, PluginKind
 from psgrad.storage import RunFolder
 from psgrad.storage.folders import manifest_of
@@ -60,26 +59,37 @@ def validate(
     """
     reading = read_config(path, list(overrides))
     found = Validation(str(path), [Problem("", ConfigError(problem)) for problem in reading.problems])
-    _Checks(found, path.parent, reading.sections).all()
+    checks = _Checks(found, path.parent, reading.sections, deep)
+    checks.all()
+    rows = checks.rows
     if deep and not found.problems and reading.config is not None:
         from psgrad.workflows.validate_deep import validate_deep
 
-        validate_deep(reading.config, found, say)
+        rows = validate_deep(reading.config, found, say)
     elif reading.config is not None and not deep:
         found.notes.append(
             "not looked at without --deep: whether the weights fit the model, labels are in range, and a row"
             " goes through"
         )
+    if reading.config is not None and rows and not found.problems:
+        checks.gate_limits(reading.config, rows)
     return found
 
 
 class _Checks:
-    """The checks, each of which adds to what was found. `sections` are those that could be read."""
+    """The checks, each of which adds to what was found.
 
-    def __init__(self, found: Validation, base: Path, sections: Mapping[str, Any]) -> None:
-        self.found, self.base, self.sections = found, base, sections
-        self.data = DataChecks(found, base, sections)
+    Attributes:
+        sections: those that could be read.
+        deep: whether the model and all rows are loaded afterwards.
+        rows, trusted: how many rows the data and the reference have, as far as headers tell.
+    """
+
+    def __init__(self, found: Validation, base: Path, sections: Mapping[str, Any], deep: bool) -> None:
+        self.found, self.base, self.sections, self.deep = found, base, sections, deep
+        self.data = DataChecks(found, base, sections, deep)
         self.rows: int | None = None
+        self.trusted: int | None = None
 
     def all(self) -> None:
         self._model()
@@ -144,7 +154,8 @@ class _Checks:
             )
             if header is None:
                 self.found.facts[where] = str(path)
-                self.found.notes.append(f"what {path} holds is checked with --deep")
+                if not self.deep:
+                    self.found.notes.append(f"what {path} holds is checked with --deep")
                 return None
             numbers = sum(math.prod(tensor.shape) for tensor in header.values())
             self.found.facts[where] = f"{path}: {len(header):,} tensors, {numbers:,} numbers"
@@ -195,14 +206,18 @@ class _Checks:
                 else data.model_dump(exclude_unset=True, exclude={"path", "factory", "kwargs"})
             )
             with self.found.problems_at(f"{where}.data"):
-                self.data.dataset(f"{where}.data", DataConfig.model_validate({**kept, **given}))
+                self.trusted = self.data.dataset(
+                    f"{where}.data", DataConfig.model_validate({**kept, **given})
+                )
         if reference.baseline is not None:
             self._baseline(f"{where}.baseline", reference.baseline)
         if reference.run is not None:
+            from psgrad.results.manifest import read_manifest
             from psgrad.storage.finished import finished_manifest
 
             with self.found.problems_at(f"{where}.run"):
-                finished_manifest(self.base / reference.run)
+                manifest = read_manifest(finished_manifest(self.base / reference.run))
+                self.trusted = manifest.counts.samples
 
     def _baseline(self, where: str, path: Path) -> None:
         from psgrad.quality.gates import read_baseline
@@ -273,6 +288,18 @@ class _Checks:
                     f"{gate.ignore}: {len(read_ignore_list(self.base / gate.ignore)):,} entries"
                 )
 
+    def gate_limits(self, config: Config, rows: int) -> None:
+        """Note what the gate could not decide. Samples of a baseline are not tested when they come again, so
+        nothing is known there.
+        """
+        outliers, gate = config.analyze.outliers, config.gate
+        if gate.max_outliers is None and gate.max_fraction is None:
+            return
+        if outliers.reference is None or self.trusted is not None:
+            from psgrad.quality.gate_limits import undecided_rules
+
+            self.found.notes += undecided_rules(gate, outliers, rows, self.trusted)
+
     def _engine(self) -> None:
         engine = self.sections.get("engine")
         if engine is None:
@@ -282,14 +309,6 @@ class _Checks:
 
             with self.found.problems_at("engine.scratch"):
                 ScratchFolder(self.base / engine.scratch)
-        if engine.machine is None:
-            return
-        with self.found.problems_at("engine.machine"):
-            path = require_file(self.base / engine.machine, "machine file", ConfigError)
-            try:
-                json.loads(path.read_bytes())
-            except ValueError as error:
-                raise ConfigError(f"the machine file {path} is not valid JSON: {error}") from error
 
     def _output(self) -> None:
         output: Path | None = self.sections.get("output")

@@ -80,8 +80,8 @@ _LABEL_LOSSES = (*_CLASS_LOSSES, "bce_with_logits")  # whose targets may be name
 class DataChecks:
     """The checks of one dataset after another, each of which adds to what was found."""
 
-    def __init__(self, found: Validation, base: Path, sections: Mapping[str, Any]) -> None:
-        self.found, self.base, self.sections = found, base, sections
+    def __init__(self, found: Validation, base: Path, sections: Mapping[str, Any], deep: bool) -> None:
+        self.found, self.base, self.sections, self.deep = found, base, sections, deep
 
     def dataset(self, where: str, data: DataConfig, unit: str | None = None) -> int | None:
         """Check a dataset. Returns its number of rows; None where that is not known."""
@@ -104,7 +104,7 @@ class DataChecks:
                 self.found.add(f"loss.columns in {where}", next(filter(None, of_loss), []))
             header = joined_header(headers)
             self._labels(where, header, data)
-            self.found.facts[where] = _described(header, data)
+            self.found.facts[where] = _described(header, data, counted=self.deep)
             self._rows_of_pretrained(where, data)
             return header.rows
         return None
@@ -142,8 +142,11 @@ class DataChecks:
         self.found.add(f"{where}.target", [error])
 
 
-def _described(header: DataHeader, data: DataConfig) -> str:
-    rows = "rows not counted" if header.rows is None else f"{header.rows:,} rows"
+def _described(header: DataHeader, data: DataConfig, counted: bool) -> str:
+    """Rows and columns in words. counted: whether rows that the header does not tell are counted later."""
+    rows = "" if counted else "rows not counted"
+    if header.rows is not None:
+        rows = f"{header.rows:,} rows"
     names = input_names(data)
     words = []
     texts = [data.text] if isinstance(data.text, str) else data.text or []
@@ -157,4 +160,4 @@ def _described(header: DataHeader, data: DataConfig) -> str:
                 + (f" {list(column.shape[1:])}" if column.shape and len(column.shape) > 1 else "")
             )
     more = f" and {len(names) - 4} more inputs" if len(names) > 4 else ""
-    return f"{data.source}: {'; '.join([rows, *([', '.join(words)] if words else [])])}{more}"
+    return f"{data.source}: {'; '.join(filter(None, [rows, ', '.join(words)]))}{more}"

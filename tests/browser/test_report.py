@@ -331,11 +331,29 @@ def test_tables_use_the_width_and_hide_nothing_that_fits(
     assert page.complaints == []
 
 
+def test_ids_are_not_broken_and_the_last_column_is_seen_in_a_window_of_1300(open_page: Open) -> None:
+    run = full(200)
+    named = run.samples.assign(id=[f"tabby/p{row:03}.png" for row in range(len(run.samples))])
+    kept = ["rank", "target", "prediction", "confidence", "loss", "grad_norm", "percentile", "robust_z"]
+    listed = [*kept, "id", "index", "outlier_score", "reasons", "status", "is_outlier_issue"]
+    few = named[[each for each in listed if each in named]]
+    page = open_page(replace(run, samples=few, measures={}, top_inputs=[]), width=1300)
+    lines = page.ask(
+        "[...document.querySelectorAll('#samples td.id')].map(t => (r => { r.selectNodeContents(t);"
+        " return r.getClientRects().length })(document.createRange()))"
+    )
+    assert set(lines) == {1}
+    assert page.ask(
+        "(t => t.scrollWidth <= t.closest('.scroll').clientWidth + 1)(document.querySelector('#samples'))"
+    )
+
+
 @pytest.mark.parametrize("width", [500, 1180, 1920])
 def test_the_comparison_of_rankings_is_the_first_thing_said(open_page: Open, width: int) -> None:
     facts = {
         "score": "grad_norm",
-        "loss_agreement": {"spearman": 0.99996, "top": 18, "shared": 8, "other": "loss", "words": ""},
+        "loss_agreement": {"spearman": 0.99996, "top": 18, "shared": 8, "other": "loss", "words": ""}
+        | {"expected": 17.7},
     }
     run = full(200)
     page = open_page(replace(run, manifest={**run.manifest, "outliers": facts}), width=width)

@@ -41,6 +41,18 @@ def test_numbers_that_are_not_finite_are_null(workplace: Workplace) -> None:
     assert found["nonfinite"] == 1
 
 
+@pytest.mark.parametrize("options", [(), ("-q",), ("-q", "--json")])
+def test_samples_that_are_not_finite_are_named(workplace: Workplace, options: tuple[str, ...]) -> None:
+    rows = workplace.arrays["x"].copy()
+    rows[[3, 7]] = np.nan
+    workplace.save(x=rows)
+    outcome = workplace.analyze(*LIGHT, "--no-report", *options)
+    ids = [str(workplace.arrays["uid"][row]) for row in (3, 7)]
+    assert f"warning: not finite, in loss or gradient: {', '.join(ids)}" in outcome.err.splitlines()
+    if "-q" in options:
+        assert outcome.err.count("\n") == 1
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_check_leaves_with_the_gates_exit_code(workplace: Workplace, options: tuple[str, ...]) -> None:

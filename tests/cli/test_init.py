@@ -113,8 +113,6 @@ def test_what_is_written_is_right(
     text = (folder / "psgrad.yaml").read_text(encoding="utf-8")
     assert text.splitlines()[0] == "# yaml-language-server: $schema=psgrad.schema.json"
     load_config(folder / "psgrad.yaml")
-    missing = set(keys_of(Config)) - set(keys_in(uncommented(text)))
-    assert missing <= {"analyze.measures.name"}  # a measure's name alone stands for it
     schema = json.loads((folder / "psgrad.schema.json").read_text(encoding="utf-8"))
     jsonschema.validate(parse(text, "config").content, schema, jsonschema.Draft7Validator)
     assert run(monkeypatch, "validate", "new/psgrad.yaml") == 0
@@ -149,18 +147,46 @@ def test_it_runs_as_written(
     assert out.splitlines()[-1].startswith("runs/")
 
 
-def test_init_overwrites_only_with_the_option(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["model.py", "digits.npz", "psgrad.yaml"])
+def test_init_replaces_no_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    mine = tmp_path / "model.py"
+    mine = tmp_path / name
     mine.write_text("mine")
     assert run(monkeypatch, "init", tmp_path) == 2
     err = capfd.readouterr().err
-    assert "has model.py already; nothing was written" in err
-    assert [path.name for path in tmp_path.iterdir()] == ["model.py"]
+    assert f"has {name} already; nothing was written" in err
+    assert "--overwrite" not in err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
     assert mine.read_text() == "mine"
-    assert run(monkeypatch, "init", tmp_path, "--overwrite") == 0
-    assert "build" in mine.read_text()
+    assert run(monkeypatch, "init", tmp_path, "--overwrite") == 2
+    assert mine.read_text() == "mine"
+
+
+def test_init_again_completes_what_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "init", tmp_path) == 0
+    (tmp_path / "psgrad.yaml").unlink()
+    capfd.readouterr()
+    assert run(monkeypatch, "init", tmp_path) == 0
+    assert capfd.readouterr().out.split() == [str(tmp_path / "psgrad.yaml")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_init_writes_a_short_config_and_all_keys_with_full(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = []
+    for option in ([], ["--full"]):
+        folder = tmp_path / f"new{len(option)}"
+        assert run(monkeypatch, "init", folder, "--kind", kind, *option) == 0
+        texts.append((folder / "psgrad.yaml").read_text(encoding="utf-8"))
+    short, full = texts
+    assert len(short.splitlines()) <= 25
+    assert parse(short, "config").content == parse(full, "config").content
+    missing = set(keys_of(Config)) - set(keys_in(uncommented(full)))
+    assert missing <= {"analyze.measures.name"}  # a measure's name alone stands for it
 
 
 def test_a_link_that_leads_nowhere_is_not_written_through(

@@ -84,6 +84,39 @@ def test_what_needs_no_model_loads_no_torch(begun: Path, arguments: list[str]) -
     assert done.stderr.splitlines()[-1] == "LOADED []"
 
 
+COMMANDS = (
+    ("out", ["analyze", "psgrad.yaml"]),
+    ("out", ["influence", "psgrad.yaml"]),
+    ("out-lds", ["influence", "psgrad.yaml", "--evaluate", "lds"]),
+    ("out", ["dp-step", "psgrad.yaml", "--steps", "1"]),
+    ("out-audit", ["dp-audit", "psgrad.yaml"]),
+    ("index", ["influence", "index", "psgrad.yaml", "--set", "influence.index={path: index}"]),
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("output", "arguments"), COMMANDS, ids=[" ".join(each) for _, each in COMMANDS])
+def test_output_that_is_there_is_refused_before_imports(
+    begun: Path, output: str, arguments: list[str]
+) -> None:
+    (begun / output).mkdir(exist_ok=True)
+    (begun / output / "mine.txt").write_text("mine")
+    script = f"""
+        import sys
+        from psgrad.cli import main
+        sys.argv = ["psgrad", *{arguments!r}, "--set", "output=out"]
+        try:
+            main()
+        except SystemExit as left:
+            print(left.code, [name for name in {HEAVIEST!r} if name in sys.modules], file=sys.stderr)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=begun, capture_output=True, text=True, check=True
+    )
+    assert "is not empty and does not hold" in done.stderr
+    assert done.stderr.splitlines()[-1] == "2 []"
+
+
 @pytest.mark.sweep
 def test_analyze_no_report_loads_no_matplotlib(begun: Path) -> None:
     script = """

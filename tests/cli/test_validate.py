@@ -173,6 +173,51 @@ def test_a_pickle_is_said_to_be_unchecked(workplace: Workplace) -> None:
     outcome = validated(workplace)
     assert outcome.code == 0
     assert "what model.pt holds is checked with --deep" in outcome.err
+    assert "--deep" not in validated(workplace, "--deep").err
+
+
+def test_rows_of_a_folder_of_images_are_counted(workplace: Workplace) -> None:
+    for number in range(3):
+        (workplace.folder / "images" / "a").mkdir(parents=True, exist_ok=True)
+        (workplace.folder / "images" / "a" / f"{number}.png").write_bytes(b"")
+    workplace.config["data"] = {"images": "images"}
+    assert "data: images: 3 rows; image image" in validated(workplace).out
+
+
+def test_rows_not_counted_is_not_said_where_all_are_read(workplace: Workplace) -> None:
+    count = 1001  # more than the header reads
+    frame = pd.DataFrame(np.zeros((count, 4)), columns=list("abcd")).assign(y=np.arange(count) % 3)
+    frame.to_csv(workplace.folder / "rows.csv", index=False)
+    workplace.config["data"] = {"path": "rows.csv", "inputs": list("abcd"), "target": "y"}
+    assert "rows not counted" in validated(workplace).out
+    deep = validated(workplace, "--deep").out
+    assert "rows not counted" not in deep
+    assert "rows: 1,001" in deep
+
+
+def test_a_gate_without_a_reference_is_said_to_be_undecided(workplace: Workplace) -> None:
+    workplace.config["gate"] = {"max_outliers": 2}
+    outcome = validated(workplace)
+    assert outcome.code == 0
+    assert "gate.max_outliers can't be passed (exit code 4): without a reference" in outcome.err
+
+
+def test_a_gate_that_its_reference_can_not_decide_is_said_to_be_so(workplace: Workplace) -> None:
+    rows = {"x": np.zeros((500, 4), np.float32), "y": np.zeros(500, np.int64), "uid": np.arange(500)}
+    np.savez(workplace.folder / "trusted.npz", **rows)
+    workplace.save(**{name: np.concatenate([value] * 2) for name, value in rows.items() if name != "uid"})
+    workplace.save(uid=np.arange(1000))
+    workplace.config["analyze"] = {"outliers": {"reference": {"data": {"path": "trusted.npz"}}}}
+    workplace.config["gate"] = {"max_outliers": 2}
+    said = validated(workplace).err
+    # With 500 trusted samples p is at least 1 / 501; .1 * k / 1000 reaches that from k = 20 on.
+    assert "gate.max_outliers can't be passed (exit code 4): 0 outliers, and 2 may be;" in said
+    assert "fewer than 20 outliers can't be told from chance" in said
+    assert "or gate.max_outliers: 19" in said
+    workplace.config["gate"] = {"max_outliers": 19}
+    assert "can't be passed" not in validated(workplace).err
+    workplace.config["analyze"]["outliers"]["group_by"] = "class"
+    assert "can't be passed" not in validated(workplace, "--set", "gate.max_outliers=2").err
 
 
 def test_an_index_whose_shard_is_missing_or_lacks_a_tensor(workplace: Workplace) -> None:
@@ -341,7 +386,6 @@ def test_a_large_file_is_not_read(workplace: Workplace) -> None:
             {"influence": {"queries": {"path": "gone.npz", "inputs": "x", "target": "y"}}},
             "there is no dataset gone.npz",
         ),
-        ({"engine": {"machine": "gone.json"}}, "there is no machine file gone.json"),
         ({"engine": {"scratch": "gone"}}, "engine.scratch: no file can be made in gone: No such file"),
         ({"loss": "losses.py:mine"}, "there is no file losses.py"),
     ],
@@ -368,7 +412,7 @@ def test_class_names_that_are_not_one_for_each_output_are_found_by_deep(
     workplace: Workplace, names: list[str]
 ) -> None:
     workplace.config["data"]["class_names"] = names
-    words = f"data.class_names: the names are {', '.join(names)} ({len(names)}), and the model has 3 classes"
+    words = f"data.class_names has {len(names)} names, {', '.join(names)}, and the model has 3 outputs"
     refused(workplace, 2, words, options=("--deep",))
     workplace.config["data"]["class_names"] = ["a", "b", "c"]
     assert validated(workplace, "--deep").code == 0
@@ -425,6 +469,8 @@ def test_files_that_are_no_config(workplace: Workplace, command: str, kind: str)
 def test_image_folders(workplace: Workplace) -> None:
     (workplace.folder / "images" / "cat").mkdir(parents=True)
     workplace.config["data"] = {"images": "images"}
+    refused(workplace, 3, "images has no rows")
+    (workplace.folder / "images" / "cat" / "0.png").write_bytes(b"")
     outcome = validated(workplace)
     assert outcome.code == 0, outcome.err
     workplace.config["data"] |= {"target": "lable"}

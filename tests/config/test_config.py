@@ -335,7 +335,7 @@ def test_each_mistake_is_reported(tmp_path: Path, old: str, new: str, expected: 
         ("compile: true", "engine.compile: got true, expected one of none, inductor"),
         (
             "capture: off, compile: inductor",
-            "compile: inductor compiles what was captured, and capture is off",
+            "compile: inductor compiles what was recorded, and capture is off",
         ),
     ],
 )

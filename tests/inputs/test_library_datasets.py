@@ -12,6 +12,7 @@ import pytest
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.inputs.sources.load import SourceRows, load_data, open_rows
+from psgrad.inputs.sources.renumbered import numbered_as
 
 datasets = pytest.importorskip("datasets")
 
@@ -53,6 +54,30 @@ def test_a_folder_of_one_dataset(tmp_path: Path) -> None:
     assert samples.class_names == ("neg", "pos")
     assert samples.read(0, 2).inputs[0].tolist() == [[0.0, 0.0], [1.0, 1.0]]
     assert samples.ragged is not None
+
+
+def test_labels_with_names_in_another_order_get_the_numbers_of_the_classes(tmp_path: Path) -> None:
+    """Of tokens, too, as lists: -100 stays."""
+    columns = {"x": [1.0, 2.0, 3.0], "label": [0, 1, 0], "tags": [[0, 2], [1, -100], []]}
+    names = datasets.ClassLabel(names=["O", "PER", "LOC"])
+    kinds = datasets.Features(
+        x=datasets.Value("float32"),
+        label=names,
+        tags=datasets.Sequence(datasets.ClassLabel(names=names.names)),
+    )
+    datasets.Dataset.from_dict(columns, kinds).save_to_disk(tmp_path / "set")
+    order = ("LOC", "O", "PER")
+    rows = open_rows(DataConfig(dataset="set", inputs="x", target="tags"), tmp_path)
+    found = numbered_as(rows, "tags", order)
+    assert found.column("tags").to_pylist() == [[1, 0], [2, -100], []]
+    assert found.take(np.array([1, 0])).column("tags").to_pylist() == [[2, -100], [1, 0]]
+    assert found.class_names["tags"] == order
+    assert found.fingerprint != rows.fingerprint
+    assert numbered_as(rows, "tags", ("nobody", "knows")) is rows
+    given = DataConfig(dataset="set", inputs="x", target="label", class_names=list(order))
+    samples = load_data(given, tmp_path)
+    assert samples.targets is not None
+    assert samples.targets.tolist() == [1, 2, 1]
 
 
 def test_splits_of_a_folder(tmp_path: Path) -> None:

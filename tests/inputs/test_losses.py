@@ -335,7 +335,7 @@ def test_good_targets(name: str, target: Tensor) -> None:
 )
 def test_bad_targets_are_reported_with_their_row(name: str, target: Tensor, expected: str) -> None:
     with pytest.raises(DataError) as caught:
-        check_targets(criterion(name), target, CLASSES, first_row=10)
+        check_targets(criterion(name), target, CLASSES, lambda row: f"row {row + 10}")
     for part in expected.split("[^|]*"):
         assert part.strip() in str(caught.value)
 

@@ -78,7 +78,7 @@ def test_texts_in_csv_keep_their_blanks_and_ids_their_spelling(tmp_path: Path) -
     (tmp_path / "data.csv").write_text('text,y,uid\n a ,1, 007 \n"b, c",0,8\n,1,9\n')
     table = opened(tmp_path, "data.csv", text="text", target="y", id="uid").read(0, 3)
     assert table.column("text").to_pylist() == [" a ", "b, c", ""]
-    assert table.column("uid").to_pylist() == ["007", "8", "9"]
+    assert table.column("uid").to_pylist() == [" 007 ", "8", "9"]
     assert table.column("y").type == pa.int64()
 
 
@@ -173,10 +173,20 @@ def test_jsonl_without_the_column(tmp_path: Path) -> None:
     assert "data.jsonl has no column 'lable'; did you mean label?" in message
 
 
+@pytest.mark.parametrize(("place", "line"), [("header", 1), ("row", 3), ("far", 5003)])
+def test_csv_that_is_not_text_names_the_line(tmp_path: Path, place: str, line: int) -> None:
+    rows = [b"x,y", b"1,2", *[b"3,4"] * (5000 if place == "far" else 0), b"\xe9,6"]
+    rows[0] = b"x,\xe9" if place == "header" else rows[0]
+    (tmp_path / "data.csv").write_bytes(b"\n".join(rows))
+    said = error(tmp_path, "data.csv", inputs="x")
+    assert f"data.csv, line {line} can't be read as text" in said
+    assert "header" not in said
+
+
 def test_jsonl_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_bytes(b'{"x": 1}\n{"x": "\xff"}\n')
     said = error(tmp_path, "data.jsonl", inputs="x")
-    assert "can't be read as text from line 1 on" in said
+    assert "data.jsonl, line 2 can't be read as text: invalid start byte, byte 0xff at 7" in said
     assert "expected: text in UTF-8\n  next step: convert it, such as with: iconv -f LATIN1 -t UTF-8" in said
     (tmp_path / "data.jsonl").write_bytes('{"x": 1}\n'.encode("utf-16"))
     assert "iconv -f UTF-16 -t UTF-8" in error(tmp_path, "data.jsonl", inputs="x")

@@ -352,7 +352,7 @@ def test_labels_class_names_stand_in_for_names_that_nobody_gave(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("label", "words"),
     [
-        ("angry", "row 1 (ROWS, line 2) has the label 'angry'\n  expected: one of dull, fine, odd"),
+        ("finn", "'finn' in row 1 (ROWS, line 2), 1 of 2 rows, is no class; did you mean fine?"),
         (3, "row 1 (ROWS, line 2) has the label 3\n  expected: a number from 0 to 2, or -100"),
         (None, "row 1 (ROWS, line 2) has no label\n  expected: one of dull, fine, odd"),
     ],
@@ -367,7 +367,7 @@ def test_label_outside_the_head_is_refused_with_its_row(label: object, words: st
 
 def test_label_by_name_without_names_is_refused_with_the_way_to_give_them(tmp_path: Path) -> None:
     said = refusal_of(DataError, tmp_path, "sequence-classification", rows("good"), **CLASSIFY)
-    assert "has the label 'good'" in said
+    assert "the label 'good' in row 0" in said
     assert "LABEL_0, LABEL_1" in said
     assert "list the names in data.class_names" in said
 

@@ -220,6 +220,24 @@ def test_checked_removals_at_no_minimum_have_no_found() -> None:
     assert json.loads(_terminal(told, style="json"))["check"]["removals"][0]["found"] is None
 
 
+def test_checked_removals_compare_what_is_found_with_the_share_of_the_prediction() -> None:
+    """An eighth of a step shows an eighth of the prediction."""
+    removals = [CheckedRemoval("a", 0, "b", 1, 0.8, 0.11), CheckedRemoval("c", 1, "c", None, 1.6, 0.2)]
+    check = RemovalCheck(1, False, removals, 0.125)
+    assert "It is 1 to 1.1 times what is predicted for 0.125 of a step." in check.words
+    shown = _terminal(replace(result(), check=check))
+    for words in ("for 0.125 of a step", "+0.100", "+0.110"):
+        assert words in shown
+
+
+def test_checked_removals_at_no_minimum_have_no_found_column() -> None:
+    removals = [CheckedRemoval("a", 0, "b", 1, 0.8, None)]
+    shown = _terminal(replace(result(), check=RemovalCheck(0, False, removals, 1.0, 7.0, False)))
+    assert "predicted, at no minimum" in shown
+    assert "would lower it 7 times as far" in shown
+    assert "found" not in shown.partition("Largest changes")[2].partition("The weights are")[0]
+
+
 @pytest.mark.parametrize("calibrated", [True, False])
 def test_page_says_whether_scores_are_amounts_and_why(calibrated: bool) -> None:
     unit = UNIT if calibrated else UNIT.replace("in nats", "in nats (uncalibrated)")
@@ -394,6 +412,21 @@ def test_the_terminal_has_sign_and_unit_then_both_sides_of_each_query() -> None:
         assert cells[5:7] == [signed(hurting["score"]), hurting["train_id"]]
     assert lines[-1] == "runs/digits-influence"
     assert sum(line.startswith("Query ") for line in lines) == 3
+
+
+def test_terminal_of_texts_shows_their_beginning() -> None:
+    found = result(40, 2, inputs="text")
+    lines = _terminal(found).splitlines()
+    head = lines.index("All 2 queries") + 1
+    assert lines[head].split().count("text") == 2
+    helps, _ = pairs_of(found.scores, ALL_INDEX, 1)
+    text = found.training_inputs[int(helps["train_index"].iloc[0])].text
+    assert text is not None
+    assert " ".join(text.split())[:39] in lines[head + 1]
+    assert all(line.isprintable() for line in lines)
+    query = next(place for place, line in enumerate(lines) if line.startswith("Query "))
+    assert lines[query + 1].startswith("  def sample_")
+    assert "text" not in _terminal(result())
 
 
 def test_one_query_is_not_shown_twice() -> None:

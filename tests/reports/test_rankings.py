@@ -21,15 +21,17 @@ from tests.reports import frames
 
 
 def outliers(
-    spearman: float = 0.99996, shared: int = 8, score: str = "grad_norm", other: str = "loss"
+    spearman: float = 0.99996, shared: int = 8, score: str = "grad_norm", other: str = "loss", **more: Any
 ) -> dict[str, Any]:
     agreement = {
         "spearman": spearman,
         "top": 18,
+        "expected": 17.7,
         "shared": shared,
         "top_overlap": shared / 18,
         "other": other,
         "words": "w",
+        **more,
     }
     return {"decided_by": "review", "score": score, "loss_agreement": agreement}
 
@@ -49,7 +51,7 @@ def test_tops_that_disagree_are_said_first_and_loudly_and_the_loss_is_offered() 
     said = (
         "Gradient norm and loss disagree about which samples to look at first: only 8 of the first 18 by"
         " gradient norm are among the first 18 by loss (44%), although the rank correlation over all samples"
-        " is 0.9999."
+        " is 0.9999, at which 17.7 are expected."
     )
     words = plain(page)
     assert f"What stands out {said}" in words  # nothing stands before it
@@ -78,7 +80,7 @@ def test_tops_that_disagree_are_said_first_and_loudly_and_the_loss_is_offered() 
                 " although"
             ),
         ),
-        (1, 0, "look at first: the first by gradient norm is not the first by loss, although"),
+        (1, 0, "Gradient norm and loss: the first by gradient norm is not the first by loss, and"),
         (1, 1, "Gradient norm and loss agree: the first by gradient norm is the first by loss, and"),
     ],
 )
@@ -128,11 +130,51 @@ def test_tops_that_agree_are_said_quietly() -> None:
     assert "--set analyze.outliers.score=loss" not in summary(run(shared=18))
 
 
+@pytest.mark.parametrize(
+    ("top", "shared", "expected", "alarm"),
+    [
+        (2, 0, 1.8, False),  # a few rows
+        (9, 0, 8.9, False),
+        (10, 0, 8.9, True),
+        (18, 2, 1.1, False),  # as many as expected
+        (18, 10, 12.0, False),
+        (18, 5, 12.0, True),
+        (18, 5, None, False),  # of an older run
+    ],
+)
+def test_rankings_disagree_beyond_chance_alone(
+    top: int, shared: int, expected: float | None, alarm: bool
+) -> None:
+    changed = run(top=top, shared=shared, expected=expected)
+    page, words = render(changed, [norm_histogram(frames.classification(20))]), summary(changed)
+    assert ('class="loud"' in page) == alarm
+    assert ("disagree" in words) == alarm
+    assert ("--set analyze.outliers.score=loss" in words) == alarm
+    if expected is not None:
+        assert f"at which {expected:.1f} are expected" in words
+
+
+def test_few_rows_are_no_headline() -> None:
+    page = plain(render(run(top=2, shared=1, expected=1.8), [norm_histogram(frames.classification(20))]))
+    assert "1 of 2" not in page.split("What stands out")[0]
+
+
+def test_a_gap_is_said_on_the_page_and_on_the_terminal() -> None:
+    facts = {**outliers(), "gap": {"rows": 6, "factor": 8.04}}
+    found = frames.result(frames.classification(300), manifest={**frames.MANIFEST, "outliers": facts})
+    said = "6 samples stand out by gradient norm: the next is 8.0 times smaller"
+    assert said in summary(found).splitlines()
+    assert f"{said}." in plain(render(found, [norm_histogram(frames.classification(20))]))
+    assert "stand out by" not in summary(run())
+
+
 def test_a_run_that_is_ranked_by_loss_says_so_and_does_not_offer_it() -> None:
     page = plain(render(run(score="loss", other="grad_norm"), [norm_histogram(frames.classification(20))]))
     assert "Loss and gradient norm disagree" in page
     assert "--set analyze.outliers.score=loss" not in page
     assert "ranks the examples by another score, the loss" in page
+    assert "Which training examples are first by loss?" in page
+    assert "pull hardest" not in page
     assert "of the first ranks by loss" in page
 
 

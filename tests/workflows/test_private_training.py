@@ -27,6 +27,7 @@ from psgrad.engine.privacy.rounding import residual_epsilon
 from psgrad.results import STEP_COLUMNS, STEP_KEYS
 from psgrad.workflows import private_steps
 from psgrad.workflows.private_statement import Statement
+from psgrad.workflows.private_steps import PrivateRun
 from tests.oracles import one_sample_gradients
 from tests.private_workplace import EXACT, PrivateWorkplace
 from tests.workplace import ROWS, Workplace
@@ -545,6 +546,83 @@ def test_steps_beyond_the_plan_are_refused_before_any_is_taken(private: PrivateW
     assert private.step()["steps"] == 20
 
 
+def public_bytes(private: PrivateWorkplace) -> dict[str, bytes]:
+    """name -> content, of the public files that tell of the steps; the ledger notes each resume."""
+    files = (private.run_folder / "public").iterdir()
+    return {file.name: file.read_bytes() for file in files if file.suffix == ".safetensors"}
+
+
+@pytest.mark.long
+def test_dp_resume_of_a_finished_run_with_all_steps_ends_well_and_releases_nothing_new(
+    private: PrivateWorkplace,
+) -> None:
+    private.privacy["steps"] = 2
+    private.succeeded("--steps", "all")
+    before, step = public_bytes(private), private.step()
+    assert "noisy_sum.safetensors" in before
+    outcome = private.succeeded("--steps", "all", "--resume")
+    assert public_bytes(private) == before
+    assert private.step()["epsilon_rdp"] == step["epsilon_rdp"]
+    assert len(private.ledger("step")) == 2
+    assert "noisy_sum" not in outcome.err
+
+
+class Killed(BaseException):
+    """The process ends where it is: no handler writes anything more."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("steps", [1, 2])
+def test_dp_resume_after_the_last_payment_names_the_noisy_sum_that_is_lost(
+    private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """Noise is not drawn again for a step that was paid for: the sum of an earlier step stays as it is."""
+    private.privacy["steps"] = steps
+    if steps > 1:
+        private.succeeded()
+    before = public_bytes(private) if steps > 1 else {}
+
+    def killed(self: PrivateRun, event: Any) -> None:
+        pay(self, event)
+        raise Killed
+
+    pay = PrivateRun.pay
+    with monkeypatch.context() as patched:
+        patched.setattr(PrivateRun, "pay", killed)
+        with pytest.raises(Killed):
+            private.dp_step(*(["--resume"] if steps > 1 else []))
+    said = private.succeeded("--resume", "--steps", "all").err
+    found = "is that of step 1" if steps > 1 else "is missing"
+    assert f"public/noisy_sum.safetensors {found}" in said
+    assert f"paid for step {steps} ended before" in said
+    assert "1 steps of an earlier process were paid for and lost" in said
+    assert public_bytes(private).get("noisy_sum.safetensors") == before.get("noisy_sum.safetensors")
+    assert len(private.ledger("step")) == steps
+
+
+@pytest.mark.long
+def test_dp_resume_after_the_last_checkpoint_has_the_noisy_sum(
+    private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private.privacy["steps"] = 1
+
+    def killed(self: PrivateRun) -> bytes:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PrivateRun, "_model_bytes", killed)
+        with pytest.raises(Killed):
+            private.dp_step()
+    assert not (private.run_folder / "public" / "model.safetensors").exists()
+    said = private.succeeded("--resume", "--steps", "all").err
+    assert "noisy_sum" not in said
+    assert "lost" not in said
+    released = load_file(private.run_folder / "public" / "noisy_sum.safetensors")
+    before = private.workplace.model.state_dict()
+    for name, after in private.weights().items():
+        torch.testing.assert_close(after, before[name] - 0.1 * released[name] / 12)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -573,6 +651,9 @@ def test_a_resume_on_other_data_or_another_model_is_refused(private: PrivateWork
     private.workplace.save(x=x[::-1].copy())
     private.refused(2, "the dataset is not the one that the run in out began with", options=("--resume",))
     private.workplace.save(x=x)
+    private.workplace.config["data"]["class_names"] = ["a", "b", "c"]
+    private.refused(2, "the dataset is not the one", "target, id or class_names", options=("--resume",))
+    del private.workplace.config["data"]["class_names"]
     private.workplace.use_model("def Model():\n    return mlp(6)\n")
     private.refused(
         3,

@@ -141,19 +141,6 @@ def test_images_are_copied_into_a_folder(workplace: Workplace, metadata: bool) -
     inside.refused(2, "is in the folder of images itself")
 
 
-def test_an_image_outside_of_the_folder_is_not_copied(workplace: Workplace) -> None:
-    pictures(workplace, metadata=True)
-    shutil.move("pictures/img/0.png", "0.png")
-    text = Path("pictures/metadata.csv").read_text().replace("img/0.png", "../0.png")
-    Path("pictures/metadata.csv").write_text(text)
-    analyzed(workplace, {"images": "pictures", "size": [4, 4], "target": "kind"})
-    outcome = workplace.command("select", "out", "--where", "index >= 0", "--output", "clean")
-    outcome.refused(
-        3, "the image ../0.png is outside of", "next step: name a file of rows, such as clean.csv"
-    )
-    assert not [path for path in Path().iterdir() if "clean" in path.name]
-
-
 def write_tars(place: Workplace, suffix: str) -> list[tuple[str, bytes]]:
     """The files of the rows in two archives, beside one that is no row."""
     files: list[tuple[str, bytes]] = []

@@ -88,7 +88,7 @@ def test_text_task_runs_analyze_influence_and_dp_step_from_one_yaml(
     ("change", "words"),
     [
         ("", ("data (texts): rows of 3 to 19 tokens, at most 64 are taken", "no problems found")),
-        ("target: text", ("has the label 'the cat sat on the mat'", "expected: one of dull, fine, odd")),
+        ("target: text", ("the label 'the cat sat on the mat' in row 0", "expected: one of dull, fine, odd")),
         ("target: label, max_length: 5", ("has 8 tokens", "expected: at most 5")),
     ],
 )

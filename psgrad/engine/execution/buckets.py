@@ -77,14 +77,6 @@ def positions_of(lengths: Numbers, ragged: RaggedAxes) -> Numbers:
     return found
 
 
-def share_of_positions(block: Block) -> float:
-    """The share of a block's positions that are not padding; 1 where rows are alike."""
-    if block.ragged is None or block.lengths is None or not len(block):
-        return 1.0
-    positions = positions_of(block.lengths.numpy(), block.ragged)
-    return float(positions.mean() / max(positions.max(), 1))
-
-
 def plan_buckets(
     lengths: torch.Tensor, ragged: RaggedAxes, *, once: float, most: int | None = None
 ) -> list[torch.Tensor]:

@@ -1,6 +1,4 @@
-"""What a pass over a chunk of samples will take, in time and memory, before it runs; and the chunk that fits
-a budget.
-"""
+"""What a pass over a chunk of samples will take before it runs; and the chunk that fits a budget."""
 
 from __future__ import annotations
 
@@ -28,17 +26,15 @@ class ChunkPlan:
     """What a chunk will take.
 
     Attributes:
-        seconds: estimated.
+        seconds: by the constants of a typical device, to compare with another pass.
         peak_bytes: the most memory that the pass has at a time beyond the parameters and the chunk's own
             inputs; its results are in it.
         input_bytes: of the chunk's inputs and targets.
-        kernels: how many run.
     """
 
     seconds: float
     peak_bytes: int
     input_bytes: int
-    kernels: int
 
 
 def plan_chunk(
@@ -47,8 +43,6 @@ def plan_chunk(
     inputs: tuple[torch.Tensor, ...],
     target: torch.Tensor | None,
     chunk: int | None = None,
-    *,
-    replayed: bool = False,
 ) -> ChunkPlan:
     """What `function(params, inputs, target)` will take, without running it.
 
@@ -57,77 +51,31 @@ def plan_chunk(
             bound.
         inputs, target: rows on the device to compute on, [n, ...]; their values don't matter.
         chunk: how many rows to predict for, n where it is not said.
-        replayed: for a chunk that is replayed by a program.
 
     Raises NotCapturable, or what the function raises on tensors without values, where its kernels depend on
     data.
-    """
-    costs, given = costs_of_pass(function, params, inputs, target, chunk, replayed=replayed)
-    device = next(iter(params.values())).device
-    return ChunkPlan(
-        seconds_of(costs, machine(device), replayed=replayed), costs.peak_bytes, given, len(costs.kernels)
-    )
-
-
-def costs_of_pass(
-    function: Callable[..., Any],
-    params: Any,
-    inputs: Any,
-    target: Any,
-    chunk: int | None = None,
-    *,
-    replayed: bool = False,
-) -> tuple[PassCosts, int]:
-    """(costs, bytes of the chunk itself) of a function of parameters and a chunk; arguments as for
-    `plan_chunk`.
     """
     rows = tree_map(
         lambda x: x if chunk is None or not isinstance(x, torch.Tensor) else Like.rows(x, chunk),
         (inputs, target),
     )
-    costs = trace_pass(function, params, *rows, replayed=replayed)
-    return costs, sum(
+    costs = trace_pass(function, params, *rows)
+    given = sum(
         math.prod(x.shape) * x.dtype.itemsize
         for x in tree_leaves(rows)
         if isinstance(x, (torch.Tensor, Like))
     )
+    on = machine(next(iter(params.values())).device)
+    return ChunkPlan(seconds_of(costs, on), costs.peak_bytes, given)
 
 
-def seconds_of(costs: PassCosts, on: Machine, *, replayed: bool = False) -> float:
+def seconds_of(costs: PassCosts, on: Machine) -> float:
     """What a pass takes on a machine, from its costs. Where calls return before their kernels are done, the
     slower of Python and kernels counts.
     """
     kernels = sum(kernel.seconds(on) for kernel in costs.kernels)
-    if replayed:
-        return kernels
     python = costs.operators * on.operator_seconds + len(costs.kernels) * on.kernel_seconds
     return max(kernels, python) if on.asynchronous else kernels + python
-
-
-@dataclass(frozen=True)
-class Correction:
-    """What a model's own Python takes a chunk, and how much slower than priced its kernels are, from two
-    small chunks that were run.
-    """
-
-    python: float
-    share: float
-
-    def __call__(self, kernels: float) -> float:
-        """Seconds of a chunk whose kernels are priced at `kernels` seconds."""
-        return self.python + self.share * kernels
-
-
-# A price is not off by more: beyond that, something else than kernels was timed.
-_WORST_SHARE = 4.0
-
-
-def correction(small: tuple[float, float], large: tuple[float, float]) -> Correction:
-    """From (seconds priced, seconds taken) of two chunks, the second of more samples."""
-    (priced, taken), (priced_more, taken_more) = small, large
-    slope = (taken_more - taken) / (priced_more - priced) if priced_more > priced else 1.0
-    share = min(max(slope, 1 / _WORST_SHARE), _WORST_SHARE)
-    return Correction(max(0.0, min(taken - share * priced, taken_more - share * priced_more)), share)
 
 
 def chunk_for(trace_at: Callable[[int], ChunkPlan], budget: int, most: int = 1024) -> int:

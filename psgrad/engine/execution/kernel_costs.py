@@ -1,6 +1,4 @@
-"""What one kernel takes: its class, how much it computes and moves, and the memory that it needs beside its
-result.
-"""
+"""What one kernel takes: how much it computes and moves, and the memory that it needs beside its result."""
 
 from __future__ import annotations
 
@@ -14,45 +12,7 @@ from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.private_torch import schema_of, tree_leaves
 
-Kind = Literal[
-    "view",
-    "product",
-    "convolution",
-    "grouped convolution",
-    "attention",
-    "pooling",
-    "scattered",
-    "transcendental",
-    "stream",
-]
-
-# fmt: off
-_TRANSCENDENTAL = frozenset({
-    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "logsumexp", "sin", "cos", "tan", "tanh",
-    "tanh_backward", "sigmoid",
-    "sigmoid_backward", "erf", "erfc", "erfinv", "gelu", "gelu_backward", "silu", "silu_backward", "softplus",
-    "mish", "elu", "pow",
-    "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data", "bernoulli",
-    "native_dropout", "normal",
-    "uniform", "rand", "randn",
-})
-# Whole rows where an index says; single elements, of which each moves a cache line.
-_ROWS = frozenset(
-    {"index", "index_select", "embedding", "index_add", "index_put", "index_copy", "embedding_dense_backward",
-     "cumsum"}
-)
-_ELEMENTS = frozenset(
-    {"gather", "take", "take_along_dim", "scatter", "scatter_add", "scatter_reduce", "masked_scatter", "sort",
-     "topk"}
-)
-_WINDOWS = frozenset({"max_pool2d_with_indices", "avg_pool2d", "im2col", "col2im", "unfold_backward"})
-_FACTORIES = frozenset({
-    "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "empty_like", "full_like",
-    "nll_loss_forward",
-    "nll_loss_backward", "zeros", "ones", "full", "arange",
-})
-# fmt: on
-_LINE = 64  # bytes of a cache line
+Kind = Literal["view", "product", "convolution", "grouped convolution", "other"]
 
 
 @dataclass(frozen=True)
@@ -61,13 +21,12 @@ class Kernel:
 
     Attributes:
         name: the operator's, without overload.
-        kind: which of the machine's constants price it.
+        kind: how it is priced.
         operations: floating-point operations, of products, convolutions and attention.
         moved: bytes read and written.
         result: bytes of fresh memory that its results take.
         workspace: bytes that it takes meanwhile, beyond its results.
         sizes: (batch, rows, columns, inner) of a product.
-        elements: of the result.
         dtype: of what is multiplied.
     """
 
@@ -78,7 +37,6 @@ class Kernel:
     result: int
     workspace: int
     sizes: tuple[int, int, int, int]
-    elements: int
     dtype: torch.dtype
 
     @property
@@ -96,15 +54,8 @@ class Kernel:
             return machine.convolution_seconds(
                 self.operations, moved, self.dtype, grouped=self.kind == "grouped convolution"
             )
-        if self.kind == "attention":
-            return machine.attention_seconds(self.operations, self.moved, self.dtype)
-        if self.kind == "pooling":
-            return machine.call_seconds + self.elements / machine.pooling
-        if self.kind == "scattered":
-            return machine.scattered_seconds(self.moved)
-        if self.kind == "transcendental":
-            return machine.transcendental_seconds(self.elements, self.moved)
-        return machine.stream_seconds(self.moved, self.result)
+        computing = self.operations / machine.product_rate(self.dtype)
+        return computing + machine.stream_seconds(self.moved, self.result)
 
 
 def kernel_of(op: Op, args: Any, kwargs: Any, results: Any, fresh: int) -> Kernel:
@@ -114,11 +65,9 @@ def kernel_of(op: Op, args: Any, kwargs: Any, results: Any, fresh: int) -> Kerne
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     made = [x for x in tree_leaves(results) if isinstance(x, torch.Tensor)]
     name = schema_of(op).name.removeprefix("aten::").removesuffix("_") or schema_of(op).name
-    read, written = sum(map(_bytes, given)), sum(map(_bytes, made))
     dtype = next((x.dtype for x in given if x.dtype.is_floating_point), torch.float32)
-    elements = sum(x.numel() for x in made)
-    kind: Kind = "stream"
-    operations, workspace, moved, sizes = 0.0, 0, read + written, (1, 1, 1, 1)
+    kind: Kind = "other"
+    operations, workspace, moved, sizes = 0.0, 0, sum(map(_bytes, (*given, *made))), (1, 1, 1, 1)
     if not fresh and not schema_of(op).is_mutable:
         kind, moved = "view", 0
     elif found := _product_sizes(name, args):
@@ -126,21 +75,8 @@ def kernel_of(op: Op, args: Any, kwargs: Any, results: Any, fresh: int) -> Kerne
     elif name in ("convolution", "convolution_backward"):
         kind, operations, workspace = _convolution(name, args, made)
     elif "attention" in name and len(given) >= 3:
-        kind, operations = "attention", _attention_operations(name, args)
-    elif name in _WINDOWS:
-        kind, elements = "pooling", max(x.numel() for x in (*given, *made))
-    elif name in _ROWS:
-        kind, moved = "scattered", 2 * max(min(read, written), fresh)
-    elif name in _ELEMENTS:
-        kind, moved = (
-            "scattered",
-            _LINE * min(x.numel() for x in given if x.dim()) + (fresh if "scatter" in name else 0),
-        )
-    elif name in _FACTORIES:
-        moved = fresh
-    elif name in _TRANSCENDENTAL:
-        kind = "transcendental"
-    return Kernel(name, kind, operations, moved, fresh, workspace, sizes, elements, dtype)
+        operations = _attention_operations(name, args)
+    return Kernel(name, kind, operations, moved, fresh, workspace, sizes, dtype)
 
 
 def _bytes(x: torch.Tensor) -> int:

@@ -23,7 +23,7 @@ from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.gradients.inner.inner_products import inner_seconds
-from psgrad.engine.gradients.machine import built_in
+from psgrad.engine.gradients.machine import machine
 from psgrad.engine.transforms import grad, jvp, vmap
 from psgrad.errors import InfluenceError
 from psgrad.ragged import Block
@@ -369,7 +369,7 @@ def inner_product_operations(rows: Examples) -> float:
     count = max(1, min(_PRICED, _PRICED_BYTES * len(found) // max(factor_bytes(found), 1)))
     places = torch.arange(count, device=rows.device) % len(found)
     many = [gradient.at(places) for gradient in found.gradients.values()]
-    on = built_in(rows.device)  # the same on each machine of a kind
+    on = machine(rows.device)
     seconds = inner_seconds([(each, each) for each in many], on)
     return seconds * on.product_rate(torch.float64) / count**2
 

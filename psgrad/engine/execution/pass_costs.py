@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from psgrad.engine.execution.kernel_costs import Kernel, kernel_of
-from psgrad.engine.gradients.terms.numerics import flagging, unchecked
+from psgrad.engine.gradients.terms.numerics import unchecked
 from psgrad.engine.transforms.capture_guard import (
     NoReads,
     NotCapturable,
@@ -182,12 +182,11 @@ def observe_pass(function: Callable[..., Any], *args: Any) -> PassCosts:
     return follower.account.costs(result, args)
 
 
-def trace_pass(function: Callable[..., Any], *args: Any, replayed: bool = False) -> PassCosts:
+def trace_pass(function: Callable[..., Any], *args: Any) -> PassCosts:
     """What `function(*args)` would do, where no norm is computed again.
 
     Args:
         args: pytrees of tensors, or of what is Like them; shapes, dtypes and devices count.
-        replayed: as a captured program of it would, where inaccurate samples are flagged.
 
     Raises NotCapturable, or what `function` raises, where its kernels depend on values.
     """
@@ -197,7 +196,7 @@ def trace_pass(function: Callable[..., Any], *args: Any, replayed: bool = False)
         reads = NoReads()
         without_values = tree_map(lambda x: _without_value(x, mode, ledger.account), args)
         try:
-            with mode, ledger, reads, flagging() if replayed else unchecked(), torch.no_grad():
+            with mode, ledger, reads, unchecked(), torch.no_grad():
                 result = function(*without_values)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise NotCapturable(f"its operators depend on data, by {error}") from error

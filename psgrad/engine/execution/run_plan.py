@@ -1,14 +1,13 @@
 """What a run over a dataset will do and take: the order of contraction of each parameter, the chunk, the time
 and the memory.
 
-A chunk is followed on tensors without values; what its kernels take is priced by the machine's constants, and
-two small chunks are run to learn what the model's own Python takes, and how much slower its kernels are than
-priced.
+The time is that of two chunks of different sizes, which are run: what a chunk takes whatever its size, and
+what each row takes. The memory is that of a chunk that is followed on tensors without values.
 """
 
 from __future__ import annotations
 
-import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,26 +16,26 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.execution.buckets import share_of_positions
 from psgrad.engine.execution.chunk_plan import (
     ChunkPlan,
     chunk_for,
     chunk_for_factors,
-    correction,
-    costs_of_pass,
+    plan_chunk,
     seconds_of,
 )
+from psgrad.engine.execution.chunk_replay import NOT_REPLAYED, PAYS_FROM
 from psgrad.engine.execution.memory import chunk_budget
-from psgrad.engine.execution.pass_costs import NotCapturable, PassCosts, observe_pass, trace_pass
+from psgrad.engine.execution.pass_costs import NotCapturable, observe_pass, trace_pass
 from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, PREDICTED_FROM, Stream
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.per_sample import BatchPass, per_sample_gradients, per_sample_square_norms
+from psgrad.ragged import Block
 
-# Rows of the chunks that are run; how often, and for how many seconds, a chunk is run again for its best
-# time.
-_FEW, _MORE = 1, 8
-_TRIES, _LONG_ENOUGH = 5, 0.5
+# Rows that are read. They are repeated for larger chunks.
+_READ = 8
+# How often a chunk is timed, and the seconds after which it is not timed again, or not made larger.
+_TIMES, _LONG = 5, 0.5
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class ParameterCosts:
     Attributes:
         kinds: of the terms that the gradient is a sum of.
         order: the chosen order of contraction, as the manifest and the tables name it.
-        seconds: estimated, a sample.
         bytes: for each sample: its factors, and the largest intermediate of the chosen order.
         factored: whether no value of the parameter's size is held for each sample.
     """
@@ -55,7 +53,6 @@ class ParameterCosts:
     shape: tuple[int, ...]
     kinds: str
     order: str
-    seconds: float
     bytes: int
     factored: bool
 
@@ -99,39 +96,26 @@ class RunPlan:
 def plan_run(stream: Stream, rows: int) -> RunPlan:
     """What the stream's run over `rows` rows for norms will take. Reads and runs the first few rows, and no
     more. Of rows that differ in length, sizes are for rows as long as the longest of these, and times for
-    rows of their mean length.
+    rows of their lengths.
 
     Raises PsgradError, with the row, where the model or the loss fails on them.
     """
     stream.gradients_at([0])  # a model that fails says so, in a person's words
-    block = stream.load_block(0, min(_MORE, rows))
+    block = stream.load_block(0, min(_READ, rows))
     inputs, target = block.inputs, block.target
-    norms = stream.pass_of(per_sample_square_norms)
-    at, obstacle = _costs_at(norms, stream, inputs, target)
+    at, obstacle = _costs_at(stream, inputs, target)
     size = _chunk_size(stream, rows, at, inputs, target)
-    chunk = at(size)
-    fitted = correction(
-        *((at(n).seconds, _seconds(norms, stream, inputs, target, n)) for n in (_FEW, len(inputs[0])))
-    )
-    chunk_seconds = fitted(chunk.seconds)
-    chunks = -(-rows // size)
+    chunk, chunks = at(size), -(-rows // size)
     why = _why_not_replayed(stream, rows // size, obstacle)
     if block.ragged is not None:
         why = "rows differ in length"
-    seconds = rows / size * chunk_seconds * share_of_positions(block)
-    if why is None:
-        replayed = seconds_of(
-            costs_of_pass(norms, stream.params, inputs, target, size, replayed=True)[0],
-            machine(stream.device),
-            replayed=True,
-        )
-        seconds = 2 * chunk_seconds + max(0.0, rows / size - 2) * fitted.share * replayed
+    fixed, each = _measured_seconds(partial(_seconds, stream, block, replayed=why is None), len(block), size)
     return RunPlan(
         parameters=_parameters(stream, inputs, target, traceable=obstacle is None),
         rows=rows,
         chunk_size=size,
-        seconds=seconds,
-        chunk_seconds=chunk_seconds,
+        seconds=chunks * fixed + rows * each,
+        chunk_seconds=fixed + size * each,
         peak_bytes=chunk.peak_bytes,
         input_bytes=chunk.input_bytes,
         parameter_bytes=sum(p.numel() * p.element_size() for p in stream.params.values()),
@@ -141,35 +125,70 @@ def plan_run(stream: Stream, rows: int) -> RunPlan:
     )
 
 
-def _costs_at(
-    norms: Any, stream: Stream, inputs: Any, target: Any
-) -> tuple[Callable[[int], ChunkPlan], str | None]:
-    """(the plan of a chunk of a number of rows, whose seconds are those of its kernels; why a chunk had to
-    run).
+def _measured_seconds(seconds: Callable[[int], float], read: int, size: int) -> tuple[float, float]:
+    """(what a chunk takes whatever its size, what each of its rows takes): by two chunks, of the rows that
+    were read, and of as many as are run quickly, or fewer.
+
+    seconds: from a number of rows to what a chunk of them takes. read: how many rows there are. size: of the
+    run's chunks.
+    """
+    rows = min(read, size)
+    taken = seconds(rows)
+    other = min(size, int(rows * _LONG / max(taken, 1e-9)))
+    if other < 2 * rows:
+        other = max(1, rows // 4)
+    (few, short), (many, long) = sorted([(rows, taken), (other, seconds(other))])
+    each = (long - short) / (many - few) if many > few else 0.0
+    each = min(max(each, 0.0), long / many)  # neither part is negative, whatever else the machine did
+    return long - many * each, each
+
+
+def _seconds(stream: Stream, block: Block, rows: int, *, replayed: bool) -> float:
+    """The time of a chunk of the block's rows, spread and repeated: a median of few, without the first."""
+    spread = max(1, len(block) // rows)
+    some = block.at([row * spread % len(block) for row in range(rows)])
+    replay = stream.replays[per_sample_square_norms] if replayed else None
+
+    def run() -> Any:
+        if replay is not None:
+            return replay(some.inputs, some.target, PAYS_FROM)
+        return stream.computed(per_sample_square_norms, some)
+
+    for _ in range(NOT_REPLAYED if replayed else 0):
+        run()
+    times, began = list[float](), time.perf_counter()
+    while len(times) <= _TIMES and (len(times) < 1 or time.perf_counter() - began < _LONG):
+        start = time.perf_counter()
+        run()
+        if stream.device.type == "cuda":
+            torch.cuda.synchronize(stream.device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:] or times)
+
+
+def _costs_at(stream: Stream, inputs: Any, target: Any) -> tuple[Callable[[int], ChunkPlan], str | None]:
+    """(the plan of a chunk of a number of rows, why a chunk had to run for it).
 
     Where the kernels depend on values, they are observed while the first rows run, and their costs grow with
     the number of rows.
     """
-    on, known = machine(stream.device), dict[int, ChunkPlan]()
-
-    def planned(costs: PassCosts, given: int) -> ChunkPlan:
-        return ChunkPlan(seconds_of(costs, on, replayed=True), costs.peak_bytes, given, len(costs.kernels))
+    norms, known = stream.pass_of(per_sample_square_norms), dict[int, ChunkPlan]()
 
     def traced_at(rows: int) -> ChunkPlan:
         if rows not in known:
-            known[rows] = planned(*costs_of_pass(norms, stream.params, inputs, target, rows))
+            known[rows] = plan_chunk(norms, stream.params, inputs, target, rows)
         return known[rows]
 
     try:
-        traced_at(_FEW)
+        traced_at(1)
     except Exception as error:
         given = sum(x.numel() * x.element_size() for x in (*inputs, target) if x is not None)
-        whole, count = planned(observe_pass(norms, stream.params, inputs, target), given), len(inputs[0])
+        whole, count = observe_pass(norms, stream.params, inputs, target), len(inputs[0])
+        seconds = seconds_of(whole, machine(stream.device))
         why = str(error) if isinstance(error, NotCapturable) else f"{type(error).__name__}: {error}"
 
         def scaled(rows: int) -> ChunkPlan:
-            peak, given = whole.peak_bytes * rows // count, whole.input_bytes * rows // count
-            return ChunkPlan(whole.seconds * rows / count, peak, given, whole.kernels)
+            return ChunkPlan(seconds * rows / count, whole.peak_bytes * rows // count, given * rows // count)
 
         return scaled, why.partition("\n")[0]
     return traced_at, None
@@ -187,31 +206,16 @@ def _chunk_size(stream: Stream, rows: int, at: Callable[[int], ChunkPlan], input
     return chunk_for(at, chunk_budget(stream.device, stream.memory), min(LARGEST_AUTO_CHUNK, rows))
 
 
-def _seconds(norms: Any, stream: Stream, inputs: Any, target: Any, rows: int) -> float:
-    """The best time of a chunk of the first rows."""
-    some = tuple(x[:rows] for x in inputs), None if target is None else target[:rows]
-    best, began = math.inf, time.perf_counter()
-    for _ in range(_TRIES):
-        start = time.perf_counter()
-        norms(stream.params, *some)
-        if stream.device.type == "cuda":
-            torch.cuda.synchronize(stream.device)
-        best = min(best, time.perf_counter() - start)
-        if time.perf_counter() - began > _LONG_ENOUGH:
-            break
-    return best
-
-
 def _why_not_replayed(stream: Stream, chunks: int, obstacle: str | None) -> str | None:
     """Why chunks will run as they are, None where they will be replayed."""
     if not stream.replays:
         return "engine.capture is off"
     if obstacle is not None:
         return obstacle
-    pays_from = next(iter(stream.replays.values())).pays_from
+    # The first chunk comes before the recorded one.
     return (
-        f"{chunks:,} whole {'chunk' if chunks == 1 else 'chunks'}, and a program pays from {pays_from:,}"
-        if chunks < pays_from
+        f"{chunks:,} whole {'chunk' if chunks == 1 else 'chunks'}, and a program pays from {PAYS_FROM + 1:,}"
+        if chunks <= PAYS_FROM
         else None
     )
 
@@ -233,7 +237,6 @@ def _parameters(stream: Stream, inputs: Any, target: Any, *, traceable: bool) ->
             tuple(gradient.shape),
             " + ".join(type(term).__name__ for term in terms) or "none",
             gradient.describe(),
-            sum(cost.seconds for cost in costs),
             kept + max((cost.bytes for cost in costs), default=0),
             not gradient.lost_at,
         )

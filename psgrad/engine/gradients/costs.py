@@ -1,33 +1,27 @@
-"""The cost of work on a machine: its measured constants, and the seconds of products, passes over memory and
-convolutions; and the costs of the orders of contraction to squared norms.
+"""The cost of work on a device, from a few constants, and the costs of the orders of contraction to squared
+norms.
 
-The model is a roofline with corrections (Williams, Waterman and Patterson, "Roofline: An Insightful Visual
-Performance Model for Multicore Architectures", 2009). The time of a matrix product is the sum of its
-floating-point operations at the rate of its thin axes, the transfer of its operands, and a constant for each
-matrix of a batch. All other operators take the time of their bytes. Each kernel call has a constant cost.
+The model is a roofline (Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model
+for Multicore Architectures", 2009), where a thin matrix is worked off at a lower rate. The time of a matrix
+product is the sum of its floating-point operations, the transfer of its operands, and a constant for each
+matrix of a batch. Each kernel call has a constant cost.
 
-A price is an estimate. The choices that follow from it change the speed and the last digits of a result,
-nothing else.
+A price compares two ways of computing the same. It is not the time of a run, which `psgrad plan` measures:
+the constants are those of a typical device, of this one they are right within a small factor. The choices
+that follow from a price change the speed and the last digits of a result, nothing else.
 """
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from psgrad.engine.transforms.rules.convolution_weights import Geometry, padded_sides
-
-# Reading memory that was read before is at least as fast as for a result of this many bytes.
-_CACHES = 1 << 24
-# Sizes at which the rate of thin matrices is measured; from the last on the rate is that of large matrices.
-THIN_SIZES = (1, 4, 16, 64, 256)
 
 
 @dataclass(frozen=True)
@@ -48,20 +42,15 @@ class Machine:
     """The constants of one device, in seconds, bytes and floating-point operations (a multiply-add is two).
 
     Attributes:
-        name: which device it is, in words.
-        origin: where the constants come from: 'measured', 'built in', or a file.
-        product: dtype -> operations a second of a large matrix product.
-        thin_rows, thin_columns, thin_inner: the share of that rate where this axis is 1, 4, 16, 64, 256 long
-            and the others are large.
+        product: operations a second of a large matrix product in float32; wider types take as much longer.
+        halves: how many times as fast products of 16-bit numbers are.
+        thin: the number of rows, or of columns, of a matrix product at which half of that rate is reached,
+            the other axes being large; thin_inner: the length of the inner axis.
         matrix_seconds: of one more small matrix in a batched product.
-        stream: (bytes of the result, bytes moved a second) of an elementwise product into fresh memory, by
-            rising size.
-        scattered: bytes moved a second by kernels with an index (gathers, scatters, pooling, sorting).
-        transcendental: results a second of exponentials and similar functions.
-        pooling: places a second of the larger side of a pooling window's pass.
+        cached: bytes moved a second where the result has at most `cache` bytes; streamed: where it has more.
+        scattered: bytes moved a second by kernels with an index (gathers, scatters, sorting).
         convolution: share of the product rate that a convolution reaches; grouped_convolution: with the
             samples as its groups.
-        attention: share of the product rate that fused attention reaches.
         call_seconds: of one kernel on very small tensors.
         operator_seconds: of the Python code of one operator in the transforms, in both passes, if a pass is
             not replayed.
@@ -69,72 +58,50 @@ class Machine:
         asynchronous: whether calls return before their kernels are done, so that Python and kernels overlap.
     """
 
-    name: str
-    origin: str
-    product: Mapping[str, float]
-    thin_rows: tuple[float, ...]
-    thin_columns: tuple[float, ...]
-    thin_inner: tuple[float, ...]
+    product: float
+    halves: float
+    thin: float
+    thin_inner: float
     matrix_seconds: float
-    stream: tuple[tuple[float, float], ...]
+    cached: float
+    streamed: float
+    cache: int
     scattered: float
-    transcendental: float
-    pooling: float
     convolution: float
     grouped_convolution: float
-    attention: float
     call_seconds: float
     operator_seconds: float
     kernel_seconds: float
-    asynchronous: bool = False
+    asynchronous: bool
 
     def product_rate(self, dtype: torch.dtype) -> float:
-        """Operations a second of a large matrix product; for a type that was not measured, float32's scaled
-        by the width of the type.
-        """
-        name = str(dtype).removeprefix("torch.")
-        if name in self.product:
-            return self.product[name]
-        return self.product["float32"] / max(1.0, dtype.itemsize / 4)
+        """Operations a second of a large matrix product."""
+        return self.product * (self.halves if dtype.itemsize == 2 else min(1.0, 4 / dtype.itemsize))
 
     def matmul_seconds(self, batch: int, rows: int, columns: int, inner: int, dtype: torch.dtype) -> float:
         """A batch of products [rows, inner] x [inner, columns]."""
         operations = 2.0 * batch * rows * columns * inner
         if not operations:
             return self.call_seconds
-        share = math.prod(
-            _interpolated(THIN_SIZES, shares, size)
-            for shares, size in (
-                (self.thin_rows, rows),
-                (self.thin_columns, columns),
-                (self.thin_inner, inner),
-            )
-        )
+        share = rows * columns / ((rows + self.thin) * (columns + self.thin))
+        share *= inner / (inner + self.thin_inner)
         moved = batch * (rows * columns + rows * inner + inner * columns) * dtype.itemsize
-        result_bytes = batch * rows * columns * dtype.itemsize
-        compute = operations / (self.product_rate(dtype) * share)
         return (
             self.call_seconds
             + (batch - 1) * self.matrix_seconds
-            + compute
-            + moved / self.bandwidth(max(result_bytes, min(moved, _CACHES)))
+            + operations / (self.product_rate(dtype) * share)
+            + moved / self.bandwidth(batch * rows * columns * dtype.itemsize)
         )
 
     def stream_seconds(self, moved: float, result: float | None = None) -> float:
         """The time of a kernel that reads and writes `moved` bytes. result: the bytes of its result; a third
         of `moved` if not given.
         """
-        return self.call_seconds + moved / self.bandwidth(
-            moved / 3 if result is None else max(result, min(moved, _CACHES))
-        )
+        return self.call_seconds + moved / self.bandwidth(moved / 3 if result is None else result)
 
     def scattered_seconds(self, moved: float) -> float:
         """The time of a kernel that moves `moved` bytes to or from places given by an index."""
         return self.call_seconds + moved / self.scattered
-
-    def transcendental_seconds(self, elements: float, moved: float) -> float:
-        """The time of a kernel that takes an exponential or a similar function of each element."""
-        return self.call_seconds + max(elements / self.transcendental, moved / self.bandwidth(moved / 2))
 
     def convolution_seconds(
         self, operations: float, moved: float, dtype: torch.dtype, *, grouped: bool = False
@@ -148,83 +115,9 @@ class Machine:
             + moved / self.bandwidth(moved / 4)
         )
 
-    def attention_seconds(self, operations: float, moved: float, dtype: torch.dtype) -> float:
-        """The time of fused attention, or its derivative, of this many operations."""
-        return self.call_seconds + max(
-            operations / (self.product_rate(dtype) * self.attention), moved / self.bandwidth(moved / 4)
-        )
-
     def bandwidth(self, result: float) -> float:
         """Bytes moved a second by a kernel whose result has this many bytes."""
-        sizes, rates = zip(*self.stream, strict=True)
-        return _interpolated(sizes, rates, result)
-
-    def to_json(self) -> dict[str, Any]:
-        """The constants as plain values, which `machine_of` reads."""
-        return dataclasses.asdict(self)
-
-
-def machine_of(values: Mapping[str, Any], origin: str) -> Machine:
-    """A machine from plain values (of a JSON file). Raises ValueError for a missing or unknown key, and for a
-    value that is not a positive number.
-    """
-    fields = {field.name for field in dataclasses.fields(Machine)}
-    if unknown := sorted(set(values) - fields):
-        raise ValueError(f"unknown key {unknown[0]!r}")
-    if missing := sorted(fields - set(values) - {"origin", "asynchronous"}):
-        raise ValueError(f"{missing[0]!r} is missing")
-    taken: dict[str, Any] = {**values, "origin": origin}
-    for name in ("thin_rows", "thin_columns", "thin_inner"):
-        taken[name] = tuple(_positive(name, share) for share in taken[name])
-        if len(taken[name]) != len(THIN_SIZES):
-            raise ValueError(
-                f"{name!r} has {len(taken[name])} shares, expected {len(THIN_SIZES)}, for the sizes"
-                f" {THIN_SIZES}"
-            )
-    taken["stream"] = tuple(
-        sorted((_positive("stream", size), _positive("stream", rate)) for size, rate in taken["stream"])
-    )
-    taken["product"] = {
-        str(dtype): _positive("product", rate) for dtype, rate in dict(taken["product"]).items()
-    }
-    if "float32" not in taken["product"] or not taken["stream"]:
-        raise ValueError("'product' needs a rate for float32, and 'stream' at least one")
-    for name in fields - {
-        "name",
-        "origin",
-        "product",
-        "thin_rows",
-        "thin_columns",
-        "thin_inner",
-        "stream",
-        "asynchronous",
-    }:
-        taken[name] = _positive(name, taken[name])
-    return Machine(**taken)
-
-
-def _positive(name: str, value: Any) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or value <= 0
-    ):
-        raise ValueError(f"{name!r} holds {value!r}, expected numbers above zero")
-    return float(value)
-
-
-def _interpolated(sizes: tuple[float, ...], values: tuple[float, ...], size: float) -> float:
-    """The value at a size, along straight lines in both logarithms; the first and the last hold
-    beyond them.
-    """
-    place = bisect.bisect_left(sizes, size)
-    if place == 0:
-        return values[0]
-    if place == len(sizes):
-        return values[-1]
-    share = math.log(size / sizes[place - 1]) / math.log(sizes[place] / sizes[place - 1])
-    return values[place - 1] * (values[place] / values[place - 1]) ** share
+        return self.cached if result <= self.cache else self.streamed
 
 
 # The assumed number of samples in a block, if as many fit. They share the constant cost of a block.

@@ -72,6 +72,16 @@ class PerSampleGradients:
         gradients = {name: gradient.groups[number][1] for name, gradient in self.gradients.items()}
         return PerSampleGradients(gradients, self.losses[places], aux)
 
+    def __repr__(self) -> str:
+        """Three lines for any number of parameters; the terms are those of deferred gradients."""
+        numbers = sum(gradient.shape.numel() for gradient in self.gradients.values())
+        names = ", ".join([*self.gradients][:3]) + (", ..." if len(self.gradients) > 3 else "")
+        return (
+            f"PerSampleGradients of {len(self):,} samples, not materialised\n"
+            f"  {numbers:,} numbers in {len(self.gradients):,} parameters: {names}\n"
+            "  queries: square_norms, inner, dot, weighted_sum, mean, project, materialise"
+        )
+
     def by_part(self, query: Callable[[PerSampleGradients], Any]) -> Any:
         """[n, ...]: the results of `query`, computed for one group of samples after the other."""
         if len(self.parts) == 1:

@@ -55,7 +55,7 @@ def _of_sum(terms: Sequence[Placed], norms: Sequence[torch.Tensor]) -> torch.Ten
 
     Computed again in float64 for the samples in which terms cancel, or products leave the range of float32;
     and from the materialised value if they cancel so far that the inner products lose their digits in float64
-    too.
+    too, or leave its range, as the difference of two infinite numbers is NaN.
     """
     if len(terms) == 1:
         return norms[0]
@@ -67,7 +67,7 @@ def _of_sum(terms: Sequence[Placed], norms: Sequence[torch.Tensor]) -> torch.Ten
         exact = [placed.at(samples, torch.float64) for placed in terms]
         alone = torch.stack([placed.term.square_norms() for placed in exact]).sum(0)
         total[samples] = alone + 2 * _pairs(exact)
-        lost = torch.nonzero(total[samples] < _LOST * alone).squeeze(1)
+        lost = torch.nonzero(~((total[samples] >= _LOST * alone) & torch.isfinite(alone))).squeeze(1)
         if len(lost):
             total[samples[lost]] = _materialised([placed.at(lost) for placed in exact])
     return total.clamp_(min=0)  # rounding may leave a tiny negative number

@@ -211,11 +211,11 @@ class TrainingRun:
             for step in range(len(self.batches)):
                 seen = seen or self.steps.depends_on_weights(point, self._batch(step))
                 point = self._after(point, step)
-                if step == 0:  # which was captured
+                if step == min(1, len(self.batches) - 1):  # the first one was recorded, the second compared
                     begun = perf_counter()
         self.steps.require_weights(seen)
         self._require_finite(point.params)
-        return point.params, (perf_counter() - begun) / max(len(self.batches) - 1, 1)
+        return point.params, (perf_counter() - begun) / max(len(self.batches) - 2, 1)
 
     def retrained(self, weights: torch.Tensor) -> Vectors:
         """name -> [K, *shape]: the parameters after the same run with other weights [K, n] of the examples,
@@ -268,7 +268,8 @@ class TrainingRun:
         return max(1, math.ceil(math.log(max(steps, 1), self._width(self.start)) - 1e-9))
 
     def _clocked(self, run: Callable[[], Any]) -> float:
-        """Seconds of the second time; the first one is captured."""
+        """Seconds of the third time; the first one is recorded, the second one compared."""
+        run()
         run()
         begun = perf_counter()
         run()

@@ -137,10 +137,10 @@ class Batch:
         """[n * b, ...] from a logical [b, ...]: the sample axis goes into the kernel's own batch axis."""
         return self.physical(value).flatten(0, 1)
 
-    def unfold(self, physical: Any) -> Any:
-        """The inverse of `fold`, for one result or a tuple of them."""
+    def unfold(self, physical: Any, b: int) -> Any:
+        """The inverse of `fold`, for one result or a tuple of them. b: the length of their first axis, which
+        an empty batch does not tell.
+        """
         if isinstance(physical, tuple):
-            return tuple(self.unfold(item) for item in physical)
-        size = self.level.size
-        shape = physical.shape
-        return physical.reshape(size, shape[0] // size if size else 1, *shape[1:])
+            return tuple(self.unfold(item, b) for item in physical)
+        return physical.reshape(self.level.size, b, *physical.shape[1:])

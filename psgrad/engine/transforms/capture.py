@@ -1,38 +1,50 @@
-"""Capture and replay: the kernels of a function are stored once as a program, which runs again without
-Python.
+"""Capture and replay: the kernels of a function are recorded once as a program, which runs again without the
+Python of the transforms.
 
-`capture(f)` runs `f` for each signature (shapes, dtypes, devices, Python values among the arguments) on
-tensors without values, and keeps the list of kernels that PyTorch's tracer saw (program.py). A transform
-costs microseconds of Python for each operator, a replay none.
+`capture(f)` records the first call with each signature (shapes, dtypes, devices, Python values among the
+arguments) while it computes its result (recorder.py). The program (program.py) is compared with `f` itself in
+the second call, bit for bit, and replaces it from then on. A transform costs microseconds of Python for each
+operator, a program one call.
 
-Some functions can't be repeated by a list of kernels: those with branches that depend on data, those that set
-random states, and those that store tensors from one call to the next (capture_guard.py). They run uncaptured,
-with one warning. Any other value that `f` reads from Python (an attribute, a global number) stays as it was
-at the capture. This can't be detected; the caller must avoid it.
+A value that `f` reads from a tensor is compared in each replay; where it is another one, `f` itself runs.
+Functions that a list of kernels can't repeat run uncaptured, with one warning. Any other value that `f` reads
+from Python (an attribute, a global number) stays as it was in the recorded call. Where such a value has
+changed by the second call, `f` runs uncaptured; a later change can't be detected, and the caller must avoid
+it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.capture_guard import NotCapturable, properties
+from psgrad import random_state
+from psgrad.engine.transforms.capture_guard import PLAIN, properties
 from psgrad.engine.transforms.private_torch import (
     autocast_is_on,
     dispatch_modes,
     function_modes,
     torch_func_runs,
     tree_flatten,
+    tree_unflatten,
 )
-from psgrad.engine.transforms.program import PLAIN, Compiler, Program, capture_program
+from psgrad.engine.transforms.program import Compiler, Program, program_of
+from psgrad.engine.transforms.recorder import Recording, record
 from psgrad.engine.transforms.state import state
 from psgrad.errors import TransformError
 
-_MAX_PROGRAMS = 8
+# Programs of a function that are kept: those used last.
+MOST_PROGRAMS = 32
+# If more than one replay in this many fails for a guard, the function is no longer replayed.
+_RARELY = 8
+# How far the numbers of a compiled program may be from the function's own, relative to the largest.
+COMPILED = 1e-3
 Autocast = tuple[
     tuple[str, torch.dtype], ...
 ]  # the types of device with autocast, and the dtype of its casts
@@ -40,33 +52,58 @@ Autocast = tuple[
 
 def capture(
     function: Callable[..., Any],
-    *example: Any,
+    *,
     compile: Compiler = "none",
     say: Callable[[str], None] | None = None,
 ) -> Captured:
-    """`function`, captured at the first call with each signature, and replayed afterwards.
+    """`function`, recorded at the first call with each signature, and replayed from the third one on.
 
     Args:
         function: takes and returns pytrees of tensors and Python values, and has no other effects that must
             be repeated. Tensors from outside (a module's buffers) are read again at each call, with their
             current values.
-        example: arguments for a capture now.
         compile: 'inductor' passes each program to PyTorch's compiler, which takes seconds to a minute.
         say: called once with the reason why calls run uncaptured; by default it gives a warning.
 
-    Random operators draw new numbers at each call, as many and in the same order as `function` itself. At
-    most eight signatures are captured; calls with other signatures run uncaptured, because a function with
-    many different shapes would spend its time on captures.
+    Random operators draw new numbers at each call, as many and in the same order as `function` itself.
     """
     name = getattr(function, "__name__", type(function).__name__)
-    captured = Captured(
+    return Captured(
         function,
         compile,
-        say or (lambda why: warnings.warn(f"{name} is not replayed but run uncaptured: {why}", stacklevel=2)),
+        say or (lambda why: warnings.warn(f"{name} is not replayed but run uncaptured: {why}", stacklevel=3)),
     )
-    if example:
-        captured.program_of(*example)
-    return captured
+
+
+@dataclass
+class Entry:
+    """What is known of the calls with one signature.
+
+    Attributes:
+        recording: of a call; None before.
+        program: that replaces the function; None before it was compared.
+        results, spec: the recorded call's results, flat; `_TENSOR` where the next tensor goes.
+        replays, failures: how often a program replaced the function, and how often a guard did not hold.
+        ended: whether calls run uncaptured.
+        met: for a caller that records later than the first call: whether there was one.
+    """
+
+    recording: Recording | None = None
+    program: Program | None = None
+    results: tuple[Any, ...] = ()
+    spec: Any = None
+    replays: int = 0
+    failures: int = 0
+    ended: bool = False
+    met: bool = False
+
+    def count_failure(self) -> None:
+        self.failures += 1
+        if self.failures > 2 + self.replays / _RARELY:
+            self.program, self.ended = None, True  # calls that run twice are slower than calls that don't
+
+
+_TENSOR = object()
 
 
 class Captured:
@@ -76,53 +113,121 @@ class Captured:
         if compile not in ("none", "inductor"):
             raise TransformError(f"capture: compile={compile!r}", expected="'none' or 'inductor'")
         self.function, self.compile, self.say = function, compile, say
-        self.programs: dict[Any, Program | None] = {}  # None: runs uncaptured
+        self.entries: OrderedDict[Any, Entry] = OrderedDict()
         self.warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = tree_flatten((args, kwargs))
-        program, autocast = self._program_for(leaves, spec)
-        if program is None:
+        entry = self.entry(*args, **kwargs)
+        if entry is None or entry.ended:
             return self.function(*args, **kwargs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if not autocast:
-            return program(tensors)
-        with contextlib.ExitStack() as exits:  # the program holds the casts
-            for kind, _ in autocast:
-                exits.enter_context(torch.autocast(kind, enabled=False))
-            return program(tensors)
+        if entry.program is not None:
+            done, result = self.replay(entry, *args, **kwargs)
+            return result if done else self.function(*args, **kwargs)
+        if entry.recording is None:
+            return self.record(entry, *args, **kwargs)
+        return self.compare(entry, self.function, self.same, *args, **kwargs)
 
-    def program_of(self, *args: Any, **kwargs: Any) -> Program | None:
-        """The program for these arguments, captured without values; None if calls with them run
-        uncaptured.
-        """
-        return self._program_for(*tree_flatten((args, kwargs)))[0]
-
-    def _program_for(self, leaves: list[Any], spec: Any) -> tuple[Program | None, Autocast]:
-        """The program for a call with these arguments and the current autocast."""
+    def entry(self, *args: Any, **kwargs: Any) -> Entry | None:
+        """What is known of calls with these arguments; None if they must run uncaptured."""
         if _transform_or_mode_is_active():
-            return None, ()
-        autocast = _autocast()
-        signature = self._signature(leaves, spec, autocast)
-        program = self.programs.get(signature)
-        if (
-            signature is None
-            or (program is None and signature in self.programs)
-            or (program is not None and program.fits())
-        ):
-            return program, autocast
-        if program is None and len(self.programs) >= _MAX_PROGRAMS:
-            self._say_once(f"of its signatures only the first {_MAX_PROGRAMS} are captured")
-            return None, ()
-        try:
-            self.programs[signature] = capture_program(self.function, leaves, spec, self.compile)
-        except Exception as error:
-            first_line = str(error).partition("\n")[0]
-            self._say_once(
-                first_line if isinstance(error, NotCapturable) else f"{type(error).__name__}: {first_line}"
-            )
-            self.programs[signature] = None
-        return self.programs[signature], autocast
+            return None
+        leaves, spec = tree_flatten((args, kwargs))
+        signature = self._signature(leaves, spec, _autocast())
+        if signature is None:
+            return None
+        entry = self.entries.get(signature)
+        if entry is None:
+            entry = self.entries[signature] = Entry()
+            if len(self.entries) > MOST_PROGRAMS:
+                self.entries.popitem(last=False)
+        elif entry.program is not None and not entry.program.fits():
+            entry.program = entry.recording = None
+        self.entries.move_to_end(signature)
+        return entry
+
+    def record(self, entry: Entry, *args: Any, **kwargs: Any) -> Any:
+        """The function's result, recorded."""
+        result, recording = record(lambda: self.function(*args, **kwargs), _tensors((args, kwargs)))
+        if isinstance(recording, Recording):
+            leaves, entry.spec = tree_flatten(result)
+            entry.results = tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves)
+            entry.recording = recording
+            strange = [x for x in entry.results if x is not _TENSOR and not isinstance(x, PLAIN)]
+            if strange:
+                recording = f"it returns a {type(strange[0]).__name__}"
+        if isinstance(recording, str):
+            self.end(entry, recording)
+        return result
+
+    def compare(
+        self,
+        entry: Entry,
+        function: Callable[..., Any],
+        same: Callable[[Any, Any], bool | None],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """`function`'s result. If the program of the recorded call gives the same, it runs from now on.
+
+        same: (the function's result, the program's) to whether they are; None where this call can't tell.
+        """
+        before = random_state.states()
+        result = function(*args, **kwargs)
+        after = random_state.states()
+        why = "the program gave other numbers than the function itself, which may keep a state of its own"
+        for binds in (True, False):
+            random_state.restore(before)
+            try:
+                assert entry.recording is not None
+                entry.program = program_of(entry.recording, _tensors((args, kwargs)), self.compile, binds)
+                done, again = self.replay(entry, *args, **kwargs)
+            except torch.OutOfMemoryError:
+                random_state.restore(after)
+                raise
+            except Exception as error:
+                why = f"{type(error).__name__} {str(error).partition(chr(10))[0]}"
+                continue
+            found = same(result, again) if done else None
+            if found is not False:
+                if not found:
+                    entry.program = None  # the next call compares
+                else:
+                    entry.recording = None
+                break
+        else:
+            self.end(entry, why)
+        random_state.restore(after)
+        return result
+
+    def same(self, result: Any, again: Any) -> bool:
+        """Whether a program's result is the function's own: bit for bit, or that of a compiled program
+        but for rounding.
+        """
+        return agree(result, again, 0.0 if self.compile == "none" else COMPILED)
+
+    def replay(self, entry: Entry, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
+        """(True, the program's result), or (False, None) where a guard does not hold, as if nothing had been
+        drawn.
+        """
+        assert entry.program is not None
+        before = random_state.states() if entry.program.draws else []
+        with contextlib.ExitStack() as exits:
+            for kind, _ in _autocast():  # the program holds the casts
+                exits.enter_context(torch.autocast(kind, enabled=False))
+            values = entry.program.run(*_tensors((args, kwargs)))
+        if values is None:
+            random_state.restore(before)
+            entry.count_failure()
+            return False, None
+        entry.replays += 1
+        tensors = iter(values)
+        leaves = [next(tensors) if item is _TENSOR else item for item in entry.results]
+        return True, tree_unflatten(leaves, entry.spec)
+
+    def end(self, entry: Entry, why: str) -> None:
+        """Calls with this signature run uncaptured from now on."""
+        entry.recording, entry.program, entry.ended = None, None, True
+        self._say_once(why)
 
     def _signature(self, leaves: list[Any], spec: Any, autocast: Autocast) -> Any:
         """The key of a program, without the values of tensors; None if a call must run uncaptured."""
@@ -154,6 +259,33 @@ class Captured:
         if not self.warned:
             self.warned = True
             self.say(why)
+
+
+def agree(one: Any, other: Any, rounding: float) -> bool:
+    """Whether all values of two trees are the same, and all tensors but for rounding, relative to the largest
+    number in each; 0 for the same bits.
+    """
+    (ones, spec), (others, other_spec) = tree_flatten(one), tree_flatten(other)
+    return spec.num_leaves == other_spec.num_leaves and all(
+        _same_tensor(a, b, rounding) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(ones, others, strict=True)
+    )
+
+
+def _same_tensor(a: torch.Tensor, b: Any, rounding: float) -> bool:
+    if not isinstance(b, torch.Tensor) or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return False
+    if not rounding or not (a.is_floating_point() or a.is_complex()):
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+    finite = a[torch.isfinite(a)].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    return torch.allclose(a, b, rtol=rounding, atol=rounding * largest, equal_nan=True)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a tree, each once."""
+    found = {id(x): x for x in tree_flatten(tree)[0] if isinstance(x, torch.Tensor)}
+    return list(found.values())
 
 
 def _transform_or_mode_is_active() -> bool:

@@ -33,6 +33,10 @@ class NotCapturable(Exception):
     """The reason why a program can't be captured. `capture` catches it and runs the function uncaptured."""
 
 
+# The types of values that a captured function may take and return besides tensors.
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
 class _Refuser:
     """Raises an error for anything that a program would not repeat, and stores its reason, because the
     function may catch exceptions.
@@ -82,7 +86,7 @@ class Watch(_Refuser, DispatchMode):
             return NotImplemented  # a level's operator; it comes back as kernels
         kwargs = kwargs or {}
         if torch.Tag.data_dependent_output in op.tags or (
-            torch.Tag.dynamic_output_shape in op.tags and not _indexes_by_numbers(op, args)
+            torch.Tag.dynamic_output_shape in op.tags and not indexes_by_numbers(op, args)
         ):
             self.refuse(f"its operators depend on data, by {op}{diagnostics.where()}")
         if isinstance(kwargs.get("generator"), torch.Generator):
@@ -172,7 +176,7 @@ class RandomStates(_Refuser):
         )
 
 
-def _indexes_by_numbers(op: Op, args: Any) -> bool:
+def indexes_by_numbers(op: Op, args: Any) -> bool:
     return op is aten.index.Tensor and all(
         i is None or i.dtype not in (torch.bool, torch.uint8) for i in args[1]
     )

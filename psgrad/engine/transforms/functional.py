@@ -4,6 +4,7 @@ parameters and buffers of several modules.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,13 @@ from torch import nn
 
 from psgrad.engine.transforms.private_torch import buffer_store, module_store, parameter_store
 from psgrad.errors import TransformArgumentError, TransformError
+
+# What GroupNorm, BatchNorm and other layers that need a batch axis say of an input without one.
+_DIMENSIONS = re.compile(r"(?i)\bexpected .*(dimension|\dD\b)")
+_NO_BATCH_AXIS = (
+    "functional_call: the loss of one sample has no batch axis, which this layer may need. Call the model"
+    " with x[None], and take [0] of its output or give the target as y[None]."
+)
 
 
 def functional_call(
@@ -53,6 +61,10 @@ def functional_call(
     with swapped(slots, values):
         try:
             return module(*arguments, **(kwargs or {}))
+        except (RuntimeError, ValueError) as error:
+            if _DIMENSIONS.search(str(error)):
+                error.add_note(_NO_BATCH_AXIS)
+            raise
         finally:
             # a module may replace a buffer: self.steps = self.steps + 1
             if isinstance(parameter_and_buffer_dicts, dict):

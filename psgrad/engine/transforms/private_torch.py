@@ -142,6 +142,20 @@ def make_fx_runs() -> bool:
     return mode_of_kind(ModeKind.PROXY) is not None
 
 
+_BINDINGS = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)  # type: ignore[attr-defined]
+
+
+def binding(op: Op) -> Callable[..., Any]:
+    """PyTorch's own Python function for an operator, which takes half the time to call; the operator's
+    kernels, called past Python, where it has none.
+    """
+    name = schema_of(op).name.partition("::")[2]
+    for functions in _BINDINGS if op.namespace == "aten" else ():
+        if (function := getattr(functions, name, None)) is not None:
+            return function  # type: ignore[no-any-return]
+    return op._op
+
+
 def inductor(module: torch.fx.GraphModule, tensors: list[Any]) -> Callable[..., Any]:
     """The module, compiled by PyTorch's compiler. It draws what PyTorch's own kernels draw.
 

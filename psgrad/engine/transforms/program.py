@@ -1,191 +1,353 @@
-"""Programs: the list of kernels that a function runs on tensors of one signature, and the backends that run
-it.
+"""Programs: a recorded list of kernels, shortened, and the backends that run it.
+
+What is shortened: other names of a tensor (`alias`, `detach`), views of tensors that outlive the call (made
+once), equal kernels on equal arguments, and kernels whose results nobody reads. Kernels that write or draw
+keep their order. The list becomes straight-line Python that calls PyTorch's own functions and frees each
+value at its last use; on a GPU it becomes a CUDA graph, or PyTorch's compiler gets it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from psgrad import random_state
-from psgrad.engine.transforms.capture_guard import (
-    NoReads,
-    NotCapturable,
-    RandomStates,
-    Watch,
-    draws,
-    modules_unchanged,
-    properties,
-    python_random_states,
-    writes,
-)
-from psgrad.engine.transforms.private_torch import (
-    FakeTensorMode,
-    inductor,
-    storage_key,
-    tree_flatten,
-    tree_unflatten,
-)
-from psgrad.engine.transforms.tracer import map_tracers
+from psgrad.engine.transforms.capture_guard import NotCapturable
+from psgrad.engine.transforms.operators import aten, facts
+from psgrad.engine.transforms.private_torch import binding, inductor
+from psgrad.engine.transforms.recorder import Kernel, Recording, Slot
 
 Compiler = Literal["none", "inductor"]
-Run = Callable[..., list[torch.Tensor]]
+# Takes the call's tensors, returns the tensors of its results; None where a guard has another value.
+Run = Callable[..., list[torch.Tensor] | None]
 
-# The types of values that a function may take and return besides tensors.
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_OTHER_NAMES = (aten.alias.default, aten.detach.default)
+
+
+@dataclass
+class Shortened:
+    """A recorded list of kernels without what need not run.
+
+    Attributes:
+        once: kernels that only look at tensors from outside; they run once.
+        kernels: those that run in each call.
+        results: the numbers of the tensors that the call returns.
+    """
+
+    once: list[Kernel]
+    kernels: list[Kernel]
+    results: list[int]
+
+
+def shorten(recording: Recording) -> Shortened:
+    """The kernels that a repetition of the call must run."""
+    kernels, results = _without_other_names(recording)
+    written = {recording.memory[n] for kernel in kernels for n in kernel.writes}
+    kernels, results = _merged(kernels, results, recording, written)
+    outside, once, each = set(recording.outside), [], []
+    for kernel in kernels:
+        reads = kernel.reads
+        if facts(kernel.op).is_view and reads and outside.issuperset(reads):
+            once.append(kernel)
+            outside.update(n for n in kernel.results if n is not None)
+        else:
+            each.append(kernel)
+    return Shortened(once, _needed(each, results, recording), results)
+
+
+def _without_other_names(recording: Recording) -> tuple[list[Kernel], list[int]]:
+    names: dict[int, int] = {}
+    kernels = []
+    for kernel in recording.kernels:
+        kernel = _renamed(kernel, names)
+        if kernel.op in _OTHER_NAMES:
+            names[kernel.results[0]] = kernel.reads[0]  # type: ignore[index]
+        else:
+            kernels.append(kernel)
+    return kernels, [names.get(n, n) for n in recording.results]
+
+
+def _merged(
+    kernels: list[Kernel], results: list[int], recording: Recording, written: set[int]
+) -> tuple[list[Kernel], list[int]]:
+    """Equal kernels on equal arguments run once, where nothing writes into their memory. The first one's
+    result must still be in use, or be a view: then no more memory is in use than without.
+    """
+    last = _last_uses(kernels, results)
+    names: dict[int, int] = {}
+    seen: dict[Any, Kernel] = {}
+    kept = []
+    for position, kernel in enumerate(kernels):
+        kernel = _renamed(kernel, names)
+        touched = {recording.memory[n] for n in (*kernel.reads, *_numbers(kernel.results))}
+        # What is returned stays memory of its own: the caller may write into it.
+        if (
+            kernel.draws
+            or kernel.value is not None
+            or touched & written
+            or set(kernel.results) & set(results)
+        ):
+            kept.append(kernel)
+            continue
+        key = (id(kernel.op), repr(kernel.args), repr(kernel.kwargs))
+        first = seen.get(key)
+        if first is not None and (
+            facts(kernel.op).is_view or all(last[n] >= position for n in _numbers(first.results))
+        ):
+            for mine, its in zip(kernel.results, first.results, strict=True):
+                if mine is not None and its is not None:
+                    names[mine] = its
+                    last[its] = max(last[its], last[mine])
+        else:
+            seen[key] = kernel
+            kept.append(kernel)
+    return kept, [names.get(n, n) for n in results]
+
+
+def _needed(kernels: list[Kernel], results: list[int], recording: Recording) -> list[Kernel]:
+    """Without kernels whose results nobody reads, and writes into memory that nobody reads afterwards."""
+    numbers, memory = set(results), {recording.memory[n] for n in results}
+    kept = []
+    for kernel in reversed(kernels):
+        if (
+            kernel.draws
+            or kernel.value is not None
+            or numbers.intersection(kernel.results)
+            or any(recording.memory[n] in memory for n in kernel.writes)
+        ):
+            kept.append(kernel)
+            numbers.update(kernel.reads)
+            memory.update(recording.memory[n] for n in kernel.reads)
+    return kept[::-1]
+
+
+def _renamed(kernel: Kernel, names: dict[int, int]) -> Kernel:
+    if names.keys().isdisjoint(kernel.reads) and names.keys().isdisjoint(kernel.results):
+        return kernel
+
+    def name(tree: Any) -> Any:
+        if type(tree) is Slot:
+            return Slot(names.get(tree.number, tree.number))
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(name(item) for item in tree)
+        return tree
+
+    return replace(
+        kernel,
+        args=name(kernel.args),
+        kwargs={key: name(item) for key, item in kernel.kwargs.items()},
+        reads=[names.get(n, n) for n in kernel.reads],
+        results=[None if n is None else names.get(n, n) for n in kernel.results],
+        writes=[names.get(n, n) for n in kernel.writes],
+    )
+
+
+def _numbers(results: Sequence[int | None]) -> Iterator[int]:
+    return (n for n in results if n is not None)
+
+
+def _last_uses(kernels: list[Kernel], results: list[int]) -> dict[int, int]:
+    """number -> the position of the last kernel that makes or reads it; of results, after all."""
+    last = {n: at for at, kernel in enumerate(kernels) for n in (*kernel.reads, *_numbers(kernel.results))}
+    return last | dict.fromkeys(results, len(kernels))
 
 
 @dataclass
 class Program:
-    """A captured function: the kernels to run, and the structure of the function's results."""
+    """A list of kernels that computes a call's results anew.
+
+    Attributes:
+        run: takes the call's tensors.
+        how: the name of the backend, for messages.
+        outside: the tensors that it takes from outside.
+        relied_on: their addresses and shapes, which must not change.
+        draws: whether it draws random numbers.
+    """
 
     run: Run
-    results: list[Any]  # the function's results, flat; `_TENSOR` where the next tensor goes
-    spec: Any
-    outside: list[torch.Tensor]  # the tensors that the function reads from outside, passed as arguments
-    relied_on: list[Any]  # the properties of those tensors that must not change
-    obstacle: str | None = None  # on a GPU: why it is not a CUDA graph
-
-    def __call__(self, tensors: list[torch.Tensor]) -> Any:
-        results = iter(self.run(*tensors, *self.outside))
-        return tree_unflatten(
-            [next(results) if item is _TENSOR else item for item in self.results], self.spec
-        )
-
-    @property
-    def how(self) -> str:
-        """The name of the backend, for messages."""
-        return getattr(
-            self.run, "how", f"kernel by kernel ({self.obstacle})" if self.obstacle else "kernel by kernel"
-        )
+    how: str
+    outside: list[torch.Tensor]
+    relied_on: list[Any]
+    draws: bool
 
     def fits(self) -> bool:
         """Whether the tensors from outside are unchanged, apart from their values."""
-        return all(
-            _address_and_properties(x) == before
-            for x, before in zip(self.outside, self.relied_on, strict=True)
-        )
+        return all(_place(x) == before for x, before in zip(self.outside, self.relied_on, strict=True))
 
 
-_TENSOR = object()
+def program_of(
+    recording: Recording, tensors: Sequence[torch.Tensor], compile: Compiler = "none", binds: bool = True
+) -> Program:
+    """The program of a recorded call.
 
-
-def _address_and_properties(x: torch.Tensor) -> Any:
-    return x.data_ptr(), x.requires_grad, properties(x)
-
-
-def capture_program(function: Callable[..., Any], leaves: list[Any], spec: Any, compile: Compiler) -> Program:
-    """The program of a function, which runs twice on tensors without values: once to find the tensors from
-    outside, once to capture the kernels with these as arguments. Raises NotCapturable.
+    Args:
+        tensors: the call's own tensors, each once.
+        binds: see `python_function`.
     """
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-    def call(given: Sequence[torch.Tensor], watch: Watch) -> tuple[list[Any], Any]:
-        values = iter(given)
-        args, kwargs = tree_unflatten(
-            [next(values) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
-        )
-        with watch, reads:
-            out, spec_out = tree_flatten(function(*args, **kwargs))
-        for item in out:
-            if not isinstance(item, (torch.Tensor, *PLAIN)):
-                raise NotCapturable(f"it returns a {type(item).__name__}")
-        return map_tracers(watch.inside, out), spec_out
-
-    reads = NoReads()
-    with modules_unchanged(), python_random_states(), RandomStates() as random_states:
-        without_values = FakeTensorMode()
-        first = Watch(random_states, without_values.from_tensor)
-        with without_values:
-            call([without_values.from_tensor(x) for x in tensors], first)
-        first.raise_if_refused()
-        reads.raise_if_refused()
-        first.require_nothing_kept()
-        outside = list(first.outside.values())
-        results: list[Any] = []
-        spec_out: Any = None
-        second = first
-
-        def flat(*given: torch.Tensor) -> list[torch.Tensor]:
-            nonlocal results, spec_out, second
-            known = {id(x): placed for x, placed in zip(outside, given[len(tensors) :], strict=True)}
-            second = Watch(random_states, lambda x: known[id(x)])
-            results, spec_out = call(given, second)
-            return [item for item in results if isinstance(item, torch.Tensor)]
-
-        module = make_fx(flat, tracing_mode="fake")(*tensors, *outside)
-    second.raise_if_refused()
-    random_states.raise_if_refused()
-    if first.kernels != second.kernels:
-        raise NotCapturable("its operators change from one call to the next")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in outside):
-        raise NotCapturable(
-            "a tensor from outside requires a gradient, and PyTorch's autograd may follow it; call under"
-            " torch.no_grad()"
-        )
-    graph = module.graph
-    graph.eliminate_dead_code(
-        lambda node: node.op in ("placeholder", "output") or writes(node.target) or draws(node.target)
-    )
-    obstacle = obstacle_to_cuda_graph(graph)
-    for node in graph.nodes:
-        node.meta.clear()  # tensors without values
-    graph.set_codegen(torch.fx.graph.CodeGen())  # flat in, flat out
-    module.recompile()
-    run = _run_by(module, [*tensors, *outside], compile, obstacle)
-    pattern = [_TENSOR if isinstance(item, torch.Tensor) else item for item in results]
-    on_gpu = any(x.device.type == "cuda" for x in tensors)
-    return Program(
-        run,
-        pattern,
-        spec_out,
-        outside,
-        [_address_and_properties(x) for x in outside],
-        obstacle if on_gpu else None,
-    )
-
-
-def _run_by(
-    module: torch.fx.GraphModule, tensors: list[torch.Tensor], compile: Compiler, obstacle: str | None
-) -> Run:
+    shortened = shorten(recording)
+    outside = list(recording.outside.values())
+    obstacle = obstacle_to_cuda_graph(recording, shortened, tensors)
+    run: Any
     if compile == "inductor":
-        return Compiled(module, tensors)
-    return CudaGraph(module.forward) if obstacle is None else module.forward
+        if any(kernel.value is not None for kernel in shortened.kernels):
+            raise NotCapturable("it reads values, which a compiled program can't compare")
+        run = Compiled(recording, shortened, tensors)
+    else:
+        run = outside_inference(python_function(recording, shortened, binds))
+        if obstacle is None:
+            run = CudaGraph(run)
+    on_gpu = any(x.device.type == "cuda" for x in tensors)
+    plain = f"kernel by kernel ({obstacle})" if on_gpu and obstacle else "kernel by kernel"
+    draws = any(kernel.draws for kernel in shortened.kernels)
+    return Program(run, getattr(run, "how", plain), outside, [_place(x) for x in outside], draws)
+
+
+def _place(x: torch.Tensor) -> Any:
+    return x.data_ptr(), x.shape, x.dtype, x.requires_grad
+
+
+# -- as Python -----------------------------------------------------------------------------------------------
+
+
+def python_function(recording: Recording, shortened: Shortened, binds: bool) -> Run:
+    """The list as straight-line Python. binds: whether it calls PyTorch's own functions, which cost less than
+    operators.
+    """
+    names = {f"v{n}": x for n, x in recording.outside.items()}
+    source = _Source(names, binds)
+    for kernel in shortened.once:
+        source.add(kernel)
+    with torch.no_grad():
+        exec("\n".join(source.lines), names)
+    source.lines.clear()
+    last = _last_uses(shortened.kernels, shortened.results)
+    made = {n for kernel in shortened.kernels for n in _numbers(kernel.results)}
+    for position, kernel in enumerate(shortened.kernels):
+        source.add(kernel)
+        used = {*kernel.reads, *_numbers(kernel.results)}
+        gone = [f"v{n}" for n in sorted(used & made) if last[n] == position]
+        if gone:
+            source.lines.append(f"{' = '.join(gone)} = None")
+    source.lines.append(f"return [{', '.join(f'v{n}' for n in shortened.results)}]")
+    head = f"def run({', '.join(f'v{n}' for n in dict.fromkeys(recording.arguments))}):"
+    exec(compile("\n    ".join([head, *source.lines]), "<program>", "exec"), names)
+    run: Any = names["run"]
+    return run  # type: ignore[no-any-return]
+
+
+class _Source:
+    """Lines of Python, with the objects that they name."""
+
+    def __init__(self, names: dict[str, Any], binds: bool) -> None:
+        self.names, self.binds = names, binds
+        self.lines: list[str] = []
+
+    def add(self, kernel: Kernel) -> None:
+        function = binding(kernel.op) if self.binds else kernel.op
+        words = [self._word(x) for x in kernel.args]
+        words += [f"{name}={self._word(x)}" for name, x in kernel.kwargs.items()]
+        call = f"{self._named(function)}({', '.join(words)})"
+        if kernel.value is not None:
+            self.lines.append(f"if {self._named(differs)}({call}, {self._named(kernel.value)}): return None")
+            return
+        targets = [f"v{n}" if n is not None else "_" for n in kernel.results]
+        if all(target == "_" for target in targets):
+            self.lines.append(call)
+        else:
+            self.lines.append(f"{', '.join(targets)}{',' if kernel.several else ''} = {call}")
+
+    def _word(self, value: Any) -> str:
+        if type(value) is Slot:
+            return f"v{value.number}"
+        if type(value) is list:
+            return f"[{', '.join(map(self._word, value))}]"
+        if type(value) is tuple:
+            return f"({''.join(self._word(item) + ', ' for item in value)})"
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        return self._named(value)
+
+    def _named(self, value: Any) -> str:
+        name = f"c{id(value)}"
+        self.names[name] = value
+        return name
+
+
+def differs(now: Any, recorded: Any) -> bool:
+    """Whether a value that Python reads is another one: NaN equals NaN, and 0.0 is not -0.0."""
+    return type(now) is not type(recorded) or repr(now) != repr(recorded)
+
+
+def outside_inference(run: Run) -> Run:
+    """`run` in inference mode, where PyTorch keeps no counts of writes and no links of views; its results are
+    ordinary tensors.
+    """
+
+    def call(*tensors: torch.Tensor) -> list[torch.Tensor] | None:
+        with torch.inference_mode():
+            results = run(*tensors)
+        return None if results is None else [_ordinary(x) for x in results]
+
+    return call
+
+
+def _ordinary(x: torch.Tensor) -> torch.Tensor:
+    if not x.is_inference():
+        return x
+    if x.is_conj() or x.is_neg():
+        return x.resolve_conj().resolve_neg().clone()
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(
+        x.untyped_storage(), x.storage_offset(), x.shape, x.stride()
+    )
 
 
 # -- other backends ------------------------------------------------------------------------------------------
 
 
-def obstacle_to_cuda_graph(graph: torch.fx.Graph) -> str | None:
-    """The reason why a program can't be a CUDA graph; None if it can."""
-    devices = {
-        node.meta["val"].device for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)
-    }
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+def as_graph(recording: Recording, shortened: Shortened) -> torch.fx.GraphModule:
+    """The list for PyTorch's compiler: arguments first, then the tensors from outside."""
+    graph = torch.fx.Graph()
+    given = [*dict.fromkeys(recording.arguments), *recording.outside]
+    nodes: dict[int, torch.fx.Node] = {n: graph.placeholder(f"v{n}") for n in given}
+
+    def node(tree: Any) -> Any:
+        if type(tree) is Slot:
+            return nodes[tree.number]
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(node(item) for item in tree)
+        return tree
+
+    for kernel in (*shortened.once, *shortened.kernels):
+        kwargs = {name: node(x) for name, x in kernel.kwargs.items()}
+        made = graph.call_function(kernel.op, node(kernel.args), kwargs)
+        for position, n in enumerate(kernel.results):
+            if n is not None:
+                item = graph.call_function(operator.getitem, (made, position)) if kernel.several else made
+                nodes[n] = item
+    graph.output([nodes[n] for n in shortened.results])
+    return torch.fx.GraphModule({}, graph)
+
+
+def obstacle_to_cuda_graph(
+    recording: Recording, shortened: Shortened, tensors: Sequence[torch.Tensor]
+) -> str | None:
+    """The reason why a program can't be a CUDA graph; None if it can. tensors: of the recorded call."""
+    devices = [x.device for x in (*tensors, *recording.outside.values())]
+    for kernel in shortened.kernels:
+        devices += [x for x in kernel.kwargs.values() if isinstance(x, torch.device)]
+    numbers = {device.index for device in devices} - {None}
+    if any(device.type != "cuda" for device in devices) or len(numbers) != 1:
         return "not all of it is on one GPU"
-    arguments = {_memory(node) for node in graph.nodes if node.op == "placeholder"}
-    written = {
-        _memory(a)
-        for node in graph.nodes
-        if writes(node.target)
-        for a in node.args[:1]
-        if isinstance(a, torch.fx.Node)
-    }
-    if arguments & written:
-        return "it writes into its arguments"
-    if arguments & {_memory(node) for node in graph.output_node().all_input_nodes}:
+    if any(kernel.value is not None for kernel in shortened.kernels):
+        return "it reads values"
+    lasting = {recording.memory[n] for n in (*recording.arguments, *recording.outside)}
+    if any(recording.memory[n] in lasting for n in shortened.results):
         return "a result is a view of an argument"
     return None
-
-
-def _memory(node: torch.fx.Node) -> Any:
-    """A key that is equal for values that share memory."""
-    value = node.meta.get("val")
-    return storage_key(value.untyped_storage()) if isinstance(value, torch.Tensor) else node
 
 
 class CudaGraph:
@@ -204,7 +366,7 @@ class CudaGraph:
         self.moving: set[int] = set()  # arguments that have a buffer, by position
         self.addresses: list[int] = []
 
-    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor] | None:
         if self.how != "CUDA graph":
             return self.run(*tensors)
         addresses = [x.data_ptr() for x in tensors]
@@ -226,7 +388,7 @@ class CudaGraph:
         for i in self.moving:
             self.given[i].copy_(tensors[i])
         self.graph.replay()
-        return [x.clone() for x in self.results]
+        return [x.clone() for x in self.results or ()]
 
     def _capture_graph(self, tensors: tuple[torch.Tensor, ...], addresses: list[int]) -> None:
         self.addresses = addresses
@@ -250,8 +412,9 @@ class Compiled:
 
     how = "inductor"
 
-    def __init__(self, module: torch.fx.GraphModule, tensors: list[Any]) -> None:
-        self.run: Run = inductor(module, tensors)
+    def __init__(self, recording: Recording, shortened: Shortened, tensors: Sequence[torch.Tensor]) -> None:
+        self.outside = list(recording.outside.values())
+        self.run = inductor(as_graph(recording, shortened), [*tensors, *self.outside])
 
-    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        return self.run(*tensors)
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor] | None:
+        return self.run(*tensors, *self.outside)  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from psgrad.config.values import require_regular
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.inputs.models.checkpoint_headers import SAVE_SAFELY, damaged, require_plain_archive
 from psgrad.wording import first_line, first_of
@@ -161,6 +162,7 @@ def read_index(folder: Path) -> Metadata:
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
     path = folder / INDEX
+    require_regular(path, "index")
     try:
         with path.open("rb") as file:
             metadata = _IndexReader(file).load()

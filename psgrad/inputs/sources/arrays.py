@@ -74,7 +74,8 @@ class ArraySamples(Samples):
             (name,) = self._targets
             encoded = (labels or Labels()).encoded(_decoded(columns[name][:]), name)
             targets = to_tensor(encoded.values, name).numpy()
-            self.class_names, self.notes = encoded.class_names, (encoded.note,) if encoded.note else ()
+            self.class_names, self.names_found = encoded.class_names, encoded.found
+            self.notes = (encoded.note,) if encoded.note else ()
         super().__init__(ids, targets, files_sha256([file for file, _ in parts]), units)
         self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
         self.weighted = config.weight is not None

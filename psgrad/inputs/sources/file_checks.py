@@ -15,12 +15,15 @@ from typing import TextIO
 
 from psgrad.config import DataConfig, did_you_mean
 from psgrad.config.data import COMPRESSIONS
+from psgrad.config.values import require_regular
 from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.inputs.sources.host_files import json_made_once
 from psgrad.wording import first_of
 
 _LFS_POINTER = b"version https://git-lfs"
 _HASH_BLOCK = 1 << 20
+LONGEST_LINE = 1 << 26
+"""Characters of a line of text: an image of 48 MB in base64 fits."""
 
 
 def require_file(path: Path, what: str, unusable: type[PsgradError]) -> Path:
@@ -38,6 +41,7 @@ def require_file(path: Path, what: str, unusable: type[PsgradError]) -> Path:
             f"there is no {what} {path}",
             next_step="check the path; it is relative to the config file's folder",
         )
+    require_regular(path, what)
     try:
         with path.open("rb") as file:
             head = file.read(len(_LFS_POINTER))
@@ -63,20 +67,54 @@ def open_text(path: Path) -> TextIO:
     return io.TextIOWrapper(pa.input_stream(str(path)), encoding="utf-8-sig", newline="")
 
 
+def lines_of(path: Path, file: TextIO) -> Iterator[str]:
+    """The lines of an open file of text, with their ends. Raises DataError for one that is too long: a small
+    compressed file may hold a line that no memory has room for.
+    """
+    number = 0
+    while line := file.readline(LONGEST_LINE + 1):
+        number += 1
+        if len(line) > LONGEST_LINE:
+            raise DataError(
+                f"line {number} of {path} has more than {LONGEST_LINE:,} characters",
+                expected="a row in each line, or in a few",
+                cause="another format, or line ends that were lost",
+                next_step="save larger values as parquet",
+            )
+        yield line
+
+
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number from 1, text) of each line that is not blank. Raises DataError for bytes that are not UTF-8."""
+    """(number from 1, text) of each line that is not blank. Raises DataError for bytes that are not UTF-8 and
+    for a line that is too long.
+    """
     with open_text(path) as file:
-        number = 0
         try:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(lines_of(path, file), 1):
                 if not line.isspace():
                     yield number, line.rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path} can't be read as text from line {number + 1} on: {error}",
-                expected="text in UTF-8",
-                next_step=f"convert it, such as with: iconv -f {_encoding_of(path)} -t UTF-8",
-            ) from error
+            raise not_utf8(path, error) from error
+
+
+def not_utf8(path: Path, error: Exception) -> DataError:
+    """The error for a file of text that is not in UTF-8, with the first such line: the text is decoded in
+    blocks, so that `error` may come lines before it.
+    """
+    import pyarrow as pa
+
+    with pa.input_stream(str(path), compression="detect") as stream, io.BufferedReader(stream) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as found:
+                return DataError(
+                    f"{path}, line {number} can't be read as text: {found.reason}, byte"
+                    f" 0x{line[found.start]:02x} at {found.start}",
+                    expected="text in UTF-8",
+                    next_step=f"convert it, such as with: iconv -f {_encoding_of(path)} -t UTF-8",
+                )
+    return DataError(f"{path} can't be read as text: {error}", expected="text in UTF-8")
 
 
 def as_line(text: str) -> bytes:

@@ -10,6 +10,7 @@ from psgrad.inputs.image_files import (
     IMAGE,
     LABEL,
     class_folders,
+    listed_images,
     metadata_of,
     required_folder,
     with_names,
@@ -40,8 +41,10 @@ def headers_of(config: DataConfig, base: Path) -> tuple[DataConfig, list[DataHea
     metadata, named = metadata_of(folder), with_names(config, base)
     image = named.image or IMAGE
     if metadata is None:
-        columns = {image: _IMAGE, FILE_NAME: _TEXT, **({LABEL: _TEXT} if class_folders(folder) else {})}
-        return named, [DataHeader(folder, list(columns), columns, None)]
+        classes = class_folders(folder)
+        columns = {image: _IMAGE, FILE_NAME: _TEXT, **({LABEL: _TEXT} if classes else {})}
+        images, _ = listed_images(folder, {*classes})
+        return named, [DataHeader(folder, list(columns), columns, len(images))]
     source = configured(SOURCES, metadata.suffix.removeprefix("."), {}, folder)
     assert isinstance(source, TableSource)
     header = source.header(metadata)

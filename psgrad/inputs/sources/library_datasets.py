@@ -45,9 +45,10 @@ class LibraryRows(SourceRows):
 
 
 def class_names_of(features: Mapping[str, Any], columns: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """column -> the names of its classes, where a `ClassLabel` says them."""
-    found = {name: features[name] for name in columns if type(features.get(name)).__name__ == "ClassLabel"}
-    return {name: tuple(each.names) for name, each in found.items() if each.names}
+    """column -> the names of its classes, where a `ClassLabel`, or a list of them, says them."""
+    inner = {name: getattr(features.get(name), "feature", features.get(name)) for name in columns}
+    labels = {name: each for name, each in inner.items() if type(each).__name__ == "ClassLabel"}
+    return {name: tuple(names) for name, each in labels.items() if (names := getattr(each, "names", None))}
 
 
 def library_hashes(config: DataConfig, dataset: Any) -> list[str]:

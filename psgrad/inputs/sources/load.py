@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from psgrad.config import DataConfig, ModelConfig
-from psgrad.engine.execution.ranks import spread_rows
 from psgrad.errors import ConfigError
 from psgrad.inputs.loss import Criterion
 from psgrad.inputs.models.hub import located
@@ -20,9 +18,10 @@ from psgrad.inputs.rows import Block, Samples
 from psgrad.inputs.sources.arrays import ArraySamples
 from psgrad.inputs.sources.arrow_columns import plain
 from psgrad.inputs.sources.datasets import DatasetSamples, made_by_factory
-from psgrad.inputs.sources.file_checks import Stamp, Wanted, require_rows
+from psgrad.inputs.sources.file_checks import Stamp, Wanted, require_rows, target_names
 from psgrad.inputs.sources.host_files import made_once
 from psgrad.inputs.sources.library_datasets import LibraryRows, is_library_dataset, library_dataset
+from psgrad.inputs.sources.renumbered import numbered_as
 from psgrad.inputs.sources.source import ArraySource, TableSource, files_read_again, source_of
 from psgrad.inputs.sources.source_rows import SourceRows, joined, save_rows, saved_rows
 from psgrad.inputs.sources.streams import StreamedRows, is_library_stream
@@ -157,9 +156,10 @@ def _load_numbers(
             return DatasetSamples(dataset, config, unit, labels)
         columns = Wanted.of(config, unit).columns
         rows = _table(dataset, columns, config, f"the dataset of {config.factory}")
+        rows = _numbered(rows, config, labels.names)
         return _noted(TableSamples(rows, config, unit, labels), rows)
     if config.dataset is not None:
-        rows = open_rows(config, base, unit, allow_download=allow_download)
+        rows = _numbered(open_rows(config, base, unit, allow_download=allow_download), config, labels.names)
         return _noted(TableSamples(rows, config, unit, labels), rows)
     source, paths = source_of(config, base)
     if isinstance(source, ArraySource):
@@ -194,6 +194,7 @@ def _load_images(
         labels = labels_of_head(labels, trained.config, config)
         if not isinstance(config.inputs, dict):
             config = config.model_copy(update={"inputs": {"pixel_values": config.image}})
+    rows = _numbered(rows, config, labels.names)
     found = ImageSamples(rows, config, labels, unit, folder=folder, prepared=preparation(config, trained))
     return _noted(found, rows)
 
@@ -205,26 +206,16 @@ def _folder_of_images(config: DataConfig, base: Path, rows: SourceRows) -> Path:
     return rows.files[0].parent if rows.files else base
 
 
-def image_bytes(config: DataConfig, base: Path, count: int, allow_download: bool) -> float:
-    """The mean of the bytes of `count` images, evenly spread over the dataset, without those that can't be
-    read.
-    """
-    from psgrad.inputs.image_files import BrokenImage, content_of, with_names
-
-    rows = open_rows(config, base, allow_download=allow_download)
-    name = (config if config.images is None else with_names(config, base)).image
-    places, folder = spread_rows(rows.count, count), _folder_of_images(config, base, rows)
-    sizes = []
-    for value in plain(rows.take(np.array(places)).column(name)).to_pylist():
-        with suppress(BrokenImage):
-            sizes.append(len(content_of(value, folder, "a row")[0]))
-    return float(np.mean(sizes)) if sizes else 0.0
-
-
 def labels_of_head(labels: Labels, settings: Any, config: DataConfig) -> Labels:
     """The labels with the names of a pretrained model's classes. settings: its config, of transformers."""
     names = HeadLabels.of(settings, config).given
-    return replace(labels, names=names, known_by="the model's config (id2label)") if names else labels
+    return replace(labels, names=names) if names else labels
+
+
+def _numbered(rows: SourceRows, config: DataConfig, names: Sequence[str] | None) -> SourceRows:
+    """The rows with labels that are numbered as in `names`, where the dataset has names for its numbers."""
+    targets = target_names(config)
+    return numbered_as(rows, targets[0], names) if len(targets) == 1 else rows
 
 
 def _noted(samples: Samples, rows: SourceRows) -> Samples:
@@ -246,6 +237,7 @@ def _load_texts(
 
     task = text_task(config, base, pretrained)
     rows = open_rows(config, base, unit, allow_download=pretrained.allow_download)
+    rows = _numbered(rows, config, task.class_names)
     return _noted(TextSamples(rows, task, config, unit, kept), rows)
 
 
@@ -261,7 +253,7 @@ def text_facts(model: ModelConfig, data: DataConfig, base: Path) -> str:
     from psgrad.inputs.text_samples import TextSamples, text_task
 
     task = text_task(data, base, _settings(model, base))
-    samples = TextSamples(open_rows(data, base), task, data)
+    samples = TextSamples(_numbered(open_rows(data, base), data, task.class_names), task, data)
     count = min(_LOOKED_AT, len(samples))
     lengths = samples.read(0, count).lengths
     assert lengths is not None

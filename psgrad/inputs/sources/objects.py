@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -186,6 +187,16 @@ def distinct_keys(pairs: list[tuple[str, Any]]) -> Object:
         keys = [key for key, _ in pairs]
         raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} comes twice")
     return found
+
+
+def json_value(text: str | bytes) -> Any:
+    """The value of a text in JSON. Raises ValueError for another text, for a key that comes twice in an
+    object, and for values that are nested too deeply.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=distinct_keys)
+    except RecursionError as error:
+        raise ValueError("lists or objects are nested too deeply, hundreds in each other") from error
 
 
 def word_for(value: object) -> str:

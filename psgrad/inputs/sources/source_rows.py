@@ -107,9 +107,13 @@ class SourceRows(ABC):
         """Where a row is, for messages: its file and its number there."""
         return f"{self.source}, row {row}" if self.numbers is None else self.numbers.place(row)
 
-    def row_name(self, row: int) -> str:
-        """A row in messages: its number, and its place where that says more."""
-        place = self.place(row)
+    def line(self, row: int) -> str:
+        """The place of a row by its line, even where the file has to be read for it."""
+        return self.place(row)
+
+    def row_name(self, row: int, *, line: bool = False) -> str:
+        """A row in messages: its number, and its place, or its line, where that says more."""
+        place = self.line(row) if line else self.place(row)
         return f"row {row}" if place == f"{self.source}, row {row}" else f"row {row} ({place})"
 
     def _take_rising(self, rows: Array) -> pa.Table:
@@ -299,6 +303,10 @@ class JoinedRows(SourceRows):
     def place(self, row: int) -> str:
         part = bisect_right(self._starts, row) - 1
         return self._parts[part].place(row - self._starts[part])
+
+    def line(self, row: int) -> str:
+        part = bisect_right(self._starts, row) - 1
+        return self._parts[part].line(row - self._starts[part])
 
     def _take_rising(self, rows: Array) -> pa.Table:
         parts = np.split(rows, np.searchsorted(rows, self._starts[1:-1]))

@@ -206,6 +206,9 @@ class TableSamples(Samples):
         rows = self._existing(rows)
         return self._block(self._rows.take(rows), rows)
 
+    def row_name(self, row: int) -> str:
+        return self._rows.row_name(row, line=True)
+
     def input_names(self) -> list[str]:
         return list(self._names)
 
@@ -261,8 +264,10 @@ class TableSamples(Samples):
             values = np.array(plain(column).to_pylist(), dtype=object)
         else:
             values = numbers(column, name, self._rows.row_name)
-        encoded = self._labels.encoded(values, name, self._rows.row_name)
-        self.class_names = encoded.class_names or self._rows.class_names.get(name)
+        encoded = self._labels.encoded(values, name, self.row_name)
+        declared = self._rows.class_names.get(name)
+        self.class_names = encoded.class_names or self._labels.names or declared
+        self.names_found = encoded.found or ("declared" if declared and self._labels.names is None else "")
         self.notes = (encoded.note,) if encoded.note else ()
         return to_tensor(encoded.values, name).numpy()
 

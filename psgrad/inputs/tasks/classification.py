@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from psgrad.errors import ConfigError, DataError
 from psgrad.inputs.loss import IGNORED
 from psgrad.inputs.models.pretrained import Pretrained
 from psgrad.inputs.sources.arrow_columns import is_list, require_numbers
+from psgrad.inputs.targets import unknown_label
 from psgrad.inputs.tasks.task import (
     Array,
     EncodedRow,
@@ -87,45 +89,64 @@ class HeadLabels:
         """The names, unless nobody gave any."""
         return None if self.generic else self.names
 
-    def number(self, value: Any, where: str) -> int:
-        """The class of a label: its number, or its name. -100 stays, a label that does not count.
-
-        Raises DataError, which begins with `where`, for a value that is not a label of the head.
+    def number(self, value: Any) -> int | None:
+        """The class of a label: its number, or its name; None for a value that is not a label of the head.
+        -100 stays, a label that does not count.
         """
         if isinstance(value, str):
-            if value in self.names:
-                return self.names.index(value)
-        elif isinstance(value, (bool, int)) or (isinstance(value, float) and value.is_integer()):
+            return self._places.get(value)
+        if isinstance(value, (bool, int)) or (isinstance(value, float) and value.is_integer()):
             number = int(value)
-            if 0 <= number < len(self.names) or number == IGNORED:
-                return number
-        raise self._unknown(value, where)
+            return number if 0 <= number < len(self.names) or number == IGNORED else None
+        return None
 
-    def _unknown(self, value: Any, where: str) -> DataError:
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self.names)}
+
+    def require_known(self, rows: TextRows, values: Sequence[Any]) -> None:
+        """Raises DataError, with row and count, unless each label, one or a list in a row, is of the head.
+        values: of the rows.
+        """
+        lists = [each if isinstance(each, list) else [each] for each in values]
+        wrong = [i for i, labels in enumerate(lists) if any(self.number(each) is None for each in labels)]
+        if not wrong:
+            return
+        first = wrong[0]
+        place = next(at for at, each in enumerate(lists[first]) if self.number(each) is None)
+        position = f", position {place}" if isinstance(values[first], list) else ""
+        raise self._unknown(lists[first][place], f"{rows.where(first)}{position}", (len(wrong), len(values)))
+
+    def _unknown(self, value: Any, where: str, count: tuple[int, int]) -> DataError:
         if value is None or value != value:
             return DataError(f"{where} has no label", expected=f"one of {first_of(self.names, _SHOWN)}")
-        arrived = f"{where} has the label {value!r}"
         if not isinstance(value, str):
             numbers = f"a number from 0 to {len(self.names) - 1}"
-            return DataError(arrived, expected=f"{numbers}, or {IGNORED} for a label that does not count")
-        expected = f"one of {first_of(self.names, _SHOWN)}"
+            return DataError(
+                f"{where} has the label {value!r}",
+                expected=f"{numbers}, or {IGNORED} for a label that does not count",
+            )
+        error = unknown_label(value, where, count, self.names)
         if not self.generic:
-            return DataError(arrived, expected=expected)
+            return error
         return DataError(
-            arrived,
-            expected=expected,
+            error.arrived,
+            expected=error.expected,
             cause="the model's config has no names of its classes (id2label)",
             next_step="list the names in data.class_names, in the order of the model's outputs",
         )
 
     def numbers(self, rows: TextRows, column: str) -> Array:
-        """[n]: the class of each row's label."""
-        values = enumerate(rows.values(column))
-        return np.array([self.number(value, rows.where(i)) for i, value in values], np.int64)
+        """[n]: the class of each row's label. Raises DataError."""
+        values = rows.values(column)
+        self.require_known(rows, values)
+        return np.array(self.of_list(values), np.int64)
 
-    def of_list(self, values: Sequence[Any], where: str) -> list[int]:
-        """The class of each label in a list."""
-        return [self.number(value, f"{where}, position {place},") for place, value in enumerate(values)]
+    def of_list(self, values: Sequence[Any]) -> list[int]:
+        """The class of each label, all of which are known."""
+        found = [self.number(value) for value in values]
+        assert None not in found, "labels that were checked"
+        return [number for number in found if number is not None]
 
 
 class _OfTexts(TextTask):
@@ -165,23 +186,33 @@ class SequenceClassification(_OfTexts):
             )
 
     def targets(self, rows: TextRows) -> Array | None:
-        return None if self.several else self._targets(rows)
+        if not self.several:
+            return self.labels.numbers(rows, self.target)
+        self._lists(rows)
+        return None
 
     def _targets(self, rows: TextRows) -> Array:
         if not self.several:
             return self.labels.numbers(rows, self.target)
-        return np.stack(
-            [self._marked(value, rows.where(i)) for i, value in enumerate(rows.values(self.target))]
-        )
+        return np.stack(list(map(self._marked, self._lists(rows))))
 
-    def _marked(self, value: list[object] | None, where: str) -> Array:
+    def _lists(self, rows: TextRows) -> list[list[Any]]:
+        """The labels of each row, several. Raises DataError for one that is not known."""
+        lists = [each or [] for each in rows.values(self.target)]
+        self.labels.require_known(rows, [[] if self._is_whole(each) else each for each in lists])
+        return lists
+
+    def _is_whole(self, listed: list[Any]) -> bool:
+        """Whether a list has a probability for each class."""
+        whole = len(listed) == len(self.labels.names)
+        return whole and all(isinstance(each, float | bool) for each in listed)
+
+    def _marked(self, listed: list[Any]) -> Array:
         """[classes]: a list of names or numbers of classes, or of one probability for each, as numbers."""
-        count = len(self.labels.names)
-        listed = [] if value is None else value
-        if len(listed) == count and all(isinstance(each, float | bool) for each in listed):
+        if self._is_whole(listed):
             return np.asarray(listed, np.float32)
-        found = np.zeros(count, np.float32)
-        found[self.labels.of_list(listed, where)] = 1
+        found = np.zeros(len(self.labels.names), np.float32)
+        found[self.labels.of_list(listed)] = 1
         return found
 
 
@@ -239,15 +270,20 @@ class TokenClassification(TextTask):
                 next_step="give texts with a label for each token in place of lists of words",
             )
 
+    def targets(self, rows: TextRows) -> Array | None:
+        self.labels.require_known(rows, [each or [] for each in rows.values(self.target)])
+        return None
+
     def encode(self, rows: TextRows) -> list[EncodedRow]:
         texts, listed = rows.values(self.text), rows.values(self.target)
         for i, (text, labels) in enumerate(zip(texts, listed, strict=True)):
             _require_labels(text, labels, rows.where(i))
+        self.labels.require_known(rows, listed)
         words = bool(texts) and isinstance(texts[0], list)
         tokens = self.tokenizer.encode(texts, where=rows.where, words=words)
         found = []
         for i, (row, labels) in enumerate(zip(tokens, listed, strict=True)):
-            numbers = self.labels.of_list(labels, rows.where(i))
+            numbers = self.labels.of_list(labels)
             target = (
                 _of_words(row, numbers) if words else self._of_tokens(texts[i], row, numbers, rows.where(i))
             )

@@ -4,6 +4,8 @@ answer to a question stands in a text, the task question-answering.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -91,14 +93,14 @@ class MultipleChoice(TextTask):
 
     def _targets(self, rows: TextRows, count: int) -> Array:
         values = enumerate(rows.values(self.target))
-        return np.array([self._number(value, count, rows.where(i)) for i, value in values], np.int64)
+        return np.array([self._number(value, count, partial(rows.where, i)) for i, value in values], np.int64)
 
-    def _number(self, value: Any, count: int, where: str) -> int:
+    def _number(self, value: Any, count: int, where: Callable[[], str]) -> int:
         number = int(value) if isinstance(value, str) and value.strip().isdigit() else value
         if isinstance(number, bool | int) and (0 <= number < count or number == IGNORED):
             return int(number)
         raise DataError(
-            f"{where} has the target {value!r}",
+            f"{where()} has the target {value!r}",
             expected=f"the place of the right choice, from 0 to {count - 1}",
             cause="places that count from 1" if number == count else None,
         )

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from psgrad.engine.execution import chunk_replay
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.self_check import self_check
 from psgrad.engine.execution.streaming import Stream
@@ -304,7 +303,6 @@ def objective(device: torch.device) -> Objective:
 def test_chunks_are_replayed_with_the_same_numbers(
     objective: Objective, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunk_replay, "PAYS_FROM", {"cpu": 2, "cuda": 2})
     rows = Rows(50)
     found = []
     for capture in ("auto", "off"):

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.models import GPT, cnn, mlp, resnet
-from psgrad.engine.execution.chunk_plan import ChunkPlan, chunk_for, correction, plan_chunk
+from psgrad.engine.execution import run_plan
+from psgrad.engine.execution.chunk_plan import ChunkPlan, chunk_for, plan_chunk
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.pass_costs import Like, NotCapturable, observe_pass, trace_pass
 from psgrad.engine.execution.recompute import Recompute
@@ -210,7 +211,7 @@ def test_the_largest_chunk_that_fits(fixed: int, each: int, rows: int, budget: i
 
     def at(n: int) -> ChunkPlan:
         asked.append(n)
-        return ChunkPlan(0.0, fixed + each * n, rows * n, 1)
+        return ChunkPlan(0.0, fixed + each * n, rows * n)
 
     def size(n: int) -> int:
         return fixed + (each + rows) * n
@@ -232,18 +233,50 @@ def test_a_chunk_fits_where_memory_bends(block: int, each: int, budget: int) -> 
     def size(n: int) -> int:
         return each * n + min(block, 4 * each * n)
 
-    chunk = chunk_for(lambda n: ChunkPlan(0.0, size(n), 0, 1), budget)
+    chunk = chunk_for(lambda n: ChunkPlan(0.0, size(n), 0), budget)
     assert chunk == 1 or size(chunk) <= budget
     assert chunk == 1024 or size(2 * chunk + 8) > budget  # and is no small share of what would
 
 
-@given(python=st.floats(0, 1), share=st.floats(0.5, 3.5), small=st.floats(1e-3, 1), more=st.floats(1.5, 10))
-def test_two_chunks_tell_the_python_and_the_share(
-    python: float, share: float, small: float, more: float
+class Clock:
+    """Goes on only by what `stream`'s passes are made to take: seconds for each chunk, and for each row."""
+
+    def __init__(self, stream: Stream, chunk: float, row: float) -> None:
+        self.now, pass_of = 0.0, stream.pass_of
+
+        def timed_pass_of(how: Callable[..., Any]) -> Callable[..., Any]:
+            def found(params: Any, inputs: Any, target: Any) -> Any:
+                self.now += chunk + row * len(inputs[0])
+                return pass_of(how)(params, inputs, target)
+
+            return found
+
+        stream.pass_of = timed_pass_of  # type: ignore[method-assign]
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 64, 500])
+@pytest.mark.parametrize(("chunk", "row"), [(0.003, 0.0), (0.0, 1e-4), (0.02, 0.001), (0.5, 2.0)])
+def test_plan_time_has_the_fixed_cost_and_that_of_rows(
+    size: int, chunk: float, row: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = correction((small, python + share * small), (small * more, python + share * small * more))
-    assert found.python == pytest.approx(python, abs=1e-6)
-    assert found.share == pytest.approx(share, rel=1e-6)
+    """Whatever else was measured on this machine, and however far the prices of kernels are off."""
+    stream = stream_of(
+        mlp((20, 16, 7)), torch.randn(8, 20), torch.randint(7, (8,)), chunk_size=size, capture="off"
+    )
+    monkeypatch.setattr(run_plan, "time", Clock(stream, chunk, row))
+    found = plan_run(stream, 1003)
+    assert found.chunk_seconds == pytest.approx(chunk + size * row)
+    if size > 1:  # else all chunks are of one size, and nothing tells the two costs apart
+        assert found.seconds == pytest.approx(-(-1003 // size) * chunk + 1003 * row)
+
+
+def test_plan_time_where_the_larger_chunk_was_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine was busy during the small one: then no part is negative."""
+    assert run_plan._measured_seconds(lambda rows: 8.0 / rows, 8, 8) == (1.0, 0.0)
+    assert run_plan._measured_seconds(lambda rows: rows**2 / 8.0, 8, 8) == (0.0, 1.0)
 
 
 # -- A run ---------------------------------------------------------------------------------------------------

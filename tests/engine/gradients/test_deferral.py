@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients, per_sample_square_norms
 from psgrad.engine.gradients.deferral import DeferredGradient
 from psgrad.engine.gradients.per_sample import BatchPass
-from psgrad.engine.transforms import functional_call
+from psgrad.engine.transforms import functional_call, jvp
 from psgrad.errors import TransformError
 from tests.engine.gradients.agreement import LargestTensor
 
@@ -789,3 +789,20 @@ def test_deferral_expanded_number_times_number() -> None:
     torch.testing.assert_close(
         per_sample_gradients(loss, {"scale": scale}, x).materialise()["scale"], expected
     )
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+def test_deferral_expanded_cotangent_of_a_number(shape: tuple[int, ...]) -> None:
+    """A Hessian-vector product of a loss that adds an axis to a mean: the mean's cotangent is expanded."""
+    weight, vector, x = randn(4, 3), randn(4, 3), randn(N, *shape)
+    inner = lambda w, x: (F.linear(x, w).mean() - torch.ones(1, dtype=torch.float64)).pow(2).sum()
+
+    def slope(params: Params, x: Tensor) -> Tensor:
+        return jvp(lambda w: inner(w, x), (params["w"],), (vector,))[1]
+
+    grads = per_sample_gradients(slope, {"w": weight}, x)
+    expected = torch.stack(
+        [torch.autograd.functional.hvp(lambda w, one=one: inner(w, one), weight, vector)[1] for one in x]
+    )
+    torch.testing.assert_close(grads.materialise()["w"], expected)
+    torch.testing.assert_close(grads.square_norms(), expected.square().sum((1, 2)))

@@ -27,7 +27,7 @@ from psgrad.engine.gradients.inner.inner_products import GRAM, MATCHES, VALUES
 from psgrad.engine.gradients.inner.materialised import LONGEST_SUM
 from psgrad.engine.gradients.inner.regions import regions
 from psgrad.engine.gradients.layout import AxisLayout
-from psgrad.engine.gradients.machine import built_in
+from psgrad.engine.gradients.machine import machine as machine_of
 from psgrad.engine.gradients.terms import Convolution, Dense, GroupedProduct, Product, Rows, Term
 from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from tests.engine.gradients.test_terms import cancelling, largest_of
@@ -429,7 +429,7 @@ def test_inner_products_work_of_outer_products() -> None:
 
 @pytest.fixture
 def machine() -> Machine:
-    return built_in(torch.device("cpu"))
+    return machine_of(torch.device("cpu"))
 
 
 def way_of(one: Term, other: Term, machine: Machine) -> str:

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from psgrad.engine.transforms import functional_call, grad, grad_and_value, vmap
-from psgrad.engine.transforms.capture import capture
-from psgrad.engine.transforms.program import CudaGraph, obstacle_to_cuda_graph
+from psgrad.engine.transforms.capture import MOST_PROGRAMS, capture
+from psgrad.engine.transforms.program import CudaGraph, obstacle_to_cuda_graph, shorten
+from psgrad.engine.transforms.recorder import record
 from psgrad.errors import TransformError
 
 
@@ -25,7 +26,15 @@ def _no_word():
         yield
 
 
-TO_RECORD = 2  # calls
+TO_RECORD = 2  # calls: one is recorded, the next one compared
+
+
+def ready(function, *args, **options):
+    """The captured function after as many calls as it takes to be replayed."""
+    captured = capture(function, **options)
+    for _ in range(TO_RECORD):
+        captured(*args)
+    return captured
 
 
 class Counted:
@@ -45,10 +54,12 @@ def same(actual, expected):
 
 def runs_as_it_is(function, *args, words):
     """The captured function, of which it must have been said why it is not replayed."""
-    captured = capture(function)
     with pytest.warns(UserWarning, match=words):
-        captured(*args)
-    return captured
+        return ready(function, *args)
+
+
+def replays(captured):
+    return sum(entry.replays for entry in captured.entries.values())
 
 
 def perceptron(dropout=0.0):
@@ -86,7 +97,7 @@ def detached(model):
 )
 def test_capture_replay_equals_the_function(model, shape):
     function = Counted(per_sample(model))
-    captured = capture(function, detached(model), *batch(*shape))
+    captured = ready(function, detached(model), *batch(*shape))
     assert function.calls == TO_RECORD
     for _ in range(3):
         given = (detached(model), *batch(*shape))
@@ -109,7 +120,7 @@ def test_capture_random_operators_draw_anew():
     model = perceptron(dropout=0.5)
     x, y = batch(6)
     eager = per_sample(model, randomness="different")
-    captured = capture(eager, detached(model), x, y)
+    captured = ready(eager, detached(model), x, y)
     for seed in (1, 2):
         torch.manual_seed(seed)
         expected = [eager(detached(model), x, y) for _ in range(2)]
@@ -119,10 +130,13 @@ def test_capture_random_operators_draw_anew():
     assert not torch.equal(replayed[0][1], replayed[1][1])
 
 
-def test_capture_leaves_random_state():
-    before = torch.get_rng_state()
-    capture(lambda x: x + torch.rand(3), torch.ones(3))
-    assert torch.equal(torch.get_rng_state(), before)
+def test_capture_draws_no_more_than_the_function():
+    function = lambda x: x + torch.rand(3)
+    torch.manual_seed(0)
+    expected = [function(torch.ones(3)) for _ in range(5)]
+    torch.manual_seed(0)
+    captured = capture(function)
+    same([captured(torch.ones(3)) for _ in range(5)], expected)
 
 
 def test_capture_keeps_unused_draw():
@@ -130,7 +144,7 @@ def test_capture_keeps_unused_draw():
         torch.rand(3)
         return x + torch.rand(3)
 
-    captured = capture(function, torch.ones(3))
+    captured = ready(function, torch.ones(3))
     torch.manual_seed(0)
     expected = function(torch.ones(3))
     torch.manual_seed(0)
@@ -145,8 +159,10 @@ def test_capture_per_shape_dtype_and_number():
     captured = capture(function)
     x = torch.rand(3, 2)
     for given in [(x, 2), (x, 3), (x, 2.0), (x[:2], 2), (x.double(), 2), (x.t().contiguous().t(), 2)]:
-        same(captured(*given), function.function(*given))
-    same(captured(x, 2, name="one"), function.function(x, 2, name="one"))
+        for _ in range(TO_RECORD + 1):
+            same(captured(*given), function.function(*given))
+    for _ in range(TO_RECORD + 1):
+        captured(x, 2, name="one")
     assert function.calls == 7 * TO_RECORD
     captured(x, 2), captured(x, 3)
     assert function.calls == 7 * TO_RECORD
@@ -156,9 +172,10 @@ def test_capture_signature_signed_zero_and_nan():
     function = Counted(lambda x, y: torch.copysign(x, torch.tensor(y)))
     captured = capture(function)
     x = torch.ones(2)
-    same(captured(x, 0.0), x)
-    same(captured(x, -0.0), -x)
-    captured(x, float("nan")), captured(x, float("nan"))
+    for _ in range(TO_RECORD + 1):
+        same(captured(x, 0.0), x)
+        same(captured(x, -0.0), -x)
+        captured(x, float("nan"))
     assert function.calls == 3 * TO_RECORD
 
 
@@ -169,16 +186,18 @@ def test_capture_signature_same_tensor_twice():
     same(captured(x, x), x + 1)
 
 
-def test_capture_more_than_eight_signatures():
+def test_capture_keeps_the_programs_used_last():
     function = Counted(lambda x: x * 2)
     captured = capture(function)
-    for n in range(8):
-        captured(torch.ones(n))
-    with pytest.warns(UserWarning, match="only the first 8"):
-        captured(torch.ones(9))
-    same(captured(torch.ones(10)), torch.full((10,), 2.0))  # without another word
-    same(captured(torch.ones(3)), torch.full((3,), 2.0))
-    assert function.calls == 8 * TO_RECORD + 2
+    for n in range(MOST_PROGRAMS + 1):
+        for _ in range(TO_RECORD):
+            captured(torch.ones(n))
+    calls = function.calls
+    captured(torch.ones(1))
+    assert function.calls == calls
+    captured(torch.ones(0))  # the one used least recently is gone
+    assert function.calls == calls + 1
+    assert len(captured.entries) == MOST_PROGRAMS
 
 
 def test_capture_signature_grad_mode():
@@ -232,7 +251,7 @@ def test_capture_pytrees():
 
 def test_capture_closure_tensor_read_at_each_call():
     scale = torch.ones(2)
-    captured = capture(lambda x: x * scale, torch.ones(2))
+    captured = ready(lambda x: x * scale, torch.ones(2))
     scale.fill_(5)
     same(captured(torch.ones(2)), torch.full((2,), 5.0))
     scale.data = torch.full((1,), 7.0)  # other memory, of another shape
@@ -241,7 +260,7 @@ def test_capture_closure_tensor_read_at_each_call():
 
 def test_capture_value_of_closure_tensors_recomputed():
     scale = torch.ones(2)
-    captured = capture(lambda x: (x * (scale * 2).exp(), scale), torch.ones(2))
+    captured = ready(lambda x: (x * (scale * 2).exp(), scale), torch.ones(2))
     scale.zero_()
     result, itself = captured(torch.ones(2))
     same(result, torch.ones(2))
@@ -250,13 +269,11 @@ def test_capture_value_of_closure_tensors_recomputed():
 
 def test_capture_changing_function_runs_uncaptured():
     steps = iter(range(100))
-    captured = runs_as_it_is(
-        lambda x: x * next(steps), torch.ones(2), words="change from one call to the next"
-    )
+    captured = runs_as_it_is(lambda x: x * next(steps), torch.ones(2), words="keep a state of its own")
     assert captured(torch.ones(2))[0] + 1 == captured(torch.ones(2))[0]
 
 
-def test_capture_counter_buffer():
+def test_capture_write_into_closure_tensor_runs_uncaptured():
     layer = nn.Module()
     layer.register_buffer("calls", torch.tensor(0))
 
@@ -264,9 +281,8 @@ def test_capture_counter_buffer():
         layer.calls.add_(1)
         return x * layer.calls
 
-    captured = capture(function, torch.ones(2))
-    assert layer.calls == 0
-    same([captured(torch.ones(2)) for _ in range(3)], [torch.full((2,), float(k)) for k in (1, 2, 3)])
+    captured = runs_as_it_is(function, torch.ones(2), words="writes into a tensor from outside")
+    same([captured(torch.ones(2)) for _ in range(3)], [torch.full((2,), float(k)) for k in (3, 4, 5)])
 
 
 def test_capture_constants_recreated():
@@ -279,39 +295,106 @@ def test_capture_constants_recreated():
     same([captured(torch.ones(2)) for _ in range(3)], [torch.tensor([2.0, 3.0])] * 3)
 
 
-def test_capture_write_into_argument_and_view():
+def test_capture_write_into_argument_runs_uncaptured():
     def function(x, y):
-        x[0] = y.sum()
-        return x.view(-1), x
+        x.view(-1)[:2] = y.sum()
+        return x * 2
 
-    captured = capture(function, torch.zeros(2, 2), torch.ones(3))
+    captured = runs_as_it_is(function, torch.zeros(2, 2), torch.ones(3), words="writes into a tensor from")
     x = torch.zeros(2, 2)
-    view, itself = captured(x, torch.ones(3))
+    same(captured(x, torch.ones(3)), torch.tensor([[6.0, 6.0], [0.0, 0.0]]))
     same(x, torch.tensor([[3.0, 3.0], [0.0, 0.0]]))
-    assert itself is x
-    assert view.data_ptr() == x.data_ptr()
+
+
+def test_capture_write_into_own_view():
+    def function(x):
+        made = torch.zeros(2, 2)
+        row = made[1]
+        made[0] = x
+        row += made[0]
+        before = made.sum()
+        made.mul_(2)
+        return made, before, made.sum()
+
+    captured = capture(function)
+    for k in range(5):
+        x = torch.tensor([1.0, k])
+        same(captured(x), function(x))
+    assert replays(captured) == 4
+
+
+def test_capture_results_can_be_written():
+    captured = capture(lambda x: (x * 2, x * 2, x.sum() * 0 + 1))
+    for _ in range(4):
+        one, other, _ = captured(torch.ones(2))
+        one.add_(1)
+        assert one._version > 0  # an ordinary tensor: one of inference mode has no count
+        same(other, torch.full((2,), 2.0))
 
 
 # -- what is not replayed ------------------------------------------------------------------------------------
 
 
-def test_capture_data_dependent_branch_runs_uncaptured():
-    captured = runs_as_it_is(lambda x: x * 2 if x.sum() > 0 else x * 3, torch.ones(2), words="depend on data")
-    same(captured(torch.ones(2)), torch.full((2,), 2.0))
+def test_capture_data_dependent_branch():
+    function = Counted(lambda x: x * 2 if x.sum() > 0 else x * 3)
+    captured = ready(function, torch.ones(2))
+    same(captured(torch.full((2,), 5.0)), torch.full((2,), 10.0))
+    assert function.calls == TO_RECORD
     same(captured(-torch.ones(2)), torch.full((2,), -3.0))
+    assert function.calls == TO_RECORD + 1
+    same(captured(torch.ones(2)), torch.full((2,), 2.0))
+    assert function.calls == TO_RECORD + 1
+
+
+def test_capture_branch_that_often_goes_the_other_way_ends_replays():
+    function = Counted(lambda x: x * 2 if x.sum() > 0 else x * 3)
+    captured = ready(function, torch.ones(2))
+    for _ in range(10):
+        same(captured(-torch.ones(2)), torch.full((2,), -3.0))
+    assert function.calls == TO_RECORD + 10
+    assert next(iter(captured.entries.values())).ended
+
+
+def test_capture_branch_that_fails_draws_as_the_function():
+    function = lambda x: torch.rand(2) * (2 if (x + torch.rand(2)).sum() > 0 else 3) + torch.rand(2)
+    captured = ready(function, torch.ones(2))
+    for x in (torch.ones(2), -5 * torch.ones(2), torch.ones(2)):
+        torch.manual_seed(0)
+        expected = function(x), torch.rand(1)
+        torch.manual_seed(0)
+        same((captured(x), torch.rand(1)), expected)
 
 
 @pytest.mark.parametrize(
-    "read",
-    [
-        float,
-        lambda x: x.item(),
-        lambda x: x.tolist(),
-        lambda x: float(x.numpy()),
-        lambda x: float(np.asarray(x)),
-    ],
+    "read", [float, lambda x: x.item(), lambda x: 2.0 if x.bool() else 1.0, lambda x: int(x)]
 )
-def test_capture_item_of_closure_tensor_runs_uncaptured(read):
+def test_capture_item_of_closure_tensor(read):
+    scale = torch.tensor(2.0)
+    function = lambda x: x * read(scale)
+    captured = ready(function, torch.ones(2))
+    for value in (2.0, 3.0, 0.0, -0.0, float("nan") if read in (float,) else 2.0):
+        scale.fill_(value)
+        x = torch.ones(2)
+        same(captured(x).signbit(), function(x).signbit())
+        torch.testing.assert_close(captured(x), function(x), rtol=0, atol=0, equal_nan=True)
+
+
+def test_capture_value_read_before_a_write():
+    def function(x):
+        made = x.clone()
+        first = made[0].item()
+        made.zero_()
+        return made + first
+
+    captured = ready(function, torch.ones(2))
+    same(captured(torch.ones(2)), torch.ones(2))
+    same(captured(torch.full((2,), 4.0)), torch.full((2,), 4.0))
+
+
+@pytest.mark.parametrize(
+    "read", [lambda x: x.tolist(), lambda x: float(x.numpy()), lambda x: float(np.asarray(x))]
+)
+def test_capture_memory_read_without_a_kernel_runs_uncaptured(read):
     scale = torch.tensor(2.0)
     captured = runs_as_it_is(lambda x: x * read(scale), torch.ones(2), words="run uncaptured")
     scale.fill_(3)
@@ -334,7 +417,7 @@ def test_capture_data_dependent_shape_runs_uncaptured(pick):
 
 
 def test_capture_integer_index():
-    captured = capture(lambda x, i: x[i], torch.arange(3.0), torch.tensor([2, 1]))
+    captured = ready(lambda x, i: x[i], torch.arange(3.0), torch.tensor([2, 1]))
     same(captured(torch.arange(3.0), torch.tensor([0, 0])), torch.zeros(2))
 
 
@@ -362,10 +445,8 @@ def _seeded(x):
 
 @pytest.mark.parametrize("function", [_forked, _twice_the_same, _in_chunks, _seeded])
 def test_capture_setting_random_state_runs_uncaptured(function):
-    before = torch.get_rng_state()
     with pytest.warns(UserWarning, match="random state|run uncaptured"):
-        captured = capture(function, torch.zeros(2))
-    assert torch.equal(torch.get_rng_state(), before)
+        captured = ready(function, torch.zeros(2))
     for _ in range(2):
         torch.manual_seed(5)
         expected = function(torch.zeros(2))
@@ -384,7 +465,6 @@ def test_capture_own_generator_runs_uncaptured():
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
 def test_capture_python_and_numpy_draws_run_uncaptured(draw):
-    random.seed(0), np.random.seed(0)
     captured = runs_as_it_is(
         lambda x: x + draw(), torch.zeros(1, dtype=torch.float64), words="Python's or NumPy's generator"
     )
@@ -413,25 +493,12 @@ class Keeping(nn.Linear):
         return self.last
 
 
-def test_capture_leaves_module_attributes():
+def test_capture_module_that_keeps_tensors_runs_uncaptured():
     model = nn.Sequential(Keeping(6, 8), nn.ReLU(), Keeping(8, 4))
     x, y = batch(6)
-    model[0].last = model[0].weights = "before"
     with pytest.warns(UserWarning, match="keeps tensors"):
-        captured = capture(per_sample(model), detached(model), x, y)
-    assert (model[0].last, model[0].weights) == ("before", "before")
-    assert not hasattr(model[2], "last")
+        captured = ready(per_sample(model), detached(model), x, y)
     same(captured(detached(model), x, y), per_sample(model)(detached(model), x, y))
-
-
-def test_capture_handled_exception_runs_uncaptured():
-    def function(x):
-        try:
-            return x * float(x.sum())
-        except Exception:
-            return x
-
-    same(runs_as_it_is(function, torch.ones(2), words="depend on data")(torch.ones(2)), torch.full((2,), 2.0))
 
 
 @dataclass
@@ -440,7 +507,7 @@ class Record:
 
 
 def test_capture_unknown_result_class_runs_uncaptured():
-    captured = runs_as_it_is(lambda x: Record(x * 2), torch.ones(2), words="returns a Record")
+    captured = runs_as_it_is(lambda x: Record(x * 2), torch.ones(2), words="keeps tensors")
     same(captured(torch.ones(2)).value, torch.full((2,), 2.0))
 
 
@@ -473,7 +540,7 @@ def test_capture_closure_weight_requires_grad():
 
 def test_capture_closure_weight_requires_grad_later():
     weight = torch.ones(3)
-    captured = capture(lambda x: (x * weight).sum(), torch.ones(3))
+    captured = ready(lambda x: (x * weight).sum(), torch.ones(3))
     weight.requires_grad_()
     with pytest.warns(UserWarning, match="requires a gradient"):
         captured(torch.full((3,), 2.0)).backward()
@@ -491,7 +558,7 @@ def test_capture_closure_weight_requires_grad_later():
     ids=["vmap", "grad", "torch.func.vmap", "torch.func.grad"],
 )
 def test_capture_inside_transforms(under):
-    captured = capture(torch.sin, torch.ones(3))
+    captured = ready(torch.sin, torch.ones(3))
     captured(torch.ones(2, 3))
     x = torch.randn(2, 3)
     torch.testing.assert_close(under(captured)(x), under(torch.sin)(x))
@@ -501,40 +568,23 @@ def test_capture_exception_of_the_function():
     def function(x):
         raise KeyError("mine")
 
-    captured = capture(function)
-    with pytest.warns(UserWarning, match="run uncaptured"), pytest.raises(KeyError, match="mine"):
-        captured(torch.ones(2))
+    with pytest.raises(KeyError, match="mine"):
+        capture(function)(torch.ones(2))
     same(capture(torch.sin)(torch.ones(2)), torch.sin(torch.ones(2)))
 
 
 # -- other backends of a program -----------------------------------------------------------------------------
 
 
-def graph_of(function, *devices):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    with FakeTensorMode():
-        return make_fx(function)(*[torch.empty(2, 2, device=device) for device in devices]).graph
+def obstacle(function, *devices):
+    tensors = [torch.empty(2, 2, device=device) for device in devices]
+    _, recording = record(lambda: function(*tensors), tensors)
+    return obstacle_to_cuda_graph(recording, shorten(recording), tensors)
 
 
-@pytest.mark.parametrize(
-    ("function", "obstacle"),
-    [
-        (lambda x, y: torch.relu(x @ y) + torch.rand_like(x), None),
-        (lambda x, y: x.add_(y) * 1, "it writes into its arguments"),
-        (lambda x, y: x.t().mul_(2) * y, "it writes into its arguments"),
-        (lambda x, y: (x.clone().add_(y), y.view(-1)), "a result is a view of an argument"),
-        (lambda x, y: (x * 2, y), "a result is a view of an argument"),
-        (lambda x, y: x.cpu() * 2, "not all of it is on one GPU"),
-    ],
-)
-def test_cuda_graph_obstacles(function, obstacle):
-    assert obstacle_to_cuda_graph(graph_of(function, "cuda", "cuda")) == obstacle
-
-
-def test_cuda_graph_cpu_argument():
-    assert obstacle_to_cuda_graph(graph_of(lambda x, y: x * y, "cpu", "cpu")) == "not all of it is on one GPU"
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_cuda_graph_of_another_device(device):
+    assert obstacle(lambda x, y: x * y, device, device) == "not all of it is on one GPU"
 
 
 class GraphOnCPU(CudaGraph):
@@ -595,7 +645,7 @@ def test_capture_inductor_equals_replay():
     eager = per_sample(model, randomness="different")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        captured = capture(eager, detached(model), x, y, compile="inductor")
+        captured = ready(eager, detached(model), x, y, compile="inductor")
     torch.manual_seed(0)
     expected = eager(detached(model), x, y)
     torch.manual_seed(0)

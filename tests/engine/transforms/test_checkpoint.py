@@ -314,8 +314,14 @@ def test_checkpoint_captured_without_draws() -> None:
             randomness="different",
         )
 
-    recorded = transforms.capture(gradient(0.0), X)
-    agree(recorded(X + 1), gradient(0.0)(X + 1))
+    for dropout in (0.0, 0.5):
+        captured = transforms.capture(gradient(dropout))
+        for k in range(4):
+            torch.manual_seed(k)
+            expected = gradient(dropout)(X + k)
+            torch.manual_seed(k)
+            agree(captured(X + k), expected)
+        assert next(iter(captured.entries.values())).replays == (3 if dropout == 0 else 0)  # it seeds itself
     assert torch.fx.experimental.proxy_tensor.make_fx(gradient(0.0))(X) is not None
     with pytest.raises(TransformError, match="make_fx records"):
         torch.fx.experimental.proxy_tensor.make_fx(gradient(0.5))(X)

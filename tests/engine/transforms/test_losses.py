@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psgrad.engine.transforms import grad, vjp, vmap
+from psgrad.engine.transforms import grad, grad_and_value, jacrev, vjp, vmap
 
 Loss = Callable[[Tensor, Tensor, str], Tensor]
 
@@ -137,3 +137,46 @@ def test_loss_of_zero_has_the_sign_that_pytorch_gives_it(reduction: str, weight:
 
         one_by_one = torch.stack([loss(row) for row in x])
         assert torch.equal(vmap(loss)(x).signbit(), one_by_one.signbit())
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_label_smoothing_of_untraced_logits(weights: Tensor | None, reduction: str) -> None:
+    """The target alone is made in the function, and the loss writes into a tensor of its own by it."""
+    logits, w, x = torch.randn(6, 4, dtype=torch.float64), torch.randn(3).double(), torch.randn(2, 3).double()
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        target = torch.tensor([0, 3, -100, 2, 1, 1])
+        constant = F.cross_entropy(logits, target, weights, reduction=reduction, label_smoothing=0.2)
+        return constant.sum() + (w * x).sum().sin()
+
+    expected = torch.func.vmap(torch.func.grad_and_value(loss), (None, 0))(w, x)
+    torch.testing.assert_close(vmap(grad_and_value(loss), (None, 0))(w, x), expected)
+    slopes = jacrev(lambda w: vmap(loss, (None, 0))(w, x))(w)
+    torch.testing.assert_close(slopes, expected[0])
+
+
+@pytest.mark.every(1)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("cotangent", [1.0, math.inf, math.nan])
+def test_ignored_labels_count_for_nothing(
+    cotangent: float, reduction: str, weights: Tensor | None, smoothing: float
+) -> None:
+    """Also where their cotangents or logits are not finite."""
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    x[0, 1, 2], x[1, 0, 0] = math.inf, math.nan
+    target = torch.tensor([[1, -100, 2], [-100, -100, 0]])
+    loss = lambda x, target: F.cross_entropy(
+        x, target, weights, reduction=reduction, label_smoothing=smoothing
+    )
+    g = torch.full((2, 3) if reduction == "none" else (2,), cotangent, dtype=torch.float64)
+    expected = []
+    for row in range(2):
+        leaf = x[row].clone().requires_grad_()
+        expected += torch.autograd.grad(loss(leaf, target[row]), leaf, g[row])
+    found = vmap(lambda x, target, g: vjp(lambda x: loss(x, target), x)[1](g)[0])(x, target, g)
+    torch.testing.assert_close(found, torch.stack(expected), equal_nan=True)
+    values = torch.stack([loss(*row) for row in zip(x, target, strict=True)])
+    torch.testing.assert_close(vmap(loss)(x, target), values, equal_nan=True)

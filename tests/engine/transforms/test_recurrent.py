@@ -18,7 +18,7 @@ from psgrad.engine.gradients import per_sample_gradients
 from psgrad.engine.gradients.deferral import DeferredGradient
 from psgrad.engine.gradients.per_sample import BatchPass
 from psgrad.engine.gradients.terms import Product
-from psgrad.engine.transforms import functional_call, grad, hessian, jvp, vmap
+from psgrad.engine.transforms import functional_call, grad, hessian, jvp, vjp, vmap
 from psgrad.errors import TransformError
 from tests.engine.transforms.test_architectures import KernelCalls
 
@@ -399,3 +399,54 @@ def test_recurrent_norms_alone() -> None:
     )
     written_out = {name: value.flatten(1).square().sum(1) for name, value in gradients.materialise().items()}
     torch.testing.assert_close(gradients.square_norms(per="parameter"), written_out)
+
+
+@pytest.mark.parametrize("cotangent", [float("nan"), float("inf"), float("-inf"), 2.0])
+@pytest.mark.parametrize("at", [-1.0, 0.0, 1.0, float("nan"), float("inf")])
+def test_recurrent_relu_of_dead_units_selects(at: float, cotangent: float) -> None:
+    """A unit that is dead has a derivative of zero, whatever arrives at it, as in autograd."""
+    layer = nn.RNN(1, 2, nonlinearity="relu")
+    params = {name: torch.full_like(value, 0.5) for name, value in layer.named_parameters()}
+    params["bias_ih_l0"] = torch.tensor([at, 1.0])
+    x = torch.tensor([[0.3], [-0.2]])
+    g = torch.tensor([[cotangent, 1.0], [1.0, cotangent]])
+
+    def states(params: dict[str, Tensor]) -> Tensor:
+        return functional_call(layer, params, (x,))[0]
+
+    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+    expected = torch.autograd.grad(torch.func.functional_call(layer, leaves, (x,))[0], [*leaves.values()], g)
+    found = vjp(states, params)[1](g)[0]
+    torch.testing.assert_close([*found.values()], list(expected), equal_nan=True)
+    mapped = vmap(lambda g: vjp(states, params)[1](g)[0])(g[None])
+    torch.testing.assert_close([value[0] for value in mapped.values()], list(expected), equal_nan=True)
+
+
+@each_layer
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_recurrent_layers_with_extreme_cotangents(name: str, packed: bool, scale: float) -> None:
+    """Numbers where autograd has numbers, also where all gates are closed or a sequence has ended."""
+    layer = LAYERS[name](INPUTS, HIDDEN, bidirectional=True)
+
+    def use(layer: nn.Module, x: Tensor) -> Tensor:
+        if not packed:
+            return layer(x)[0]
+        states, _ = layer(pack_padded_sequence(x, torch.tensor([5, 3, 3])))
+        return pad_packed_sequence(states, padding_value=0.5, total_length=TIMES + 1)[0]
+
+    x = torch.randn(TIMES, B, INPUTS) * scale
+    params = dict(layer.named_parameters())
+    leaf = x.clone().requires_grad_()
+    out = use(layer, leaf)
+    for number in (float("inf"), float("nan")):
+        g = torch.randn_like(out)
+        g[2, 1, 0] = g[4, 2, -1] = number
+        expected = torch.autograd.grad(out, [*params.values(), leaf], g, retain_graph=True)
+        renamed = {f"layer.{name}": value.detach() for name, value in params.items()}
+        pull = vjp(lambda params, x: functional_call(Using(layer, use), params, (x,)), renamed, x)[1]
+        of_params, of_x = pull(g)
+        for found, theirs in zip((*of_params.values(), of_x), expected, strict=True):
+            finite = theirs.isfinite()
+            assert torch.equal(found.isfinite(), finite)
+            torch.testing.assert_close(found[finite], theirs[finite])

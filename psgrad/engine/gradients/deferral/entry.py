@@ -122,7 +122,7 @@ def _index_select_backward(
         return NotImplemented
     n, order = batch.size, [dim, *(d for d in range(len(shape)) if d != dim)]
     rows = batch.physical(g).permute(0, *(d + 1 for d in order))
-    places = batch.physical(index).reshape(n, -1)
+    places = batch.physical(index).reshape(n, index.numel())
     term = Rows(places, rows.reshape(n, places.shape[1], math.prod(rows.shape[2:])), shape[dim])
     layout = AxisLayout.identity(term.shape).reshape([shape[d] for d in order])
     layout = layout.permute([order.index(d) for d in range(len(shape))]) if layout is not None else None

@@ -229,12 +229,10 @@ def _transpose(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> A
 
 
 def _expand(batch: Batch, op: Op, deferred: Any, args: Any, kwargs: Any) -> Any:
-    shape = list(args[1])
-    shape[-len(deferred[0].shape) :] = [
-        old if new == -1 else new
-        for old, new in zip(deferred[0].shape, shape[-len(deferred[0].shape) :], strict=True)
-    ]
-    return expanded(batch, deferred[0], shape)
+    old, new = list(deferred[0].shape), list(args[1])
+    front = len(new) - len(old)
+    kept = [own if size == -1 else size for own, size in zip(old, new[front:], strict=True)]
+    return expanded(batch, deferred[0], new[:front] + kept)
 
 
 SHAPES: dict[Op, Any] = {

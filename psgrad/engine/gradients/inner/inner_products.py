@@ -142,7 +142,30 @@ def inner_products(
             total, is_zero = part if is_zero else total.add_(part), False
     for region, order, dtype in by_factors:
         _add_by_factors(total, region, order, dtype, symmetric)
-    return _mirrored(total) if symmetric else total
+    total = _mirrored(total) if symmetric else total
+    return _with_overflow_by_values(total, pairs) if by_factors else total
+
+
+def _with_overflow_by_values(total: torch.Tensor, pairs: Sequence[Pair]) -> torch.Tensor:
+    """The inner products [n, m], those of finite factors that left the range of float64 by their values."""
+    if (wrong := ~total.isfinite()).any():
+        for x, y in pairs:
+            wrong &= _is_finite(x, len(wrong)).unsqueeze(1) & _is_finite(y, wrong.shape[1])
+        if len(rows := wrong.any(1).nonzero().squeeze(1)):
+            exact = torch.zeros(len(rows), wrong.shape[1], dtype=torch.float64, device=total.device)
+            for x, y in pairs:
+                for region in regions(x.at(rows), y):
+                    add_by_values(exact, [region], torch.float64, symmetric=False)
+            total[rows] = torch.where(wrong[rows], exact, total[rows])
+    return total
+
+
+def _is_finite(gradient: DeferredGradient, count: int) -> torch.Tensor:
+    """[n]: whether all numbers of each sample's factors are finite."""
+    finite = torch.ones(count, dtype=torch.bool, device=gradient.device)
+    for placed in gradient.terms:
+        finite &= largest_numbers(placed.term).isfinite().all(0)
+    return finite
 
 
 def _add_by_factors(

@@ -348,13 +348,7 @@ class Convolution(Term):
         moved, cotangents = self._along_kernel(
             matrix.t().reshape(matrix.shape[1], *self.shape[1:])
         )  # a low-rank kernel
-        n, b = moved.shape[:2]
-        left, right = of_one_dtype(
-            *(
-                x.reshape(n, b, x.shape[2], -1).transpose(2, 3).reshape(n, 1, -1, x.shape[2])
-                for x in (cotangents, moved)
-            )
-        )
+        left, right = of_one_dtype(*(_by_position(x, 1) for x in (cotangents, moved)))
         axes[dim], new = [len(layout.atoms)], list(layout.inner)
         new[dim] = matrix.shape[1]
         return arranged(
@@ -378,7 +372,7 @@ class Convolution(Term):
         moved, cotangents = of_one_dtype(moved.expand_as(cotangents), cotangents)
         n, channels = cotangents.shape[0], cotangents.shape[2]
         products = sum_of_products(
-            *(x.transpose(1, 2).reshape(n * channels, -1) for x in (moved, cotangents))
+            *(x.transpose(1, 2).flatten(0, 1).flatten(1) for x in (moved, cotangents))
         ).reshape(n, channels)
         if 0 in gone:
             products = products.sum(1, keepdim=True)
@@ -396,5 +390,5 @@ def _by_position(x: torch.Tensor, groups: int) -> torch.Tensor:
     return (
         x.reshape(m, inner, groups, channels // groups, positions)
         .permute(0, 2, 1, 4, 3)
-        .reshape(m, groups, inner * positions, -1)
+        .reshape(m, groups, inner * positions, channels // groups)
     )

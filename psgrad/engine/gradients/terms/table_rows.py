@@ -71,9 +71,7 @@ class Rows(CutMaps, Term):
             + torch.arange(n, device=self.device).unsqueeze(1) * positions
         )
         merged = torch.zeros(n * positions, columns, dtype=rows.dtype, device=self.device)
-        return square_norm(
-            merged.index_add_(0, places.reshape(-1), rows.reshape(-1, columns)).reshape(rows.shape)
-        )
+        return square_norm(merged.index_add_(0, places.reshape(-1), rows.flatten(0, 1)).reshape(rows.shape))
 
     @property
     def summands(self) -> int:
@@ -89,15 +87,13 @@ class Rows(CutMaps, Term):
     def materialise(self) -> torch.Tensor:
         n, _, columns = self.rows.shape
         value = torch.zeros(n * self.count, columns, dtype=self.dtype, device=self.device)
-        return value.index_add_(0, self._keys(), self.rows.reshape(-1, columns)).reshape(
-            n, self.count, columns
-        )
+        return value.index_add_(0, self._keys(), self.rows.flatten(0, 1)).reshape(n, self.count, columns)
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         rows = accumulating(self.rows)
         scaled = rows * weights.reshape(-1, 1, 1).to(rows.dtype)
         out = torch.zeros(self.count, rows.shape[2], dtype=rows.dtype, device=self.device)
-        return out.index_add_(0, self.index.reshape(-1), scaled.reshape(-1, rows.shape[2]))
+        return out.index_add_(0, self.index.reshape(-1), scaled.flatten(0, 1))
 
     def dot(self, vector: torch.Tensor) -> torch.Tensor:
         rows = accumulating(self.rows)
@@ -228,7 +224,7 @@ class Rows(CutMaps, Term):
     def entries(self) -> Entries:
         """The sums of the rows with the same sample and index; rows of zeros (padding) are left out."""
         columns = self.rows.shape[2]
-        rows = self.rows.reshape(-1, columns)
+        rows = self.rows.flatten(0, 1)
         nonzero = (rows != 0).any(1)
         keys, places = self._keys()[nonzero].unique(return_inverse=True)
         merged = rows.new_zeros(len(keys), columns).index_add_(0, places, rows[nonzero])
@@ -246,7 +242,7 @@ class Rows(CutMaps, Term):
         samples = torch.arange(n, device=self.device).unsqueeze(1).expand_as(self.index).reshape(-1)[inside]
         places = samples * size + self.index.reshape(-1)[inside] - rows.start
         value = self.rows.new_zeros(n * size, columns)
-        return value.index_add_(0, places, self.rows.reshape(-1, columns)[inside]).reshape(n, size, columns)
+        return value.index_add_(0, places, self.rows.flatten(0, 1)[inside]).reshape(n, size, columns)
 
     def slices(self, limit: int, width: int) -> Iterator[Slice]:
         """Slices of some rows of the table, for the samples that looked up any of them."""

@@ -129,7 +129,7 @@ def _attention_batch(
     # outer autograd saves the kernel's arguments and result; the function may write into its own tensors
     if state.attached:
         folded = [t.clone() for t in folded]
-    out = batch.unfold(op(*folded, mask, dropout_p, is_causal, **kwargs))
+    out = batch.unfold(op(*folded, mask, dropout_p, is_causal, **kwargs), lifted[0].shape[0])
     if state.attached:
         out = out.clone()
     if rank == 4:

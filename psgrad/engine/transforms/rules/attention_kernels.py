@@ -35,7 +35,7 @@ def _mask_keyword(batch: Any, op: Op, *args: Any, attn_mask: Any = None, **kwarg
     query = next(a for a in args if isinstance(a, torch.Tensor))
     tensors = [batch.fold(a) if isinstance(a, torch.Tensor) else a for a in args]
     result = op(*tensors, attn_mask=fold_mask(batch, attn_mask, query), **kwargs)
-    return batch.unfold(result)
+    return batch.unfold(result, query.shape[0])
 
 
 define(
@@ -217,7 +217,7 @@ def _fold_leading(unfolded: frozenset[int] = frozenset()) -> Any:
         result = op(*full, **kwargs)
         return tuple(
             (
-                batch.unfold(r)
+                batch.unfold(r, args[0].shape[0])
                 if isinstance(r, torch.Tensor) and r.dim() >= 3
                 else r.unsqueeze(0).expand(batch.size, *r.shape)
                 if isinstance(r, torch.Tensor)

@@ -20,6 +20,7 @@ from psgrad.engine.transforms.rules.families import (
     elementwise_batch,
     leading,
     linear,
+    of_one_if_empty,
     unchanged,
     wrap_dim,
 )
@@ -167,11 +168,9 @@ def _complex_to_real_back(
     return back
 
 
+@of_one_if_empty
 def _along_axes(batch: Any, op: Op, x: torch.Tensor, dims: Sequence[int], *rest: Any) -> torch.Tensor:
-    physical, axes = batch.physical(x), [wrap_dim(d, x.dim()) + 1 for d in dims]
-    if batch.size:
-        return op(physical, axes, *rest)
-    return op(physical.new_zeros(1, *x.shape), axes, *rest)[:0]  # the kernels fail on empty tensors
+    return op(batch.physical(x), [wrap_dim(d, x.dim()) + 1 for d in dims], *rest)
 
 
 linear(

@@ -121,7 +121,7 @@ def _allclose(
 def _nonzero(batch: Any, op: Op, x: torch.Tensor) -> torch.Tensor:
     """Tensors of equal length if all samples have as many places; else the batch is split by their number."""
     physical = batch.physical(x)
-    count = shared_number(batch, op, (physical != 0).reshape(batch.size, -1).sum(1))
+    count = shared_number(batch, op, (physical != 0).reshape(batch.size, x.numel()).sum(1))
     return op(physical).reshape(batch.size, count, x.dim() + 1)[..., 1:]
 
 

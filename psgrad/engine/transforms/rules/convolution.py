@@ -11,7 +11,7 @@ import torch
 
 from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.rules.convolution_weights import Geometry, weight_gradients
-from psgrad.engine.transforms.rules.families import aten
+from psgrad.engine.transforms.rules.families import aten, of_one_if_empty
 from psgrad.engine.transforms.rules.registry import Op, define, replace
 
 INPUT, WEIGHT = range(2)
@@ -32,19 +32,20 @@ def _batch(batch: Any, op: Op, x: torch.Tensor, weight: torch.Tensor, bias: Any,
     if batch.is_mapped(weight):
         out = _own_weights(batch, op, x, weight, geometry)
     elif batch.is_mapped(bias):
-        out = batch.unfold(op(batch.fold(x), weight, None, *geometry))
+        out = batch.unfold(op(batch.fold(x), weight, None, *geometry), x.shape[0])
     else:
-        return batch.unfold(op(batch.fold(x), weight, bias, *geometry))
+        return batch.unfold(op(batch.fold(x), weight, bias, *geometry), x.shape[0])
     if bias is not None:
         spatial = (1,) * (weight.dim() - 2)
         out = out + (
-            batch.raw(bias).reshape(batch.size, 1, -1, *spatial)
+            batch.raw(bias).reshape(batch.size, 1, bias.shape[0], *spatial)
             if batch.is_mapped(bias)
-            else bias.reshape(-1, *spatial)
+            else bias.reshape(bias.shape[0], *spatial)
         )
     return out
 
 
+@of_one_if_empty
 def _own_weights(
     batch: Any, op: Op, x: torch.Tensor, weight: torch.Tensor, geometry: Geometry
 ) -> torch.Tensor:
@@ -91,8 +92,15 @@ def _input_gradient(
 ) -> torch.Tensor:
     only = [True, False, False]
     if not batch.is_mapped(weight):
-        return batch.unfold(op(batch.fold(g), batch.fold(x), weight, [0], *geometry, only)[0])
-    n = batch.size
+        return batch.unfold(op(batch.fold(g), batch.fold(x), weight, [0], *geometry, only)[0], x.shape[0])
+    return _input_gradient_of_own_weights(batch, op, g, x, weight, geometry)
+
+
+@of_one_if_empty
+def _input_gradient_of_own_weights(
+    batch: Any, op: Op, g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, geometry: Geometry
+) -> torch.Tensor:
+    n, only = batch.size, [True, False, False]
     folded = [batch.physical(t).movedim(0, 1).flatten(1, 2) for t in (g, x)]
     out = op(*folded, batch.physical(weight).flatten(0, 1), [0], *geometry[:-1], geometry.groups * n, only)[0]
     return out.unflatten(1, (n, -1)).movedim(1, 0)
@@ -115,7 +123,7 @@ def _cotangent_back(
         if of_weight is not None:
             parts.append(aten.convolution.default(x, of_weight, None, *geometry))
         if of_bias is not None:
-            parts.append(of_bias.reshape(-1, *(1,) * (len(shape) - 2)).expand(shape))
+            parts.append(of_bias.reshape(shape[1], *(1,) * (len(shape) - 2)).expand(shape))
         return sum(parts[1:], start=parts[0])
 
     return back

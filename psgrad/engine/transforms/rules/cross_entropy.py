@@ -77,10 +77,12 @@ def _cross_entropy_loss(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """With labels: log-softmax and the negative log-likelihood. PyTorch's own definition of the rest runs
-    many more operators.
+    """With labels: log-softmax and the negative log-likelihood. PyTorch's own definition of other ranks runs
+    many more operators; with smoothing it writes in place, by a target that may be all that is traced.
     """
-    if target.is_floating_point() or label_smoothing or x.dim() not in (1, 2, 4):
+    if label_smoothing and not target.is_floating_point():
+        return _smoothed(x, target, weight, reduction, ignore_index, label_smoothing)
+    if target.is_floating_point() or x.dim() not in (1, 2, 4):
         return aten.cross_entropy_loss.default.decompose(
             x, target, weight, reduction, ignore_index, label_smoothing
         )
@@ -89,6 +91,22 @@ def _cross_entropy_loss(
     return run(nll, run(aten._log_softmax.default, x, axis, False), target, weight, reduction, ignore_index)[
         0
     ]
+
+
+def _smoothed(
+    x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignore_index: int, smoothing: float
+) -> torch.Tensor:
+    """The loss of labels, mixed with the mean of the losses of all classes."""
+    axis = 0 if x.dim() == 1 else 1
+    logs, classes = torch.log_softmax(x, axis), x.shape[axis]
+    of_labels = aten.nll_loss_nd.default(logs, target, weight, reduction, ignore_index)
+    each = logs if weight is None else logs * weight.reshape(classes, *(1,) * (x.dim() - axis - 1))
+    of_all = torch.where(target == ignore_index, 0, -each.sum(axis))
+    if reduction:
+        of_all = of_all.sum()
+    if reduction == 1:
+        of_all = of_all / _counted(target, weight, ignore_index, target.numel())
+    return (1 - smoothing) * of_labels + of_all * (smoothing / classes)
 
 
 class _LabelLoss:
@@ -119,7 +137,7 @@ class _LabelLoss:
         return (
             weight[labels]
             if weight.dim() == 1
-            else weight.gather(1, labels.reshape(len(labels), -1)).reshape(labels.shape)
+            else weight.gather(1, labels.reshape(len(labels), labels.shape[1:].numel())).reshape(labels.shape)
         )
 
     def losses(self, log_probabilities: torch.Tensor) -> torch.Tensor:
@@ -309,7 +327,7 @@ def _counted(target: torch.Tensor, weight: Any, ignore_index: int, positions: in
     counts = target != ignore_index
     if weight is None:
         return counts.sum()
-    return (weight[target.where(counts, torch.zeros_like(target))] * counts).sum()
+    return torch.where(counts, weight[torch.where(counts, target, 0)], 0).sum()
 
 
 _MODULE = "torch.nn.modules.linear_cross_entropy"

@@ -59,7 +59,7 @@ def _embedding_batch(
     if not batch.is_mapped(weight):
         return op(weight, batch.raw(index), padding_idx, scale, sparse)
     places = batch.physical(index).long()
-    out = looked_up(batch.physical(weight), 1, places.reshape(batch.size, -1)).reshape(
+    out = looked_up(batch.physical(weight), 1, places.reshape(batch.size, index.numel())).reshape(
         *places.shape, weight.shape[1]
     )
     if padding_idx < 0:
@@ -71,7 +71,7 @@ def _embedding_batch(
 def _without_gradient(x: torch.Tensor) -> torch.Tensor:
     """The values of x, with a tangent but without a cotangent: the padding row of a table of one row."""
     row = torch.zeros((), dtype=torch.long, device=x.device)
-    return aten.embedding.default(x.reshape(1, -1), row, 0).reshape(x.shape)
+    return aten.embedding.default(x.reshape(1, x.numel()), row, 0).reshape(x.shape)
 
 
 def looked_up(x: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def looked_up(x: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
         outside = x.shape[1]  # so that a negative place is an error, as in the lookup operators
         return x[samples, torch.where(places < 0, outside, places)].movedim(1, dim)
     behind = x.dim() - dim - 1
-    spread = places.reshape(places.shape[0], *(1,) * (dim - 1), -1, *(1,) * behind)
+    spread = places.reshape(places.shape[0], *(1,) * (dim - 1), places.shape[1], *(1,) * behind)
     return torch.gather(x, dim, spread.expand(*x.shape[:dim], -1, *x.shape[dim + 1 :]))
 
 
@@ -98,7 +98,8 @@ def scatter_rows(g: torch.Tensor, index: torch.Tensor, count: int, padding_idx: 
     `padding_idx` left out.
     """
     n, d = g.shape[0], g.shape[-1]
-    rows, places = g.reshape(n, -1, d), index.reshape(n, -1)
+    count_of_rows = index.shape[1:].numel()
+    rows, places = g.reshape(n, count_of_rows, d), index.reshape(n, count_of_rows)
     if padding_idx >= 0:
         rows = rows.masked_fill((places == padding_idx).unsqueeze(-1), 0)
     flat = (places + torch.arange(n, device=g.device).unsqueeze(1) * count).reshape(-1)
@@ -106,8 +107,8 @@ def scatter_rows(g: torch.Tensor, index: torch.Tensor, count: int, padding_idx: 
     if isinstance(rows, Tracer) or isinstance(
         flat, Tracer
     ):  # another level below may have samples of its own
-        return tables.index_add(0, flat, rows.reshape(-1, d)).reshape(n, count, d)
-    return tables.index_add_(0, flat, rows.reshape(-1, d)).reshape(n, count, d)
+        return tables.index_add(0, flat, rows.flatten(0, 1)).reshape(n, count, d)
+    return tables.index_add_(0, flat, rows.flatten(0, 1)).reshape(n, count, d)
 
 
 linear(aten.embedding.default, back=_embedding_back, batch=_embedding_batch)

@@ -12,6 +12,7 @@ from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.operators import aten as aten
 from psgrad.engine.transforms.private_torch import schema_of
 from psgrad.engine.transforms.rules.registry import Maker, Op, Push, define
+from psgrad.engine.transforms.tracer import map_tracers
 
 
 def sum_to(g: Any, shape: torch.Size, dtype: torch.dtype) -> Any:
@@ -204,9 +205,24 @@ def folded(*positions: int) -> Callable[..., Any]:
             raise NotImplementedError(
                 f"{op}: an argument that is shared by the kernel's batch carries a sample axis"
             )
-        return batch.unfold(op(*full, **kwargs))
+        return batch.unfold(op(*full, **kwargs), args[positions[0]].shape[0])
 
     return rule
+
+
+def of_one_if_empty(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The batching rule for a kernel that fails on an empty batch: it runs on one sample of zeros instead,
+    which is then left out.
+    """
+
+    def of_all(batch: Any, op: Op, *args: Any) -> Any:
+        if batch.size:
+            return rule(batch, op, *args)
+        level = type(batch.level)(1, batch.level.randomness)
+        zeros = [level.lift(batch.raw(a).new_zeros(1, *a.shape)) if batch.is_mapped(a) else a for a in args]
+        return map_tracers(lambda x: x[:0], rule(level.batch, op, *zeros))
+
+    return of_all
 
 
 def leading(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:

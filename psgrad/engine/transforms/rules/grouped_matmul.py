@@ -185,7 +185,8 @@ def _batch_mm(batch: Any, op: Op, rows: Tensor, matrices: Tensor, ends: Tensor) 
 def _batch_outer(batch: Any, op: Op, left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     x, y = batch.physical(left), batch.physical(right)
     order, stops = _apart(batch.physical(ends), x.shape[1])
-    return batch.unfold(op(*[z.flatten(0, 1).index_select(0, order) for z in (x, y)], stops))
+    out = op(*[z.flatten(0, 1).index_select(0, order) for z in (x, y)], stops)
+    return batch.unfold(out, ends.shape[0])
 
 
 define(

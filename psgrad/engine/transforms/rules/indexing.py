@@ -20,8 +20,8 @@ def along(
     physical, places = batch.physical(x), batch.physical(index)
     source = [batch.physical(r) if isinstance(r, torch.Tensor) else r for r in rest]
     if x.dim() == 0:
-        lifted = [t.reshape(t.shape[0], -1) if isinstance(t, torch.Tensor) else t for t in source]
-        out = op(physical.unsqueeze(1), 1, places.reshape(places.shape[0], -1), *lifted, **kwargs)
+        lifted = [_as_vector(t) if isinstance(t, torch.Tensor) else t for t in source]
+        out = op(physical.unsqueeze(1), 1, _as_vector(places), *lifted, **kwargs)
         return out.reshape(physical.shape if op is not aten.gather.default else places.shape)
     if index.dim() == 0:  # a single element of a vector
         places = places.unsqueeze(1)
@@ -29,6 +29,11 @@ def along(
         out = op(physical, 1, places, *source, **kwargs)
         return out.squeeze(1) if op is aten.gather.default else out
     return op(physical, wrap_dim(dim, x.dim()) + 1, places, *source, **kwargs)
+
+
+def _as_vector(physical: torch.Tensor) -> torch.Tensor:
+    """[n, k]: a vector or a scalar of each sample, as a vector."""
+    return physical if physical.dim() == 2 else physical.unsqueeze(1)
 
 
 def _gather_back(
@@ -83,7 +88,7 @@ def _index_select_batch(batch: Any, op: Op, x: torch.Tensor, dim: int, index: to
     dim = wrap_dim(dim, x.dim())
     if not batch.is_mapped(index):
         return op(batch.physical(x), dim + 1, index)
-    return looked_up(batch.physical(x), dim + 1, batch.raw(index).reshape(batch.size, -1))
+    return looked_up(batch.physical(x), dim + 1, _as_vector(batch.raw(index)))
 
 
 def _index_select_back(out: torch.Tensor, x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
@@ -106,13 +111,13 @@ def _index_add_batch(
 ) -> torch.Tensor:
     dim = wrap_dim(dim, x.dim())
     if x.dim() == 0:  # a scalar is treated as a vector of length one
-        return batch.physical(x) + alpha * batch.physical(source).reshape(batch.size, -1).sum(1)
+        return batch.physical(x) + alpha * _as_vector(batch.physical(source)).sum(1)
     if not batch.is_mapped(index):
         return op(batch.physical(x), dim + 1, index, batch.physical(source), alpha=alpha)
     values = batch.physical(source)
     places = (
         batch.raw(index)
-        .reshape(batch.size, *(1,) * dim, -1, *(1,) * (x.dim() - dim - 1))
+        .reshape(batch.size, *(1,) * dim, index.numel(), *(1,) * (x.dim() - dim - 1))
         .expand(values.shape)
     )
     return torch.scatter_add(batch.physical(x), dim + 1, places, values * alpha)

@@ -69,7 +69,7 @@ def _pad_batch(axes: int) -> Callable[..., torch.Tensor]:
         tensors = [batch.physical(a) if isinstance(a, torch.Tensor) else a for a in args]
         lead = tensors[0].shape[: tensors[0].dim() - axes]
         folded = [
-            a.reshape(-1, 1, *a.shape[a.dim() - axes :]) if isinstance(a, torch.Tensor) else a
+            a.reshape(lead.numel(), 1, *a.shape[a.dim() - axes :]) if isinstance(a, torch.Tensor) else a
             for a in tensors
         ]
         out = op(*folded)

@@ -11,7 +11,13 @@ import torch
 
 from psgrad.engine.transforms.interpreter import run
 from psgrad.engine.transforms.private_torch import schema_of
-from psgrad.engine.transforms.rules.families import aten, broadcasting, diagonal_jvp, first_result
+from psgrad.engine.transforms.rules.families import (
+    aten,
+    broadcasting,
+    diagonal_jvp,
+    first_result,
+    of_one_if_empty,
+)
 from psgrad.engine.transforms.rules.registry import Maker, Op, define, replace
 from psgrad.engine.transforms.rules.special import no_derivative
 from psgrad.engine.transforms.shape_checks import refuse_shapes
@@ -194,10 +200,12 @@ def _ctc_folded(batch: Any, args: Any) -> list[Any]:
     ]
 
 
-def _ctc_batch(batch: Any, op: Op, *args: Any, **kwargs: Any) -> Any:
-    return batch.unfold(op(*_ctc_folded(batch, args[:4]), *args[4:], **kwargs))
+@of_one_if_empty
+def _ctc_batch(batch: Any, op: Op, *args: Any) -> Any:
+    return batch.unfold(op(*_ctc_folded(batch, args[:4]), *args[4:]), args[0].shape[1])
 
 
+@of_one_if_empty
 def _ctc_backward_batch(batch: Any, op: Op, g: torch.Tensor, *args: Any) -> torch.Tensor:
     grad = op(batch.fold(g), *_ctc_folded(batch, args[:4]), *[batch.fold(t) for t in args[4:6]], *args[6:])
     return grad.unflatten(1, (batch.size, -1)).transpose(0, 1)
@@ -238,7 +246,7 @@ def _by_rows(op: Op, back: Maker, of_rows: Callable[..., Any]) -> None:
         loss = of_rows(x, target, *rest)
         if loss is not None:
             return map_tracers(batch.physical, loss)
-        return batch.unfold(op(batch.fold(x), batch.fold(target), *rest))
+        return batch.unfold(op(batch.fold(x), batch.fold(target), *rest), x.shape[0])
 
     define(op, vjp={0: back}, instead=of_rows, batch=rule)
 

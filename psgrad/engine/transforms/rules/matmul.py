@@ -102,7 +102,7 @@ define(
         1: lambda out, a, b: lambda g: run(aten.bmm.default, h(a), g),
     },
     linear=(0, 1),
-    batch=lambda batch, op, a, b: batch.unfold(op(batch.fold(a), batch.fold(b))),
+    batch=lambda batch, op, a, b: batch.unfold(op(batch.fold(a), batch.fold(b)), a.shape[0]),
 )
 define(
     aten.mv.default,
@@ -318,7 +318,7 @@ def _rows(batch: Any, op: Op, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         )
     if not batch.is_mapped(x):
         return batch.physical(op(x, weight, *rest))
-    return batch.unfold(op(batch.fold(x), weight, *rest))
+    return batch.unfold(op(batch.fold(x), weight, *rest), x.shape[0])
 
 
 # -- products of whole numbers, whose result has no derivative -----------------------------------------------

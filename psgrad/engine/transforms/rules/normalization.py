@@ -208,11 +208,11 @@ def _group_norm_of_halves(x: torch.Tensor, weight: Any, bias: Any, *sizes: Any) 
 
 
 def _group_norm_batch(
-    batch: Any, op: Op, x: torch.Tensor, weight: Any, bias: Any, b: int, *sizes: Any
+    batch: Any, op: Op, x: torch.Tensor, weight: Any, bias: Any, b: int, c: int, *sizes: Any
 ) -> Any:
     mapped = batch.is_mapped(weight) or batch.is_mapped(bias)
     out, mean, rstd = batch.unfold(
-        op(batch.fold(x), None if mapped else weight, None if mapped else bias, b * batch.size, *sizes)
+        op(batch.fold(x), None if mapped else weight, None if mapped else bias, b * batch.size, c, *sizes), b
     )
     if mapped:
         spatial = (1,) * (x.dim() - 2)
@@ -221,7 +221,7 @@ def _group_norm_batch(
                 out = combine(
                     out,
                     batch.raw(parameter).reshape(
-                        *((batch.size, 1) if batch.is_mapped(parameter) else ()), -1, *spatial
+                        *((batch.size, 1) if batch.is_mapped(parameter) else ()), c, *spatial
                     ),
                 )
     return out, mean, rstd

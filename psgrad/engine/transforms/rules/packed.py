@@ -16,7 +16,7 @@ of each length.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -32,6 +32,7 @@ from psgrad.engine.transforms.private_torch import DisableTorchFunction, make_wr
 from psgrad.engine.transforms.rules.families import aten
 from psgrad.engine.transforms.rules.recurrent import LAYERS, layers
 from psgrad.engine.transforms.rules.registry import replace
+from psgrad.engine.transforms.tracer import innermost
 from psgrad.errors import TransformError
 
 
@@ -230,18 +231,24 @@ def _pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor
     try:
         running = lengths.tolist()
     except Divergence as divergence:
-        wrong = [n for n in divergence.outcomes if not 0 < n <= x.shape[0]]
-        if wrong:
-            divergence.level.diverged = None
-            raise TransformError(
-                f"a packed sequence with a length of {wrong[0]} for {x.shape[0]} times{diagnostics.where()}",
-                expected="lengths from 1 to the number of times",
-            ) from None
         if x.shape[1] != 1 or x.dim() != 3:
             raise
         divergence.level.diverged = None
+        _refuse_lengths(divergence.outcomes, x.shape[0])
         return Ragged(x.squeeze(1), lengths).stand_ins()
+    if not innermost(lengths).numel():  # an empty batch has no lengths
+        running = [x.shape[0]] * len(running)
+    _refuse_lengths(running, x.shape[0])
     return _packed(x, running)
+
+
+def _refuse_lengths(lengths: Iterable[int], times: int) -> None:
+    for length in lengths:
+        if not 0 < length <= times:
+            raise TransformError(
+                f"a packed sequence with a length of {length} for {times} times{diagnostics.where()}",
+                expected="lengths from 1 to the number of times",
+            )
 
 
 def _packed(x: Tensor, running: list[int]) -> tuple[Tensor, Tensor]:

@@ -224,13 +224,13 @@ _FACTORS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     LSTM: _lstm_factors,
     GRU: _gru_factors,
     TANH: lambda sums, *_: (1 - sums.tanh().square(),),
-    RELU: lambda sums, *_: ((sums > 0).to(sums.dtype),),
+    RELU: lambda sums, *_: (sums,),
 }
 _BACK: dict[str, Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]] = {
     LSTM: _lstm_back,
     GRU: _gru_back,
     TANH: lambda now, to_hidden, _: (now[0] * to_hidden, None, None),
-    RELU: lambda now, to_hidden, _: (now[0] * to_hidden, None, None),
+    RELU: lambda now, to_hidden, _: (aten.threshold_backward.default(to_hidden, now[0], 0), None, None),
 }
 
 
@@ -297,22 +297,27 @@ def _fold(batch: Any, x: Any) -> Any:
     return None if x is None else batch.physical(x).transpose(0, 1).flatten(0, 1)
 
 
-def _batched(rows: int) -> Callable[..., Any]:
-    """The batching of an operator whose first arguments are rows, `rows` of them."""
+def _batched(*alike: int) -> Callable[..., Any]:
+    """The batching of an operator whose first arguments are rows.
+
+    alike: for each result the position of the argument that has as many rows.
+    """
 
     def rule(batch: Any, op: Op, *args: Any) -> Any:
         *some, outer, bias, sizes, lengths, cell = args
-        assert len(some) == rows
         if batch.is_mapped(outer) or batch.is_mapped(bias):
             program = _run if op is recurrence else _back
             return tuple(batch.physical(x) for x in program(*args))
         n = batch.size
         folded = [_fold(batch, x) for x in (*some, lengths)]
         found = op(*folded[:-1], outer, bias, [n * size for size in sizes], folded[-1], cell)
-        return tuple(x.reshape(x.shape[0] // n, n, *x.shape[1:]).transpose(0, 1) for x in found)
+        return tuple(
+            x.reshape(args[i].shape[0], n, *x.shape[1:]).transpose(0, 1)
+            for x, i in zip(found, alike, strict=True)
+        )
 
     return rule
 
 
-define(recurrence, vjp=JointVJP(_pull), batch=_batched(3))
-define(recurrence_backward, batch=_batched(8))
+define(recurrence, vjp=JointVJP(_pull), batch=_batched(0, 0, 0))
+define(recurrence_backward, batch=_batched(5, 6, 7))

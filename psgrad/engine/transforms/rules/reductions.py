@@ -208,7 +208,7 @@ define(
     aten.prod.default,
     vjp={0: _prod_back},
     batch=lambda batch, op, x, **kwargs: aten.prod.dim_int(
-        batch.physical(x).reshape(batch.size, -1), 1, **kwargs
+        batch.physical(x).reshape(batch.size, x.numel()), 1, **kwargs
     ),
 )
 define(aten.prod.dim_int, vjp={0: _prod_dim_back}, batch=shifted(1))
@@ -254,7 +254,7 @@ def _one_axis(
 ) -> torch.Tensor:
     physical = batch.physical(x)
     if dim is None or x.dim() == 0:
-        return op(physical.reshape(physical.shape[0], -1), 1, False)
+        return op(physical.reshape(batch.size, x.numel()), 1, False)
     return op(physical, wrap_dim(dim, x.dim()) + 1, keepdim)
 
 

@@ -71,13 +71,13 @@ def _fractional_batch(axes: int) -> Callable[..., Any]:
 
     def rule(batch: Any, op: Op, *args: Any) -> Any:
         def images(x: torch.Tensor) -> torch.Tensor:
-            return batch.physical(x).reshape(-1, *x.shape[-(axes + 1) :])
+            return batch.physical(x).flatten(0, -(axes + 2))
 
         *given, last = args
         # the backward kernel's indices are images
         last = images(last) if last.dtype == torch.long else batch.fold(last)
         result = op(*[images(a) if isinstance(a, torch.Tensor) else a for a in given], last)
-        return result if args[0].dim() == axes + 1 else batch.unfold(result)
+        return result if args[0].dim() == axes + 1 else batch.unfold(result, args[0].shape[0])
 
     return rule
 
@@ -136,7 +136,7 @@ def _upsample_back(backward: Op) -> Any:
 def _upsample_backward_batch(
     batch: Any, op: Op, g: torch.Tensor, size: Any, shape: Sequence[int], *rest: Any
 ) -> torch.Tensor:
-    return batch.unfold(op(batch.fold(g), size, [batch.size * shape[0], *shape[1:]], *rest))
+    return batch.unfold(op(batch.fold(g), size, [batch.size * shape[0], *shape[1:]], *rest), shape[0])
 
 
 def _by_factors(op: Op, axes: int) -> Callable[..., torch.Tensor]:
@@ -200,7 +200,7 @@ def _grid_back(backward: Op) -> JointVJP:
 
 def _grid_backward_batch(batch: Any, op: Op, *args: Any) -> Any:
     results = op(*[batch.fold(a) for a in args[:3]], *args[3:])
-    return tuple(batch.unfold(result) if result is not None else None for result in results)
+    return tuple(batch.unfold(result, args[0].shape[0]) if result is not None else None for result in results)
 
 
 def _grid_backward(

@@ -15,6 +15,8 @@ import torch
 from psgrad.engine.transforms.rules.families import aten, cast, wrap_dim
 from psgrad.engine.transforms.rules.indexing import along, fit
 from psgrad.engine.transforms.rules.registry import JointVJP, Op, constant, define, replace
+from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.tracer import Tracer
 
 # -- sums, means, products and extremes by index -------------------------------------------------------------
 
@@ -264,7 +266,11 @@ def _segment_batch(
     given = {
         name: batch.physical(x) for name, x in (("lengths", lengths), ("offsets", offsets)) if x is not None
     }
-    return _segment_reduce(batch.physical(data), kind, axis=axis, **given, **others)
+    rows = batch.physical(data)
+    # an extreme by scatter_reduce has another derivative; the operator can't run on tensors without values
+    is_followed = isinstance(rows, Tracer) or state.attached
+    reduce = op if kind in ("max", "min") and is_followed else _segment_reduce
+    return reduce(rows, kind, axis=axis, **given, **{**others, "unsafe": True})
 
 
 define(aten.segment_reduce.default, vjp={0: _segment_back}, instead=_segment_instead, batch=_segment_batch)
@@ -329,7 +335,7 @@ def _limits(values: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor
 def _histc_batch(
     batch: Any, op: Op, x: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0
 ) -> torch.Tensor:
-    values = batch.physical(x).reshape(batch.size, -1)
+    values = batch.physical(x).reshape(batch.size, x.numel())
     start, end = _limits(values, *((low, high) if low != high else (0, 0)))
     place = ((values - start) * bins / (end - start)).long().clamp(0, bins - 1)
     counted = ((values >= start) & (values <= end)).to(values.dtype)
@@ -345,10 +351,14 @@ def _between_edges(
     """The histogram of each sample, given its edges [n, bins + 1]. A bin does not contain its upper edge,
     except for the last one.
     """
-    values, bins = batch.physical(x).reshape(batch.size, -1), edges.shape[1] - 1
+    values, bins = batch.physical(x).reshape(batch.size, x.numel()), edges.shape[1] - 1
     place = torch.searchsorted(edges.contiguous(), values.contiguous(), right=True) - 1
     place = torch.where(values == edges[:, -1:], bins - 1, place)
-    counted = torch.ones_like(values) if weight is None else batch.physical(weight).reshape(batch.size, -1)
+    counted = (
+        torch.ones_like(values)
+        if weight is None
+        else batch.physical(weight).reshape(batch.size, weight.numel())
+    )
     counted = torch.where((values >= edges[:, :1]) & (values <= edges[:, -1:]), counted, 0)
     counts = values.new_zeros(batch.size, bins).scatter_add(1, place.clamp(0, bins - 1), counted)
     return (counts / counts.sum(1, keepdim=True) / edges.diff(dim=1) if density else counts), edges
@@ -365,7 +375,7 @@ def _histogram_batch(
     density: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     start, end = _limits(
-        batch.physical(x).reshape(batch.size, -1), *(range or (0, 1 if not x.numel() else 0))
+        batch.physical(x).reshape(batch.size, x.numel()), *(range or (0, 1 if not x.numel() else 0))
     )
     number = torch.arange(bins + 1, dtype=x.dtype, device=x.device)
     step = (end - start) / bins

@@ -44,7 +44,7 @@ def _nonzero_static_batch(
     batch: Any, op: Op, x: torch.Tensor, *, size: int, fill_value: int = -1
 ) -> torch.Tensor:
     """The indices of the first `size` nonzero elements of each sample, in order, by a stable sort."""
-    nonzero = batch.physical(x).reshape(batch.size, -1) != 0
+    nonzero = batch.physical(x).reshape(batch.size, x.numel()) != 0
     order = nonzero.logical_not().to(torch.uint8).sort(dim=1, stable=True)[1]
     order = torch.constant_pad_nd(order, [0, max(size - order.shape[1], 0)])[:, :size]
     places = torch.stack(torch.unravel_index(order, x.shape), -1) if x.dim() else order.unsqueeze(-1)[..., :0]

@@ -176,7 +176,7 @@ def _shuffle_batch(batch: Any, op: Op, x: torch.Tensor, groups: int) -> torch.Te
     folded = batch.fold(x)
     out = op(folded, groups)
     # on a CPU the kernel always copies; on other devices PyTorch may return a view
-    return batch.unfold(out.clone() if memory_of(out) == memory_of(folded) else out)  # type: ignore[no-any-return]
+    return batch.unfold(out.clone() if memory_of(out) == memory_of(folded) else out, x.shape[0])  # type: ignore[no-any-return]
 
 
 def _shuffled_back(out: torch.Tensor, x: torch.Tensor, groups: int) -> Callable[[torch.Tensor], torch.Tensor]:

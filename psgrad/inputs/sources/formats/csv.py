@@ -12,8 +12,9 @@ import csv
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, TextIO
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,15 @@ import pyarrow.csv
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
-from psgrad.inputs.sources.file_checks import Wanted, as_line, not_numbers, open_text, require_columns
+from psgrad.inputs.sources.file_checks import (
+    Wanted,
+    as_line,
+    lines_of,
+    not_numbers,
+    not_utf8,
+    open_text,
+    require_columns,
+)
 from psgrad.inputs.sources.source import Column, DataHeader, KeptRows, Source, TableSource
 from psgrad.inputs.sources.source_rows import MappedRows, SourceRows
 
@@ -58,13 +67,13 @@ class CSV(TableSource):
             require_columns(wanted.columns, cells.names, str(path))
             schema = _schema(cells, wanted)
             blocks = cells.blocks(wanted.columns)
-            return MappedRows(schema, (_converted(block, schema, wanted) for block in blocks), [path])
+            return _CSVRows(schema, (_converted(block, schema, wanted) for block in blocks), [path])
 
     def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
         first: list[str] | None = None
         for path in files:
             with open_text(path) as file:
-                rows = _rows_of(file, self.delimiter)
+                rows = _rows_of(lines_of(path, file), self.delimiter)
                 text, names = next(rows, ("", []))
                 if first is None:
                     first = names
@@ -86,6 +95,17 @@ class TSV(CSV):
     delimiter: ClassVar[str] = "\t"
 
 
+class _CSVRows(MappedRows):
+    """Rows whose lines can be found. A compressed file has none that an editor would show."""
+
+    def line(self, row: int) -> str:
+        (path,) = self.files
+        found = None
+        with suppress(OSError):
+            found = csv_lines(path, [row]).get(row) if path.suffix.lower() in (".csv", ".tsv") else None
+        return super().line(row) if found is None else f"{path}, line {found}"
+
+
 class _Cells:
     """The cells of a file as text.
 
@@ -97,8 +117,10 @@ class _Cells:
         self.path, self._kind, self._delimiter = path, kind, delimiter
         try:
             with open_text(path) as file:
-                self.names = next(csv.reader(file, delimiter=delimiter), [])
-        except (UnicodeDecodeError, csv.Error) as error:
+                self.names = next(csv.reader(lines_of(path, file), delimiter=delimiter), [])
+        except UnicodeDecodeError as error:
+            raise not_utf8(path, error) from error
+        except csv.Error as error:
             separated = "comma-separated" if delimiter == "," else "tab-separated"
             raise DataError(
                 f"the header of {path} can't be read: {error}", expected=f"{separated} names in UTF-8"
@@ -108,12 +130,15 @@ class _Cells:
         """The rows one by one, without blank lines. Raises DataError for one with too few or many cells."""
         try:
             with open_text(self.path) as file:
-                lines = itertools.islice(csv.reader(file, delimiter=self._delimiter), 1, None)
+                reader = csv.reader(lines_of(self.path, file), delimiter=self._delimiter)
+                lines = itertools.islice(reader, 1, None)
                 for row, cells in enumerate(line for line in lines if line):
                     if len(cells) != len(self.names):
                         raise self._cut_row(row, len(cells), len(self.names))
                     yield cells
-        except (UnicodeDecodeError, csv.Error) as error:
+        except UnicodeDecodeError as error:
+            raise not_utf8(self.path, error) from error
+        except csv.Error as error:
             raise DataError(
                 f"{self.path} can't be read as {self._kind}: {error}",
                 cause="an interrupted copy or download, or another format",
@@ -140,6 +165,8 @@ class _Cells:
                 ),
             )
         except pa.ArrowInvalid as error:
+            if "UTF8" in str(error):
+                raise not_utf8(self.path, error) from error
             if not ragged:
                 raise
             row = ragged[0]  # Arrow counts the header too, and from 1
@@ -153,7 +180,7 @@ class _Cells:
         )
 
 
-def _rows_of(file: TextIO, delimiter: str) -> Iterator[tuple[str, list[str]]]:
+def _rows_of(file: Iterable[str], delimiter: str) -> Iterator[tuple[str, list[str]]]:
     """(text, cells) of each row, which may have several lines. Blank lines are none."""
     lines: list[str] = []
 
@@ -169,10 +196,13 @@ def _rows_of(file: TextIO, delimiter: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _converted(block: pa.RecordBatch, schema: pa.Schema, wanted: Wanted) -> pa.Table:
-    texts = {*wanted.texts}
     cells = {name: block.column(name) for name in schema.names}
     arrays = [
-        cells[field.name] if field.name in texts else _cast(_trimmed(cells[field.name]), field.type)
+        cells[field.name]
+        if field.name in wanted.texts
+        else _with_blanks_null(cells[field.name])
+        if field.name in wanted.ids and field.type == pa.string()
+        else _cast(_trimmed(cells[field.name]), field.type)
         for field in schema
     ]
     return pa.Table.from_arrays(arrays, schema=schema)
@@ -194,8 +224,9 @@ def _schema(cells: _Cells, wanted: Wanted) -> pa.Schema:
     first_row = 0
     for block in cells.blocks(wanted.columns):
         for name, kinds in left.items():
-            column = _trimmed(block.column(name))
-            holds = _keeps_spelling if name in wanted.ids else _casts
+            is_id = name in wanted.ids
+            column = (_with_blanks_null if is_id else _trimmed)(block.column(name))
+            holds = _keeps_spelling if is_id else _casts
             left[name] = [kind for kind in kinds if kind == pa.string() or holds(column, kind)]
             if not left[name]:
                 row = next(row for row in range(len(column)) if not _any_casts(column.slice(row, 1), kinds))
@@ -226,8 +257,13 @@ def _is_number(cell: str) -> bool:
 
 def _trimmed(cells: pa.Array) -> pa.Array:
     """Cells without the blanks around them; nothing but blanks is null."""
-    trimmed = pc.utf8_trim_whitespace(cells)
-    return pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
+    return _with_blanks_null(pc.utf8_trim_whitespace(cells))
+
+
+def _with_blanks_null(cells: pa.Array) -> pa.Array:
+    """Cells as they are spelled; nothing but blanks is null."""
+    blank = pc.equal(pc.utf8_trim_whitespace(cells), "")
+    return pc.if_else(blank, pa.scalar(None, pa.string()), cells)
 
 
 def _cast(cells: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -309,7 +345,7 @@ def _by_cells(path: Path, wanted: list[int]) -> dict[int, int]:
     limit = csv.field_size_limit(sys.maxsize)
     try:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            reader = csv.reader(file)
+            reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
             row, begin, remaining = -1, 1, iter(wanted)
             next_row = next(remaining, None)
             for cells in reader:

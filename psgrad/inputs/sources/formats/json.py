@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, ClassVar
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.file_checks import Wanted, open_text, text_lines
-from psgrad.inputs.sources.objects import distinct_keys, header_of, object_rows, word_for
+from psgrad.inputs.sources.objects import header_of, json_value, object_rows, word_for
 from psgrad.inputs.sources.source import Column, DataHeader, KeptRows, LineSource, Source, TableSource
 from psgrad.inputs.sources.source_rows import SourceRows
 
@@ -49,7 +49,7 @@ class JSON(TableSource):
 def _objects(path: Path) -> list[dict[str, Any]]:
     try:
         with errors_of_damage(path, "json"), open_text(path) as file:
-            found = json.load(file, object_pairs_hook=distinct_keys)
+            found = json_value(file.read())
     except ValueError as error:
         several = "Extra data" in str(error)
         raise DataError(
@@ -94,7 +94,7 @@ def _objects_by_line(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(the number of the line, counted from 1, its object) of each line that is not blank."""
     for number, line in text_lines(path):
         try:
-            found = json.loads(line, object_pairs_hook=distinct_keys)
+            found = json_value(line)
         except ValueError as error:
             raise DataError(
                 f"{path}, line {number} is no JSON: {error}",

@@ -24,6 +24,7 @@ from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import errors_of_damage, merged_type, mixed_types
 from psgrad.inputs.sources.file_checks import Stamp, Wanted, require_columns
 from psgrad.inputs.sources.host_files import made_once
+from psgrad.inputs.sources.objects import json_value
 from psgrad.inputs.sources.source import DataHeader, KeptRows, Source, TableSource, column_of
 from psgrad.inputs.sources.source_rows import SourceRows, TemporaryFolder
 
@@ -176,7 +177,7 @@ def _array(content: bytes) -> Any:
 _DECODERS: Mapping[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("txt", "text", "caption"), _text),
     **dict.fromkeys(("cls", "cls2", "index", "id"), int),
-    "json": json.loads,
+    "json": json_value,
     "npy": _array,
 }
 _EXPECTED = {"cls": "a whole number", "json": "one JSON value", "npy": "an array of numbers", "txt": "UTF-8"}
