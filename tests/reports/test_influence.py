@@ -220,24 +220,6 @@ def test_checked_removals_at_no_minimum_have_no_found() -> None:
     assert json.loads(_terminal(told, style="json"))["check"]["removals"][0]["found"] is None
 
 
-def test_checked_removals_compare_what_is_found_with_the_share_of_the_prediction() -> None:
-    """An eighth of a step shows an eighth of the prediction."""
-    removals = [CheckedRemoval("a", 0, "b", 1, 0.8, 0.11), CheckedRemoval("c", 1, "c", None, 1.6, 0.2)]
-    check = RemovalCheck(1, False, removals, 0.125)
-    assert "It is 1 to 1.1 times what is predicted for 0.125 of a step." in check.words
-    shown = _terminal(replace(result(), check=check))
-    for words in ("for 0.125 of a step", "+0.100", "+0.110"):
-        assert words in shown
-
-
-def test_checked_removals_at_no_minimum_have_no_found_column() -> None:
-    removals = [CheckedRemoval("a", 0, "b", 1, 0.8, None)]
-    shown = _terminal(replace(result(), check=RemovalCheck(0, False, removals, 1.0, 7.0, False)))
-    assert "predicted, at no minimum" in shown
-    assert "would lower it 7 times as far" in shown
-    assert "found" not in shown.partition("Largest changes")[2].partition("The weights are")[0]
-
-
 @pytest.mark.parametrize("calibrated", [True, False])
 def test_page_says_whether_scores_are_amounts_and_why(calibrated: bool) -> None:
     unit = UNIT if calibrated else UNIT.replace("in nats", "in nats (uncalibrated)")

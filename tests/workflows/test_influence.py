@@ -653,15 +653,15 @@ def test_amounts_of_a_network_at_no_minimum_are_marked(place: InfluenceWorkplace
 
 
 @pytest.mark.long
-def test_interrupted_check_keeps_the_scores(
+def test_removals_without_a_step_that_lowers_the_loss_are_not_reported(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convex(place)
     monkeypatch.setattr("psgrad.engine.influence.continued._HALVINGS", 0)
     outcome = place.influence()
-    assert outcome.code == 130
-    assert "all scores are written to" in outcome.err
-    assert len(pd.read_parquet(place.folder / "out" / "scores.parquet"))
+    assert "no removal was tried by training on: no step lowers the training loss" in outcome.err
+    assert "predicted and found" not in outcome.out
+    assert place.manifest()["influence"]["check"] is None
 
 
 @pytest.mark.sweep

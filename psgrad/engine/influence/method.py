@@ -15,7 +15,7 @@ import torch
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors, as_gradients
 from psgrad.engine.influence.training_run import TrainingRun
-from psgrad.errors import InfluenceError, PsgradError
+from psgrad.errors import InfluenceError
 
 Per = Literal["total", "parameter", "module"]
 Scores = dict[str, torch.Tensor]  # label of a layer ("" for all of them) -> [k, m] float64
@@ -78,13 +78,6 @@ class Checkpoint:
     run: TrainingRun | None = None
     of: int = 1
     second_moments: Callable[[], Mapping[str, torch.Tensor] | None] = field(default=lambda: None)
-
-    def has_second_moments(self) -> bool:
-        """Whether Adam's mean of the squared gradients can be read."""
-        try:
-            return self.second_moments() is not None
-        except PsgradError:  # a state of another optimiser, or of another model
-            return False
 
 
 class Method(ABC):

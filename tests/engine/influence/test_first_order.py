@@ -141,16 +141,6 @@ def test_first_order_tracin_of_adam_takes_the_saved_squares(data: Any) -> None:
     torch.testing.assert_close(own, 0.5 * (rows.square() / (flat.sqrt() + 1e-8)).sum(1))
 
 
-def test_first_order_tracin_of_sgd_beside_a_state_of_adam_says_so(data: Any) -> None:
-    said: list[str] = []
-    training, _ = both(network(), data)
-    squares = {name: torch.ones_like(value) for name, value in training.params.items()}
-    for state in (lambda: None, lambda: squares):
-        TracIn().fit(training, Checkpoint(0, 0.5, said.append, second_moments=state))
-    assert len(said) == 1
-    assert "{name: tracin, optimizer: adam}" in said[0]
-
-
 def test_first_order_tracin_of_adam_estimates_the_squares_of_batches(data: Any) -> None:
     """Against all N^2 batches of two, drawn with replacement."""
     model = network()

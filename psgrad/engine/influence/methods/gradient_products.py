@@ -179,12 +179,6 @@ class TracIn(Method):
             )
         if self.optimizer == "adam":
             return AdamProducts.fit(training, checkpoint, self.batch_size)
-        if checkpoint.number == 0 and checkpoint.has_second_moments():
-            checkpoint.say(
-                "tracin undoes steps of SGD, and the optimiser's state beside the checkpoints is Adam's:"
-                " influence.method: {name: tracin, optimizer: adam} undoes steps of Adam, as far as their"
-                " diagonal goes"
-            )
         return GradientProducts(training, checkpoint.learning_rate)
 
     def across(self, blocks: Sequence[ScoreBlock]) -> Scores:
