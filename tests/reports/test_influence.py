@@ -396,6 +396,21 @@ def test_the_terminal_has_sign_and_unit_then_both_sides_of_each_query() -> None:
     assert sum(line.startswith("Query ") for line in lines) == 3
 
 
+def test_terminal_of_texts_shows_their_beginning() -> None:
+    found = result(40, 2, inputs="text")
+    lines = _terminal(found).splitlines()
+    head = lines.index("All 2 queries") + 1
+    assert lines[head].split().count("text") == 2
+    helps, _ = pairs_of(found.scores, ALL_INDEX, 1)
+    text = found.training_inputs[int(helps["train_index"].iloc[0])].text
+    assert text is not None
+    assert " ".join(text.split())[:39] in lines[head + 1]
+    assert all(line.isprintable() for line in lines)
+    query = next(place for place, line in enumerate(lines) if line.startswith("Query "))
+    assert lines[query + 1].startswith("  def sample_")
+    assert "text" not in _terminal(result())
+
+
 def test_one_query_is_not_shown_twice() -> None:
     assert "All" not in _terminal(result(m=1))
     assert "All" not in _page(result(m=1)).text.replace("All training", "")
