@@ -73,7 +73,8 @@ def private_hashes(setup: PrivateSetup, run: str) -> dict[str, Any]:
             name: digest for name, digest in setup.run.identity.tensors.items() if name not in restored
         },
         "data": setup.run.samples.content(),
-        "columns": data.model_dump(mode="json", include={"inputs", "target", "id", "class_names"}),
+        "columns": data.model_dump(mode="json", include={"inputs", "target", "id"})
+        | ({} if data.class_names is None else {"class_names": data.class_names}),
         **hashes_of(setup.run, [] if augmentation is None else [augmentation.function]),
     }
 

@@ -668,7 +668,6 @@ def test_a_signal_in_the_middle_keeps_the_finished_rows(
 ) -> None:
     # The signal arrives in the fourth chunk's pass through the model, deep in the transforms: the chunk is
     # finished all the same.
-    workplace.config.setdefault("engine", {})["capture"] = "off"  # a replayed chunk does not call the loss
     workplace.use_loss(
         textwrap.dedent(f"""
             import os
@@ -684,7 +683,8 @@ def test_a_signal_in_the_middle_keeps_the_finished_rows(
                 return torch.nn.functional.cross_entropy(output, target)
         """)
     )
-    done = in_a_process(workplace)
+    # a replayed chunk does not call the loss
+    done = in_a_process(workplace, "", "--set", "engine.capture=off")
     assert done.returncode == code, done.stderr
     assert word in done.stderr
     assert "Traceback" not in done.stderr
