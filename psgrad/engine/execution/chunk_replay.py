@@ -4,6 +4,7 @@ itself on the third, and later ones are replayed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -54,6 +55,8 @@ class ChunkReplay:
         params: the same tensors for each chunk.
         compile: as for `capture`.
         say: called with the reason why chunks are not replayed.
+        alone: held while a chunk is recorded or compared, since random numbers that another thread draws
+            meanwhile would be taken for the function's.
 
     Attributes:
         chunks: how many were replayed.
@@ -67,8 +70,10 @@ class ChunkReplay:
         params: dict[str, torch.Tensor],
         compile: Compiler,
         say: Callable[[str], None],
+        alone: threading.Lock | None = None,
     ) -> None:
         self.function, self.params = function, params
+        self.alone = alone or threading.Lock()
         self.chunks = self.flags = 0
         self.how = "not replayed"
         # Norms are float64, but no more exact than what they are made of.
@@ -103,11 +108,13 @@ class ChunkReplay:
                 self.how = entry.program.how
                 return found
         elif entry.recording is not None:
-            return self._captured.compare(entry, self._unflagged, self._same, *arguments)
+            with self.alone:
+                return self._captured.compare(entry, self._unflagged, self._same, *arguments)
         elif not entry.met:
             entry.met = True
         elif to_come >= PAYS_FROM:
-            values = self._captured.record(entry, *arguments)
+            with self.alone:
+                values = self._captured.record(entry, *arguments)
             found = self._unless_flagged(entry, values, before)
             if found is not None:
                 return found

@@ -64,6 +64,7 @@ class Loader:
         read: (start, stop) to the rows in between.
         device, dtype: of the rows that `to_device` returns. Tensors of whole numbers keep their dtype.
         say: called once with the reason why rows are not read ahead, if they are not.
+        alone: held while rows are read ahead; who holds it knows that nothing is read meanwhile.
 
     It is used in a `with` statement, whose end waits for the thread.
     """
@@ -74,8 +75,10 @@ class Loader:
         device: torch.device,
         dtype: torch.dtype,
         say: Callable[[str], None] = lambda _: None,
+        alone: threading.Lock | None = None,
     ) -> None:
         self.read, self.device, self.dtype, self.say = read, device, dtype, say
+        self._alone = alone or threading.Lock()
         self.ahead = True  # whether rows may be read beside the computation
         self._copies_ahead = device.type == "cuda"
         self._side = torch.cuda.Stream(device) if self._copies_ahead else None
@@ -190,13 +193,14 @@ class Loader:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            before = random_state.cpu_states()
-            try:
-                job.chunk = Chunk(range(job.start, job.stop), self.read(job.start, job.stop))
-                job.chunk.on_device = self._copied(job.chunk)
-            except BaseException as error:  # raised again where its rows are taken
-                job.error = error
-            job.drew = before != random_state.cpu_states()
+            with self._alone:
+                before = random_state.cpu_states()
+                try:
+                    job.chunk = Chunk(range(job.start, job.stop), self.read(job.start, job.stop))
+                    job.chunk.on_device = self._copied(job.chunk)
+                except BaseException as error:  # raised again where its rows are taken
+                    job.error = error
+                job.drew = before != random_state.cpu_states()
             job.done.set()
             del job  # the chunk is not this thread's any more
 

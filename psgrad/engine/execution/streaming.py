@@ -8,6 +8,7 @@ next chunk is read while one is computed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -115,8 +116,9 @@ class Stream(RowComputation):
         self._measured = False  # whether the chunk size comes from one small chunk's factors
         self._too_large: int | None = None  # the smallest size that failed since one as large went through
         self._alone: Sequence[int] | None = None  # the row that failed by itself, once
+        self._nothing_is_read = threading.Lock()
         replays = {
-            how: ChunkReplay(self.pass_of(how), params, compile, self.say)
+            how: ChunkReplay(self.pass_of(how), params, compile, self.say, self._nothing_is_read)
             for how in (per_sample_gradients, per_sample_square_norms)
         }
         self.replays: dict[Callable[..., Any], ChunkReplay] = (
@@ -209,7 +211,7 @@ class Stream(RowComputation):
         most = most or (count if compute is None else LARGEST_AUTO_CHUNK)
         waiting: list[Chunk | range] = []  # rows to go on with, read or not, the next ones last
         reached = start
-        with Loader(self.read, self.device, self.dtype, self.say) as loader:
+        with Loader(self.read, self.device, self.dtype, self.say, self._nothing_is_read) as loader:
             loader.ahead = self.draws is None  # else reader and model would seed the same generators at once
             while waiting or reached < count:
                 rows = waiting.pop() if waiting else range(reached, min(reached + self.chunk_size, count))

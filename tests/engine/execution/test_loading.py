@@ -317,6 +317,29 @@ def test_a_reader_that_draws_late_is_read_between_chunks_from_then_on() -> None:
     ]
 
 
+def test_rows_are_not_read_while_a_chunk_is_recorded() -> None:
+    """The recorder would take the reader's draws for the model's."""
+    recording = threading.Event()
+    calls: list[int] = []
+
+    def read(start: int, stop: int) -> Block:
+        if start == 10:  # beside the second chunk, which is recorded
+            recording.wait(timeout=0.2)
+            random.random()
+        return block(start, stop)
+
+    def criterion(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            recording.set()
+        return F.mse_loss(output, target)
+
+    said: list[str] = []
+    losses(stream_of(read, criterion, say=said.append))
+    assert [text for text in said if "replayed" in text] == []
+    assert len(said) == 1  # the reader drew
+
+
 # -- On a GPU ------------------------------------------------------------------------------------------------
 
 
