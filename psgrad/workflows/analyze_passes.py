@@ -213,20 +213,17 @@ class Passes:
         name: str,
     ) -> None:
         """Compute the columns of these rows, and store them from time to time."""
-        waiting: list[tuple[pd.DataFrame, Arrays]] = []
-        first, last = rows.start, time.monotonic()
+        waiting: list[Columns] = []
+        last = time.monotonic()
 
         def keep() -> None:
-            nonlocal first
             if waiting:
-                table = pd.concat([frame for frame, _ in waiting], ignore_index=True)
-                arrays = {key: torch.cat([part[key] for _, part in waiting]) for key in waiting[0][1]}
-                values = {key: value.numpy() for key, value in arrays.items()}
+                columns = Columns.of_chunks(waiting)
+                table, arrays = split_columns(columns, about(columns.start, columns.stop))
                 state = self._state(measures)
                 if name == _SECOND:
                     self._require_unchanged(measures, state)
-                shards.append(first, table, values, _as_numpy(state))
-                first += len(table)
+                shards.append(columns.start, table, _as_numpy(arrays), _as_numpy(state))
                 waiting.clear()
 
         try:
@@ -234,14 +231,12 @@ class Passes:
                 with without_interrupts():  # Ctrl-C waits for the chunk to be done
                     columns = next(chunks, None)
                     if columns is not None:
-                        waiting.append(split_columns(columns, about(columns.start, columns.stop)))
+                        waiting.append(columns)
                 if columns is None:
                     break
                 self._say_progress(name, columns.stop - columns.start)
-                if (
-                    sum(len(table) for table, _ in waiting) >= _ROWS_PER_SHARD
-                    or time.monotonic() - last > _SECONDS_PER_SHARD
-                ):
+                stored = columns.stop - waiting[0].start
+                if stored >= _ROWS_PER_SHARD or time.monotonic() - last > _SECONDS_PER_SHARD:
                     keep()
                     last = time.monotonic()
         finally:

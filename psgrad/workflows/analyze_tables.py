@@ -196,26 +196,27 @@ def parameter_table(norms: GradientNorms, params: dict[str, torch.Tensor]) -> pd
     """One row for each parameter: the distribution of the samples' gradient norms in it, and its share of the
     mean squared norm.
     """
-    total = sum(d.mean_square for d in norms.parameters.values())
-    rows = [
+    found, names = norms.distributions, norms.names
+    nothing = np.full(len(names), np.nan)
+    total = found.mean_square.sum()
+    return pd.DataFrame(
         {
-            "parameter": name,
-            "module": name.rpartition(".")[0],
-            "shape": "x".join(map(str, params[name].shape)) or "scalar",
-            "numel": params[name].numel(),
-            "mean_norm": d.mean if d.count else np.nan,
-            "std_norm": d.std,
-            "min_norm": d.minimum if d.count else np.nan,
-            "q05": d.quantile(0.05),
-            "median": d.quantile(0.5),
-            "q95": d.quantile(0.95),
-            "max_norm": d.maximum if d.count else np.nan,
-            "share": d.mean_square / total if total else np.nan,
-            "computed_as": norms.computed_as[name],
-        }
-        for name, d in norms.parameters.items()
-    ]
-    return pd.DataFrame(rows, columns=list(PARAMETER_COLUMNS))
+            "parameter": names,
+            "module": [name.rpartition(".")[0] for name in names],
+            "shape": ["x".join(map(str, params[name].shape)) or "scalar" for name in names],
+            "numel": [params[name].numel() for name in names],
+            "mean_norm": found.mean if found.count else nothing,
+            "std_norm": found.std,
+            "min_norm": found.minimum if found.count else nothing,
+            "q05": found.quantile(0.05),
+            "median": found.quantile(0.5),
+            "q95": found.quantile(0.95),
+            "max_norm": found.maximum if found.count else nothing,
+            "share": found.mean_square / total if total else nothing,
+            "computed_as": [norms.computed_as[name] for name in names],
+        },
+        columns=list(PARAMETER_COLUMNS),
+    )
 
 
 def top_inputs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,6 +48,12 @@ class Columns:
     start: int
     stop: int
     values: dict[str, torch.Tensor]
+
+    @classmethod
+    def of_chunks(cls, parts: Sequence[Columns]) -> Columns:
+        """The columns of one chunk after another, as those of one range of rows."""
+        values = {name: torch.cat([part.values[name] for part in parts]) for name in parts[0].values}
+        return cls(parts[0].start, parts[-1].stop, values)
 
 
 def on_the_cpu(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

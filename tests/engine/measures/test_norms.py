@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import per_sample_gradients
-from psgrad.engine.measures.builtin.norms import GradientNorms, NormDistribution
+from psgrad.engine.measures.builtin.norms import GradientNorms, NormDistributions
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -21,72 +21,88 @@ pytestmark = pytest.mark.usefixtures("on_device")
 QUANTILE_ERROR = 10 ** (0.5 / 64) - 1
 
 
-def distribution(*chunks: Tensor) -> NormDistribution:
-    result = NormDistribution()
-    for chunk in chunks:
-        result.add(chunk)
+def distributions(*chunks: Tensor) -> NormDistributions:
+    """Of chunks [streams, n] or [n]."""
+    rows = [torch.atleast_2d(chunk) for chunk in chunks]
+    result = NormDistributions(len(rows[0]))
+    for chunk in rows:
+        result.add(chunk.numpy())
     return result
 
 
-def assert_same_statistics(found: NormDistribution, values: np.ndarray) -> None:
-    assert found.count == len(values)
-    np.testing.assert_allclose(found.mean, values.mean(), rtol=1e-12)
-    np.testing.assert_allclose(found.mean_square, np.square(values).mean(), rtol=1e-12)
-    np.testing.assert_allclose(found.std, values.std(ddof=1) if len(values) > 1 else math.nan, rtol=1e-9)
-    assert found.minimum == values.min()
-    assert found.maximum == values.max()
+def assert_same_statistics(found: NormDistributions, values: np.ndarray) -> None:
+    """values: [streams, n]."""
+    assert found.count == values.shape[1]
+    np.testing.assert_allclose(found.mean, values.mean(1), rtol=1e-12)
+    np.testing.assert_allclose(found.mean_square, np.square(values).mean(1), rtol=1e-12)
+    expected = values.std(1, ddof=1) if found.count > 1 else np.full(len(values), math.nan)
+    np.testing.assert_allclose(found.std, expected, rtol=1e-9)
+    np.testing.assert_array_equal(found.minimum, values.min(1))
+    np.testing.assert_array_equal(found.maximum, values.max(1))
 
 
 @given(
+    streams=st.integers(1, 3),
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
     spread=st.floats(0.1, 5),
     middle=st.floats(-8, 8),
 )
-def test_norm_distribution_equals_numpy(sizes: list[int], spread: float, middle: float) -> None:
-    values = torch.exp(spread * torch.randn(sum(sizes), dtype=torch.float64) + middle)
-    result = distribution(*values.split(sizes))
-    if len(values):
+def test_norm_distributions_equal_numpy(streams: int, sizes: list[int], spread: float, middle: float) -> None:
+    values = torch.exp(spread * torch.randn(streams, sum(sizes), dtype=torch.float64) + middle)
+    result = distributions(*values.split(sizes, 1))
+    if values.shape[1]:
         assert_same_statistics(result, values.numpy())
         for q in (0.01, 0.05, 0.5, 0.95, 1.0):
-            expected = np.quantile(values.numpy(), q, method="inverted_cdf")
-            assert result.quantile(q) == pytest.approx(expected, rel=QUANTILE_ERROR)
+            expected = np.quantile(values.numpy(), q, axis=1, method="inverted_cdf")
+            np.testing.assert_allclose(result.quantile(q), expected, rtol=QUANTILE_ERROR)
+
+
+def test_norm_distributions_merged_and_restored() -> None:
+    values = torch.rand(3, 50, dtype=torch.float64)
+    one, other, empty = distributions(values[:, :20]), distributions(values[:, 20:]), NormDistributions(3)
+    empty.restore(one.state())
+    empty.merge(other)
+    assert_same_statistics(empty, values.numpy())
+    assert empty.quantile(0.3).tolist() == distributions(values).quantile(0.3).tolist()
 
 
 def test_norm_distribution_independent_of_chunk_order() -> None:
     values = torch.rand(1000, dtype=torch.float64) * 1e3
-    one, other = distribution(*values.split(7)), distribution(*values.flip(0).split(130))
-    assert_same_statistics(one, values.numpy())
-    assert_same_statistics(other, values.numpy())
-    assert [one.quantile(q) for q in (0.1, 0.5, 0.9)] == [other.quantile(q) for q in (0.1, 0.5, 0.9)]
+    one, other = distributions(*values.split(7)), distributions(*values.flip(0).split(130))
+    assert_same_statistics(one, values.unsqueeze(0).numpy())
+    assert_same_statistics(other, values.unsqueeze(0).numpy())
+    assert [one.quantile(q).item() for q in (0.1, 0.5, 0.9)] == [
+        other.quantile(q).item() for q in (0.1, 0.5, 0.9)
+    ]
 
 
 def test_norm_distribution_large_mean_precision() -> None:
     values = 1e8 + torch.rand(3000, dtype=torch.float64)
-    assert distribution(*values.split(100)).std == pytest.approx(values.std().item(), rel=1e-6)
+    assert distributions(*values.split(100)).std.item() == pytest.approx(values.std().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-40, 1e-24, 1.0, 3e23, 1e30])
 def test_norm_distribution_quantiles_of_one_value(value: float) -> None:
-    result = distribution(torch.full((5,), value, dtype=torch.float64))
+    result = distributions(torch.full((5,), value, dtype=torch.float64))
     assert result.quantile(0.05) == result.quantile(0.5) == result.quantile(1) == value
     assert result.std == 0
 
 
 def test_norm_distribution_zeros() -> None:
-    result = distribution(torch.tensor([0.0, 0.0, 0.0, 5.0]))
+    result = distributions(torch.tensor([0.0, 0.0, 0.0, 5.0]))
     assert result.minimum == result.quantile(0.5) == 0
-    assert result.quantile(1) == pytest.approx(5, rel=QUANTILE_ERROR)
+    assert result.quantile(1).item() == pytest.approx(5, rel=QUANTILE_ERROR)
 
 
 def test_norm_distribution_no_values() -> None:
-    result = distribution(torch.empty(0))
+    result = distributions(torch.empty(0))
     assert result.count == 0
-    assert math.isnan(result.std)
-    assert math.isnan(result.quantile(0.5))
+    assert np.isnan(result.std).all()
+    assert np.isnan(result.quantile(0.5)).all()
 
 
 def test_norm_distribution_one_value() -> None:
-    assert math.isnan(distribution(torch.tensor([2.0])).std)
+    assert np.isnan(distributions(torch.tensor([2.0])).std).all()
 
 
 def gradients_of(inputs: Tensor) -> object:
@@ -103,17 +119,16 @@ def test_norm_distribution_nonfinite_rows() -> None:
     columns = norms.columns(gradients_of(inputs))
     norms.keep()
     assert torch.isfinite(columns["grad_norm"]).tolist() == [True, True, False, True, False, True]
-    assert {name: result.count for name, result in norms.parameters.items()} == {"weight": 4, "bias": 4}
-    assert all(
-        math.isfinite(result.mean) and math.isfinite(result.std) for result in norms.parameters.values()
-    )
+    assert (norms.names, norms.distributions.count) == (["weight", "bias"], 4)
+    assert np.isfinite(norms.distributions.mean).all()
+    assert np.isfinite(norms.distributions.std).all()
 
 
 def test_norm_distribution_by_parameter_adds_up() -> None:
     norms = GradientNorms()
     columns = norms.columns(gradients_of(torch.randn(6, 3)))
     norms.keep()
-    total = sum(result.mean_square for result in norms.parameters.values())
+    total = norms.distributions.mean_square.sum()
     assert columns["grad_norm"].square().mean().item() == pytest.approx(total, rel=1e-12)
     assert columns["grad_norm"].dtype == columns["loss"].dtype == torch.float64
 
@@ -122,7 +137,7 @@ def test_norm_distribution_counts_stored_chunks() -> None:
     norms, grads = GradientNorms(), gradients_of(torch.randn(6, 3))
     norms.columns(grads)
     norms.columns(grads)  # tried again
-    assert norms.parameters == {}
+    assert norms.distributions.count == 0
     norms.keep()
     norms.keep()
-    assert norms.parameters["weight"].count == 6
+    assert norms.distributions.count == 6

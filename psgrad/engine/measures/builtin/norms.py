@@ -10,10 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from psgrad.engine.gradients import PerSampleGradients, SquareNorms
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, Setting, finite_rows, nan_elsewhere
+
+Numbers = npt.NDArray[np.float64]
 
 
 class GradientNorms(Measure):
@@ -25,53 +29,52 @@ class GradientNorms(Measure):
     """
 
     def __init__(self) -> None:
-        self.parameters: dict[str, NormDistribution] = {}
+        self.names: list[str] = []  # of the parameters
+        self.distributions = NormDistributions(0)
         self.computed_as: dict[str, str] = {}
         self.unfactored: list[str] = []
-        self._chunk: dict[str, torch.Tensor] = {}
+        self._chunk: torch.Tensor | None = None
 
     def columns(self, gradients: PerSampleGradients | SquareNorms) -> dict[str, torch.Tensor]:
         squares = gradients.square_norms(per="parameter")
         stacked = torch.stack(list(squares.values()))  # [parameters, n]
         total = stacked.sum(0)
         finite = torch.isfinite(total) & torch.isfinite(gradients.losses)
-        norms = torch.cat(
-            [stacked.sqrt(), finite.to(stacked.dtype).unsqueeze(0)]
-        ).cpu()  # one transfer from a GPU
-        self._chunk = dict(zip(squares, norms[:-1, norms[-1] == 1], strict=True))
+        # one transfer from a GPU
+        norms = torch.cat([stacked.sqrt(), finite.to(stacked.dtype).unsqueeze(0)]).cpu()
+        self._chunk = norms[:-1, norms[-1] == 1]
+        if not self.names:
+            self.names, self.distributions = list(squares), NormDistributions(len(squares))
         self.computed_as = gradients.describe()
         self.unfactored = list(dict.fromkeys([*self.unfactored, *gradients.unfactored]))
         return {"loss": gradients.losses.double(), "grad_norm": total.sqrt()}
 
     def keep(self) -> None:
-        for name, norms in self._chunk.items():
-            self.parameters.setdefault(name, NormDistribution()).add(norms)
-        self._chunk = {}
+        if self._chunk is not None:
+            self.distributions.add(self._chunk.numpy())
+        self._chunk = None
 
     def state(self) -> Arrays:
-        words = {
-            "computed_as": self.computed_as,
-            "unfactored": self.unfactored,
-            "parameters": list(self.parameters),
-        }
-        state = {"words": text_tensor(words)}
-        for place, distribution in enumerate(self.parameters.values()):
-            state |= {f"{place}.{part}": value for part, value in distribution.state().items()}
-        return state
+        words = {"computed_as": self.computed_as, "unfactored": self.unfactored, "names": self.names}
+        return {"words": text_tensor(words), **self.distributions.state()}
 
     def restore(self, state: Arrays) -> None:
         words = from_text_tensor(state["words"])
-        self.computed_as, self.unfactored = words["computed_as"], words["unfactored"]
-        self.parameters = {}
-        for place, name in enumerate(words["parameters"]):
-            distribution = self.parameters[name] = NormDistribution()
-            distribution.restore({part: state[f"{place}.{part}"] for part in distribution.state()})
+        self.computed_as, self.unfactored, self.names = (
+            words["computed_as"],
+            words["unfactored"],
+            words["names"],
+        )
+        self.distributions = NormDistributions(len(self.names))
+        self.distributions.restore(state)
 
     def merge(self, state: Arrays) -> None:
         others = GradientNorms()
         others.restore(state)
-        for name, distribution in others.parameters.items():
-            self.parameters.setdefault(name, NormDistribution()).merge(distribution)
+        if not self.names:
+            self.names, self.distributions = others.names, others.distributions
+        elif others.names:
+            self.distributions.merge(others.distributions)
         self.computed_as = self.computed_as or others.computed_as
         self.unfactored = list(dict.fromkeys([*self.unfactored, *others.unfactored]))
 
@@ -86,86 +89,110 @@ def from_text_tensor(tensor: torch.Tensor) -> Any:
     return json.loads(bytes(tensor.tolist()))
 
 
-class NormDistribution:
-    """Mean, spread, extremes and quantiles of a stream of non-negative numbers.
+class NormDistributions:
+    """Mean, spread, extremes and quantiles of several streams of non-negative numbers, which are all as long.
 
     Mean and variance are updated as in Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm
     for Computing Sample Variances" (1979). Quantiles come from a histogram with 64 bins a decade, so they are
     right to 2 %.
+
+    Attributes:
+        count: of the numbers in each stream.
+        mean, mean_square, minimum, maximum: [streams] float64.
     """
 
     _PER_DECADE = 64
     _LOWEST = -24  # decades; smaller numbers, zero among them, are counted in the first bin
     _HIGHEST = 24
+    BINS = (_HIGHEST - _LOWEST) * _PER_DECADE + 1
 
-    def __init__(self) -> None:
+    def __init__(self, streams: int) -> None:
         self.count = 0
-        self.mean = 0.0
-        self._squares = 0.0  # sum of squared deviations from the mean
-        self.mean_square = 0.0
-        self.minimum = math.inf
-        self.maximum = -math.inf
-        self._bins = torch.zeros((self._HIGHEST - self._LOWEST) * self._PER_DECADE + 1, dtype=torch.int64)
+        self.mean, self.mean_square = np.zeros(streams), np.zeros(streams)
+        self._squares = np.zeros(streams)  # sums of squared deviations from the mean
+        self.minimum, self.maximum = np.full(streams, math.inf), np.full(streams, -math.inf)
+        self._bins = np.zeros((streams, self.BINS), np.int64)
 
-    def add(self, values: torch.Tensor) -> None:
-        """values: [n], non-negative and finite."""
-        if not len(values):
+    def add(self, values: Numbers) -> None:
+        """values: [streams, n], non-negative and finite."""
+        if not values.size:
             return
-        values = values.cpu().double()
-        added = NormDistribution()
-        added.count, added.mean = len(values), float(values.mean())
-        added._squares = float((values - added.mean).square().sum())
-        added.mean_square = float(values.square().mean())
-        added.minimum, added.maximum = float(values.min()), float(values.max())
-        places = ((values.log10() - self._LOWEST) * self._PER_DECADE).floor().clamp(
-            -1, len(self._bins) - 2
-        ) + 1
-        added._bins = torch.bincount(places.long(), minlength=len(self._bins))
-        self.merge(added)
+        values = values.astype(np.float64)
+        with np.errstate(divide="ignore"):
+            places = np.floor((np.log10(values) - self._LOWEST) * self._PER_DECADE)
+        places = np.clip(places, -1, self.BINS - 2).astype(np.int64) + 1
+        np.add.at(self._bins, (np.arange(len(values))[:, None], places), 1)
+        mean = values.mean(1)
+        self._add(
+            values.shape[1],
+            mean,
+            np.square(values - mean[:, None]).sum(1),
+            np.square(values).mean(1),
+            values.min(1),
+            values.max(1),
+        )
 
-    def merge(self, other: NormDistribution) -> None:
-        """Add the numbers of another stream."""
-        if not other.count:
-            return
-        difference, total = other.mean - self.mean, self.count + other.count
-        self._squares += other._squares + difference**2 * self.count * other.count / total
-        self.mean += difference * other.count / total
-        self.mean_square += (other.mean_square - self.mean_square) * other.count / total
+    def _add(
+        self,
+        count: int,
+        mean: Numbers,
+        squares: Numbers,
+        mean_square: Numbers,
+        minimum: Numbers,
+        maximum: Numbers,
+    ) -> None:
+        difference, total = mean - self.mean, self.count + count
+        self._squares += squares + difference**2 * (self.count * count / total)
+        self.mean += difference * (count / total)
+        self.mean_square += (mean_square - self.mean_square) * (count / total)
         self.count = total
-        self.minimum = min(self.minimum, other.minimum)
-        self.maximum = max(self.maximum, other.maximum)
-        self._bins += other._bins
+        self.minimum = np.minimum(self.minimum, minimum)
+        self.maximum = np.maximum(self.maximum, maximum)
+
+    def merge(self, other: NormDistributions) -> None:
+        """Add the numbers of other streams, each to its own."""
+        if other.count:
+            self._add(
+                other.count, other.mean, other._squares, other.mean_square, other.minimum, other.maximum
+            )
+            self._bins += other._bins
 
     def state(self) -> Arrays:
-        """All of it: `numbers` [6] float64, and `bins` [2, filled bins] int64, their places and counts."""
-        filled = self._bins.nonzero().squeeze(1)  # most are empty
-        numbers = [self.mean, self._squares, self.mean_square, self.minimum, self.maximum]
+        """All of it: `count`, `numbers` [5, streams] float64, and `bins` [2, filled bins] int64, the places
+        and counts of the few that are filled.
+        """
+        numbers = np.stack([self.mean, self._squares, self.mean_square, self.minimum, self.maximum])
+        filled = np.flatnonzero(self._bins)
         return {
-            "numbers": torch.tensor([self.count, *numbers], dtype=torch.float64),
-            "bins": torch.stack([filled, self._bins[filled]]),
+            "count": torch.tensor(self.count),
+            "numbers": torch.from_numpy(numbers),
+            "bins": torch.from_numpy(np.stack([filled, self._bins.reshape(-1)[filled]])),
         }
 
     def restore(self, state: Arrays) -> None:
         """Continue from a result of `state`."""
-        count, self.mean, self._squares, self.mean_square, self.minimum, self.maximum = state[
-            "numbers"
-        ].tolist()
-        self.count = int(count)
-        places, counts = state["bins"]
-        self._bins.zero_()[places] = counts
+        self.count = int(state["count"])
+        self.mean, self._squares, self.mean_square, self.minimum, self.maximum = (
+            state["numbers"].numpy().copy()
+        )
+        self._bins[:] = 0
+        places, counts = state["bins"].numpy()
+        self._bins.reshape(-1)[places] = counts
 
     @property
-    def std(self) -> float:
-        """The sample standard deviation; NaN for fewer than two values."""
-        return math.sqrt(self._squares / (self.count - 1)) if self.count > 1 else math.nan
+    def std(self) -> Numbers:
+        """[streams]: the sample standard deviations; NaN for fewer than two numbers."""
+        if self.count < 2:
+            return np.full(len(self.mean), math.nan)
+        return np.sqrt(self._squares / (self.count - 1))
 
-    def quantile(self, q: float) -> float:
-        """The value under which a share q lies; the middle of its bin, inside the extremes."""
+    def quantile(self, q: float) -> Numbers:
+        """[streams]: the number under which a share q lies; the middle of its bin, inside the extremes."""
         if not self.count:
-            return math.nan
-        place = int(torch.searchsorted(self._bins.cumsum(0), max(1, math.ceil(q * self.count))))
-        middle = 0.0 if place == 0 else 10 ** (self._LOWEST + (place - 0.5) / self._PER_DECADE)
-        return min(max(middle, self.minimum), self.maximum)
+            return np.full(len(self.mean), math.nan)
+        place = (self._bins.cumsum(1) >= max(1, math.ceil(q * self.count))).argmax(1)
+        middle = np.where(place == 0, 0.0, 10 ** (self._LOWEST + (place - 0.5) / self._PER_DECADE))
+        return np.minimum(np.maximum(middle, self.minimum), self.maximum)
 
 
 OF_THE_MODEL = "(model)"
@@ -270,15 +297,16 @@ class RelativeNorm(Measure):
         for name, square in squares.items():
             by_layer[name.rpartition(".")[0]] += square
         self._layer_norms = torch.tensor(list(by_layer.values()), dtype=torch.float64).sqrt()
-        self._seen = {name: NormDistribution() for name, norm in self._parameters.items() if norm}
-        self._chunk: dict[str, torch.Tensor] = {}
+        self._seen = [name for name, norm in self._parameters.items() if norm]
+        self._distributions = NormDistributions(len(self._seen))
+        self._chunk: torch.Tensor | None = None
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:
         finite = finite_rows(gradients)
         by_parameter = gradients.square_norms(per="parameter")
-        self._chunk = {
-            name: by_parameter[name][finite].sqrt() / self._parameters[name] for name in self._seen
-        }
+        if self._seen:
+            norms = torch.stack([by_parameter[name] / self._parameters[name] ** 2 for name in self._seen])
+            self._chunk = norms[:, finite].sqrt().cpu()
         by_layer = torch.stack(
             list(gradients.square_norms(per="module").values()), 1
         ).sqrt() / self._layer_norms.to(finite.device)
@@ -294,41 +322,32 @@ class RelativeNorm(Measure):
         }
 
     def keep(self) -> None:
-        for name, values in self._chunk.items():
-            self._seen[name].add(values.cpu())
-        self._chunk = {}
+        if self._chunk is not None:
+            self._distributions.add(self._chunk.numpy())
+        self._chunk = None
 
     def state(self) -> Arrays:
-        return {
-            f"{place}.{part}": value
-            for place, each in enumerate(self._seen.values())
-            for part, value in each.state().items()
-        }
+        return self._distributions.state()
 
     def restore(self, state: Arrays) -> None:
-        for place, each in enumerate(self._seen.values()):
-            each.restore({part: state[f"{place}.{part}"] for part in each.state()})
+        self._distributions.restore(state)
 
     def merge(self, state: Arrays) -> None:
-        for place, each in enumerate(self._seen.values()):
-            other = NormDistribution()
-            other.restore({part: state[f"{place}.{part}"] for part in other.state()})
-            each.merge(other)
+        other = NormDistributions(len(self._seen))
+        other.restore(state)
+        self._distributions.merge(other)
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
+        known = self._distributions
+        columns = {"mean": known.mean if known.count else np.full(len(self._seen), math.nan)}
+        columns |= {quantile: known.quantile(q) for quantile, q in _QUANTILES.items()}
         table: dict[str, list[Any]] = {
-            "parameter": [],
-            "parameter_norm": [],
-            "mean": [],
-            **{name: [] for name in _QUANTILES},
+            "parameter": list(self._parameters),
+            "parameter_norm": list(self._parameters.values()),
         }
-        for name, norm in self._parameters.items():
-            seen = self._seen.get(name, NormDistribution())
-            table["parameter"].append(name)
-            table["parameter_norm"].append(norm)
-            table["mean"].append(seen.mean if seen.count else torch.nan)
-            for quantile, q in _QUANTILES.items():
-                table[quantile].append(seen.quantile(q))
+        for column, values in columns.items():
+            found = dict(zip(self._seen, values.tolist(), strict=True))
+            table[column] = [found.get(name, math.nan) for name in self._parameters]
         return Gathered(
             numbers={"layers": self._layers, "parameter_norm": self._whole}, tables={"parameters": table}
         )
