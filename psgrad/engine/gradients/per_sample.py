@@ -143,13 +143,18 @@ class NormsByName:
         self.norms: dict[str, torch.Tensor] = {}
         self.absolute: dict[str, torch.Tensor] | None = {} if absolute else None
         self.computed_as: dict[str, str] = {}
+        self._waiting: dict[int, list[tuple[str, torch.Tensor]]] = {}  # length -> small values [n, length]
+        self._waiting_bytes = 0
 
     def add(self, name: str, gradient: DeferredGradient) -> None:
         terms = gradient.terms
         value = terms[0].term.stored_value if len(terms) == 1 and gradient.shape.numel() <= _SMALL else None
         if value is not None:
             value = value.reshape(value.shape[0], value.shape[1:].numel())
-            self.norms[name] = torch.linalg.vector_norm(value, dim=1, dtype=torch.float64).square_()
+            self._waiting.setdefault(value.shape[1], []).append((name, value))
+            self._waiting_bytes += value.numel() * value.element_size()
+            if self._waiting_bytes > _MOST_WAITING or self.absolute is not None:
+                self._add_waiting()
         elif terms:
             self.norms[name] = square_norms([gradient])[0]
         if self.absolute is not None and terms:
@@ -158,8 +163,19 @@ class NormsByName:
             self.absolute[name] = self.norms[name].sqrt() if once else absolute_sum(gradient)
         self.computed_as[name] = gradient.describe()
 
+    def _add_waiting(self) -> None:
+        """The norms of the values that wait, of those of one length together: kernels are what they cost."""
+        for waiting in self._waiting.values():
+            names, values = zip(*waiting, strict=True)
+            stacked = values[0].unsqueeze(0) if len(values) == 1 else torch.stack(values)
+            norms = torch.linalg.vector_norm(stacked.double(), dim=2).square_()
+            self.norms.update(zip(names, norms.unbind(), strict=True))
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
     def of(self, names: Iterable[str], losses: torch.Tensor, aux: Any) -> SquareNorms:
         """The squared norms [n] of all parameters, in order. losses: [n]."""
+        self._add_waiting()
         zero = torch.zeros(losses.shape, dtype=torch.float64, device=losses.device)
         absolute = {} if self.absolute is None else {name: self.absolute.get(name, zero) for name in names}
         return SquareNorms(
@@ -169,6 +185,8 @@ class NormsByName:
 
 # Entries of a parameter (such as a bias) whose norm is computed in float64 at once, without a check.
 _SMALL = 1024
+# Bytes of such values that wait for others.
+_MOST_WAITING = 1 << 20
 
 
 class SamplesDisagree(Exception):

@@ -89,9 +89,8 @@ def _materialised(terms: Sequence[Placed]) -> torch.Tensor:
 
 def _pairs(terms: Sequence[Placed]) -> torch.Tensor:
     """[n] float64: the inner products of every two terms."""
-    return torch.stack(
-        [cross_products(placed, other) for place, placed in enumerate(terms) for other in terms[:place]]
-    ).sum(0)
+    pairs = [cross_products(placed, other) for place, placed in enumerate(terms) for other in terms[:place]]
+    return pairs[0] if len(pairs) == 1 else torch.stack(pairs).sum(0)
 
 
 def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
@@ -101,13 +100,13 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
     if not terms:
         return []
     of_terms = [term.square_norms().double() for term in terms]
-    norms = torch.stack(of_terms) if len(of_terms) > 1 else of_terms[0].unsqueeze(0)
     if is_unchecked():
-        return list(norms)
+        return of_terms
     if (flags := current_flags()) is not None:
-        for term, each in zip(terms, norms, strict=True):
-            flags.add_squares(each, largest_numbers(term), exact=term.dtype == torch.float64)
-        return list(norms)
+        for term, each in zip(terms, of_terms, strict=True):
+            flags.add_squares(each, largest_of_factors(term), exact=term.dtype == torch.float64)
+        return of_terms
+    norms = torch.stack(of_terms) if len(of_terms) > 1 else of_terms[0].unsqueeze(0)
     if norms.numel() and _all_in_range(norms):
         return list(norms)
     inaccurate = torch.stack(
@@ -158,10 +157,15 @@ def _set_zeros(norms: torch.Tensor, largest: torch.Tensor) -> None:
     norms.masked_fill_(norms.isnan() & zero, 0)
 
 
-def largest_numbers(term: Term) -> torch.Tensor:
-    """[factors, n]: the largest size of a number in each sample's factors, without indices and empty ones."""
+def largest_of_factors(term: Term) -> list[torch.Tensor]:
+    """[n] for each factor, without indices and empty ones: the largest size of a number in each sample."""
     factors = [f.reshape(len(f), -1) for f in term.factors if f.is_floating_point() and f[:1].numel()]
-    sizes = [torch.linalg.vector_norm(f, math.inf, 1) for f in factors]
+    return [torch.linalg.vector_norm(f, math.inf, 1) for f in factors]
+
+
+def largest_numbers(term: Term) -> torch.Tensor:
+    """[factors, n]: as `largest_of_factors`."""
+    sizes = largest_of_factors(term)
     return torch.stack(sizes) if sizes else torch.empty(0, term.samples, device=term.device)
 
 

@@ -1,7 +1,8 @@
 """Programs: a recorded list of kernels, shortened, and the backends that run it.
 
-What is shortened: other names of a tensor (`alias`, `detach`), views of tensors that outlive the call (made
-once), equal kernels on equal arguments, and kernels whose results nobody reads. Kernels that write or draw
+What is shortened: views that another tensor is already (`detach`, two transposes, a reshape to the same
+shape), views of tensors that outlive the call (made once), equal kernels on equal arguments, and kernels whose
+results nobody reads. Kernels that write or draw
 keep their order. The list becomes straight-line Python that calls PyTorch's own functions and frees each
 value at its last use; on a GPU it becomes a CUDA graph, or PyTorch's compiler gets it.
 """
@@ -18,14 +19,12 @@ import torch
 from psgrad import random_state
 from psgrad.engine.transforms.capture_guard import NotCapturable
 from psgrad.engine.transforms.operators import aten, facts
-from psgrad.engine.transforms.private_torch import binding, inductor
+from psgrad.engine.transforms.private_torch import BelowAutograd, binding, inductor
 from psgrad.engine.transforms.recorder import Kernel, Recording, Slot
 
 Compiler = Literal["none", "inductor"]
 # Takes the call's tensors, returns the tensors of its results; None where a guard has another value.
 Run = Callable[..., list[torch.Tensor] | None]
-
-_OTHER_NAMES = (aten.alias.default, aten.detach.default)
 
 
 @dataclass
@@ -45,7 +44,7 @@ class Shortened:
 
 def shorten(recording: Recording) -> Shortened:
     """The kernels that a repetition of the call must run."""
-    kernels, results = _without_other_names(recording)
+    kernels, results = _without_equal_views(recording)
     written = {recording.memory[n] for kernel in kernels for n in kernel.writes}
     kernels, results = _merged(kernels, results, recording, written)
     outside, once, each = set(recording.outside), [], []
@@ -59,13 +58,22 @@ def shorten(recording: Recording) -> Shortened:
     return Shortened(once, _needed(each, results, recording), results)
 
 
-def _without_other_names(recording: Recording) -> tuple[list[Kernel], list[int]]:
+def _without_equal_views(recording: Recording) -> tuple[list[Kernel], list[int]]:
+    """Without kernels whose result is a tensor that there is already: the same view of the same memory."""
     names: dict[int, int] = {}
+    known: dict[Any, int] = {}
+    for n in (*recording.arguments, *recording.outside):
+        known.setdefault((recording.memory[n], recording.views[n]), n)
     kernels = []
     for kernel in recording.kernels:
         kernel = _renamed(kernel, names)
-        if kernel.op in _OTHER_NAMES:
-            names[kernel.results[0]] = kernel.reads[0]  # type: ignore[index]
+        made = list(_numbers(kernel.results))
+        equal = [known.setdefault((recording.memory[n], recording.views[n]), n) for n in made]
+        # What is returned stays a tensor of its own.
+        if kernel.value is not None or kernel.writes or not made or set(made) & set(recording.results):
+            kernels.append(kernel)
+        elif all(its != n or n in kernel.reads for n, its in zip(made, equal, strict=True)):
+            names.update((n, its) for n, its in zip(made, equal, strict=True) if its != n)
         else:
             kernels.append(kernel)
     return kernels, [names.get(n, n) for n in recording.results]
@@ -197,7 +205,7 @@ def program_of(
             raise NotCapturable("it reads values, which a compiled program can't compare")
         run = Compiled(recording, shortened, tensors)
     else:
-        run = outside_inference(python_function(recording, shortened, binds))
+        run = below_autograd(python_function(recording, shortened, binds))
         if obstacle is None:
             run = CudaGraph(run)
     on_gpu = any(x.device.type == "cuda" for x in tensors)
@@ -282,27 +290,14 @@ def differs(now: Any, recorded: Any) -> bool:
     return type(now) is not type(recorded) or repr(now) != repr(recorded)
 
 
-def outside_inference(run: Run) -> Run:
-    """`run` in inference mode, where PyTorch keeps no counts of writes and no links of views; its results are
-    ordinary tensors.
-    """
+def below_autograd(run: Run) -> Run:
+    """`run` without PyTorch's autograd, which costs time for each kernel even where it records nothing."""
 
     def call(*tensors: torch.Tensor) -> list[torch.Tensor] | None:
-        with torch.inference_mode():
-            results = run(*tensors)
-        return None if results is None else [_ordinary(x) for x in results]
+        with torch.no_grad(), BelowAutograd():
+            return run(*tensors)
 
     return call
-
-
-def _ordinary(x: torch.Tensor) -> torch.Tensor:
-    if not x.is_inference():
-        return x
-    if x.is_conj() or x.is_neg():
-        return x.resolve_conj().resolve_neg().clone()
-    return torch.empty(0, dtype=x.dtype, device=x.device).set_(
-        x.untyped_storage(), x.storage_offset(), x.shape, x.stride()
-    )
 
 
 # -- other backends ------------------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ class Recording:
         arguments: the numbers of the call's own tensors.
         outside: number -> a tensor that the function took from elsewhere.
         memory: for each number, one that tensors share if they share memory.
+        views: for each number, what of its memory the tensor is: equal for tensors that are the same one.
         results: the numbers of the tensors that the call returned.
     """
 
@@ -73,6 +74,7 @@ class Recording:
     kernels: list[Kernel] = field(default_factory=list)
     outside: dict[int, torch.Tensor] = field(default_factory=dict)
     memory: list[int] = field(default_factory=list)
+    views: list[Any] = field(default_factory=list)
     results: list[int] = field(default_factory=list)
 
 
@@ -195,6 +197,7 @@ class Recorder(DispatchMode):
         """The number of a new tensor. memory: that of tensors that share its memory; None for new memory."""
         number = len(self.recording.memory)
         self.recording.memory.append(number if memory is None else memory)
+        self.recording.views.append(_view(x))
         self._storages.append(_storage(x))
         self._known[id(x)] = (weakref.ref(x), number)
         return number
@@ -266,6 +269,12 @@ def record(function: Callable[[], Any], arguments: Sequence[torch.Tensor]) -> tu
 
 def _storage(x: torch.Tensor) -> int:
     return storage_key(x.untyped_storage()) if x.layout == torch.strided else id(x)
+
+
+def _view(x: torch.Tensor) -> Any:
+    if x.layout != torch.strided:
+        return None
+    return x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
 def _place(x: torch.Tensor) -> Any:

@@ -207,18 +207,19 @@ class Flags:
 
     def __init__(self) -> None:
         self._inaccurate: list[torch.Tensor] = []
-        self._squares: dict[tuple[bool, torch.Size], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._squares: dict[tuple[bool, torch.Size, int], list[list[torch.Tensor]]] = {}
 
     def add(self, inaccurate: torch.Tensor) -> None:
         """inaccurate: bool [n]."""
         self._inaccurate.append(inaccurate.any())
 
-    def add_squares(self, norms: torch.Tensor, largest: torch.Tensor, *, exact: bool) -> None:
-        """norms: [n], the squared norms of a term. largest: [f, n], the largest size of a number in each of
-        its factors. exact: whether it is float64.
+    def add_squares(self, norms: torch.Tensor, largest: list[torch.Tensor], *, exact: bool) -> None:
+        """norms: [n], the squared norms of a term. largest: [n] for each of its factors, the largest size of a
+        number in it. exact: whether it is float64.
         """
-        if len(largest):
-            self._squares.setdefault((exact, largest.shape), []).append((norms, largest))
+        if largest:
+            key = (exact, norms.shape, len(largest))
+            self._squares.setdefault(key, []).append([norms, *largest])
 
     def any(self) -> torch.Tensor | None:
         """bool []: whether a sample must be computed again; None where none could be.
@@ -227,8 +228,10 @@ class Flags:
         from the range of the products: all factors are finite, and for the first two none is zero.
         """
         found = list(self._inaccurate)
-        for (exact, _), pairs in self._squares.items():  # all terms at once: kernels are what it costs
-            norms, sizes = (torch.stack(column) for column in zip(*pairs, strict=True))
+        for (exact, _, _), terms in self._squares.items():  # all terms at once: kernels are what it costs
+            norms = torch.stack([norms for norms, *_ in terms])  # [terms, n]
+            sizes = torch.stack([size for _, *largest in terms for size in largest])
+            sizes = sizes.view(len(terms), -1, *norms.shape[1:])
             wrong = norms.isnan()
             if not exact:
                 wrong = wrong | ((norms == math.inf) | (norms < TINY_SQUARE)) & (sizes.amin(1) > 0)
