@@ -186,7 +186,7 @@ class NormsByName:
 # Entries of a parameter (such as a bias) whose norm is computed in float64 at once, without a check.
 _SMALL = 1024
 # Bytes of such values that wait for others.
-_MOST_WAITING = 1 << 20
+_MOST_WAITING = 1 << 18
 
 
 class SamplesDisagree(Exception):

@@ -1,10 +1,10 @@
 """Programs: a recorded list of kernels, shortened, and the backends that run it.
 
 What is shortened: views that another tensor is already (`detach`, two transposes, a reshape to the same
-shape), views of tensors that outlive the call (made once), equal kernels on equal arguments, and kernels whose
-results nobody reads. Kernels that write or draw
-keep their order. The list becomes straight-line Python that calls PyTorch's own functions and frees each
-value at its last use; on a GPU it becomes a CUDA graph, or PyTorch's compiler gets it.
+shape), views of tensors that outlive the call (made once), equal kernels on equal arguments, and kernels
+whose results nobody reads. Kernels that write or draw keep their order. The list becomes straight-line Python
+that calls PyTorch's own functions and frees each value at its last use; on a GPU it becomes a CUDA graph, or
+PyTorch's compiler gets it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from psgrad import random_state
 from psgrad.engine.transforms.capture_guard import NotCapturable
-from psgrad.engine.transforms.operators import aten, facts
+from psgrad.engine.transforms.operators import facts
 from psgrad.engine.transforms.private_torch import BelowAutograd, binding, inductor
 from psgrad.engine.transforms.recorder import Kernel, Recording, Slot
 

@@ -214,8 +214,8 @@ class Flags:
         self._inaccurate.append(inaccurate.any())
 
     def add_squares(self, norms: torch.Tensor, largest: list[torch.Tensor], *, exact: bool) -> None:
-        """norms: [n], the squared norms of a term. largest: [n] for each of its factors, the largest size of a
-        number in it. exact: whether it is float64.
+        """norms: [n], the squared norms of a term. largest: [n] for each of its factors, the largest size of
+        a number in it. exact: whether it is float64.
         """
         if largest:
             key = (exact, norms.shape, len(largest))
