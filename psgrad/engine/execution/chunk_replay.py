@@ -93,14 +93,14 @@ class ChunkReplay:
     @torch.no_grad()
     def __call__(self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, to_come: int) -> Any:
         """What is found of a chunk. to_come: chunks of this size, this one included."""
-        arguments = (inputs, target)
-        entry = self._captured.entry(*arguments)
-        if entry is None or entry.ended:
-            return self._unflagged(*arguments)
+        call = self._captured.call(inputs, target)
+        if call is None or call.entry.ended:
+            return self._unflagged(inputs, target)
+        entry = call.entry
         draws = entry.program is None or entry.program.draws
         before = random_state.states() if draws else []
         if entry.program is not None:
-            done, values = self._captured.replay(entry, *arguments)
+            done, values = self._captured.replay(call)
             found = self._unless_flagged(entry, values, before) if done else None
             if found is not None:
                 self.chunks += 1
@@ -109,16 +109,16 @@ class ChunkReplay:
                 return found
         elif entry.recording is not None:
             with self.alone:
-                return self._captured.compare(entry, self._unflagged, self._same, *arguments)
+                return self._captured.compare(call, self._unflagged, self._same)
         elif not entry.met:
             entry.met = True
         elif to_come >= PAYS_FROM:
             with self.alone:
-                values = self._captured.record(entry, *arguments)
+                values = self._captured.record(call)
             found = self._unless_flagged(entry, values, before)
             if found is not None:
                 return found
-        return self._unflagged(*arguments)
+        return self._unflagged(inputs, target)
 
     def _unless_flagged(self, entry: Entry, values: Any, before: random_state.States) -> Any:
         """What was found, or None where samples must be computed again; then as if nothing had been drawn."""

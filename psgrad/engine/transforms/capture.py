@@ -31,12 +31,11 @@ from psgrad.engine.transforms.private_torch import (
     dispatch_modes,
     function_modes,
     torch_func_runs,
-    tree_flatten,
-    tree_unflatten,
 )
 from psgrad.engine.transforms.program import Compiler, Program, program_of
 from psgrad.engine.transforms.recorder import Recording, record
 from psgrad.engine.transforms.state import state
+from psgrad.engine.transforms.trees import LEAF, Structure, flatten, unflatten
 from psgrad.errors import TransformError
 
 # Programs of a function that are kept: those used last.
@@ -82,7 +81,7 @@ class Entry:
     Attributes:
         recording: of a call; None before.
         program: that replaces the function; None before it was compared.
-        results, spec: the recorded call's results, flat; `_TENSOR` where the next tensor goes.
+        results, structure: the recorded call's results, flat; `_TENSOR` where the next tensor goes.
         replays, failures: how often a program replaced the function, and how often a guard did not hold.
         ended: whether calls run uncaptured.
         met: for a caller that records later than the first call: whether there was one.
@@ -91,7 +90,7 @@ class Entry:
     recording: Recording | None = None
     program: Program | None = None
     results: tuple[Any, ...] = ()
-    spec: Any = None
+    structure: Structure = LEAF
     replays: int = 0
     failures: int = 0
     ended: bool = False
@@ -106,6 +105,24 @@ class Entry:
 _TENSOR = object()
 
 
+@dataclass
+class Call:
+    """One call of a captured function.
+
+    Attributes:
+        entry: what is known of calls with its signature.
+        tensors: of its arguments, each once.
+    """
+
+    entry: Entry
+    tensors: list[torch.Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def of(self, function: Callable[..., Any]) -> Any:
+        return function(*self.args, **self.kwargs)
+
+
 class Captured:
     """A function with its programs, by signature. Made by `capture`."""
 
@@ -117,22 +134,22 @@ class Captured:
         self.warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        entry = self.entry(*args, **kwargs)
-        if entry is None or entry.ended:
+        call = self.call(*args, **kwargs)
+        if call is None or call.entry.ended:
             return self.function(*args, **kwargs)
-        if entry.program is not None:
-            done, result = self.replay(entry, *args, **kwargs)
+        if call.entry.program is not None:
+            done, result = self.replay(call)
             return result if done else self.function(*args, **kwargs)
-        if entry.recording is None:
-            return self.record(entry, *args, **kwargs)
-        return self.compare(entry, self.function, self.same, *args, **kwargs)
+        if call.entry.recording is None:
+            return self.record(call)
+        return self.compare(call, self.function, self.same)
 
-    def entry(self, *args: Any, **kwargs: Any) -> Entry | None:
-        """What is known of calls with these arguments; None if they must run uncaptured."""
+    def call(self, *args: Any, **kwargs: Any) -> Call | None:
+        """A call with these arguments; None if it must run uncaptured."""
         if _transform_or_mode_is_active():
             return None
-        leaves, spec = tree_flatten((args, kwargs))
-        signature = self._signature(leaves, spec, _autocast())
+        leaves, structure = flatten((args, kwargs))
+        signature = self._signature(leaves, structure, _autocast())
         if signature is None:
             return None
         entry = self.entries.get(signature)
@@ -143,13 +160,15 @@ class Captured:
         elif entry.program is not None and not entry.program.fits():
             entry.program = entry.recording = None
         self.entries.move_to_end(signature)
-        return entry
+        tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
+        return Call(entry, list(tensors.values()), args, kwargs)
 
-    def record(self, entry: Entry, *args: Any, **kwargs: Any) -> Any:
+    def record(self, call: Call) -> Any:
         """The function's result, recorded."""
-        result, recording = record(lambda: self.function(*args, **kwargs), _tensors((args, kwargs)))
+        entry = call.entry
+        result, recording = record(lambda: call.of(self.function), call.tensors)
         if isinstance(recording, Recording):
-            leaves, entry.spec = tree_flatten(result)
+            leaves, entry.structure = flatten(result)
             entry.results = tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves)
             entry.recording = recording
             strange = [x for x in entry.results if x is not _TENSOR and not isinstance(x, PLAIN)]
@@ -160,27 +179,23 @@ class Captured:
         return result
 
     def compare(
-        self,
-        entry: Entry,
-        function: Callable[..., Any],
-        same: Callable[[Any, Any], bool | None],
-        *args: Any,
-        **kwargs: Any,
+        self, call: Call, function: Callable[..., Any], same: Callable[[Any, Any], bool | None]
     ) -> Any:
         """`function`'s result. If the program of the recorded call gives the same, it runs from now on.
 
         same: (the function's result, the program's) to whether they are; None where this call can't tell.
         """
+        entry = call.entry
         before = random_state.states()
-        result = function(*args, **kwargs)
+        result = call.of(function)
         after = random_state.states()
         why = "the program gave other numbers than the function itself, which may keep a state of its own"
         for binds in (True, False):
             random_state.restore(before)
             try:
                 assert entry.recording is not None
-                entry.program = program_of(entry.recording, _tensors((args, kwargs)), self.compile, binds)
-                done, again = self.replay(entry, *args, **kwargs)
+                entry.program = program_of(entry.recording, call.tensors, self.compile, binds)
+                done, again = self.replay(call)
             except torch.OutOfMemoryError:
                 random_state.restore(after)
                 raise
@@ -205,16 +220,17 @@ class Captured:
         """
         return agree(result, again, 0.0 if self.compile == "none" else COMPILED)
 
-    def replay(self, entry: Entry, *args: Any, **kwargs: Any) -> tuple[bool, Any]:
+    def replay(self, call: Call) -> tuple[bool, Any]:
         """(True, the program's result), or (False, None) where a guard does not hold, as if nothing had been
         drawn.
         """
+        entry = call.entry
         assert entry.program is not None
         before = random_state.states() if entry.program.draws else []
         with contextlib.ExitStack() as exits:
             for kind, _ in _autocast():  # the program holds the casts
                 exits.enter_context(torch.autocast(kind, enabled=False))
-            values = entry.program.run(*_tensors((args, kwargs)))
+            values = entry.program.run(*call.tensors)
         if values is None:
             random_state.restore(before)
             entry.count_failure()
@@ -222,14 +238,14 @@ class Captured:
         entry.replays += 1
         tensors = iter(values)
         leaves = [next(tensors) if item is _TENSOR else item for item in entry.results]
-        return True, tree_unflatten(leaves, entry.spec)
+        return True, unflatten(leaves, entry.structure)
 
     def end(self, entry: Entry, why: str) -> None:
         """Calls with this signature run uncaptured from now on."""
         entry.recording, entry.program, entry.ended = None, None, True
         self._say_once(why)
 
-    def _signature(self, leaves: list[Any], spec: Any, autocast: Autocast) -> Any:
+    def _signature(self, leaves: list[Any], structure: Structure, autocast: Autocast) -> Any:
         """The key of a program, without the values of tensors; None if a call must run uncaptured."""
         recording = torch.is_grad_enabled()
         seen: dict[int, int] = {}
@@ -253,7 +269,7 @@ class Captured:
             else:
                 self._say_once(f"an argument is a {type(leaf).__name__}, whose content may change")
                 return None
-        return recording, torch.get_default_dtype(), autocast, spec, tuple(parts)
+        return recording, torch.get_default_dtype(), autocast, structure, tuple(parts)
 
     def _say_once(self, why: str) -> None:
         if not self.warned:
@@ -265,8 +281,8 @@ def agree(one: Any, other: Any, rounding: float) -> bool:
     """Whether all values of two trees are the same, and all tensors but for rounding, relative to the largest
     number in each; 0 for the same bits.
     """
-    (ones, spec), (others, other_spec) = tree_flatten(one), tree_flatten(other)
-    return spec.num_leaves == other_spec.num_leaves and all(
+    ones, others = flatten(one)[0], flatten(other)[0]
+    return len(ones) == len(others) and all(
         _same_tensor(a, b, rounding) if isinstance(a, torch.Tensor) else a == b
         for a, b in zip(ones, others, strict=True)
     )
@@ -280,12 +296,6 @@ def _same_tensor(a: torch.Tensor, b: Any, rounding: float) -> bool:
     finite = a[torch.isfinite(a)].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
     return torch.allclose(a, b, rtol=rounding, atol=rounding * largest, equal_nan=True)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors of a tree, each once."""
-    found = {id(x): x for x in tree_flatten(tree)[0] if isinstance(x, torch.Tensor)}
-    return list(found.values())
 
 
 def _transform_or_mode_is_active() -> bool:
