@@ -196,8 +196,7 @@ def parameter_table(norms: GradientNorms, params: dict[str, torch.Tensor]) -> pd
     """One row for each parameter: the distribution of the samples' gradient norms in it, and its share of the
     mean squared norm.
     """
-    found, names = norms.distributions, norms.names
-    nothing = np.full(len(names), np.nan)
+    found, names = norms.distributions.found(), norms.names
     total = found.mean_square.sum()
     return pd.DataFrame(
         {
@@ -205,14 +204,14 @@ def parameter_table(norms: GradientNorms, params: dict[str, torch.Tensor]) -> pd
             "module": [name.rpartition(".")[0] for name in names],
             "shape": ["x".join(map(str, params[name].shape)) or "scalar" for name in names],
             "numel": [params[name].numel() for name in names],
-            "mean_norm": found.mean if found.count else nothing,
+            "mean_norm": found.mean,
             "std_norm": found.std,
-            "min_norm": found.minimum if found.count else nothing,
+            "min_norm": found.minimum,
             "q05": found.quantile(0.05),
             "median": found.quantile(0.5),
             "q95": found.quantile(0.95),
-            "max_norm": found.maximum if found.count else nothing,
-            "share": found.mean_square / total if total else nothing,
+            "max_norm": found.maximum,
+            "share": found.mean_square / (total or np.nan),
             "computed_as": [norms.computed_as[name] for name in names],
         },
         columns=list(PARAMETER_COLUMNS),

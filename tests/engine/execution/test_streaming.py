@@ -373,13 +373,15 @@ def test_a_chunk_that_is_tried_again_counts_once_in_every_measure(model: nn.Modu
     stream = stream_of(model, table.read, chunk_size=20)
     found = columns_of(stream, measures=[norms, failing])
     assert stream.retries == 2
-    assert norms.distributions.count == ROWS
+    assert norms.distributions.found().count == ROWS
     assert failing.kept == 4  # 0 to 4, 5 to 9, 10 to 19, 20 to 36
     expected = GradientNorms()
     torch.testing.assert_close(
         found, columns_of(stream_of(model, table.read), measures=[expected]), rtol=1e-10, atol=0
     )
-    np.testing.assert_allclose(norms.distributions.mean, expected.distributions.mean, rtol=1e-12)
+    np.testing.assert_allclose(
+        norms.distributions.found().mean, expected.distributions.found().mean, rtol=1e-12
+    )
 
 
 @pytest.mark.long

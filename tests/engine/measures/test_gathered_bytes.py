@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from psgrad.engine.measures.builtin.norms import NormDistributions
+from psgrad.engine.measures.builtin.norms import Distributions
 from psgrad.engine.measures.measure import Measure
 from psgrad.plugins import MEASURES, own_classes
 from tests.engine.measures.passes import classifier, gathered_bytes
@@ -43,7 +43,7 @@ def test_measure_gathers_so_many_bytes(name: str, samples: int, classes: int) ->
 def test_histograms_of_norms_do_not_grow_with_the_samples() -> None:
     rows = classifier(200)
     tensors = len(list(rows.model.parameters()))
-    most = tensors * (6 * FLOAT64 + 2 * FLOAT64 * NormDistributions.BINS)
+    most = tensors * (6 * FLOAT64 + 2 * FLOAT64 * Distributions.BINS)
     found = gathered_bytes(rows, MEASURES_BY_NAME[HISTOGRAMS])
     assert tensors * 6 * FLOAT64 < found < most
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.gradients import per_sample_gradients
-from psgrad.engine.measures.builtin.norms import GradientNorms, NormDistributions
+from psgrad.engine.measures.builtin.norms import Distributions, GradientNorms, NormDistributions
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -21,24 +21,25 @@ pytestmark = pytest.mark.usefixtures("on_device")
 QUANTILE_ERROR = 10 ** (0.5 / 64) - 1
 
 
-def distributions(*chunks: Tensor) -> NormDistributions:
+def distributions(*chunks: Tensor) -> Distributions:
     """Of chunks [streams, n] or [n]."""
-    rows = [torch.atleast_2d(chunk) for chunk in chunks]
+    rows = [torch.atleast_2d(chunk).double() for chunk in chunks]
     result = NormDistributions(len(rows[0]))
+    result._MOST_WAITING = 50
     for chunk in rows:
-        result.add(chunk.numpy())
-    return result
+        result.add(chunk.square(), torch.zeros(chunk.shape[1]))
+    return result.found()
 
 
-def assert_same_statistics(found: NormDistributions, values: np.ndarray) -> None:
+def assert_same_statistics(found: Distributions, values: np.ndarray) -> None:
     """values: [streams, n]."""
     assert found.count == values.shape[1]
     np.testing.assert_allclose(found.mean, values.mean(1), rtol=1e-12)
     np.testing.assert_allclose(found.mean_square, np.square(values).mean(1), rtol=1e-12)
     expected = values.std(1, ddof=1) if found.count > 1 else np.full(len(values), math.nan)
     np.testing.assert_allclose(found.std, expected, rtol=1e-9)
-    np.testing.assert_array_equal(found.minimum, values.min(1))
-    np.testing.assert_array_equal(found.maximum, values.max(1))
+    np.testing.assert_allclose(found.minimum, values.min(1), rtol=1e-15)
+    np.testing.assert_allclose(found.maximum, values.max(1), rtol=1e-15)
 
 
 @given(
@@ -59,11 +60,17 @@ def test_norm_distributions_equal_numpy(streams: int, sizes: list[int], spread: 
 
 def test_norm_distributions_merged_and_restored() -> None:
     values = torch.rand(3, 50, dtype=torch.float64)
-    one, other, empty = distributions(values[:, :20]), distributions(values[:, 20:]), NormDistributions(3)
-    empty.restore(one.state())
-    empty.merge(other)
-    assert_same_statistics(empty, values.numpy())
-    assert empty.quantile(0.3).tolist() == distributions(values).quantile(0.3).tolist()
+    one, other, third = (NormDistributions(3) for _ in range(3))
+    one._MOST_WAITING = 20
+    for chunk in values[:, :20].split(3, 1):
+        one.add(chunk.square(), torch.zeros(chunk.shape[1]))
+    other.add(values[:, 20:].square(), torch.zeros(30))
+    third.restore(one.state())
+    third.merge(other)
+    assert_same_statistics(third.found(), values.numpy())
+    assert third.found().quantile(0.3).tolist() == distributions(values).quantile(0.3).tolist()
+    third.merge(NormDistributions(3))
+    assert third.found().count == 50
 
 
 def test_norm_distribution_independent_of_chunk_order() -> None:
@@ -119,16 +126,16 @@ def test_norm_distribution_nonfinite_rows() -> None:
     columns = norms.columns(gradients_of(inputs))
     norms.keep()
     assert torch.isfinite(columns["grad_norm"]).tolist() == [True, True, False, True, False, True]
-    assert (norms.names, norms.distributions.count) == (["weight", "bias"], 4)
-    assert np.isfinite(norms.distributions.mean).all()
-    assert np.isfinite(norms.distributions.std).all()
+    assert (norms.names, norms.distributions.found().count) == (["weight", "bias"], 4)
+    assert np.isfinite(norms.distributions.found().mean).all()
+    assert np.isfinite(norms.distributions.found().std).all()
 
 
 def test_norm_distribution_by_parameter_adds_up() -> None:
     norms = GradientNorms()
     columns = norms.columns(gradients_of(torch.randn(6, 3)))
     norms.keep()
-    total = norms.distributions.mean_square.sum()
+    total = norms.distributions.found().mean_square.sum()
     assert columns["grad_norm"].square().mean().item() == pytest.approx(total, rel=1e-12)
     assert columns["grad_norm"].dtype == columns["loss"].dtype == torch.float64
 
@@ -137,7 +144,7 @@ def test_norm_distribution_counts_stored_chunks() -> None:
     norms, grads = GradientNorms(), gradients_of(torch.randn(6, 3))
     norms.columns(grads)
     norms.columns(grads)  # tried again
-    assert norms.distributions.count == 0
+    assert norms.distributions.found().count == 0
     norms.keep()
     norms.keep()
-    assert norms.distributions.count == 6
+    assert norms.distributions.found().count == 6

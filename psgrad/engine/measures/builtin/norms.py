@@ -33,25 +33,22 @@ class GradientNorms(Measure):
         self.distributions = NormDistributions(0)
         self.computed_as: dict[str, str] = {}
         self.unfactored: list[str] = []
-        self._chunk: torch.Tensor | None = None
+        self._chunk: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def columns(self, gradients: PerSampleGradients | SquareNorms) -> dict[str, torch.Tensor]:
         squares = gradients.square_norms(per="parameter")
         stacked = torch.stack(list(squares.values()))  # [parameters, n]
-        total = stacked.sum(0)
-        finite = torch.isfinite(total) & torch.isfinite(gradients.losses)
-        # one transfer from a GPU
-        norms = torch.cat([stacked.sqrt(), finite.to(stacked.dtype).unsqueeze(0)]).cpu()
-        self._chunk = norms[:-1, norms[-1] == 1]
+        self._chunk = stacked, gradients.losses
         if not self.names:
             self.names, self.distributions = list(squares), NormDistributions(len(squares))
         self.computed_as = gradients.describe()
-        self.unfactored = list(dict.fromkeys([*self.unfactored, *gradients.unfactored]))
-        return {"loss": gradients.losses.double(), "grad_norm": total.sqrt()}
+        if gradients.unfactored:
+            self.unfactored = list(dict.fromkeys([*self.unfactored, *gradients.unfactored]))
+        return {"loss": gradients.losses.double(), "grad_norm": stacked.sum(0).sqrt_()}
 
     def keep(self) -> None:
         if self._chunk is not None:
-            self.distributions.add(self._chunk.numpy())
+            self.distributions.add(*self._chunk)
         self._chunk = None
 
     def state(self) -> Arrays:
@@ -89,110 +86,141 @@ def from_text_tensor(tensor: torch.Tensor) -> Any:
     return json.loads(bytes(tensor.tolist()))
 
 
-class NormDistributions:
-    """Mean, spread, extremes and quantiles of several streams of non-negative numbers, which are all as long.
+@dataclass(frozen=True)
+class Distributions:
+    """What is known of several streams of non-negative numbers, which are all as long.
 
-    Mean and variance are updated as in Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm
-    for Computing Sample Variances" (1979). Quantiles come from a histogram with 64 bins a decade, so they are
-    right to 2 %.
+    Quantiles come from a histogram with 64 bins a decade, so they are right to 2 %.
 
     Attributes:
         count: of the numbers in each stream.
-        mean, mean_square, minimum, maximum: [streams] float64.
+        mean, mean_square, minimum, maximum: [streams] float64; NaN without numbers.
+        deviations: [streams], the sums of squared deviations from the mean.
+        bins: [streams, BINS], how many numbers lie in each.
     """
 
-    _PER_DECADE = 64
-    _LOWEST = -24  # decades; smaller numbers, zero among them, are counted in the first bin
-    _HIGHEST = 24
-    BINS = (_HIGHEST - _LOWEST) * _PER_DECADE + 1
+    PER_DECADE: ClassVar[int] = 64
+    LOWEST: ClassVar[int] = -24  # decades; smaller numbers, zero among them, are counted in the first bin
+    BINS: ClassVar[int] = 48 * PER_DECADE + 1
 
-    def __init__(self, streams: int) -> None:
-        self.count = 0
-        self.mean, self.mean_square = np.zeros(streams), np.zeros(streams)
-        self._squares = np.zeros(streams)  # sums of squared deviations from the mean
-        self.minimum, self.maximum = np.full(streams, math.inf), np.full(streams, -math.inf)
-        self._bins = np.zeros((streams, self.BINS), np.int64)
+    count: int
+    mean: Numbers
+    mean_square: Numbers
+    minimum: Numbers
+    maximum: Numbers
+    deviations: Numbers
+    bins: npt.NDArray[np.int64]
 
-    def add(self, values: Numbers) -> None:
-        """values: [streams, n], non-negative and finite."""
-        if not values.size:
-            return
-        values = values.astype(np.float64)
+    @classmethod
+    def of(cls, values: Numbers) -> Distributions:
+        """Those of [streams, n] finite numbers."""
+        bins = np.zeros((len(values), cls.BINS), np.int64)
+        if not values.shape[1]:
+            nothing = np.full(len(values), math.nan)
+            return cls(0, nothing, nothing, nothing, nothing, np.zeros(len(values)), bins)
         with np.errstate(divide="ignore"):
-            places = np.floor((np.log10(values) - self._LOWEST) * self._PER_DECADE)
-        places = np.clip(places, -1, self.BINS - 2).astype(np.int64) + 1
-        np.add.at(self._bins, (np.arange(len(values))[:, None], places), 1)
+            places = np.floor((np.log10(values) - cls.LOWEST) * cls.PER_DECADE)
+        places = np.clip(places, -1, cls.BINS - 2).astype(np.int64) + 1
+        np.add.at(bins, (np.arange(len(values))[:, None], places), 1)
         mean = values.mean(1)
-        self._add(
-            values.shape[1],
-            mean,
-            np.square(values - mean[:, None]).sum(1),
-            np.square(values).mean(1),
-            values.min(1),
-            values.max(1),
-        )
+        deviations = np.square(values - mean[:, None]).sum(1)
+        square = np.square(values).mean(1)
+        return cls(values.shape[1], mean, square, values.min(1), values.max(1), deviations, bins)
 
-    def _add(
-        self,
-        count: int,
-        mean: Numbers,
-        squares: Numbers,
-        mean_square: Numbers,
-        minimum: Numbers,
-        maximum: Numbers,
-    ) -> None:
-        difference, total = mean - self.mean, self.count + count
-        self._squares += squares + difference**2 * (self.count * count / total)
-        self.mean += difference * (count / total)
-        self.mean_square += (mean_square - self.mean_square) * (count / total)
-        self.count = total
-        self.minimum = np.minimum(self.minimum, minimum)
-        self.maximum = np.maximum(self.maximum, maximum)
-
-    def merge(self, other: NormDistributions) -> None:
-        """Add the numbers of other streams, each to its own."""
-        if other.count:
-            self._add(
-                other.count, other.mean, other._squares, other.mean_square, other.minimum, other.maximum
-            )
-            self._bins += other._bins
-
-    def state(self) -> Arrays:
-        """All of it: `count`, `numbers` [5, streams] float64, and `bins` [2, filled bins] int64, the places
-        and counts of the few that are filled.
+    def merged(self, other: Distributions) -> Distributions:
+        """Those of both numbers together, each stream with its own. Mean and variance as in Chan, Golub and
+        LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
         """
-        numbers = np.stack([self.mean, self._squares, self.mean_square, self.minimum, self.maximum])
-        filled = np.flatnonzero(self._bins)
-        return {
-            "count": torch.tensor(self.count),
-            "numbers": torch.from_numpy(numbers),
-            "bins": torch.from_numpy(np.stack([filled, self._bins.reshape(-1)[filled]])),
-        }
-
-    def restore(self, state: Arrays) -> None:
-        """Continue from a result of `state`."""
-        self.count = int(state["count"])
-        self.mean, self._squares, self.mean_square, self.minimum, self.maximum = (
-            state["numbers"].numpy().copy()
+        if not self.count or not other.count:
+            return other if other.count else self
+        difference, total = other.mean - self.mean, self.count + other.count
+        share = other.count / total
+        return Distributions(
+            total,
+            self.mean + difference * share,
+            self.mean_square + (other.mean_square - self.mean_square) * share,
+            np.minimum(self.minimum, other.minimum),
+            np.maximum(self.maximum, other.maximum),
+            self.deviations + other.deviations + difference**2 * (self.count * share),
+            self.bins + other.bins,
         )
-        self._bins[:] = 0
-        places, counts = state["bins"].numpy()
-        self._bins.reshape(-1)[places] = counts
 
     @property
     def std(self) -> Numbers:
         """[streams]: the sample standard deviations; NaN for fewer than two numbers."""
         if self.count < 2:
             return np.full(len(self.mean), math.nan)
-        return np.sqrt(self._squares / (self.count - 1))
+        return np.sqrt(self.deviations / (self.count - 1))
 
     def quantile(self, q: float) -> Numbers:
         """[streams]: the number under which a share q lies; the middle of its bin, inside the extremes."""
-        if not self.count:
-            return np.full(len(self.mean), math.nan)
-        place = (self._bins.cumsum(1) >= max(1, math.ceil(q * self.count))).argmax(1)
-        middle = np.where(place == 0, 0.0, 10 ** (self._LOWEST + (place - 0.5) / self._PER_DECADE))
+        place = (self.bins.cumsum(1) >= max(1, math.ceil(q * self.count))).argmax(1)
+        middle = np.where(place == 0, 0.0, 10 ** (self.LOWEST + (place - 0.5) / self.PER_DECADE))
         return np.minimum(np.maximum(middle, self.minimum), self.maximum)
+
+
+class NormDistributions:
+    """The distributions of several norms over samples that come chunk by chunk.
+
+    Some chunks wait, so that arithmetic is done once for many rows.
+    """
+
+    _MOST_WAITING = 1 << 16  # numbers
+
+    def __init__(self, streams: int) -> None:
+        self._known = Distributions.of(np.empty((streams, 0)))
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._count = 0  # of the numbers that wait
+
+    def add(self, squares: torch.Tensor, losses: torch.Tensor) -> None:
+        """squares: [streams, n], the norms' squares. losses: [n]. Samples whose squares or loss are not all
+        finite are left out.
+        """
+        self._waiting.append((squares, losses))
+        self._count += squares.numel()
+        if self._count >= self._MOST_WAITING:
+            self._known, self._waiting, self._count = self.found(), [], 0
+
+    def found(self) -> Distributions:
+        """The distributions of all that was added."""
+        values = self._values()
+        return self._known.merged(Distributions.of(values)) if values.size else self._known
+
+    def merge(self, other: NormDistributions) -> None:
+        """Add what another one has seen."""
+        self._known, self._waiting, self._count = self.found().merged(other.found()), [], 0
+
+    def state(self) -> Arrays:
+        """All of it: `count`, `numbers` [5, streams] float64, `bins` [2, filled bins] int64, the places and
+        counts of the few that are filled, and `waiting` [streams, m] float64.
+        """
+        known = self._known
+        numbers = np.stack([known.mean, known.mean_square, known.minimum, known.maximum, known.deviations])
+        filled = np.flatnonzero(known.bins)
+        return {
+            "count": torch.tensor(known.count),
+            "numbers": torch.from_numpy(numbers),
+            "bins": torch.from_numpy(np.stack([filled, known.bins.reshape(-1)[filled]])),
+            "waiting": torch.from_numpy(np.square(self._values())),
+        }
+
+    def restore(self, state: Arrays) -> None:
+        """Continue from a result of `state`."""
+        numbers, waiting = state["numbers"].numpy(), state["waiting"].double()
+        bins = np.zeros((numbers.shape[1], Distributions.BINS), np.int64)
+        places, counts = state["bins"].numpy()
+        bins.reshape(-1)[places] = counts
+        self._known = Distributions(int(state["count"]), *numbers, bins)
+        self._waiting, self._count = [(waiting, waiting.new_zeros(waiting.shape[1]))], waiting.numel()
+
+    def _values(self) -> Numbers:
+        """[streams, m]: the norms that wait, without those of samples that are left out."""
+        if not self._waiting:
+            return np.empty((len(self._known.mean), 0))
+        squares = torch.cat([squares for squares, _ in self._waiting], 1).cpu()
+        losses = torch.cat([losses for _, losses in self._waiting]).cpu()
+        counted = torch.isfinite(losses) & torch.isfinite(squares).all(0)
+        return squares[:, counted].double().sqrt().numpy()
 
 
 OF_THE_MODEL = "(model)"
@@ -299,14 +327,14 @@ class RelativeNorm(Measure):
         self._layer_norms = torch.tensor(list(by_layer.values()), dtype=torch.float64).sqrt()
         self._seen = [name for name, norm in self._parameters.items() if norm]
         self._distributions = NormDistributions(len(self._seen))
-        self._chunk: torch.Tensor | None = None
+        self._chunk: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def columns(self, gradients: PerSampleGradients) -> Arrays:
         finite = finite_rows(gradients)
         by_parameter = gradients.square_norms(per="parameter")
         if self._seen:
-            norms = torch.stack([by_parameter[name] / self._parameters[name] ** 2 for name in self._seen])
-            self._chunk = norms[:, finite].sqrt().cpu()
+            squares = torch.stack([by_parameter[name] / self._parameters[name] ** 2 for name in self._seen])
+            self._chunk = squares, gradients.losses
         by_layer = torch.stack(
             list(gradients.square_norms(per="module").values()), 1
         ).sqrt() / self._layer_norms.to(finite.device)
@@ -323,7 +351,7 @@ class RelativeNorm(Measure):
 
     def keep(self) -> None:
         if self._chunk is not None:
-            self._distributions.add(self._chunk.numpy())
+            self._distributions.add(*self._chunk)
         self._chunk = None
 
     def state(self) -> Arrays:
@@ -338,8 +366,8 @@ class RelativeNorm(Measure):
         self._distributions.merge(other)
 
     def gather(self, rows: Mapping[str, torch.Tensor]) -> Gathered:
-        known = self._distributions
-        columns = {"mean": known.mean if known.count else np.full(len(self._seen), math.nan)}
+        known = self._distributions.found()
+        columns = {"mean": known.mean}
         columns |= {quantile: known.quantile(q) for quantile, q in _QUANTILES.items()}
         table: dict[str, list[Any]] = {
             "parameter": list(self._parameters),
