@@ -25,12 +25,15 @@ class RaggedAxes:
             together; else only rows of equal length are.
         alike: columns of lengths in which rows that are computed together are equal in any case, as nothing
             stands for what is missing there: the rows of a group.
+        limit: the length that the model takes at most, so that rows may be padded up to it; None where it is
+            not known.
     """
 
     axes: tuple[tuple[tuple[int, int], ...], ...]
     padding: tuple[Padding, ...]
     masked: bool
     alike: tuple[int, ...] = ()
+    limit: int | None = None
 
     def around(self, before: int = 0, after: int = 0) -> RaggedAxes:
         """These axes for a block with more inputs before and after its own. Those inputs are not ragged."""
@@ -99,6 +102,21 @@ class Block:
                 x = x.narrow(axis + 1, 0, min(longest[column], x.shape[axis + 1]))
             tensors.append(x[index])
         return self._with(tensors, lengths)
+
+    def filled(self, places: Tensor, rows: int, lengths: Sequence[int]) -> Block:
+        """The rows at these places [k], and the last of them again until there are `rows`; padded to these
+        lengths, one for each column of lengths.
+        """
+        assert self.ragged is not None
+        found = self.at(torch.cat([places, places[-1:].expand(rows - len(places))]))
+        tensors = []
+        for x, axes, value in zip(found._tensors, self.ragged.axes, self.ragged.padding, strict=False):
+            for axis, column in axes:
+                if missing := lengths[column] - x.shape[axis + 1]:
+                    shape = [*x.shape[: axis + 1], missing, *x.shape[axis + 2 :]]
+                    x = torch.cat([x, x.new_full(shape, value)], axis + 1)
+            tensors.append(x)
+        return found._with(tensors, found.lengths)
 
     def grouped(self, places: Tensor) -> Block:
         """The rows at these places [n, k] as n groups: tensors are [n, k, ...], lengths the longest of k."""

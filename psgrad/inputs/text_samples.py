@@ -95,6 +95,7 @@ class TextSamples(Samples):
             tuple(field.axes for field in self._fields),
             tuple(field.padding for field in self._fields),
             masked=task.masked and "attention_mask" in self.keywords,
+            limit=task.tokenizer.limit,
         )
         targets = None
         if config.target_column is not None:

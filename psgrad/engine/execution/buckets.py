@@ -1,31 +1,26 @@
-"""Rows that differ in length: which rows of a chunk are computed together, how a stream computes them, and
-whether a model ignores padding.
-
-Rows of like length make a bucket, so that little is computed for padding. There are few buckets, as each is a
-pass of its own. Padding is checked on a few rows, each alone beside itself padded.
+"""Rows that differ in length: how a stream computes them, bucket by bucket (bucket_plan.py, ladder.py), and
+whether a model ignores padding, which is checked on a few rows, each alone beside itself padded.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
+from psgrad.engine.execution.bucket_plan import plan_buckets, positions_of
+from psgrad.engine.execution.ladder import Bucket, buckets_of_few_shapes
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.gradients.deferred import in_order
 from psgrad.engine.gradients.per_sample import per_sample_gradients
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.engine.transforms.private_torch import tree_map
-from psgrad.ragged import Block, RaggedAxes
-
-Numbers = npt.NDArray[np.int64]
+from psgrad.ragged import Block
 
 # The Python of a pass, in operators for each of the model's tensors; bytes that a position moves beside its
 # products, for each tensor and the root of its size. Measured on BERT and GPT-2 of 2 to 4 layers.
@@ -64,85 +59,6 @@ class ModelSize:
         position = 6 * self.numbers / machine.product_rate(dtype) + moved
         once = _OPERATORS_PER_TENSOR * self.tensors * machine.operator_seconds
         return once / max(position, 1e-12)
-
-
-def positions_of(lengths: Numbers, ragged: RaggedAxes) -> Numbers:
-    """[n]: the positions of rows of these lengths [n, a]: of inputs whose positions are counted in one way,
-    once.
-    """
-    kinds = {frozenset(column for _, column in axes) for axes in ragged.axes if axes}
-    found = np.zeros(len(lengths), np.int64)
-    for columns in kinds:
-        found += lengths[:, sorted(columns)].prod(1)
-    return found
-
-
-def plan_buckets(
-    lengths: torch.Tensor, ragged: RaggedAxes, *, once: float, most: int | None = None
-) -> list[torch.Tensor]:
-    """The places of the rows of each bucket, of rows of these lengths [n, a]; a single bucket has them in
-    order.
-
-    Args:
-        once: what a bucket costs beside its positions, in positions.
-        most: positions of a bucket, padded ones included; a single row may have more. None for no bound.
-
-    By dynamic programming over the rows in the order of their positions; rows of unequal length share a
-    bucket only where the model ignores padding.
-    """
-    if ragged.alike:
-        return _apart(lengths, ragged, once=once, most=most)
-    distinct, kind, counts = np.unique(lengths.numpy(), axis=0, return_inverse=True, return_counts=True)
-    sizes = positions_of(distinct, ragged)
-    order = np.argsort(sizes, kind="stable")
-    distinct, counts = distinct[order], counts[order]
-    if ragged.masked:
-        ends = _cheapest_ends(distinct, counts, ragged, once, most)
-    else:
-        ends = list(range(1, len(distinct) + 1))
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    of_row = rank[kind.reshape(-1)]
-    buckets = []
-    for first, end in zip([0, *ends[:-1]], ends, strict=True):
-        places = np.flatnonzero((first <= of_row) & (of_row < end))
-        size = int(positions_of(distinct[first:end].max(0, keepdims=True), ragged)[0])
-        pieces = 1 if most is None else -(-len(places) // max(1, most // max(size, 1)))
-        if pieces > 1:
-            places = places[np.argsort(of_row[places], kind="stable")]
-        buckets += [torch.from_numpy(np.sort(piece)) for piece in np.array_split(places, pieces)]
-    return buckets
-
-
-def _apart(lengths: torch.Tensor, ragged: RaggedAxes, *, once: float, most: int | None) -> list[torch.Tensor]:
-    """The buckets of rows that are equal in the columns `ragged.alike`, for each of their lengths there."""
-    _, kind = np.unique(lengths[:, list(ragged.alike)].numpy(), axis=0, return_inverse=True)
-    within, buckets = replace(ragged, alike=()), []
-    for each in range(int(kind.max()) + 1):
-        places = torch.from_numpy(np.flatnonzero(kind.reshape(-1) == each))
-        buckets += [places[own] for own in plan_buckets(lengths[places], within, once=once, most=most)]
-    return buckets
-
-
-def _cheapest_ends(
-    distinct: Numbers, counts: Numbers, ragged: RaggedAxes, once: float, most: int | None
-) -> list[int]:
-    """Where the buckets of sorted rows end, [counts] of each length [a], so that all together cost least."""
-    before = np.concatenate([[0], np.cumsum(counts)])
-    least, start_of = np.zeros(len(distinct) + 1), np.zeros(len(distinct) + 1, np.int64)
-    for end in range(1, len(distinct) + 1):
-        # longest[i]: of the kinds i, ..., end - 1
-        longest = np.maximum.accumulate(distinct[:end][::-1], axis=0)[::-1]
-        rows, size = before[end] - before[:end], positions_of(longest, ragged)
-        passes = 1 if most is None else -(-rows // np.maximum(1, most // np.maximum(size, 1)))
-        costs = least[:end] + rows * size + once * passes
-        start_of[end] = int(costs.argmin())
-        least[end] = costs[start_of[end]]
-    ends, end = [], len(distinct)
-    while end:
-        ends.append(end)
-        end = int(start_of[end])
-    return ends[::-1]
 
 
 @dataclass(frozen=True)
@@ -201,34 +117,48 @@ class RaggedChunks:
         run: Callable[[Block], Any],
         keeps_factors: bool,
         out_of_memory: Callable[[], None],
+        replay: Callable[[Block], Any] | None = None,
     ) -> Any:
         """What `run` finds of each bucket, joined in the order of the rows.
 
         A bucket that memory runs out on is halved, and the others stay done; where what was found of those
-        fills the memory, the whole chunk fails. out_of_memory: called before the halves are tried.
+        fills the memory, the whole chunk fails. out_of_memory: called before the halves are tried. replay: as
+        `run`, for buckets of few shapes, of which there are many.
         """
         assert block.ragged is not None
         assert block.lengths is not None
         most = self.tokens
         if most is not None and self.by_factors and not keeps_factors:
             most *= _BUCKETS_OF_FACTORS
-        waiting = plan_buckets(block.lengths, block.ragged, once=self.once, most=most)[::-1]
+        if replay is None:
+            planned = plan_buckets(block.lengths, block.ragged, once=self.once, most=most)
+            waiting = [Bucket(places) for places in planned][::-1]
+        else:
+            waiting = buckets_of_few_shapes(block.lengths, block.ragged, once=self.once, most=most)[::-1]
         parts, groups = [], []
         while waiting:
-            places = waiting.pop()
-            some = block if len(places) == len(block) else block.at(places, _SPARE)
+            bucket = waiting.pop()
+            places, filled = bucket.places, bucket.rows is not None
+            some = block
+            if bucket.rows is not None and bucket.lengths is not None:
+                some = block.filled(places, bucket.rows, bucket.lengths)
+            elif len(places) < len(block):
+                some = block.at(places, _SPARE)
             try:
-                parts.append(run(some))
+                found = replay(some) if replay is not None and filled else run(some)
+                parts.append(found.first(len(places)) if filled else found)
             except Exception as error:
                 if len(places) == 1 or (parts and keeps_factors) or not is_out_of_memory(error):
                     raise
             else:
                 groups.append(places)
                 continue
-            waiting += [*places.tensor_split(2)][::-1]
+            waiting += [Bucket(half) for half in places.tensor_split(2)][::-1]
             self._halve(some)
             out_of_memory()
-        return parts[0] if len(parts) == 1 else joined_results(parts, groups)
+        if len(parts) == 1 and bool((groups[0].diff() > 0).all()):
+            return parts[0]
+        return joined_results(parts, groups)
 
     def _halve(self, block: Block) -> None:
         """Buckets to come have no more positions than half of this one."""

@@ -115,9 +115,11 @@ class RowComputation:
         found: PerSampleGradients = self.computed(per_sample_gradients, block)
         return found
 
-    def computed(self, how: Callable[..., Any], block: Block) -> Any:
+    def computed(
+        self, how: Callable[..., Any], block: Block, replay: Callable[[Block], Any] | None = None
+    ) -> Any:
         """What `how` (see `run`) finds of rows on the device: of all at once, or bucket by bucket where they
-        differ in length.
+        differ in length. replay: see `RaggedChunks.computed`.
         """
         if block.ragged is None:
             return self.pass_of(how)(self.params, block.inputs, block.target)
@@ -130,7 +132,7 @@ class RowComputation:
             self.retries += 1
             self.give_back()
 
-        return self.ragged.computed(block, run, keeps_factors(how), out_of_memory)
+        return self.ragged.computed(block, run, keeps_factors(how), out_of_memory, replay)
 
     def pass_of(self, how: Callable[..., Any]) -> Callable[..., Any]:
         """per_sample_gradients or per_sample_square_norms, as a function of the parameters and a chunk."""

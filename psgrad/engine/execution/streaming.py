@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import torch
 
-from psgrad.engine.execution.buckets import ModelSize, RaggedChunks, positions_of
+from psgrad.engine.execution.bucket_plan import positions_of
+from psgrad.engine.execution.buckets import ModelSize, RaggedChunks
 from psgrad.engine.execution.chunk_measure import ChunkMeasure, Columns, NoColumns, on_the_cpu
 from psgrad.engine.execution.chunk_plan import chunk_for, chunk_for_factors, plan_chunk
-from psgrad.engine.execution.chunk_replay import ChunkReplay
+from psgrad.engine.execution.chunk_replay import PAYS_FROM, ChunkReplay
 from psgrad.engine.execution.loading import Chunk, Loader, Read
 from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
 from psgrad.engine.execution.recompute import Recompute
@@ -280,8 +281,8 @@ class Stream(RowComputation):
                     gradients = None
             if gradients is not None:
                 pass  # computed already, to choose the chunk size
-            elif how in self.replays and block.ragged is None:
-                gradients = self.replays[how](inputs, target, to_come)
+            elif how in self.replays:
+                gradients = self._replayed(how, block, to_come)
             else:
                 gradients = self.computed(how, block)
             if materialise and isinstance(gradients, PerSampleGradients):
@@ -312,6 +313,15 @@ class Stream(RowComputation):
         chunk.on_device = None
         self._out_of_memory(chunk.rows, loader)
         return None
+
+    def _replayed(self, how: Callable[..., Any], block: Block, to_come: int) -> Any:
+        """What `how` finds of a chunk, by programs where they pay."""
+        replay = self.replays[how]
+        if block.ragged is None:
+            return replay(block.inputs, block.target, to_come)
+        if to_come < PAYS_FROM or self.randomness != "error":
+            return self.computed(how, block)
+        return self.computed(how, block, lambda some: replay(some.inputs, some.target, to_come))
 
     def _by_default(self, measures: Sequence[ChunkMeasure]) -> Callable[..., Any]:
         """What is computed of a chunk: norms alone where no measure needs more."""

@@ -57,6 +57,14 @@ class PerSampleGradients:
         }
         return cls(gradients, losses, aux)
 
+    def first(self, count: int) -> PerSampleGradients:
+        """Of the first samples alone."""
+        if count == len(self):
+            return self
+        gradients = {name: gradient.at(slice(0, count)) for name, gradient in self.gradients.items()}
+        losses, aux = tree_map(lambda x: x[:count], (self.losses, self.aux))
+        return PerSampleGradients(gradients, losses, aux)
+
     @cached_property
     def parts(self) -> list[tuple[torch.Tensor, PerSampleGradients]]:
         """The places [k] of each group of samples that was computed separately, and its gradients; one group
@@ -341,6 +349,15 @@ class SquareNorms:
         )
         orders = {name: in_short(part.computed_as[name] for part in parts) for name in parts[0].computed_as}
         return cls(norms, losses, aux, orders, absolute)
+
+    def first(self, count: int) -> SquareNorms:
+        """Of the first samples alone."""
+        if count == len(self):
+            return self
+        norms, losses, aux, absolute = tree_map(
+            lambda x: x[:count], (self.by_parameter, self.losses, self.aux, self.absolute)
+        )
+        return SquareNorms(norms, losses, aux, self.computed_as, absolute)
 
     def __len__(self) -> int:
         return int(self.losses.shape[0])

@@ -12,7 +12,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from psgrad.engine.execution.buckets import ModelSize, plan_buckets, positions_of
+from psgrad.engine.execution.bucket_plan import plan_buckets, positions_of
+from psgrad.engine.execution.buckets import ModelSize
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.run_plan import plan_run
 from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, Stream

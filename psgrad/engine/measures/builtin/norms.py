@@ -210,7 +210,8 @@ class NormDistributions:
         bins = np.zeros((numbers.shape[1], Distributions.BINS), np.int64)
         places, counts = state["bins"].numpy()
         bins.reshape(-1)[places] = counts
-        self._known = Distributions(int(state["count"]), *numbers, bins)
+        mean, square, least, most, deviations = numbers
+        self._known = Distributions(int(state["count"]), mean, square, least, most, deviations, bins)
         self._waiting, self._count = [(waiting, waiting.new_zeros(waiting.shape[1]))], waiting.numel()
 
     def _values(self) -> Numbers:

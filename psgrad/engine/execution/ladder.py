@@ -1,0 +1,108 @@
+"""Few shapes for rows that differ in length, so that a program of each shape is used often.
+
+Rows are padded to one of few lengths, and a bucket is filled with its last row again to a power of two of
+rows; what is found of these copies is dropped. A model that does not ignore padding has no ladder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from psgrad.engine.execution.bucket_plan import Numbers, cheapest_ends, plan_buckets, positions_of
+from psgrad.ragged import RaggedAxes
+
+# The lengths: two for each power of two.
+_LENGTHS = np.array([length for power in range(3, 31) for length in (1 << power, 3 << (power - 1))])
+# What the Python of a program takes, of what it takes in the transforms. Measured on small transformers.
+_OF_A_PROGRAM = 0.15
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Rows that are computed together.
+
+    Attributes:
+        places: [k], where they are in their chunk.
+        rows, lengths: how many rows the bucket is filled to, and the length that each column of lengths is
+            padded to; None for as many and as long as they are.
+    """
+
+    places: torch.Tensor
+    rows: int | None = None
+    lengths: tuple[int, ...] | None = None
+
+
+def buckets_of_few_shapes(
+    lengths: torch.Tensor, ragged: RaggedAxes, *, once: float, most: int | None
+) -> list[Bucket]:
+    """The buckets of rows of these lengths [n, a], of few shapes where that costs less; else those of
+    `plan_buckets`, with the same arguments.
+
+    A row has at least one position of padding, as some models take another way without.
+    """
+    if ragged.alike or not ragged.masked or ragged.limit is None:
+        return [Bucket(places) for places in plan_buckets(lengths, ragged, once=once, most=most)]
+    rows = lengths.numpy()
+    padded = _LENGTHS[np.searchsorted(_LENGTHS, rows + 1)]
+    fits = np.all(padded <= ragged.limit, axis=1, keepdims=False)
+    padded[~fits] = rows[~fits]
+    found = _filled(padded, fits, ragged, once * _OF_A_PROGRAM, most)
+    own = positions_of(rows, ragged)
+    if _cost(found, padded, ragged, once * _OF_A_PROGRAM) < own.sum() + once:  # cheaper than any other way
+        return found
+    plain = [Bucket(places) for places in plan_buckets(lengths, ragged, once=once, most=most)]
+    cheaper = _cost(plain, rows, ragged, once) <= _cost(found, padded, ragged, once * _OF_A_PROGRAM)
+    return plain if cheaper else found
+
+
+def _filled(
+    padded: Numbers, fits: npt.NDArray[np.bool_], ragged: RaggedAxes, once: float, most: int | None
+) -> list[Bucket]:
+    """Buckets of rows padded to these lengths [n, a]. fits: [n], whether they may be padded further."""
+    found = []
+    for group in (np.flatnonzero(fits), np.flatnonzero(~fits)):
+        if not len(group):
+            continue
+        distinct, kind, counts = np.unique(padded[group], axis=0, return_inverse=True, return_counts=True)
+        order = np.argsort(positions_of(distinct, ragged), kind="stable")
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order))
+        of_row = rank[kind.reshape(-1)]
+        distinct, counts = distinct[order], counts[order]
+        ends = cheapest_ends(distinct, counts, ragged, once, most)
+        for first, end in zip([0, *ends[:-1]], ends, strict=True):
+            longest = distinct[first:end].max(0)
+            places = group[(first <= of_row) & (of_row < end)]
+            found += _pieces(places, longest, ragged, most)
+    return found
+
+
+def _pieces(places: Numbers, longest: Numbers, ragged: RaggedAxes, most: int | None) -> list[Bucket]:
+    """Buckets of a power of two of rows, of at most `most` positions."""
+    size = max(int(positions_of(longest[None], ragged)[0]), 1)
+    largest = _power_of_two(len(places)) if most is None else _power_of_two(max(1, most // size) + 1) // 2
+    largest = max(1, min(largest, _power_of_two(len(places))))
+    lengths = tuple(longest.tolist())
+    return [
+        Bucket(torch.from_numpy(piece), _power_of_two(len(piece)), lengths)
+        for piece in np.array_split(places, range(largest, len(places), largest))
+    ]
+
+
+def _power_of_two(count: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def _cost(buckets: Sequence[Bucket], rows: Numbers, ragged: RaggedAxes, once: float) -> float:
+    """What the buckets of rows of these lengths [n, a] take, in positions."""
+    total = 0.0
+    for bucket in buckets:
+        longest = rows[bucket.places.numpy()].max(0, keepdims=True)
+        total += once + (bucket.rows or len(bucket.places)) * int(positions_of(longest, ragged)[0])
+    return total
