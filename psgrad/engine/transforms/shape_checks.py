@@ -5,6 +5,10 @@ A batched kernel may accept shapes that the operator refuses for one sample: wit
 vector is a matrix. So each operator of the user's function first runs on the shapes that the function reads,
 on PyTorch's meta device. For a signature that was checked before, this takes microseconds. If the meta device
 refuses, the operator runs on zeros, because some meta kernels refuse correct shapes.
+
+Some meta kernels import PyTorch's compiler, which takes longer than the whole run of a small network. In
+their place the operator runs on zeros, where that costs no more than reading one sample's values; of layers,
+whose weights may be large, a formula recognises right shapes.
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ from psgrad.engine.transforms.private_torch import tree_map, without_modes
 
 aten = torch.ops.aten
 
-# For these operators the meta device accepts shapes that the kernel refuses: the kernel always runs on zeros.
-_LENIENT: frozenset[Op] = frozenset(
+# The kernels of these operators always run on zeros. First those for which the meta device accepts shapes that
+# the kernel refuses, then those whose meta kernel imports the compiler.
+_BY_KERNEL: frozenset[Op] = frozenset(
     {
         aten.index_put.default,
         aten.index_put_.default,
@@ -41,6 +46,27 @@ _LENIENT: frozenset[Op] = frozenset(
         aten.linalg_lstsq.default,
         aten.histogram.bin_ct,
         aten.histogram.bins_tensor,
+        #
+        aten.adaptive_avg_pool2d.default,
+        aten.all.default,
+        aten.batch_norm.default,
+        aten.binary_cross_entropy.default,
+        aten.binary_cross_entropy_with_logits.default,
+        aten.cat.default,
+        aten.cross_entropy_loss.default,
+        aten.group_norm.default,
+        aten.huber_loss.default,
+        aten.kl_div.default,
+        aten.l1_loss.default,
+        aten.layer_norm.default,
+        aten.log_softmax.int,
+        aten.mean.default,
+        aten.mean.dim,
+        aten.mse_loss.default,
+        aten.nll_loss_nd.default,
+        aten.rms_norm.default,
+        aten.smooth_l1_loss.default,
+        aten.where.ScalarOther,
     }
 )
 # For these the kernel runs on zeros if the rank of an argument (by position) is not one of those given here.
@@ -49,7 +75,6 @@ _USUAL_RANKS: dict[Op, dict[int, Container[int]]] = {
     aten.addmv.default: {0: (0, 1)},
     aten.softmax.int: {0: range(1, 9)},
     aten.native_group_norm.default: {0: range(2, 9), 1: (1,), 2: (1,)},
-    aten.batch_norm.default: {0: range(2, 9), **dict.fromkeys(range(1, 5), (1,))},
     aten.ctc_loss.IntList: {1: (1, 2)},
     aten.ctc_loss.Tensor: {1: (1, 2)},
     aten.conv1d.default: {2: (1,)},
@@ -57,6 +82,27 @@ _USUAL_RANKS: dict[Op, dict[int, Container[int]]] = {
     aten.conv_transpose1d.default: {2: (1,)},
     aten.conv_transpose2d.input: {2: (1,)},
     aten.conv_transpose3d.input: {2: (1,)},
+}
+
+
+
+def _layer_fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, summed: int) -> bool:
+    """Whether the product over the last axis of `x` and the axis `summed` of the matrix `weight`, plus the
+    vector `bias`, is right: False also for what is right and rare.
+    """
+    others = [weight] if bias is None else [weight, bias]
+    return (
+        weight.dim() == 2
+        and x.shape[-1:] == weight.shape[summed : summed + 1]
+        and (bias is None or bias.shape == weight.shape[1 - summed : 2 - summed])
+        and x.is_floating_point()
+        and all(other.dtype == x.dtype for other in others)
+    )
+
+
+_FORMULAS: dict[Op, Callable[..., bool]] = {
+    aten.linear.default: lambda x, weight, bias=None: _layer_fits(x, weight, bias, 1),
+    aten.addmm.default: lambda bias, x, weight: x.dim() == 2 and _layer_fits(x, weight, bias, 0),
 }
 
 # The kernels of these operators read and write beyond their arguments for some wrong shapes. `batch_norm`,
@@ -161,19 +207,23 @@ def _is_checked(op: Op) -> bool:
 def _check_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if op in _BATCH_NORM:
         op, args = aten.batch_norm.default, (*_BATCH_NORM[op](*args), False)
+    if op not in _BY_KERNEL and _is_accepted(op, args, kwargs):
+        return
+    with random_state.torch_restored([torch.default_generator]):
+        op(*_with(args, None), **_with(kwargs, None))
+
+
+def _is_accepted(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether these shapes need no run on zeros."""
+    if op in _FORMULAS and _FORMULAS[op](*args):
+        return True
     try:
         op(*_with(args, "meta"), **_with(kwargs, "meta"))
     except NotImplementedError:  # no meta kernel
-        if op not in _LENIENT:
-            return
+        return True
     except Exception as error:
-        if "meta" in str(error) and op not in _LENIENT:  # the operator needs values
-            return
-    else:
-        if op not in _LENIENT and _is_usual(op, args):
-            return
-    with random_state.torch_restored([torch.default_generator]):
-        op(*_with(args, None), **_with(kwargs, None))
+        return "meta" in str(error)  # the operator needs values
+    return _is_usual(op, args)
 
 
 def _is_mask(index: torch.Tensor | None) -> bool:
