@@ -7,8 +7,8 @@ on PyTorch's meta device. For a signature that was checked before, this takes mi
 refuses, the operator runs on zeros, because some meta kernels refuse correct shapes.
 
 Some meta kernels import PyTorch's compiler, which takes longer than the whole run of a small network. In
-their place the operator runs on zeros, where that costs no more than reading one sample's values; of layers,
-whose weights may be large, a formula recognises right shapes.
+their place a formula recognises the right shapes of a layer, and other operators run on zeros at once, if
+these are few.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ import torch
 
 from psgrad import random_state
 from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, facts
-from psgrad.engine.transforms.private_torch import tree_map, without_modes
+from psgrad.engine.transforms.private_torch import tree_leaves, tree_map, without_modes
 
 aten = torch.ops.aten
 
-# The kernels of these operators always run on zeros. First those for which the meta device accepts shapes that
-# the kernel refuses, then those whose meta kernel imports the compiler.
-_BY_KERNEL: frozenset[Op] = frozenset(
+# For these operators the meta device accepts shapes that the kernel refuses.
+_LENIENT: frozenset[Op] = frozenset(
     {
         aten.index_put.default,
         aten.index_put_.default,
@@ -46,35 +45,33 @@ _BY_KERNEL: frozenset[Op] = frozenset(
         aten.linalg_lstsq.default,
         aten.histogram.bin_ct,
         aten.histogram.bins_tensor,
-        #
-        aten.adaptive_avg_pool2d.default,
-        aten.all.default,
-        aten.batch_norm.default,
-        aten.binary_cross_entropy.default,
-        aten.binary_cross_entropy_with_logits.default,
-        aten.cat.default,
-        aten.cross_entropy_loss.default,
-        aten.group_norm.default,
-        aten.huber_loss.default,
-        aten.kl_div.default,
-        aten.l1_loss.default,
-        aten.layer_norm.default,
+    }
+)
+# The meta kernels of these operators of ordinary networks import the compiler.
+_IMPORTING: frozenset[Op] = frozenset(
+    {
+        *[each.default for each in (aten.all, aten.any, aten.mean, aten.cat, aten.stack, aten.cumsum)],
+        *[each.default for each in (aten.batch_norm, aten.group_norm, aten.instance_norm, aten.layer_norm)],
+        *[each.default for each in (aten.rms_norm, aten.native_group_norm, aten.native_layer_norm)],
+        *[each.default for each in (aten.cross_entropy_loss, aten.mse_loss, aten.l1_loss, aten.huber_loss)],
+        *[each.default for each in (aten.smooth_l1_loss, aten.nll_loss_nd, aten.binary_cross_entropy)],
+        *[each.default for each in (aten.binary_cross_entropy_with_logits, aten.kl_div, aten.prelu)],
+        *[each.default for each in (aten.glu, aten.hardswish, aten.log_sigmoid, aten.logsumexp)],
+        *[each.default for each in (aten.linalg_vector_norm, aten.cosine_similarity, aten.roll)],
+        *[each.default for each in (aten.adaptive_avg_pool2d, aten.tril, aten.triu)],
+        *[each.dim for each in (aten.all, aten.any, aten.mean)],
+        *[each.Tensor for each in (aten.__and__, aten.__or__, aten.subtract, aten.divide, aten.rsub)],
         aten.log_softmax.int,
-        aten.mean.default,
-        aten.mean.dim,
-        aten.mse_loss.default,
-        aten.nll_loss_nd.default,
-        aten.rms_norm.default,
-        aten.smooth_l1_loss.default,
         aten.where.ScalarOther,
     }
 )
+_FEW = 1 << 22  # elements of arguments that may be written as zeros in place of that import
 # For these the kernel runs on zeros if the rank of an argument (by position) is not one of those given here.
 _USUAL_RANKS: dict[Op, dict[int, Container[int]]] = {
-    aten.addmm.default: {0: (1, 2)},
     aten.addmv.default: {0: (0, 1)},
     aten.softmax.int: {0: range(1, 9)},
     aten.native_group_norm.default: {0: range(2, 9), 1: (1,), 2: (1,)},
+    aten.batch_norm.default: {0: range(2, 9), **dict.fromkeys(range(1, 5), (1,))},
     aten.ctc_loss.IntList: {1: (1, 2)},
     aten.ctc_loss.Tensor: {1: (1, 2)},
     aten.conv1d.default: {2: (1,)},
@@ -83,7 +80,6 @@ _USUAL_RANKS: dict[Op, dict[int, Container[int]]] = {
     aten.conv_transpose2d.input: {2: (1,)},
     aten.conv_transpose3d.input: {2: (1,)},
 }
-
 
 
 def _layer_fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, summed: int) -> bool:
@@ -102,7 +98,7 @@ def _layer_fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 _FORMULAS: dict[Op, Callable[..., bool]] = {
     aten.linear.default: lambda x, weight, bias=None: _layer_fits(x, weight, bias, 1),
-    aten.addmm.default: lambda bias, x, weight: x.dim() == 2 and _layer_fits(x, weight, bias, 0),
+    aten.addmm.default: lambda bias, x, weight, **scales: x.dim() == 2 and _layer_fits(x, weight, bias, 0),
 }
 
 # The kernels of these operators read and write beyond their arguments for some wrong shapes. `batch_norm`,
@@ -207,16 +203,22 @@ def _is_checked(op: Op) -> bool:
 def _check_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if op in _BATCH_NORM:
         op, args = aten.batch_norm.default, (*_BATCH_NORM[op](*args), False)
-    if op not in _BY_KERNEL and _is_accepted(op, args, kwargs):
+    if _is_right(op, args, kwargs):
         return
     with random_state.torch_restored([torch.default_generator]):
         op(*_with(args, None), **_with(kwargs, None))
 
 
-def _is_accepted(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _elements(args: tuple[Any, ...]) -> int:
+    return sum(x.numel() for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+
+
+def _is_right(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether these shapes need no run on zeros."""
-    if op in _FORMULAS and _FORMULAS[op](*args):
-        return True
+    if op in _FORMULAS:
+        return _FORMULAS[op](*args, **kwargs)
+    if op in _LENIENT or (op in _IMPORTING and _elements(args) <= _FEW):
+        return False
     try:
         op(*_with(args, "meta"), **_with(kwargs, "meta"))
     except NotImplementedError:  # no meta kernel
