@@ -130,19 +130,20 @@ def test_analyze_loads_neither_the_compiler_nor_what_it_has_no_use_for(
 ) -> None:
     arguments = ["analyze", f"configs/{name}.yaml", "--limit", str(rows), "--output", str(tmp_path / "out")]
     script = f"""
-        import sys
+        import gc, sys
         from psgrad.cli import main
         sys.argv = ["psgrad", *{arguments!r}]
         try:
             main()
         finally:
-            print("LOADED", [name for name in {UNUSED!r} if name in sys.modules], file=sys.stderr)
+            left_alone = gc.get_freeze_count() > len(gc.get_objects())
+            print("LOADED", [name for name in {UNUSED!r} if name in sys.modules], left_alone, file=sys.stderr)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert (tmp_path / "out" / "report.html").exists()
-    assert done.stderr.splitlines()[-1] == "LOADED []"
+    assert done.stderr.splitlines()[-1] == "LOADED [] True", "the collector walks over what is imported"
 
 
 @pytest.mark.sweep
