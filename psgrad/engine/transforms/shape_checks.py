@@ -24,7 +24,7 @@ from psgrad.engine.transforms.private_torch import tree_leaves, tree_map, withou
 
 aten = torch.ops.aten
 
-# For these operators the meta device accepts shapes that the kernel refuses.
+# For these operators the kernel always runs on zeros: the meta device accepts shapes that it refuses.
 _LENIENT: frozenset[Op] = frozenset(
     {
         aten.index_put.default,
@@ -47,7 +47,7 @@ _LENIENT: frozenset[Op] = frozenset(
         aten.histogram.bins_tensor,
     }
 )
-# The meta kernels of these operators of ordinary networks import the compiler.
+# For these the kernel runs if there are few elements: their meta kernels import the compiler.
 _IMPORTING: frozenset[Op] = frozenset(
     {
         *[each.default for each in (aten.all, aten.any, aten.mean, aten.cat, aten.stack, aten.cumsum)],
