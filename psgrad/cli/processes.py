@@ -5,6 +5,7 @@ They have RANK and WORLD_SIZE in the environment.
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import signal
@@ -173,6 +174,8 @@ def shared_run(
     """Run the block in `count` processes, or in those that torchrun or srun started: the processes (None for
     this one alone), and the progress of a run in a folder. private: as of rank_logs.display.
     """
+    if not gc.get_freeze_count():
+        gc.freeze()  # what is imported by now stays: the collector need not walk over it again and again
     start(count, folder)
     with joined(folder) as processes, display(style, processes, folder, private=private) as progress:
         yield processes, progress

@@ -82,12 +82,10 @@ def q_values(p: Array) -> Array:
     """The smallest false discovery rate at which each p-value is flagged, by Benjamini and Hochberg; NaN
     stays NaN, and is not a test.
     """
-    from scipy.stats import false_discovery_control
-
-    tested = ~np.isnan(p)
+    order = np.argsort(p)[: np.count_nonzero(~np.isnan(p))]  # NaN comes last
     result = np.full(len(p), np.nan)
-    if tested.any():
-        result[tested] = false_discovery_control(p[tested])
+    rates = p[order] * len(order) / np.arange(1, len(order) + 1)
+    result[order] = np.minimum(np.minimum.accumulate(rates[::-1])[::-1], 1.0)
     return result
 
 

@@ -40,8 +40,6 @@ def better_order(labels: Array, predictions: Array) -> dict[int, int] | None:
     half agree with it, and twice as many as without it, by a margin that the sign test finds by chance less
     than once in 1,000 times, for all such groups of classes together.
     """
-    from scipy.stats import binomtest
-
     if not len(labels):
         return None
     known, codes = np.unique(np.concatenate([labels, predictions]), return_inverse=True)
@@ -50,6 +48,10 @@ def better_order(labels: Array, predictions: Array) -> dict[int, int] | None:
     label, predicted = codes[: len(labels)], codes[len(labels) :]
     order = _assigned(label[::2], predicted[::2], len(known))
     cycles, label, predicted = list(_cycles(order)), label[1::2], predicted[1::2]
+    if not cycles:
+        return None
+    from scipy.stats import binomtest
+
     of, before, after = (
         np.bincount(label[chosen], minlength=len(known))
         for chosen in (slice(None), label == predicted, order[label] == predicted)
@@ -66,10 +68,13 @@ def better_order(labels: Array, predictions: Array) -> dict[int, int] | None:
 
 def _assigned(labels: Array, predictions: Array, classes: int) -> Array:
     """[classes]: the output of each label, so that most are predicted; its own where nothing is won."""
-    from scipy.optimize import linear_sum_assignment
-
     counts = np.eye(classes) / (2 * classes)
     np.add.at(counts, (labels, predictions), 1)
+    own = np.arange(classes)
+    if (counts.argmax(1) == own).all():
+        return own
+    from scipy.optimize import linear_sum_assignment
+
     found: Array = linear_sum_assignment(counts, maximize=True)[1]
     return found
 

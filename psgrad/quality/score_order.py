@@ -5,6 +5,7 @@ stand out from all others. docs/explanation/outliers.md has both rules.
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,6 @@ def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) 
     `frame` has the ranked samples; a score that is the loss is compared with the gradient norm. None if it is
     undefined.
     """
-    from scipy.stats import spearmanr
-
     other = "grad_norm" if score == "loss" else "loss"
     mine = frame[score].to_numpy("float64", na_value=np.nan) * (1 if tail == "upper" else -1)
     theirs = frame[other].to_numpy("float64")
@@ -39,7 +38,7 @@ def loss_agreement(frame: pd.DataFrame, score: str, tail: str, fraction: float) 
         np.argsort(-theirs, kind="stable")[:count].tolist()
     )
     # A score of -inf is the logarithm of a gradient of zero, and has a rank like any other.
-    rho = float(spearmanr(pd.Series(mine).rank(), pd.Series(theirs).rank()).statistic)
+    rho = float(np.corrcoef(pd.Series(mine).rank(), pd.Series(theirs).rank())[0, 1])
     overlap = f"{len(top):,} of the first {count:,} by the one are so by the other"
     words = f"rank correlation of {score} and {other} {correlation(rho)}; {overlap}"
     expected = expected_overlap(rho, count, len(frame))
@@ -50,14 +49,14 @@ def expected_overlap(rho: float, top: int, samples: int) -> float:
     """How many of the first `top` by one column are expected among the first `top` by another, where the two
     have the rank correlation `rho` and are, up to their scales, normal together.
 
-    Of independent columns top² / samples. P(X > h, Y > h) by Owen's T (Owen 1956).
+    Of independent columns top² / samples. P(X > h, Y > h) by Owen's T (Owen 1956), an integral over an
+    angle.
     """
-    from scipy.special import owens_t
-    from scipy.stats import norm
-
-    pearson = 2 * math.sin(math.pi * min(max(rho, -1.0), 1.0) / 6)
-    slope = math.sqrt((1 - pearson) / (1 + pearson)) if pearson > -1 else math.inf
-    return max(0.0, top - 2 * samples * float(owens_t(norm.isf(top / samples), slope)))
+    h = NormalDist().inv_cdf(top / samples) if top < samples else math.inf
+    angle = math.acos(2 * math.sin(math.pi * min(max(rho, -1.0), 1.0) / 6)) / 2
+    places, weights = np.polynomial.legendre.leggauss(128)
+    integrand = np.exp(-(h**2) / 2 / np.cos(angle * (places + 1) / 2) ** 2)
+    return max(0.0, top - samples * angle / (2 * math.pi) * float(weights @ integrand))
 
 
 def score_gap(scores: npt.NDArray[np.float64]) -> ScoreGap:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 HEAVIEST = ("torch", "pandas", "matplotlib", "scipy", "sklearn")
 HEAVY = ("torch", "pandas", "matplotlib", "numpy", "yaml", "scipy", "pyarrow", "psgrad.config")
 
@@ -115,6 +116,34 @@ def test_output_that_is_there_is_refused_before_imports(
     )
     assert "is not empty and does not hold" in done.stderr
     assert done.stderr.splitlines()[-1] == "2 []"
+
+
+# What a run without measures has no use for. sympy is not listed: PyTorch 2.13 imports it itself, for the
+# first operator on a tensor of another class.
+UNUSED = ("torch._dynamo", "torch._inductor", "scipy", "sklearn")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "rows"), [("digits", 400), ("text", 40)])
+def test_analyze_loads_neither_the_compiler_nor_what_it_has_no_use_for(
+    name: str, rows: int, tmp_path: Path
+) -> None:
+    arguments = ["analyze", f"configs/{name}.yaml", "--limit", str(rows), "--output", str(tmp_path / "out")]
+    script = f"""
+        import gc, sys
+        from psgrad.cli import main
+        sys.argv = ["psgrad", *{arguments!r}]
+        try:
+            main()
+        finally:
+            left_alone = gc.get_freeze_count() > len(gc.get_objects())
+            print("LOADED", [name for name in {UNUSED!r} if name in sys.modules], left_alone, file=sys.stderr)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert (tmp_path / "out" / "report.html").exists()
+    assert done.stderr.splitlines()[-1] == "LOADED [] True", "the collector walks over what is imported"
 
 
 @pytest.mark.sweep

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import false_discovery_control
 
 from psgrad.quality.judging import grouped_p_values, p_values, q_values, resolution
 
@@ -88,6 +89,13 @@ def test_q_values_equal_step_up_procedure(p: list[float], q: float) -> None:
     result = q_values(np.array(p))
     assert np.isnan(result).tolist() == np.isnan(p).tolist()
     assert (result <= q * (1 + 1e-12)).tolist() == step_up(p, q)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.integers(0, 3))
+def test_q_values_equal_those_of_scipy(p: list[float], missing: int) -> None:
+    result = q_values(np.array([float("nan")] * missing + p))
+    np.testing.assert_allclose(result[missing:], false_discovery_control(p), rtol=1e-14)
+    assert np.isnan(result[:missing]).all()
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import spearmanr
+from scipy.stats import median_abs_deviation, spearmanr
 
 from psgrad.errors import ConfigError
 from psgrad.quality.judging import judge, rank_samples
@@ -250,6 +250,15 @@ def test_robust_z_by_hand() -> None:
     z, without = robust_z(values, np.full(31, "all", object))
     np.testing.assert_allclose(z, (values - 15) / (8 * 1.482602218505602), rtol=1e-12)
     assert without == {}
+
+
+@given(st.lists(st.floats(-5, 5), min_size=30, max_size=60))
+def test_robust_z_has_the_scale_of_scipy(values: list[float]) -> None:
+    log_norms = np.array(values)
+    z, _ = robust_z(log_norms, np.full(len(values), "all", object))
+    scale = median_abs_deviation(log_norms, scale="normal")
+    if scale > 0:
+        np.testing.assert_allclose(z, (log_norms - np.median(log_norms)) / scale, rtol=1e-13, atol=1e-13)
 
 
 def test_robust_z_ties_and_small_groups() -> None:

@@ -6,8 +6,9 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+from scipy.optimize import linear_sum_assignment
 
-from psgrad.quality.label_agreement import by_chance, label_facts
+from psgrad.quality.label_agreement import _assigned, by_chance, label_facts
 from psgrad.reports.labels import label_warning, label_words
 from psgrad.results.manifest import LabelFacts
 
@@ -59,6 +60,23 @@ def test_two_classes_of_many_that_change_places_are_found() -> None:
     swap[[3, 7]] = 7, 3
     facts = label_facts(labels, swap[predicted(labels, 0.8, 20)])
     assert dict(facts.order or []) == {3: 7, 7: 3}
+
+
+def test_the_outputs_of_labels_are_those_of_the_assignment_with_most_agreement() -> None:
+    own = 0
+    for seed in range(200):
+        classes = 2 + seed % 4
+        labels = drawn(8, classes, seed)
+        guesses = predicted(labels, 0.8, classes, seed)
+        counts = np.zeros((classes, classes))
+        np.add.at(counts, (labels, guesses), 1)
+        rows, outputs = linear_sum_assignment(counts, maximize=True)
+        found = _assigned(labels, guesses, classes)
+        assert counts[rows, found].sum() == counts[rows, outputs].sum()
+        if counts.trace() == counts[rows, outputs].sum():
+            own += 1
+            assert found.tolist() == list(range(classes)), "its own output where nothing is won"
+    assert 0 < own < 200
 
 
 def test_random_predictions_bring_up_no_other_order() -> None:

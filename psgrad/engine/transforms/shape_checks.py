@@ -5,6 +5,10 @@ A batched kernel may accept shapes that the operator refuses for one sample: wit
 vector is a matrix. So each operator of the user's function first runs on the shapes that the function reads,
 on PyTorch's meta device. For a signature that was checked before, this takes microseconds. If the meta device
 refuses, the operator runs on zeros, because some meta kernels refuse correct shapes.
+
+Some meta kernels import PyTorch's compiler, which takes longer than the whole run of a small network. In
+their place a formula recognises the right shapes of a layer, and other operators run on zeros at once, if
+these are few.
 """
 
 from __future__ import annotations
@@ -16,11 +20,11 @@ import torch
 
 from psgrad import random_state
 from psgrad.engine.transforms.operators import RANDOM_COMPOSITES, Op, facts
-from psgrad.engine.transforms.private_torch import tree_map, without_modes
+from psgrad.engine.transforms.private_torch import tree_leaves, tree_map, without_modes
 
 aten = torch.ops.aten
 
-# For these operators the meta device accepts shapes that the kernel refuses: the kernel always runs on zeros.
+# For these operators the kernel always runs on zeros: the meta device accepts shapes that it refuses.
 _LENIENT: frozenset[Op] = frozenset(
     {
         aten.index_put.default,
@@ -43,9 +47,27 @@ _LENIENT: frozenset[Op] = frozenset(
         aten.histogram.bins_tensor,
     }
 )
+# For these the kernel runs if there are few elements: their meta kernels import the compiler.
+_IMPORTING: frozenset[Op] = frozenset(
+    {
+        *[each.default for each in (aten.all, aten.any, aten.mean, aten.cat, aten.stack, aten.cumsum)],
+        *[each.default for each in (aten.batch_norm, aten.group_norm, aten.instance_norm, aten.layer_norm)],
+        *[each.default for each in (aten.rms_norm, aten.native_group_norm, aten.native_layer_norm)],
+        *[each.default for each in (aten.cross_entropy_loss, aten.mse_loss, aten.l1_loss, aten.huber_loss)],
+        *[each.default for each in (aten.smooth_l1_loss, aten.nll_loss_nd, aten.binary_cross_entropy)],
+        *[each.default for each in (aten.binary_cross_entropy_with_logits, aten.kl_div, aten.prelu)],
+        *[each.default for each in (aten.glu, aten.hardswish, aten.log_sigmoid, aten.logsumexp)],
+        *[each.default for each in (aten.linalg_vector_norm, aten.cosine_similarity, aten.roll)],
+        *[each.default for each in (aten.adaptive_avg_pool2d, aten.tril, aten.triu)],
+        *[each.dim for each in (aten.all, aten.any, aten.mean)],
+        *[each.Tensor for each in (aten.__and__, aten.__or__, aten.subtract, aten.divide, aten.rsub)],
+        aten.log_softmax.int,
+        aten.where.ScalarOther,
+    }
+)
+_FEW = 1 << 22  # elements of arguments that may be written as zeros in place of that import
 # For these the kernel runs on zeros if the rank of an argument (by position) is not one of those given here.
 _USUAL_RANKS: dict[Op, dict[int, Container[int]]] = {
-    aten.addmm.default: {0: (1, 2)},
     aten.addmv.default: {0: (0, 1)},
     aten.softmax.int: {0: range(1, 9)},
     aten.native_group_norm.default: {0: range(2, 9), 1: (1,), 2: (1,)},
@@ -57,6 +79,26 @@ _USUAL_RANKS: dict[Op, dict[int, Container[int]]] = {
     aten.conv_transpose1d.default: {2: (1,)},
     aten.conv_transpose2d.input: {2: (1,)},
     aten.conv_transpose3d.input: {2: (1,)},
+}
+
+
+def _layer_fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, summed: int) -> bool:
+    """Whether the product over the last axis of `x` and the axis `summed` of the matrix `weight`, plus the
+    vector `bias`, is right: False also for what is right and rare.
+    """
+    others = [weight] if bias is None else [weight, bias]
+    return (
+        weight.dim() == 2
+        and x.shape[-1:] == weight.shape[summed : summed + 1]
+        and (bias is None or bias.shape == weight.shape[1 - summed : 2 - summed])
+        and x.is_floating_point()
+        and all(other.dtype == x.dtype for other in others)
+    )
+
+
+_FORMULAS: dict[Op, Callable[..., bool]] = {
+    aten.linear.default: lambda x, weight, bias=None: _layer_fits(x, weight, bias, 1),
+    aten.addmm.default: lambda bias, x, weight, **scales: x.dim() == 2 and _layer_fits(x, weight, bias, 0),
 }
 
 # The kernels of these operators read and write beyond their arguments for some wrong shapes. `batch_norm`,
@@ -161,19 +203,29 @@ def _is_checked(op: Op) -> bool:
 def _check_shapes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if op in _BATCH_NORM:
         op, args = aten.batch_norm.default, (*_BATCH_NORM[op](*args), False)
+    if _is_right(op, args, kwargs):
+        return
+    with random_state.torch_restored([torch.default_generator]):
+        op(*_with(args, None), **_with(kwargs, None))
+
+
+def _elements(args: tuple[Any, ...]) -> int:
+    return sum(x.numel() for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+
+
+def _is_right(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether these shapes need no run on zeros."""
+    if op in _FORMULAS:
+        return _FORMULAS[op](*args, **kwargs)
+    if op in _LENIENT or (op in _IMPORTING and _elements(args) <= _FEW):
+        return False
     try:
         op(*_with(args, "meta"), **_with(kwargs, "meta"))
     except NotImplementedError:  # no meta kernel
-        if op not in _LENIENT:
-            return
+        return True
     except Exception as error:
-        if "meta" in str(error) and op not in _LENIENT:  # the operator needs values
-            return
-    else:
-        if op not in _LENIENT and _is_usual(op, args):
-            return
-    with random_state.torch_restored([torch.default_generator]):
-        op(*_with(args, None), **_with(kwargs, None))
+        return "meta" in str(error)  # the operator needs values
+    return _is_usual(op, args)
 
 
 def _is_mask(index: torch.Tensor | None) -> bool:

@@ -4,12 +4,14 @@ meant.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from psgrad.engine.transforms import interpreter, shape_checks, vjp, vmap
 from psgrad.errors import PsgradError
@@ -17,6 +19,7 @@ from tests.engine.transforms.misshapen import complaints
 from tests.engine.transforms.operators import entries, programs
 from tests.engine.transforms.refused import UNJUDGED
 
+aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore")
 DATABASE = entries()
 
@@ -96,6 +99,89 @@ def test_shapes_refused_message(name: str) -> None:
         vmap(function)(*[torch.stack([x] * 2) for x in values])
     with pytest.raises((RuntimeError, IndexError), match=words):
         vjp(function, *values)
+
+
+def told(check: Callable[[], Any]) -> str:
+    """The error of a call, in words; empty without one."""
+    try:
+        check()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def draw_tensor(random: Random, dims: Sequence[int]) -> Tensor:
+    dtype = torch.float64 if random.random() < 0.05 else torch.float32
+    return torch.zeros([random.choice((0, 1, 2, 2, 2, 3)) for _ in range(random.choice(dims))], dtype=dtype)
+
+
+LAYERS: dict[Any, Callable[[Random], tuple[Any, ...]]] = {
+    aten.linear.default: lambda random: (
+        draw_tensor(random, (0, 1, 2, 2, 3)),
+        draw_tensor(random, (1, 2, 2, 2, 3)),
+        *((draw_tensor(random, (0, 1, 1, 2)),) if random.random() < 0.7 else ()),
+    ),
+    aten.addmm.default: lambda random: tuple(
+        draw_tensor(random, dims) for dims in ((0, 1, 1, 2), (1, 2, 2, 2, 3), (1, 2, 2, 2, 3))
+    ),
+}
+
+
+@pytest.mark.parametrize("op", LAYERS, ids=str)
+def test_shapes_of_a_layer_by_formula_are_those_that_pytorch_takes(op: Any) -> None:
+    random, right = Random(0), 0
+    for _ in range(3000):
+        args = LAYERS[op](random)
+        kernel = told(lambda args=args: op(*args))
+        if shape_checks._FORMULAS[op](*args):
+            right += len(args) == 3
+            assert kernel == told(lambda args=args: op(*[x.to("meta") for x in args])) == "", args
+        assert told(lambda args=args: shape_checks._check_shapes(op, args, {})) == kernel
+    assert right, "a layer with a bias is among those that are right"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [(), (2,), (5, 2)])
+def test_shapes_of_a_usual_layer_are_recognised_by_formula(rows: tuple[int, ...], bias: bool) -> None:
+    x, weight, more = torch.zeros(*rows, 3), torch.zeros(4, 3), (torch.zeros(4),) * bias
+    assert shape_checks._FORMULAS[aten.linear.default](x, weight, *more)
+    if bias and len(rows) == 1:
+        assert shape_checks._FORMULAS[aten.addmm.default](*more, x, weight.mT, beta=1, alpha=2)
+
+
+def test_shapes_by_formula_see_arguments_given_by_name() -> None:
+    x, weight = torch.zeros(2, 3), torch.zeros(4, 3)
+    with pytest.raises(RuntimeError):
+        shape_checks._check_shapes(aten.linear.default, (x, weight), {"bias": torch.zeros(3)})
+
+
+# Operators of which only the kernel runs where there are few elements: (arguments, by name).
+KERNELS: dict[Any, tuple[tuple[Any, ...], ...]] = {
+    aten.cat.default: (([torch.zeros(2, 3), torch.zeros(2, 4)], 0), ([torch.zeros(2), torch.zeros(3)], 0)),
+    aten.layer_norm.default: ((torch.zeros(2, 3), [2]), (torch.zeros(2, 3), [3])),
+    aten.mean.dim: ((torch.zeros(2), [1]), (torch.zeros(2), [0])),
+    aten.cross_entropy_loss.default: (
+        (torch.zeros(3), torch.zeros(2, dtype=torch.int64)),
+        (torch.zeros(3), torch.zeros((), dtype=torch.int64)),
+    ),
+    aten.batch_norm.default: (
+        (torch.zeros(2, 3), torch.zeros(2), None, None, None, True, 0.1, 1e-5, False),
+        (torch.zeros(2, 3), torch.zeros(3), None, None, None, True, 0.1, 1e-5, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("op", KERNELS, ids=str)
+def test_shapes_of_few_elements_are_those_of_the_kernel_and_of_many_those_of_pytorch(
+    op: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong, right = KERNELS[op]
+    expected = told(lambda: op(*wrong))
+    assert expected
+    for few in (shape_checks._FEW, -1):
+        monkeypatch.setattr(shape_checks, "_FEW", few)
+        assert told(lambda: shape_checks._check_shapes(op, wrong, {})) == expected
+        assert told(lambda: shape_checks._check_shapes(op, right, {})) == ""
 
 
 def test_shapes_same_signature_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
