@@ -16,7 +16,7 @@ import torch
 from psgrad.engine.execution.bucket_plan import Numbers, cheapest_ends, plan_buckets, positions_of
 from psgrad.ragged import RaggedAxes
 
-# The lengths: two for each power of two.
+# The lengths: two for each power of two, up to the model's own limit.
 _LENGTHS = np.array([length for power in range(3, 31) for length in (1 << power, 3 << (power - 1))])
 # What the Python of a program takes, of what it takes in the transforms. Measured on small transformers.
 _OF_A_PROGRAM = 0.15
@@ -49,7 +49,8 @@ def buckets_of_few_shapes(
         return [Bucket(places) for places in plan_buckets(lengths, ragged, once=once, most=most)]
     rows = lengths.numpy()
     padded = _LENGTHS[np.searchsorted(_LENGTHS, rows + 1)]
-    fits = np.all(padded <= ragged.limit, axis=1, keepdims=False)
+    padded = np.minimum(padded, ragged.limit)
+    fits = np.all(rows < padded, axis=1, keepdims=False)
     padded[~fits] = rows[~fits]
     found = _filled(padded, fits, ragged, once * _OF_A_PROGRAM, most)
     own = positions_of(rows, ragged)
