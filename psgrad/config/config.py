@@ -142,8 +142,9 @@ class EngineConfig(ConfigSection):
     """A folder on a fast disk for those of them that this memory does not hold: each chunk writes them once
     and reads them once. They are computed again without it, which on a GPU is faster.
     """
-    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
-    """Precision; bfloat16 and float16 are mixed: products in them, parameters, sums and norms in float32.
+    dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
+    """Precision; auto is the one in which model.pretrained is saved, float32 for float16 and for other
+    models. bfloat16 and float16 are mixed: products in them, trained parameters, sums and norms in float32.
     float16, for `analyze`, scales each sample's loss by a power of two.
     """
     verify: Annotated[int, Field(ge=0)] = 3

@@ -101,7 +101,7 @@ class ModelConfig(ConfigSection):
     adapter: Annotated[_Adapters | None, BeforeValidator(_adapters)] = None
     """The folder of a PEFT adapter, a list of them, or {create: lora}; only adapters are differentiated."""
     dtype: Literal["as-saved", "float32", "bfloat16"] = "as-saved"
-    """Precision in which parameters that are not differentiated are stored; operators see engine.dtype."""
+    """Precision in which parameters that are not differentiated are stored; products run in engine.dtype."""
     attention: Literal["auto", "eager", "sdpa"] = "auto"
     """The attention implementation of a pretrained model."""
     trust_remote_code: bool = False

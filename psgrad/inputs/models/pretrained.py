@@ -22,7 +22,7 @@ from psgrad.inputs.models.hub import LocalFolder, library, located, quiet
 from psgrad.inputs.models.in_files import built_without_memory, plain_tensors, tensors_in_files
 from psgrad.inputs.models.model_folders import (
     config_of,
-    dtype_of_weights,
+    precision_of_weights,
     require_model_folder,
     saved_as,
     weights_file,
@@ -42,7 +42,6 @@ AUTO_CLASSES: Mapping[Task, str] = {
     "regression": "AutoModelForSequenceClassification",
 }
 _SHOWN = 8
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,14 @@ class Pretrained:
         folder: the local folder of the model: the one that the config names, or a cached snapshot.
         task: what the model does.
         config: transformers' config object of the model (id2label, pad_token_id, problem_type, ...).
+        precision: the floating-point type of most numbers of its files, such as bfloat16.
         allow_download: whether hub ids that are not in the local cache may be downloaded.
     """
 
     folder: Path
     task: Task
     config: Any
+    precision: str = "float32"
     allow_download: bool = False
 
 
@@ -104,8 +105,8 @@ def load_pretrained(
     settings = read_settings(location.folder, config)
     weights = weights_file(location.folder)
     kind = _class_for(config.task, settings)
-    dtype = _DTYPES.get(config.dtype) if narrow else None
-    dtype = dtype_of_weights(weights) if dtype is None else dtype
+    precision = precision_of_weights(weights)
+    dtype = getattr(torch, config.dtype if narrow and config.dtype != "as-saved" else precision)
     with quiet(), torch.random.fork_rng(devices=[]):
         read = _read_in_files(kind, weights, settings, config, dtype) if in_files else None
         model, report = read or _read(kind, location.folder, settings, config, dtype)
@@ -116,7 +117,7 @@ def load_pretrained(
         notes.append(f"trust_remote_code is on: Python code in {config.pretrained} was allowed to run")
     for part in {id(each): each for each in _settings_of(model)}.values():
         part.use_cache = False  # keys and values that no loss reads
-    pretrained = Pretrained(location.folder, config.task, model.config, allow_download)
+    pretrained = Pretrained(location.folder, config.task, model.config, precision, allow_download)
     return PretrainedModel(model, pretrained, location, weights, notes, [f"{type(model).__module__}"])
 
 

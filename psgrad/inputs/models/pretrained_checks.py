@@ -19,8 +19,10 @@ from psgrad.inputs.models.model_folders import (
     SETTINGS,
     WEIGHTS,
     adapter_weights,
+    automatic_precision,
     base_notes,
     config_of,
+    precision_of_weights,
     read_adapter_settings,
     require_model_folder,
     saved_as,
@@ -70,7 +72,11 @@ def pretrained_facts(model: ModelConfig, base: Path, *, allow_download: bool = F
     for tensor in headers.values():
         numbers[tensor.dtype] += math.prod(tensor.shape)
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in numbers.most_common())
-    return f"{model.pretrained}: {settings.get('model_type')}, {model.task}; numbers: {kinds}"
+    computed = automatic_precision(precision_of_weights(weights_file(location.folder)))
+    return (
+        f"{model.pretrained}: {settings.get('model_type')}, {model.task}; numbers: {kinds};"
+        f" engine.dtype: auto is {computed}"
+    )
 
 
 def adapter_facts(
