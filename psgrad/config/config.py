@@ -276,6 +276,15 @@ class Config(ConfigSection):
         return self
 
     @model_validator(mode="after")
+    def _quantised_weights_live_on_the_device(self) -> Config:
+        if self.model.load is not None and self.engine.parameters in _ELSEWHERE:
+            raise ValueError(
+                f"engine.parameters is {self.engine.parameters}, and model.load: {self.model.load} keeps the"
+                " weights on the device; leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _only_masked_lm_hides_tokens(self) -> Config:
         for key in sorted(self.data.not_default() & {"masked", "seed"}):
             if self.model.task != "masked-lm":

@@ -143,6 +143,8 @@ def residence_of(config: Config, device: torch.device, ranks: Ranks) -> Residenc
     """As `engine.parameters` says; auto by the size of the model's files and the free memory. Raises
     ConfigError for a group that the ranks can't be divided into.
     """
+    if config.model.load is not None:
+        return Residence(f"model.load: {config.model.load} keeps them on the device")
     engine, free = config.engine, free_memory(device)
     size = weight_bytes(config.model, config.base)
     compared = f"the model's files have {amount(size)}, and {amount(free)} are free"

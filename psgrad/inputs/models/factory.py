@@ -22,6 +22,7 @@ from psgrad.inputs.models.hub import library
 from psgrad.inputs.models.in_files import built_without_memory, tensors_in_files
 from psgrad.inputs.models.model_folders import adapter_weights, weight_files, weights_file
 from psgrad.inputs.models.pretrained import Pretrained, load_pretrained, pick_for
+from psgrad.inputs.models.quantised import require_frozen
 from psgrad.inputs.sources.file_checks import sha256_of
 from psgrad.results.manifest import ModelOrigin
 from psgrad.user_code import call_factory, module_of
@@ -67,6 +68,12 @@ def load_model(
     Raises ConfigError, ModelError or CheckpointError.
     """
     config = at_checkpoint(config, base)
+    if config.load is not None and config.checkpoint is not None:
+        raise ConfigError(
+            f"model.load is {config.load}, and the weights of {config.checkpoint} can't be put into layers of"
+            " fewer bits",
+            next_step="save them with the model by save_pretrained, and name the folder in model.pretrained",
+        )
     if config.pretrained is not None:
         made = _from_pretrained(
             config, base, narrow=trainable is None, allow_download=allow_download, in_files=in_files
@@ -81,6 +88,7 @@ def load_model(
         made.notes.append("no checkpoint: the weights are those that the factory gave")
     if trainable is not None:
         choose_trainable(made.model, trainable, trainable_key)
+    require_frozen(made.model, config, trainable is not None)
     _require_usable_parameters(made.model, config.factory or config.pretrained or str(config.timm))
     made.model.train(config.mode == "train")
     _require_independent_samples(made.model)

@@ -30,6 +30,8 @@ NAMES = (
     "pytorch_model.bin.index.json",
 )
 _SHOWN = 8
+# Tensors that belong to weights of fewer bits, as bitsandbytes names them.
+_OF_BITS = ("absmax", "quant_map", "SCB")
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -116,8 +118,8 @@ def precision_of_weights(path: Path) -> str:
     headers = weight_headers(path)
     counts: Counter[str] = Counter()
     if headers is not None:
-        for tensor in headers.values():
-            if tensor.dtype in _FLOATS:
+        for name, tensor in headers.items():
+            if tensor.dtype in _FLOATS and not name.endswith(_OF_BITS):
                 counts[_FLOATS[tensor.dtype]] += math.prod(tensor.shape)
     else:
         from psgrad.inputs.models.checkpoints import state_dict_in

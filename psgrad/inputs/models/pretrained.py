@@ -28,6 +28,7 @@ from psgrad.inputs.models.model_folders import (
     weights_file,
 )
 from psgrad.inputs.models.pretrained_checks import require_head
+from psgrad.inputs.models.quantised import quantisation, store_weights
 from psgrad.wording import first_line, first_of
 
 AUTO_CLASSES: Mapping[Task, str] = {
@@ -107,10 +108,14 @@ def load_pretrained(
     kind = _class_for(config.task, settings)
     precision = precision_of_weights(weights)
     dtype = getattr(torch, config.dtype if narrow and config.dtype != "as-saved" else precision)
+    fewer_bits = quantisation(config, settings)
     with quiet(), torch.random.fork_rng(devices=[]):
-        read = _read_in_files(kind, weights, settings, config, dtype) if in_files else None
-        model, report = read or _read(kind, location.folder, settings, config, dtype)
+        files = in_files and not fewer_bits
+        read = _read_in_files(kind, weights, settings, config, dtype) if files else None
+        model, report = read or _read(kind, location.folder, settings, config, dtype, fewer_bits)
     notes = _checked(report, config, location.folder)
+    if fewer_bits:
+        notes.append(store_weights(model))
     require_head(config, location.folder, {**config_of(location.folder), **config.kwargs})
     notes += [location.downloaded] if location.downloaded else []
     if config.trust_remote_code:
@@ -225,9 +230,16 @@ def _read_in_files(
 
 
 def _read(
-    kind: Any, folder: Path, settings: Any, config: ModelConfig, dtype: torch.dtype
+    kind: Any,
+    folder: Path,
+    settings: Any,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    more: Mapping[str, Any],
 ) -> tuple[Any, Mapping[str, Any]]:
-    """(the model, transformers' report about its keys). `auto` is sdpa where the model has it."""
+    """(the model, transformers' report about its keys). `auto` is sdpa where the model has it. more:
+    arguments of from_pretrained.
+    """
     tried = ["sdpa", "eager"] if config.attention == "auto" else [config.attention]
     for attention in tried:
         try:
@@ -239,6 +251,7 @@ def _read(
                 local_files_only=True,
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
+                **more,
             )
         except Exception as error:
             if "attention" in str(error).lower() and isinstance(error, ValueError | ImportError):

@@ -14,7 +14,14 @@ from typing import Any
 from psgrad.config.model import ModelConfig, NewAdapterConfig
 from psgrad.errors import CheckpointError, ConfigError, ModelError
 from psgrad.inputs.models.checkpoint_headers import TensorHeader, checkpoint_header
-from psgrad.inputs.models.hub import LocalFolder, is_hub_id, located, not_installed, what_is_fetched
+from psgrad.inputs.models.hub import (
+    QUANTISED,
+    LocalFolder,
+    is_hub_id,
+    located,
+    not_installed,
+    what_is_fetched,
+)
 from psgrad.inputs.models.model_folders import (
     SETTINGS,
     WEIGHTS,
@@ -53,6 +60,9 @@ def library_problems(model: ModelConfig) -> Iterator[ModelError]:
     for name in needed:
         if importlib.util.find_spec(name) is None:
             yield not_installed(name, "hugging-face")
+    for name in QUANTISED if model.load is not None else ():
+        if importlib.util.find_spec(name) is None:
+            yield not_installed(name, "quantised")
 
 
 def pretrained_facts(model: ModelConfig, base: Path, *, allow_download: bool = False) -> str:
