@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,27 +217,36 @@ def test_a_row_of_eight_bits_does_not_depend_on_the_rows_beside_it(tmp_path: Pat
     torch.testing.assert_close(together, alone, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_layer_at_a_time_is_dequantised(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = set_up(load_config(write(tmp_path, "4bit", dtype)))
+@pytest.fixture
+def dequantised(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many dequantised weights of 4 bits were in memory at once, at the most since the last call."""
     alive: list[weakref.ref[Any]] = []
-    most = 0
+    counts = [0]
     own = quantised._FourBits.__call__
 
     def counted(self: Any, parts: Mapping[str, Tensor], first: int, count: int) -> Tensor:
-        nonlocal most
         numbers = own(self, parts, first, count)
         alive.append(weakref.ref(numbers.untyped_storage()))
-        most = max(most, sum(each() is not None for each in alive))
+        counts.append(sum(each() is not None for each in alive))
         return numbers
 
+    def most() -> int:
+        found = max(counts)
+        counts[:] = [0]
+        return found
+
     monkeypatch.setattr(quantised._FourBits, "__call__", counted)
+    return most
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_layer_at_a_time_is_dequantised(
+    dtype: str, tmp_path: Path, dequantised: Callable[[], int]
+) -> None:
+    run = set_up(load_config(write(tmp_path, "4bit", dtype)))
+    dequantised()
     run.stream(lambda _: None).gradients_at(list(range(len(CASE.rows)))).square_norms()
-    layers = sum(is_quantised(each) for each in run.model.parameters())
-    assert len(alive) > layers  # forward and backward
-    assert most == 1
+    assert dequantised() == 1
 
 
 # -- What is refused -----------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ class _FourBits:
         # A row for each block: where rows of the weight are not whole blocks, the kernel of CPUs takes
         # wrong scales (bitsandbytes 0.50).
         shape = [high - low, block] if 2 * len(packed) == (high - low) * block else [1, 2 * len(packed)]
-        numbers = torch.ops.bitsandbytes.dequantize_4bit.default(
+        numbers: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
             packed, scales[low:high], block, self.kind, shape, self.dtype
         )
         return numbers.reshape(-1)[first - low * block :][:count]
