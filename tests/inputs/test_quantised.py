@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ from psgrad.config import load_config
 from psgrad.engine.execution.placement import is_quantised, place
 from psgrad.engine.execution.stored import Stored
 from psgrad.errors import ConfigError, ModelError, PsgradError
-from psgrad.inputs.models import quantised
+from psgrad.inputs.models import hub, quantised
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.models.hub import library
 from psgrad.workflows.setup import Setup, set_up
@@ -247,6 +250,30 @@ def test_one_layer_at_a_time_is_dequantised(
     dequantised()
     run.stream(lambda _: None).gradients_at(list(range(len(CASE.rows)))).square_norms()
     assert dequantised() == 1
+
+
+def test_heads_keep_all_their_bits(tmp_path: Path) -> None:
+    case = CASES["classification"]
+    path = case.write(tmp_path)
+    path.write_text(path.read_text().replace("pretrained: model", "pretrained: model, load: 4bit"))
+    path.write_text(path.read_text() + 'analyze: {trainable: ["classifier.*"]}\n')
+    run = set_up(load_config(path))
+    assert set(run.objective.params) == {"classifier.weight", "classifier.bias"}
+    bits = {name for name, each in run.model.named_parameters() if is_quantised(each)}
+    assert len(bits) == 13  # six of each layer, and the pooler's
+    assert all(name.startswith("bert.") for name in bits)
+
+
+def test_no_kernel_of_the_hub_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetching = ModuleType("kernels")
+    monkeypatch.setitem(sys.modules, "kernels", fetching)
+    with hub._no_fetched_kernels(), pytest.raises(ImportError):
+        importlib.import_module("kernels")
+    assert sys.modules["kernels"] is fetching
+    monkeypatch.delitem(sys.modules, "kernels")
+    with hub._no_fetched_kernels():
+        pass
+    assert "kernels" not in sys.modules
 
 
 # -- What is refused -----------------------------------------------------------------------------------------

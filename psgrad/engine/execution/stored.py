@@ -228,12 +228,10 @@ def _is_written(op: Any, place: int, value: Any) -> bool:
 
 def as_stored(tensor: Tensor) -> Tensor:
     """The tensor in the type that a weight in memory has: halves beside float32 as they are stored, others as
-    operators see them; the tensor itself, but for a `Stored` one, and the packed bits of a quantised one.
+    operators see them; the tensor itself, but for a `Stored` one.
     """
     data = tensor.data
     if not isinstance(data, Stored):
         return tensor
-    if isinstance(data.source, Quantised):
-        return data.source.parts["packed"]
     found = data.as_stored()
     return found if data.dtype == torch.float32 and found.itemsize == 2 else found.to(data.dtype)

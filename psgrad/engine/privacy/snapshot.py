@@ -345,8 +345,11 @@ class PublishedTensors:
         )
 
     def _now(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        state = self._model.state_dict()
-        state = {name: as_stored(value) for name, value in state.items() if isinstance(value, Tensor)}
+        state = {
+            name: as_stored(value)
+            for name, value in self._model.state_dict().items()
+            if isinstance(value, Tensor) and not is_quantised(value)
+        }
         return tensors_of(self._model), state
 
     def _of_trained(self) -> dict[str, str]:

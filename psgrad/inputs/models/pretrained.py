@@ -108,8 +108,8 @@ def load_pretrained(
     kind = _class_for(config.task, settings)
     precision = precision_of_weights(weights)
     dtype = getattr(torch, config.dtype if narrow and config.dtype != "as-saved" else precision)
-    fewer_bits = quantisation(config, settings)
     with quiet(), torch.random.fork_rng(devices=[]):
+        fewer_bits = quantisation(config, kind, settings)
         files = in_files and not fewer_bits
         read = _read_in_files(kind, weights, settings, config, dtype) if files else None
         model, report = read or _read(kind, location.folder, settings, config, dtype, fewer_bits)
