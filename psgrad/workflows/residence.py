@@ -20,6 +20,7 @@ from psgrad.engine.execution.placement import (
     SHARE,
     Where,
     fit,
+    is_quantised,
     memory_for_others,
     memory_for_parts,
     smallest_group,
@@ -89,7 +90,7 @@ class Residence:
         sizes = {
             name: parameter.numel() * parameter.element_size()
             for name, parameter in model.named_parameters()
-            if isinstance(parameter.data, Stored)
+            if isinstance(parameter.data, Stored) and not is_quantised(parameter)
         }
         name = max(sizes, key=lambda name: sizes[name], default=None)
         if name is not None and sizes[name] > self.supply.budget:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from psgrad.config import load_config
@@ -23,6 +24,7 @@ from psgrad.errors import ConfigError, ModelError, PsgradError
 from psgrad.inputs.models import hub, quantised
 from psgrad.inputs.models.factory import load_model
 from psgrad.inputs.models.hub import library
+from psgrad.inputs.models.model_folders import precision_of_weights
 from psgrad.workflows.setup import Setup, set_up
 from psgrad.workflows.validate import validate
 from tests.text_tasks import CASES
@@ -99,6 +101,14 @@ def test_eight_bits_are_the_numbers_of_bitsandbytes() -> None:
     ours = stored(made)
     torch.testing.assert_close(ours.numbers(), expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(ours.t()[3:9].numbers(), expected.t()[3:9], rtol=1e-6, atol=0)
+
+
+def test_a_layer_under_two_names_stays_one() -> None:
+    shared = layer(torch.randn(64, 64), **KINDS["nf4"])
+    model = nn.Sequential(shared, nn.Tanh(), shared)
+    quantised.store_weights(model)
+    assert type(model[0]) is nn.Linear
+    assert model[0] is model[2]
 
 
 def test_quantised_weights_move_as_their_bits() -> None:
@@ -392,7 +402,7 @@ def test_a_model_that_is_saved_quantised(kind: str, tmp_path: Path) -> None:
         for note in run.loaded.notes
     )
     assert run.loaded.pretrained is not None
-    assert run.loaded.pretrained.precision == "bfloat16"  # scales in float32 do not count
+    assert run.loaded.pretrained.precision == "bfloat16"
     for name, module in model.named_modules():
         if isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
             ours: Any = dict(run.model.named_modules())[f"base_model.model.{name}"]
@@ -405,3 +415,10 @@ def test_a_model_that_is_saved_quantised(kind: str, tmp_path: Path) -> None:
             torch.testing.assert_close(ours * 1, expected.double(), rtol=1e-6, atol=0)
     path = changed(whole, "task: causal-lm", "task: causal-lm, load: 4bit")
     assert "are saved quantised (bitsandbytes)" in refusal(ConfigError, path)
+
+
+def test_scales_do_not_count_for_the_precision_of_a_model(tmp_path: Path) -> None:
+    scales = {f"layer.weight.{name}": torch.ones(9) for name in ("absmax", "nested_absmax", "quant_map")}
+    tensors = {**scales, "other.SCB": torch.ones(9), "norm.weight": torch.ones(2, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert precision_of_weights(tmp_path / "model.safetensors") == "bfloat16"

@@ -71,17 +71,22 @@ def store_weights(model: nn.Module) -> str:
     """Puts plain linear layers with frozen weights in place of bitsandbytes'; returns what was done."""
     modules = library("bitsandbytes", "quantised").nn
     done: Counter[str] = Counter()
-    for name, module in list(model.named_modules()):
+    made: dict[int, nn.Linear] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if id(module) in made:  # under another name, too
+            model.set_submodule(name, made[id(module)])
+            continue
         if isinstance(module, modules.Linear4bit):
             weight, kind = _of_4_bits(module.weight), f"4 bits ({module.weight.quant_type})"
         elif isinstance(module, modules.Linear8bitLt):
             weight, kind = _of_8_bits(module), "8 bits"
         else:
             continue
-        made = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-        made.weight = nn.Parameter(Stored(weight, weight.layout.dtype), requires_grad=False)
-        made.bias = module.bias
-        model.set_submodule(name, made)
+        rows, columns = weight.layout.shape
+        layer = made[id(module)] = nn.Linear(columns, rows, bias=False, device="meta")
+        layer.weight = nn.Parameter(Stored(weight, weight.layout.dtype), requires_grad=False)
+        layer.bias = module.bias
+        model.set_submodule(name, layer)
         done[kind] += 1
     words = " and ".join(f"{count:,} layers in {kind}" for kind, count in done.items())
     return f"bitsandbytes keeps {words or 'no layer in fewer bits'}"
@@ -109,8 +114,6 @@ def require_frozen(model: nn.Module, config: ModelConfig, chosen: bool) -> None:
 def _of_4_bits(weight: Any) -> Quantised:
     """The numbers of a Params4bit."""
     state = weight.quant_state
-    if state.blocksize % 2:  # never so in bitsandbytes: a block is whole bytes
-        raise ModelError(f"a weight is quantised in blocks of {state.blocksize} numbers")
     parts = {"packed": weight.data.view(torch.uint8).reshape(-1), "scales": state.absmax}
     if state.nested:
         parts |= {"scales of scales": state.state2.absmax, "code": state.state2.code, "offset": state.offset}
@@ -136,11 +139,9 @@ class _FourBits:
             )
             scales = (scales + parts["offset"]).float()
         packed = parts["packed"][low * block // 2 : high * block // 2]
-        # A row for each block: where rows of the weight are not whole blocks, the kernel of CPUs takes
-        # wrong scales (bitsandbytes 0.50).
-        shape = [high - low, block] if 2 * len(packed) == (high - low) * block else [1, 2 * len(packed)]
+        # As one row: where rows are not whole blocks, the kernel for CPUs (0.50) takes other scales.
         numbers: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
-            packed, scales[low:high], block, self.kind, shape, self.dtype
+            packed, scales[low:high], block, self.kind, [1, 2 * len(packed)], self.dtype
         )
         return numbers.reshape(-1)[first - low * block :][:count]
 
