@@ -413,6 +413,9 @@ def test_a_model_that_is_saved_quantised(kind: str, tmp_path: Path) -> None:
                 else bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
             )
             torch.testing.assert_close(ours * 1, expected.double(), rtol=1e-6, atol=0)
+    run.model.save_pretrained(tmp_path / "lora")  # type: ignore[operator]
+    named = changed(whole, "{create: lora, rank: 2, target: [q_proj, down_proj]}", "lora")
+    assert not [str(each.error) for each in validate(named).problems]
     path = changed(whole, "task: causal-lm", "task: causal-lm, load: 4bit")
     assert "are saved quantised (bitsandbytes)" in refusal(ConfigError, path)
 

@@ -173,8 +173,11 @@ def require_head(model: ModelConfig, folder: Path, settings: Mapping[str, Any]) 
 def _require_places(
     folder: Path, headers: Mapping[str, TensorHeader], base: Mapping[str, TensorHeader]
 ) -> None:
-    """Raises CheckpointError where LoRA's matrices and the layers of the base differ in width."""
-    ends = {_inner(name.removesuffix(".weight")): each.shape for name, each in base.items()}
+    """Raises CheckpointError where LoRA's matrices and the layers of the base differ in width. Packed bits of
+    bitsandbytes have no width.
+    """
+    whole = {name: each.shape for name, each in base.items() if f"{name}.absmax" not in base}
+    ends = {_inner(name.removesuffix(".weight")): shape for name, shape in whole.items()}
     for name, matrix in headers.items():
         layer = ends.get(_inner(name.removesuffix(_LORA))) if name.endswith(_LORA) else None
         if layer is not None and len(layer) == 2 and matrix.shape[-1] not in layer:
