@@ -200,7 +200,8 @@ def load(
     device = pick_device(config.engine.device)
     ranks = Ranks.of(None) if ranks is None else ranks
     residence = agreed_residence(config, device, ranks)
-    if residence.where != "resident" and device.type == "cpu":
+    often_freed = residence.where != "resident" or config.model.load is not None
+    if often_freed and device.type == "cpu":
         give_freed_memory_back()  # before the first tensor is made
     parts = ranks.parts(residence)
     with turn_to_read(config.model, config.base):
