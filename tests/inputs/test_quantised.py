@@ -320,7 +320,7 @@ def test_a_quantised_parameter_is_not_trained(tmp_path: Path) -> None:
 
 def test_whole_weights_are_not_put_into_fewer_bits(tmp_path: Path) -> None:
     path = changed(write(tmp_path, "4bit"), "load: 4bit", "load: 4bit, checkpoint: model/model.safetensors")
-    assert "can't be put into layers of fewer bits" in refusal(ConfigError, path)
+    assert "can't be put into those" in refusal(ConfigError, path)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from psgrad.inputs.models.hub import library
 from psgrad.inputs.models.in_files import built_without_memory, tensors_in_files
 from psgrad.inputs.models.model_folders import adapter_weights, weight_files, weights_file
 from psgrad.inputs.models.pretrained import Pretrained, load_pretrained, pick_for
-from psgrad.inputs.models.quantised import require_frozen
+from psgrad.inputs.models.quantised import require_frozen, require_whole
 from psgrad.inputs.sources.file_checks import sha256_of
 from psgrad.results.manifest import ModelOrigin
 from psgrad.user_code import call_factory, module_of
@@ -68,21 +68,17 @@ def load_model(
     Raises ConfigError, ModelError or CheckpointError.
     """
     config = at_checkpoint(config, base)
-    if config.load is not None and config.checkpoint is not None:
-        raise ConfigError(
-            f"model.load is {config.load}, and the weights of {config.checkpoint} can't be put into layers of"
-            " fewer bits",
-            next_step="save them with the model by save_pretrained, and name the folder in model.pretrained",
-        )
     if config.pretrained is not None:
+        files = in_files and config.checkpoint is None
         made = _from_pretrained(
-            config, base, narrow=trainable is None, allow_download=allow_download, in_files=in_files
+            config, base, narrow=trainable is None, allow_download=allow_download, in_files=files
         )
     elif config.timm is not None:
         made = load_timm(config)
     else:
         made = (_in_files(config, base) if in_files else None) or _of_factory(_built(config, base), config)
-    if config.checkpoint is not None and made.sha256 is None:
+    if config.checkpoint is not None and (config.pretrained is not None or made.sha256 is None):
+        require_whole(made.model, config)
         made = _filled(made, config, base / config.checkpoint)
     elif config.pretrained is None:
         made.notes.append("no checkpoint: the weights are those that the factory gave")
@@ -148,6 +144,7 @@ def _filled(
         str(config.checkpoint),
         prefix=config.state_dict_prefix,
         strict=config.strict,
+        as_saved=config.pretrained is not None,
     )
     notes = [*made.notes, *found.notes, *([note] if note else [])]
     return replace(made, notes=notes, sha256=checkpoint_hash(path))

@@ -92,6 +92,16 @@ def store_weights(model: nn.Module) -> str:
     return f"bitsandbytes keeps {words or 'no layer in fewer bits'}"
 
 
+def require_whole(model: nn.Module, config: ModelConfig) -> None:
+    """Raises ConfigError for a model that keeps layers in fewer bits: no checkpoint can be put into those."""
+    if any(map(is_quantised, model.parameters())):
+        raise ConfigError(
+            f"{config.pretrained} keeps layers in fewer bits, and the weights of {config.checkpoint} can't be"
+            " put into those",
+            next_step="save them with the model by save_pretrained, and name the folder in model.pretrained",
+        )
+
+
 def require_frozen(model: nn.Module, config: ModelConfig, chosen: bool) -> None:
     """Raises ConfigError where weights of fewer bits would be trained, or those beside them for want of an
     adapter. chosen: whether the config names what is trained.
