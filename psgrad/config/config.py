@@ -142,8 +142,9 @@ class EngineConfig(ConfigSection):
     """A folder on a fast disk for those of them that this memory does not hold: each chunk writes them once
     and reads them once. They are computed again without it, which on a GPU is faster.
     """
-    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
-    """Precision; bfloat16 and float16 are mixed: products in them, parameters, sums and norms in float32.
+    dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
+    """Precision; auto is the one in which model.pretrained is saved, float32 for float16 and for other
+    models. bfloat16 and float16 are mixed: products in them, trained parameters, sums and norms in float32.
     float16, for `analyze`, scales each sample's loss by a power of two.
     """
     verify: Annotated[int, Field(ge=0)] = 3
@@ -271,6 +272,15 @@ class Config(ConfigSection):
             raise ValueError(
                 f"data.target is missing: the loss {self.loss.name!r} compares the output with a target"
                 " column"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _quantised_weights_live_on_the_device(self) -> Config:
+        if self.model.load is not None and self.engine.parameters in _ELSEWHERE:
+            raise ValueError(
+                f"engine.parameters is {self.engine.parameters}, and model.load: {self.model.load} keeps the"
+                " weights on the device; leave one of the two out"
             )
         return self
 

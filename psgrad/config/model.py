@@ -79,6 +79,7 @@ class ModelConfig(ConfigSection):
             "task",
             "adapter",
             "dtype",
+            "load",
             "attention",
             "trust_remote_code",
             "state_dict_prefix",
@@ -101,7 +102,11 @@ class ModelConfig(ConfigSection):
     adapter: Annotated[_Adapters | None, BeforeValidator(_adapters)] = None
     """The folder of a PEFT adapter, a list of them, or {create: lora}; only adapters are differentiated."""
     dtype: Literal["as-saved", "float32", "bfloat16"] = "as-saved"
-    """Precision in which parameters that are not differentiated are stored; operators see engine.dtype."""
+    """Precision in which parameters that are not differentiated are stored; products run in engine.dtype."""
+    load: Literal["4bit", "8bit"] | None = None
+    """Keep a pretrained model's linear layers in fewer bits (bitsandbytes), frozen under an adapter; null for
+    as they are saved.
+    """
     attention: Literal["auto", "eager", "sdpa"] = "auto"
     """The attention implementation of a pretrained model."""
     trust_remote_code: bool = False
@@ -131,7 +136,7 @@ class ModelConfig(ConfigSection):
             raise ValueError("pretrained is empty, expected a folder of save_pretrained or a hub id")
         if self.pretrained is not None and self.task is None:
             raise ValueError(f"task is missing: what the pretrained model does, one of {', '.join(TASKS)}")
-        for name in ("revision", "task", "adapter", "trust_remote_code"):
+        for name in ("revision", "task", "adapter", "load", "trust_remote_code"):
             if not self.pretrained and name in self.not_default():
                 raise ValueError(f"{name} belongs to a pretrained model, and there is a {given[0]}")
         return self

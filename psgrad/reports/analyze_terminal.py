@@ -84,9 +84,10 @@ def summary(result: AnalyzeResult) -> str:
         )
         if check.worst_error_of_autocast is not None:
             apart = number(check.worst_error_of_autocast)
+            of_norms = number(check.worst_norm_error_of_autocast)
             lines.append(
                 f"mixed precision: gradients differ from float32's by up to {apart} of their norm on these"
-                " samples"
+                f" samples, norms by up to {of_norms}"
             )
     elif check.reason:
         lines.append(f"self-check: skipped, as {check.reason}")

@@ -226,13 +226,17 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class SelfCheckFacts:
-    """The comparison of a few gradients with plain ones; without samples, the reason why there was none."""
+    """The comparison of a few gradients with plain ones; without samples, the reason why there was none.
+
+    of_autocast: against float32, of gradients and of their norms; where products are in half precision.
+    """
 
     samples: int = 0
     reason: str | None = field(default=None, metadata=OPTIONAL)
     rows: list[int] | None = field(default=None, metadata=OPTIONAL)
     worst_relative_error: float | None = field(default=None, metadata=OPTIONAL)
     worst_error_of_autocast: float | None = field(default=None, metadata=OPTIONAL)
+    worst_norm_error_of_autocast: float | None = field(default=None, metadata=OPTIONAL)
 
 
 @dataclass(frozen=True)

@@ -102,10 +102,9 @@ def of_model(model: nn.Module, run: Setup) -> Vectors:
 def with_weights(run: Setup, params: Mapping[str, torch.Tensor]) -> Setup:
     """`run` with these parameters, in a model of its own."""
     loaded = run.another(run.config.model)
-    with torch.no_grad():
-        own = dict(loaded.model.named_parameters())
-        for name, value in params.items():
-            own[name].copy_(value)
+    own = dict(loaded.model.named_parameters())
+    for name, value in params.items():  # in its own type: a base in half precision would round it
+        own[name].data = value.detach().to(own[name].device, copy=True)
     model = run.placed(loaded.model)
     return replace(run, model=model, objective=at_weights(run.objective, model, "the end of the run"))
 

@@ -220,7 +220,7 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
         **model,
         "loss": config.loss.decisive(),
         CLASSES: run.config.data.class_names,
-        "dtype": config.engine.dtype,
+        "dtype": run.config.engine.dtype,
     }
     training = Examples(run.objective, run.reader, len(run.samples))
     return describe(spec, training, fingerprint, count)

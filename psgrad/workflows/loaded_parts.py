@@ -25,6 +25,7 @@ from psgrad.errors import ConfigError
 from psgrad.inputs.derived import GroupedSamples, SamplesWithColumns
 from psgrad.inputs.loss import Criterion, resolve_loss
 from psgrad.inputs.models.factory import LoadedModel, load_model
+from psgrad.inputs.models.model_folders import automatic_precision
 from psgrad.inputs.models.model_identity import ModelIdentity, identify
 from psgrad.inputs.rows import Samples
 from psgrad.inputs.sources.load import load_data
@@ -197,10 +198,10 @@ def load(
     Raises PsgradError for everything that can be wrong with the config, the model or the data.
     """
     device = pick_device(config.engine.device)
-    dtype, autocast = pick_precision(config.engine.dtype)
     ranks = Ranks.of(None) if ranks is None else ranks
     residence = agreed_residence(config, device, ranks)
-    if residence.where != "resident" and device.type == "cpu":
+    often_freed = residence.where != "resident" or config.model.load is not None
+    if often_freed and device.type == "cpu":
         give_freed_memory_back()  # before the first tensor is made
     parts = ranks.parts(residence)
     with turn_to_read(config.model, config.base):
@@ -212,6 +213,8 @@ def load(
             allow_download=config.allow_download,
             in_files=residence.where != "resident",
         )
+        config = with_precision(config, loaded)
+        dtype, autocast = pick_precision(config.engine.dtype)
         identity = identify(loaded.model)  # now: placing converts tensors
         residence = residence.supplied(loaded.model, device, config.engine.memory == "auto")
         if parts is not None:
@@ -293,6 +296,16 @@ def pick_device(name: str) -> torch.device:
             next_step="set engine.device: auto, or install a PyTorch build for this device",
         ) from error
     return device
+
+
+def with_precision(config: Config, loaded: LoadedModel) -> Config:
+    """The config with the precision that `engine.dtype: auto` is for its model: all that is kept of a run
+    names that one.
+    """
+    if config.engine.dtype != "auto":
+        return config
+    found = "float32" if loaded.pretrained is None else automatic_precision(loaded.pretrained.precision)
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"dtype": found})})
 
 
 def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:

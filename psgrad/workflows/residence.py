@@ -20,6 +20,7 @@ from psgrad.engine.execution.placement import (
     SHARE,
     Where,
     fit,
+    is_quantised,
     memory_for_others,
     memory_for_parts,
     smallest_group,
@@ -89,7 +90,7 @@ class Residence:
         sizes = {
             name: parameter.numel() * parameter.element_size()
             for name, parameter in model.named_parameters()
-            if isinstance(parameter.data, Stored)
+            if isinstance(parameter.data, Stored) and not is_quantised(parameter)
         }
         name = max(sizes, key=lambda name: sizes[name], default=None)
         if name is not None and sizes[name] > self.supply.budget:
@@ -143,6 +144,8 @@ def residence_of(config: Config, device: torch.device, ranks: Ranks) -> Residenc
     """As `engine.parameters` says; auto by the size of the model's files and the free memory. Raises
     ConfigError for a group that the ranks can't be divided into.
     """
+    if config.model.load is not None:
+        return Residence(f"model.load: {config.model.load} keeps them on the device")
     engine, free = config.engine, free_memory(device)
     size = weight_bytes(config.model, config.base)
     compared = f"the model's files have {amount(size)}, and {amount(free)} are free"

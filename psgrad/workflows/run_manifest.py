@@ -142,6 +142,7 @@ def describe_run(
                 rows=check.rows,
                 worst_relative_error=check.worst,
                 worst_error_of_autocast=check.worst_rounding if check.rounding else None,
+                worst_norm_error_of_autocast=check.worst_norm_rounding if check.norm_rounding else None,
             )
         ),
     )

@@ -42,7 +42,8 @@ def validate_deep(config: Config, found: Validation, say: Callable[[str], None])
         run = set_up(config)
         trainable = sum(parameter.numel() for parameter in run.objective.params.values())
         found.facts["trained"] = (
-            f"{trainable:,} numbers in {len(run.objective.params):,} parameters, on {run.device}"
+            f"{trainable:,} numbers in {len(run.objective.params):,} parameters, on {run.device}, in"
+            f" {run.config.engine.dtype}"
         )
         count_of_rows = len(run.samples.ids)  # ids are read, too
         found.facts["rows"] = f"{count_of_rows:,}"

@@ -329,7 +329,7 @@ def test_each_mistake_is_reported(tmp_path: Path, old: str, new: str, expected: 
         ),
         ("verify: -1", "engine.verify: got -1, expected at least 0"),
         ("verify: true", "engine.verify: got true, expected a whole number"),
-        ("dtype: float8", "engine.dtype: got 'float8', expected one of float32, float64, bfloat16, float16"),
+        ("dtype: float8", "engine.dtype: got 'float8', expected one of auto, float32, float64, bfloat16"),
         ("device: 0", "engine.device: got 0, expected a string"),
         ("capture: on", "engine.capture: got 'on', expected one of auto, off"),
         ("compile: true", "engine.compile: got true, expected one of none, inductor"),

@@ -60,7 +60,7 @@ def psgrad(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[
 
 
 def test_ci_runs_the_test_command() -> None:
-    command = 'pip install -c constraints.txt -e ".[test,hugging-face]" && pytest'
+    command = 'pip install -c constraints.txt -e ".[test,hugging-face,quantised]" && pytest'
     assert command in README
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert all(part in script.replace(" --quiet", "") for part in command.split(" && "))

@@ -15,6 +15,7 @@ import torch
 from psgrad.config import ModelConfig
 from psgrad.errors import CheckpointError, ConfigError, ModelError, PsgradError
 from psgrad.inputs.models.factory import LoadedModel, load_model
+from psgrad.inputs.sources.file_checks import sha256_of
 from psgrad.results.manifest import content_of
 from tests.hugging_face import AUTO, tiny_model
 
@@ -378,3 +379,17 @@ def test_a_library_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     said = refusal(ModelError, tmp_path / "model", "causal-lm")
     assert "transformers is not installed" in said
     assert "pip install 'psgrad[hugging-face]'" in said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_in_place_of_the_weights_of_a_pretrained_model(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = tiny_model("causal-lm", tmp_path / "model")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    trained = {name: torch.randn(value.shape).to(dtype) for name, value in model.state_dict().items()}
+    torch.save(trained, tmp_path / "trained.pt")
+    found = load(tmp_path / "model", "causal-lm", checkpoint=tmp_path / "trained.pt")
+    own = found.model.state_dict()
+    assert all(torch.equal(own[name], value) for name, value in trained.items())  # none is rounded
+    assert found.sha256 == sha256_of(tmp_path / "trained.pt")

@@ -220,6 +220,7 @@ def test_a_checkpoint_in_bfloat16_is_loaded_as_float32(quick: Workplace) -> None
     halves = {name: value.bfloat16() for name, value in quick.model.state_dict().items()}
     save_file(halves, quick.folder / "model.safetensors")
     quick.succeeded()
+    assert quick.manifest()["engine"]["dtype"] == "float32"
     quick.model.load_state_dict({name: value.float() for name, value in halves.items()})
     inputs, target = torch.from_numpy(quick.arrays["x"]), torch.from_numpy(quick.arrays["y"])
     np.testing.assert_allclose(

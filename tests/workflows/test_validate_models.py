@@ -48,7 +48,7 @@ def problem(folder: Path, model: dict[str, Any], **sections: Any) -> tuple[str, 
 
 def test_what_the_files_say(folder: Path) -> None:
     facts = found(folder, {"adapter": "adapter"}).facts
-    assert facts["model"] == "base: llama, causal-lm; numbers: 17,488 F32"
+    assert facts["model"] == "base: llama, causal-lm; numbers: 17,488 F32; engine.dtype: auto is float32"
     assert "rows; text string" in facts["data"]
     assert facts["model.adapter"] == "adapter: LORA, 336 numbers"
 

@@ -9,14 +9,16 @@ of a model that was widened as a whole. Offloaded weights stay where they are, t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from psgrad.engine.execution.stored import Stored, as_stored
-from psgrad.engine.execution.weight_sources import InMemory
+from psgrad.engine.execution.weight_sources import InMemory, Quantised
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.transforms.private_torch import buffer_store, parameter_store
 
@@ -108,13 +110,14 @@ def place(
     frozen parameters as `frozen` says: 'as-saved', 'float32' or 'bfloat16'.
 
     Those as saved are float64 where `dtype` is. Parameters that are no plain tensors (quantised ones) keep
-    their type.
+    their bits, and live on the device.
 
     supply: brings offloaded parameters to the device when operators need them; None moves all there at once.
     trained_too: whether those that require a gradient are offloaded, too. They can't be written to then.
     """
     if supply is None:
-        model.to(device)
+        with _without_quantised(model):
+            model.to(device)
     _place_buffers(model, device, dtype)
     made: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
@@ -127,6 +130,20 @@ def place(
             if made[id(parameter)] is not parameter:
                 setattr(module, name, made[id(parameter)])  # recurrent layers keep a second list of theirs
     return model
+
+
+@contextmanager
+def _without_quantised(model: nn.Module) -> Iterator[None]:
+    """Inside, the model has none of its quantised weights: `Module.to` would move their numbers."""
+    stores = [parameter_store(module) for module in model.modules()]
+    held = [(store, name, each) for store in stores for name, each in store.items() if is_quantised(each)]
+    for store, name, _ in held:
+        store[name] = None
+    try:
+        yield
+    finally:
+        for store, name, each in held:
+            store[name] = each
 
 
 def _place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -155,6 +172,9 @@ def _with_data(tensor: Tensor, data: Tensor) -> Tensor:
 def _placed(
     parameter: nn.Parameter, device: torch.device, dtype: torch.dtype, frozen: str, supply: Supply | None
 ) -> nn.Parameter:
+    if is_quantised(parameter):
+        stored: Any = parameter.detach()
+        return nn.Parameter(Stored(stored.source.to(device), dtype), requires_grad=False)
     if not is_plain(parameter):
         parameter.data = parameter.data.to(device)
         return parameter
@@ -179,7 +199,12 @@ def is_plain(parameter: nn.Parameter) -> bool:
     is none.
     """
     plain = type(parameter) in (nn.Parameter, Stored) and type(parameter.data) in (Tensor, Stored)
-    return plain and parameter.dtype in _PLAIN
+    return plain and parameter.dtype in _PLAIN and not is_quantised(parameter)
+
+
+def is_quantised(tensor: Tensor | None) -> bool:
+    """Whether a tensor's numbers are kept in fewer bits."""
+    return isinstance(tensor, Stored) and isinstance(tensor.source, Quantised)
 
 
 def narrowed_to(parameter: nn.Parameter, dtype: torch.dtype, frozen: str) -> torch.dtype | None:

@@ -42,12 +42,13 @@ class SelfCheck:
     gradient's norm, or to a thousandth of the largest among them, so that rounding in a vanishing gradient
     does not count as an error. NaN where the gradient is not finite on either side. rounding: under autocast,
     how far autograd's gradient itself is from its gradient in float32, with which ours is compared where
-    products are float16; else empty.
+    products are float16; else empty. norm_rounding: then the relative errors of our norms against float32's.
     """
 
     rows: list[int]
     errors: list[float]
     rounding: list[float] = field(default_factory=list)
+    norm_rounding: list[float] = field(default_factory=list)
 
     @property
     def worst(self) -> float:
@@ -56,6 +57,10 @@ class SelfCheck:
     @property
     def worst_rounding(self) -> float:
         return _largest(self.rounding)
+
+    @property
+    def worst_norm_rounding(self) -> float:
+        return _largest(self.norm_rounding)
 
 
 def _largest(errors: list[float]) -> float:
@@ -72,7 +77,7 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
         return SelfCheck([], [])
     gradients = stream.gradients_at(rows)
     our_norms = gradients.square_norms().sqrt().tolist()
-    norms, apart, rounded = [], [], []
+    norms, exact_norms, apart, rounded = [], [], [], []
     for index, row in enumerate(rows):
         inputs, target = stream.load(row, row + 1)
         found = _SampleComparison(gradients, index)
@@ -85,6 +90,7 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
             _witness(objective, inputs, target, objective.precision(), halves.__setitem__)
             _witness(objective, inputs, target, nullcontext(), exact.__setitem__)
             rounded.append(math.sqrt(sum(_square(halves[name].double() - exact[name]) for name in halves)))
+            exact_norms.append(math.sqrt(sum(map(_square, exact.values()))))
     scale = max((n for n in norms if math.isfinite(n)), default=0.0)
     errors = [_relative(*found, scale) for found in zip(apart, norms, our_norms, strict=True)]
     kind, tolerances = stream.dtype, [TOLERANCE.get(stream.dtype, 1e-3)] * len(rows)
@@ -92,6 +98,7 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
         _relative(distance, norm, norm, scale) for distance, norm in zip(rounded, norms, strict=False)
     ]
     if objective.autocast == torch.float16:  # without scaled losses autograd would be wrong in float16
+        exact_norms = norms
         kind, tolerances, rounding = torch.float16, [TOLERANCE[torch.float16]] * len(rows), errors
     elif objective.autocast is not None:
         kind = objective.autocast
@@ -100,7 +107,11 @@ def self_check(objective: Objective, stream: Stream, count: int, wanted: int) ->
             for share in rounding
         ]
     _require_agreement(rows, errors, tolerances, kind)
-    return SelfCheck(rows, errors, rounding)
+    of_norms = [
+        _relative(abs(ours - exact), exact, ours, scale)
+        for ours, exact in zip(our_norms, exact_norms, strict=False)
+    ]
+    return SelfCheck(rows, errors, rounding, of_norms)
 
 
 class _SampleComparison:

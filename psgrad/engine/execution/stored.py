@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from psgrad.engine.execution.reused_memory import LARGEST_REUSED, ReusedMemory
-from psgrad.engine.execution.weight_sources import InMemory, WeightSource
+from psgrad.engine.execution.weight_sources import InMemory, Quantised, WeightSource
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.transforms.private_torch import make_wrapper, no_torch_function, schema_of, tree_map
 from psgrad.engine.transforms.rules.casts import with_scaled_cotangent
@@ -79,6 +79,8 @@ class Stored(Tensor):
     ) -> Stored:
         seen = source.layout if view is None else view
         device = torch.device("cpu") if seen.is_meta else seen.device
+        if isinstance(source, Quantised):
+            device = source.device
         if supply is not None:
             device = supply.device
         return make_wrapper(  # type: ignore[no-any-return]
@@ -164,6 +166,11 @@ class Stored(Tensor):
         return Stored(self.source, dtype, self.supply, self.view_of_source)
 
     def _written_by(self, op: Any) -> ModelError:
+        if isinstance(self.source, Quantised):
+            return ModelError(
+                f"the model writes into a quantised weight of shape {tuple(self.shape)} ({op})",
+                next_step="leave model.load out, or name a model that is not quantised",
+            )
         if self.supply is None and isinstance(self.source, InMemory):
             return ModelError(
                 f"the model writes into a frozen weight that is stored as {self.stored_dtype} ({op})",

@@ -1,4 +1,4 @@
-"""Where the numbers of a weight lie: in memory, or in a file that is read and not mapped.
+"""Where the numbers of a weight lie: in memory, in fewer bits, or in a file that is read and not mapped.
 
 A file is read where a mapping of it would do as well, because a disk that fails or a file that was cut then
 is an error that can be named; a mapping would end the process (see docs/decisions/0052-offloaded-weights.md).
@@ -7,7 +7,8 @@ is an error that can be named; a mapping would end the process (see docs/decisio
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
@@ -107,7 +108,35 @@ class WeightFile:
         )
 
 
-class InFile:
+class _InOrder(ABC):
+    """Numbers that can be had from one place to another, in their order."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.layout = torch.empty(shape, dtype=dtype, device="meta")
+
+    def read(self, view: Tensor, *, pinned: bool = False) -> Tensor:
+        if not view.numel():
+            return torch.empty(view.shape, dtype=view.dtype, device=self.device)
+        first = int(view.storage_offset())
+        count = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+        return self._numbers(first, count, pinned).as_strided(view.shape, view.stride())
+
+    def rows(self, view: Tensor, rows: Tensor) -> Tensor:
+        chosen, places = rows.unique(return_inverse=True)
+        if not view.is_contiguous() or len(chosen) > FEW_ROWS * len(view):
+            return self.read(view)[rows.to(self.device)]
+        size = view[0].numel()
+        found = [self._numbers(int(view.storage_offset()) + row * size, size) for row in chosen.tolist()]
+        return torch.stack(found).reshape(len(chosen), *view.shape[1:])[places.to(self.device)]
+
+    @abstractmethod
+    def _numbers(self, first: int, count: int, pinned: bool = False) -> Tensor:
+        """[count]: the numbers from place `first` on."""
+
+
+class InFile(_InOrder):
     """Numbers that lie in a file, one after another in their order.
 
     Args:
@@ -116,23 +145,8 @@ class InFile:
     """
 
     def __init__(self, file: WeightFile, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__(shape, dtype)
         self.file, self.offset = file, offset
-        self.layout = torch.empty(shape, dtype=dtype, device="meta")
-
-    def read(self, view: Tensor, *, pinned: bool = False) -> Tensor:
-        if not view.numel():
-            return torch.empty(view.shape, dtype=view.dtype)
-        first = int(view.storage_offset())
-        count = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
-        return self._numbers(first, count, pinned).as_strided(view.shape, view.stride())
-
-    def rows(self, view: Tensor, rows: Tensor) -> Tensor:
-        chosen, places = rows.unique(return_inverse=True)
-        if not view.is_contiguous() or len(chosen) > FEW_ROWS * len(view):
-            return self.read(view)[rows]
-        size = view[0].numel()
-        found = [self._numbers(int(view.storage_offset()) + row * size, size) for row in chosen.tolist()]
-        return torch.stack(found).reshape(len(chosen), *view.shape[1:])[places]
 
     def _numbers(self, first: int, count: int, pinned: bool = False) -> Tensor:
         kind = self.layout.dtype
@@ -140,3 +154,31 @@ class InFile:
         found = torch.empty(count, dtype=kind, pin_memory=pinned, device="cpu")
         self.file.read_into(found.view(torch.uint8), self.offset + first * kind.itemsize)
         return found
+
+
+class Quantised(_InOrder):
+    """Numbers that are kept in fewer bits, and computed again each time that they are read.
+
+    Args:
+        parts: name -> what is kept of them; `packed` holds the bits.
+        dequantise: (parts, first, count) to the numbers [count] from place `first` on.
+        dtype: of these.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, Tensor], dequantise: Dequantise, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        super().__init__(shape, dtype)
+        self.parts, self.dequantise = dict(parts), dequantise
+        self.device = self.parts["packed"].device
+
+    def to(self, device: torch.device) -> Quantised:
+        """The same on a device."""
+        parts = {name: part.to(device) for name, part in self.parts.items()}
+        return Quantised(parts, self.dequantise, tuple(self.layout.shape), self.layout.dtype)
+
+    def _numbers(self, first: int, count: int, pinned: bool = False) -> Tensor:
+        return self.dequantise(self.parts, first, count)
+
+
+Dequantise = Callable[[Mapping[str, Tensor], int, int], Tensor]

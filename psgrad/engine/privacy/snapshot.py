@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from psgrad.engine.execution.placement import is_quantised
 from psgrad.engine.execution.stored import as_stored
 from psgrad.errors import CheckpointError, ModelError, PsgradError
 
@@ -178,10 +179,10 @@ class Snapshot:
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """name -> [*shape]: all parameters and buffers of a model, a shared one once; the tensors themselves,
-    those in half precision as they are stored.
+    those in half precision as they are stored. Without quantised weights, which nothing can write to.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: as_stored(tensor) for name, tensor in tensors.items()}
+    return {name: as_stored(tensor) for name, tensor in tensors.items() if not is_quantised(tensor)}
 
 
 def _name_of(optimizer: torch.optim.Optimizer) -> str:
@@ -344,8 +345,11 @@ class PublishedTensors:
         )
 
     def _now(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        state = self._model.state_dict()
-        state = {name: as_stored(value) for name, value in state.items() if isinstance(value, Tensor)}
+        state = {
+            name: as_stored(value)
+            for name, value in self._model.state_dict().items()
+            if isinstance(value, Tensor) and not is_quantised(value)
+        }
         return tensors_of(self._model), state
 
     def _of_trained(self) -> dict[str, str]:

@@ -149,6 +149,7 @@ def load_into(
     *,
     prefix: str | None = None,
     strict: bool = True,
+    as_saved: bool = False,
 ) -> str | None:
     """Copies `state_dict` into the model's parameters and buffers; `source` is its name in messages. A
     parameter without memory becomes the tensor itself, which stays where it is.
@@ -156,7 +157,8 @@ def load_into(
     With a `prefix` only names that begin with it are taken, without it. Else the match must be exact, but for
     two things: of the names of a tied tensor one is enough, and a wrapper's prefix is stripped where that,
     and only that, makes the match exact for the names that have it. Without `strict` what fits is copied, and
-    what does not is listed. The returned note says what was stripped or left out. Raises CheckpointError.
+    what does not is listed. `as_saved`: a parameter takes the checkpoint's type where that is wider, so that
+    nothing is rounded. The returned note says what was stripped or left out. Raises CheckpointError.
     """
     chosen = _chosen(model, state_dict, source, prefix)
     fit = _fit(model, chosen.tensors)
@@ -168,6 +170,8 @@ def load_into(
         )
     odd = {line.partition(": ")[0] for line in fit.mismatched}
     kept = {name: tensor for name, tensor in chosen.tensors.items() if name not in odd}
+    if as_saved:
+        _widen(model, kept)
     _copy(model, kept, source)
     notes = chosen.notes(source) if fit.exact else [*chosen.notes(source), fit.loose(source)]
     return "; ".join(notes) or None
@@ -313,6 +317,13 @@ def _with_nearest(names: list[str], others: list[str]) -> list[str]:
     # Only the first few are shown, and the search is quadratic.
     close = ((name, nearest(name, others)) for name in names[:_SHOWN])
     return [f"{name} (nearest: {other})" if other else name for name, other in close] + names[_SHOWN:]
+
+
+def _widen(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in state_dict and state_dict[name].is_floating_point():
+            kind = torch.promote_types(parameter.dtype, state_dict[name].dtype)
+            parameter.data = parameter.data.to(kind)
 
 
 def _copy(model: nn.Module, state_dict: Mapping[str, Tensor], source: str) -> None:

@@ -22,6 +22,7 @@ from psgrad.inputs.models.hub import library
 from psgrad.inputs.models.in_files import built_without_memory, tensors_in_files
 from psgrad.inputs.models.model_folders import adapter_weights, weight_files, weights_file
 from psgrad.inputs.models.pretrained import Pretrained, load_pretrained, pick_for
+from psgrad.inputs.models.quantised import require_frozen, require_whole
 from psgrad.inputs.sources.file_checks import sha256_of
 from psgrad.results.manifest import ModelOrigin
 from psgrad.user_code import call_factory, module_of
@@ -68,19 +69,22 @@ def load_model(
     """
     config = at_checkpoint(config, base)
     if config.pretrained is not None:
+        files = in_files and config.checkpoint is None
         made = _from_pretrained(
-            config, base, narrow=trainable is None, allow_download=allow_download, in_files=in_files
+            config, base, narrow=trainable is None, allow_download=allow_download, in_files=files
         )
     elif config.timm is not None:
         made = load_timm(config)
     else:
         made = (_in_files(config, base) if in_files else None) or _of_factory(_built(config, base), config)
-    if config.checkpoint is not None and made.sha256 is None:
+    if config.checkpoint is not None and (config.pretrained is not None or made.sha256 is None):
+        require_whole(made.model, config)
         made = _filled(made, config, base / config.checkpoint)
     elif config.pretrained is None:
         made.notes.append("no checkpoint: the weights are those that the factory gave")
     if trainable is not None:
         choose_trainable(made.model, trainable, trainable_key)
+    require_frozen(made.model, config, trainable is not None)
     _require_usable_parameters(made.model, config.factory or config.pretrained or str(config.timm))
     made.model.train(config.mode == "train")
     _require_independent_samples(made.model)
@@ -140,6 +144,7 @@ def _filled(
         str(config.checkpoint),
         prefix=config.state_dict_prefix,
         strict=config.strict,
+        as_saved=config.pretrained is not None,
     )
     notes = [*made.notes, *found.notes, *([note] if note else [])]
     return replace(made, notes=notes, sha256=checkpoint_hash(path))

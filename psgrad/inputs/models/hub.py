@@ -5,10 +5,12 @@ hub id in the local cache of huggingface_hub. Libraries of Hugging Face are impo
 from __future__ import annotations
 
 import importlib
+import logging
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -33,12 +35,35 @@ class LocalFolder:
     downloaded: str | None = None
 
 
+QUANTISED = ("bitsandbytes", "accelerate")
+"""The libraries of the extra `quantised`."""
+
+
 def library(name: str, extra: str = "hugging-face") -> ModuleType:
     """A library that psgrad needs for some configs only. Raises ModelError that names the extra."""
     try:
-        return importlib.import_module(name)
+        with _no_fetched_kernels() if name in ("bitsandbytes", "peft") else nullcontext():
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise not_installed(error.name or name, extra) from error
+
+
+@contextmanager
+def _no_fetched_kernels() -> Iterator[None]:
+    """Inside, bitsandbytes, which peft imports too, fetches no kernel from the hub for its own forward on a
+    CPU, and does not warn that it has none: it would be code of others, and psgrad does not use it.
+    """
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    module, level = sys.modules.get("kernels"), log.level
+    sys.modules["kernels"] = None  # type: ignore[assignment]
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        del sys.modules["kernels"]
+        if module is not None:
+            sys.modules["kernels"] = module
 
 
 def not_installed(name: str, extra: str) -> ModelError:

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from psgrad.config.model import ModelConfig
 from psgrad.errors import CheckpointError, ConfigError
@@ -23,10 +23,6 @@ from psgrad.inputs.models.checkpoint_headers import (
 from psgrad.inputs.models.hub import LocalFolder, is_hub_id
 from psgrad.inputs.sources.file_checks import require_file, sha256_of
 
-if TYPE_CHECKING:
-    import torch
-
-
 NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -34,6 +30,8 @@ NAMES = (
     "pytorch_model.bin.index.json",
 )
 _SHOWN = 8
+# Tensors that belong to weights of fewer bits, as bitsandbytes names them.
+_OF_BITS = ("absmax", "quant_map", "SCB")
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -113,30 +111,36 @@ def weight_files(path: Path) -> list[Path]:
     return [path, *(path.parent / shard for shard in sorted(set(weight_map(path, suffix).values())))]
 
 
-def dtype_of_weights(path: Path) -> torch.dtype:
-    """The floating-point type of most numbers of the weights; config.json may be of another copy."""
-    import torch
-
-    from psgrad.inputs.models.checkpoints import state_dict_in
-    from psgrad.inputs.models.torch_files import read_torch
-
+def precision_of_weights(path: Path) -> str:
+    """The floating-point type of most numbers of the weights, such as bfloat16; config.json may be of another
+    copy.
+    """
     headers = weight_headers(path)
     counts: Counter[str] = Counter()
     if headers is not None:
-        for tensor in headers.values():
-            if tensor.dtype in _FLOATS:
+        for name, tensor in headers.items():
+            if tensor.dtype in _FLOATS and not name.endswith(_OF_BITS):
                 counts[_FLOATS[tensor.dtype]] += math.prod(tensor.shape)
     else:
+        from psgrad.inputs.models.checkpoints import state_dict_in
+        from psgrad.inputs.models.torch_files import read_torch
+
         for file in weight_files(path):
             if file.suffix == ".json":
                 continue
             for value in state_dict_in(read_torch(file, "meta"), None, file).values():
                 if value.is_floating_point():
                     counts[str(value.dtype).removeprefix("torch.")] += value.numel()
-    if not counts:
-        return torch.float32
-    kind: torch.dtype = getattr(torch, counts.most_common(1)[0][0])
-    return kind
+    return counts.most_common(1)[0][0] if counts else "float32"
+
+
+def automatic_precision(saved: str) -> str:
+    """What `engine.dtype: auto` is for weights that are saved in a precision.
+
+    float32 for float16: only `analyze` scales losses, one by one, so that small gradients do not vanish,
+    and a CPU multiplies float16 several times more slowly. Widening is exact.
+    """
+    return "float32" if saved == "float16" else saved
 
 
 SETTINGS = "adapter_config.json"

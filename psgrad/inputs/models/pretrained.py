@@ -22,12 +22,13 @@ from psgrad.inputs.models.hub import LocalFolder, library, located, quiet
 from psgrad.inputs.models.in_files import built_without_memory, plain_tensors, tensors_in_files
 from psgrad.inputs.models.model_folders import (
     config_of,
-    dtype_of_weights,
+    precision_of_weights,
     require_model_folder,
     saved_as,
     weights_file,
 )
 from psgrad.inputs.models.pretrained_checks import require_head
+from psgrad.inputs.models.quantised import quantisation, store_weights
 from psgrad.wording import first_line, first_of
 
 AUTO_CLASSES: Mapping[Task, str] = {
@@ -42,7 +43,6 @@ AUTO_CLASSES: Mapping[Task, str] = {
     "regression": "AutoModelForSequenceClassification",
 }
 _SHOWN = 8
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,14 @@ class Pretrained:
         folder: the local folder of the model: the one that the config names, or a cached snapshot.
         task: what the model does.
         config: transformers' config object of the model (id2label, pad_token_id, problem_type, ...).
+        precision: the floating-point type of most numbers of its files, such as bfloat16.
         allow_download: whether hub ids that are not in the local cache may be downloaded.
     """
 
     folder: Path
     task: Task
     config: Any
+    precision: str = "float32"
     allow_download: bool = False
 
 
@@ -104,19 +106,23 @@ def load_pretrained(
     settings = read_settings(location.folder, config)
     weights = weights_file(location.folder)
     kind = _class_for(config.task, settings)
-    dtype = _DTYPES.get(config.dtype) if narrow else None
-    dtype = dtype_of_weights(weights) if dtype is None else dtype
+    precision = precision_of_weights(weights)
+    dtype = getattr(torch, config.dtype if narrow and config.dtype != "as-saved" else precision)
     with quiet(), torch.random.fork_rng(devices=[]):
-        read = _read_in_files(kind, weights, settings, config, dtype) if in_files else None
-        model, report = read or _read(kind, location.folder, settings, config, dtype)
+        fewer_bits = quantisation(config, kind, settings)
+        files = in_files and not fewer_bits
+        read = _read_in_files(kind, weights, settings, config, dtype) if files else None
+        model, report = read or _read(kind, location.folder, settings, config, dtype, fewer_bits)
     notes = _checked(report, config, location.folder)
+    if fewer_bits:
+        notes.append(store_weights(model))
     require_head(config, location.folder, {**config_of(location.folder), **config.kwargs})
     notes += [location.downloaded] if location.downloaded else []
     if config.trust_remote_code:
         notes.append(f"trust_remote_code is on: Python code in {config.pretrained} was allowed to run")
     for part in {id(each): each for each in _settings_of(model)}.values():
         part.use_cache = False  # keys and values that no loss reads
-    pretrained = Pretrained(location.folder, config.task, model.config, allow_download)
+    pretrained = Pretrained(location.folder, config.task, model.config, precision, allow_download)
     return PretrainedModel(model, pretrained, location, weights, notes, [f"{type(model).__module__}"])
 
 
@@ -224,9 +230,16 @@ def _read_in_files(
 
 
 def _read(
-    kind: Any, folder: Path, settings: Any, config: ModelConfig, dtype: torch.dtype
+    kind: Any,
+    folder: Path,
+    settings: Any,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    more: Mapping[str, Any],
 ) -> tuple[Any, Mapping[str, Any]]:
-    """(the model, transformers' report about its keys). `auto` is sdpa where the model has it."""
+    """(the model, transformers' report about its keys). `auto` is sdpa where the model has it. more:
+    arguments of from_pretrained.
+    """
     tried = ["sdpa", "eager"] if config.attention == "auto" else [config.attention]
     for attention in tried:
         try:
@@ -238,6 +251,7 @@ def _read(
                 local_files_only=True,
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
+                **more,
             )
         except Exception as error:
             if "attention" in str(error).lower() and isinstance(error, ValueError | ImportError):

@@ -14,13 +14,22 @@ from typing import Any
 from psgrad.config.model import ModelConfig, NewAdapterConfig
 from psgrad.errors import CheckpointError, ConfigError, ModelError
 from psgrad.inputs.models.checkpoint_headers import TensorHeader, checkpoint_header
-from psgrad.inputs.models.hub import LocalFolder, is_hub_id, located, not_installed, what_is_fetched
+from psgrad.inputs.models.hub import (
+    QUANTISED,
+    LocalFolder,
+    is_hub_id,
+    located,
+    not_installed,
+    what_is_fetched,
+)
 from psgrad.inputs.models.model_folders import (
     SETTINGS,
     WEIGHTS,
     adapter_weights,
+    automatic_precision,
     base_notes,
     config_of,
+    precision_of_weights,
     read_adapter_settings,
     require_model_folder,
     saved_as,
@@ -51,6 +60,9 @@ def library_problems(model: ModelConfig) -> Iterator[ModelError]:
     for name in needed:
         if importlib.util.find_spec(name) is None:
             yield not_installed(name, "hugging-face")
+    for name in QUANTISED if model.load is not None else ():
+        if importlib.util.find_spec(name) is None:
+            yield not_installed(name, "quantised")
 
 
 def pretrained_facts(model: ModelConfig, base: Path, *, allow_download: bool = False) -> str:
@@ -70,7 +82,11 @@ def pretrained_facts(model: ModelConfig, base: Path, *, allow_download: bool = F
     for tensor in headers.values():
         numbers[tensor.dtype] += math.prod(tensor.shape)
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in numbers.most_common())
-    return f"{model.pretrained}: {settings.get('model_type')}, {model.task}; numbers: {kinds}"
+    computed = automatic_precision(precision_of_weights(weights_file(location.folder)))
+    return (
+        f"{model.pretrained}: {settings.get('model_type')}, {model.task}; numbers: {kinds};"
+        f" engine.dtype: auto is {computed}"
+    )
 
 
 def adapter_facts(
@@ -157,8 +173,11 @@ def require_head(model: ModelConfig, folder: Path, settings: Mapping[str, Any]) 
 def _require_places(
     folder: Path, headers: Mapping[str, TensorHeader], base: Mapping[str, TensorHeader]
 ) -> None:
-    """Raises CheckpointError where LoRA's matrices and the layers of the base differ in width."""
-    ends = {_inner(name.removesuffix(".weight")): each.shape for name, each in base.items()}
+    """Raises CheckpointError where LoRA's matrices and the layers of the base differ in width. Packed bits of
+    bitsandbytes have no width.
+    """
+    whole = {name: each.shape for name, each in base.items() if f"{name}.absmax" not in base}
+    ends = {_inner(name.removesuffix(".weight")): shape for name, shape in whole.items()}
     for name, matrix in headers.items():
         layer = ends.get(_inner(name.removesuffix(_LORA))) if name.endswith(_LORA) else None
         if layer is not None and len(layer) == 2 and matrix.shape[-1] not in layer:
