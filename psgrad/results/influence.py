@@ -45,7 +45,6 @@ QUERY_COLUMNS = (
     "confidence",
     "measurement",
     "agreement",
-    "cluster",
     "status",
 )
 TRAINING_COLUMNS = (
@@ -166,7 +165,7 @@ class InfluenceResult(ShortRepr):
     `check` what a few such changes are where training goes on; None where that was not tried. `measurement`
     is what of a query is explained, and `larger_is_worse` its sense. `facts` are what the method says of its
     fit (damping, residual, iterations, spectrum), for each checkpoint; `warnings` are for people. `questions`
-    has the answers about groups, contrasts and clusters. `evaluations` has what earlier evaluations of the
+    has the answers about groups and contrasts. `evaluations` has what earlier evaluations of the
     same scores found, kind -> its part of evaluation.json. `tokens` has the ranked pairs of the
     shown queries token by token, with `level: token`. `manifest` is what manifest.json holds: see
     `psgrad.results.manifest`.

@@ -120,7 +120,7 @@ def _reasons(frame: pd.DataFrame, choice: Choice) -> pd.Series[Any]:
     if choice.drop:
         highest = None if choice.by is None else f"among the highest {choice.top} by {choice.by}"
         wanted = " and ".join(each for each in (choice.where, highest) if each is not None)
-        return pd.Series(np.where(reasons.isna(), wanted, None), frame.index, dtype=object)
+        return reasons.isna().map({True: wanted, False: None})
     return reasons
 
 
