@@ -251,7 +251,7 @@ def evaluate_influence(
     **objects: Unpack[Live],
 ) -> EvaluationResult:
     """Retrain, and see whether the scores are true; `psgrad influence --evaluate`. kind: 'lds', 'loo',
-    'mislabel' or 'removal'.
+    'removal' or 'curve'.
     """
     from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from scipy import stats
 
 from tests.influence_workplace import QUERIES, InfluenceWorkplace
 from tests.workflows.test_influence_evaluation import DECAY, EvaluationWorkplace
@@ -75,39 +74,6 @@ def test_influence_groups_in_parts_are_those_of_one_run(place: EvaluationWorkpla
     assert place.command("merge", "parts", "--no-report").code == 0
     for name, whole in one.items():
         pd.testing.assert_frame_equal(table(place, name, "parts"), whole)
-
-
-@pytest.mark.long
-def test_evaluate_groups_is_what_numpy_retrains(place: EvaluationWorkplace) -> None:
-    place.section["groups"] = "doc"
-    place.section["method"] = {
-        "name": "influence",
-        "damping": 0.0,
-        "weight_decay": DECAY,
-        "curvature": "hessian",
-    }
-    found = place.evaluated("groups")["groups"]
-    points = table(place, "evaluation_points", "out-groups")
-    whole = place.losses(place.minimum)
-    for group, rows in points.groupby("group"):
-        without = place.retrained(np.flatnonzero(group != GROUPS))
-        np.testing.assert_allclose(rows["actual"], without - whole, rtol=0, atol=1e-8)
-    line = stats.linregress(points["predicted"], points["actual"])
-    assert found["slope"] == pytest.approx(line.slope)
-    assert (found["groups"], found["models"]) == (5, 6)
-    assert "rows in the group" in found["methods"]
-
-
-def test_evaluate_groups_without_a_column(place: EvaluationWorkplace) -> None:
-    place.influence("--evaluate", "groups").refused(
-        2, "influence.groups names no column", "set influence.groups"
-    )
-
-
-def test_evaluate_groups_needs_three(place: EvaluationWorkplace) -> None:
-    place.save(doc=np.array(["a", "b"] * (ROWS // 2)))
-    place.section["groups"] = "doc"
-    place.influence("--evaluate", "groups").refused(2, "the column doc has 2 groups", "at least 3")
 
 
 # -- removal curves ------------------------------------------------------------------------------------------
