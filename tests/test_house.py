@@ -59,8 +59,8 @@ CHECKER = "psgrad.engine.execution.self_check"
 CHECKER_IS_FOR = {"psgrad.workflows.setup", "psgrad.workflows.run_manifest"}
 RIVALS = ("torch.func", "torch.autograd", "torch._functorch", "torch._C._functorch", "functorch")
 
-# part of psgrad -> (its lines when this was written last, the goal). A part does not grow: what comes in takes
-# the place of something. Where a part has shrunk, its number is lowered.
+# part of psgrad -> (its lines when this was written last, the goal). A part does not grow: what comes in
+# replaces something. Where a part has shrunk, its number is lowered.
 LINES = {
     "cli": (2_491, 1_700),
     "workflows": (11_240, 5_000),
