@@ -88,9 +88,9 @@ def select(
             if copied:
                 _copy(data, base, _kept(data, base, frame[chosen], count), output, file)
             else:
-                _write_list(_places(frame[chosen]), output, file)
+                _write_list(_places(frame[chosen], data), output, file)
         if rejected is not None:
-            others = _places(frame[~chosen]).assign(reason=reasons[~chosen])
+            others = _places(frame[~chosen], data).assign(reason=reasons[~chosen])
             with written_atomically(rejected) as file:
                 _write_list(others, rejected, file)
     except OSError as error:
@@ -208,7 +208,7 @@ def _unchanged(run: Path, manifest: dict[str, Any], data: DataConfig, base: Path
 def _suffixes(data: DataConfig, base: Path) -> tuple[str, ...]:
     """The suffixes of a file into which rows themselves are copied; none where only ids can be written."""
     if data.dataset is not None and not data.streaming:
-        return (".parquet",)
+        return () if data.group else (".parquet",)  # its groups are not read here
     return () if data.path is None else row_suffixes(source_of(data, base)[0])
 
 
@@ -236,9 +236,9 @@ def _require_free(output: Path, files: Sequence[Path], overwrite: bool) -> None:
 
 def _kept(data: DataConfig, base: Path, chosen: pd.DataFrame, count: int) -> Kept:
     """[n]: which rows of the dataset are chosen, or are in a group that is. Raises DataError."""
-    if data.group is None or data.path is None:
+    if data.group is None:
         kept = np.zeros(count, bool)
-        kept[_places(chosen)["index"]] = True
+        kept[_places(chosen, data)["index"]] = True
         return kept
     source, paths = source_of(data, base)
     assert isinstance(source, TableSource)
@@ -258,8 +258,10 @@ def _copy(data: DataConfig, base: Path, kept: Kept, output: Path, file: BinaryIO
         library_dataset(data, base).select(np.flatnonzero(kept)).to_parquet(file)
 
 
-def _places(frame: pd.DataFrame) -> pd.DataFrame:
-    """The `id` of each row, and its `index` in the whole dataset."""
+def _places(frame: pd.DataFrame, data: DataConfig) -> pd.DataFrame:
+    """The `id` of each row, and its `index` in the whole dataset; of groups of rows the ids."""
+    if data.group is not None:
+        return pd.DataFrame({"id": frame["id"]})
     place = "dataset_row" if "dataset_row" in frame else "index"
     return pd.DataFrame({"id": frame["id"], "index": frame[place]})
 
@@ -275,7 +277,7 @@ def _write_list(table: pd.DataFrame, output: Path, file: BinaryIO) -> None:
         rows = (json.dumps(row, ensure_ascii=False) for row in table.to_dict("records"))
         file.write("".join(f"{row}\n" for row in rows).encode())
     else:
-        columns = table.drop(columns="index").astype(str)
+        columns = table.drop(columns="index", errors="ignore").astype(str)
         lines = ["\t".join(row) for row in columns.itertuples(index=False)]
         broken = [line for line in lines if "\n" in line or "\r" in line]
         if broken:

@@ -123,6 +123,18 @@ def test_other_tables_become_jsonl_parquet_or_lines(workplace: Workplace, suffix
     assert np.array_equal(found[COLUMNS].to_numpy("f4"), wanted[COLUMNS].to_numpy("f4"))
 
 
+def test_long_cells_and_odd_line_ends_of_csv_are_copied(tmp_path: Path) -> None:
+    cells = [["a", "b"], ["x" * 200_000, "1\r2"], ["\ufeffé", 'say "hi", twice']]
+    with (tmp_path / "data.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file, lineterminator="\r\n").writerows([cells[0], [], *cells[1:]])
+    with (tmp_path / "clean.csv").open("wb") as target:
+        copy_rows([tmp_path / "data.csv"], np.ones(2, bool), Path("clean.csv"), target)
+    with (tmp_path / "clean.csv").open(newline="", encoding="utf-8") as file:
+        limit = csv.field_size_limit(1 << 20)
+        assert list(csv.reader(file)) == cells
+        csv.field_size_limit(limit)
+
+
 def test_files_with_another_number_of_rows_are_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text("one\ntwo\n")
     for count, words in ((1, "more rows"), (3, "fewer rows")):
@@ -146,6 +158,17 @@ def test_ids_of_rows_drawn_at_random_have_their_place_in_the_dataset(workplace: 
     workplace.succeeded("--no-report", "--limit", "8", "--sample")
     selected(workplace, "index >= 0", "drawn.csv")
     assert pd.read_csv("drawn.csv")["index"].tolist() == workplace.samples()["dataset_row"].tolist()
+
+
+def test_groups_of_the_datasets_library_are_not_copied_by_their_place(workplace: Workplace) -> None:
+    datasets = pytest.importorskip("datasets")
+    columns = {"x": workplace.arrays["x"].tolist(), "y": workplace.arrays["y"].tolist()}
+    groups = [f"doc-{row // 3}" for row in range(ROWS)]
+    datasets.Dataset.from_dict(columns | {"doc": groups}).save_to_disk("set")
+    workplace.config["data"] = {"dataset": "set", "inputs": "x", "target": "y", "group": "doc"}
+    workplace.succeeded("--no-report")
+    selected(workplace, "index >= 6", "last.parquet")
+    assert pd.read_parquet("last.parquet").to_dict("list") == {"id": ["doc-6", "doc-7"]}
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.file_checks import lines_of, open_text, text_lines
-from psgrad.inputs.sources.formats.csv import CSV
+from psgrad.inputs.sources.formats.csv import CSV, long_cells
 from psgrad.inputs.sources.formats.json import JSON, TXT, objects
 from psgrad.inputs.sources.source import BatchSource, LineSource, Source, source_for
 
@@ -76,7 +76,8 @@ def copy_rows(files: Sequence[Path], kept: Kept, output: Path, file: BinaryIO) -
             text = io.TextIOWrapper(file, encoding="utf-8", newline="")
             delimiter = "\t" if output.suffix == ".tsv" else ","
             writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
-            _copy_cells(files, source.delimiter, rows, writer)
+            with long_cells():
+                _copy_cells(files, source.delimiter, rows, writer)
             text.detach()  # it flushes, and leaves the file open
         elif isinstance(source, BatchSource):
             _copy_batches(source, files, rows, file)

@@ -12,7 +12,7 @@ import csv
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -306,25 +306,33 @@ def _by_line_ends(path: Path, wanted: list[int]) -> dict[int, int]:
     return {row: int(lines[row]) for row in wanted if row < len(lines)}
 
 
-def _by_cells(path: Path, wanted: list[int]) -> dict[int, int]:
-    result: dict[int, int] = {}
+@contextmanager
+def long_cells() -> Iterator[None]:
+    """While the block runs, Python's reader takes cells of any length."""
     limit = csv.field_size_limit(sys.maxsize)
     try:
-        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-            row, begin, remaining = -1, 1, iter(wanted)
-            next_row = next(remaining, None)
-            for cells in reader:
-                if cells:  # a blank line is no row
-                    if row == next_row:
-                        result[row] = begin
-                        next_row = next(remaining, None)
-                        if next_row is None:
-                            break
-                    row += 1
-                begin = reader.line_num + 1
-    except csv.Error:
-        pass  # the lines so far are right
+        yield
     finally:
         csv.field_size_limit(limit)
+
+
+def _by_cells(path: Path, wanted: list[int]) -> dict[int, int]:
+    result: dict[int, int] = {}
+    with (
+        suppress(csv.Error),  # the lines so far are right
+        long_cells(),
+        path.open(encoding="utf-8-sig", errors="replace", newline="") as file,
+    ):
+        reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+        row, begin, remaining = -1, 1, iter(wanted)
+        next_row = next(remaining, None)
+        for cells in reader:
+            if cells:  # a blank line is no row
+                if row == next_row:
+                    result[row] = begin
+                    next_row = next(remaining, None)
+                    if next_row is None:
+                        break
+                row += 1
+            begin = reader.line_num + 1
     return result
