@@ -77,6 +77,8 @@ def select(
     for path in (output, *([] if rejected is None else [rejected])):
         _require_free(path, files, overwrite)
     if rejected is not None:
+        if rejected.resolve() == output.resolve():
+            raise ConfigError(f"--rejected and --output both name {output}", expected="two files")
         _require_name(rejected, _LISTS, "the rows that are not written")
     frame = _samples(run)
     reasons = _reasons(frame, choice)
@@ -214,11 +216,12 @@ def _suffixes(data: DataConfig, base: Path) -> tuple[str, ...]:
 
 def _require_name(output: Path, suffixes: Sequence[str], source: str) -> None:
     """Raises ConfigError for a name that does not say how rows, or their ids, are written."""
-    if output.suffix.lower() not in (*suffixes, ".txt"):
+    suffixes = tuple(dict.fromkeys((*suffixes, ".txt")))
+    if output.suffix.lower() not in suffixes:
         ending = f"ends in {output.suffix}" if output.suffix else "has no suffix"
         raise ConfigError(
             f"{output} {ending}; what is written is of {source}",
-            expected=f"a name that ends in {' or '.join(suffixes)}, or in .txt for the ids of the rows",
+            expected=f"a name that ends in one of {', '.join(suffixes)}",
         )
 
 

@@ -280,6 +280,7 @@ def test_select_from_python(workplace: Workplace) -> None:
         (("label == 1", "clean.npz"), 2, "clean.npz ends in .npz; what is written is of data.npz"),
         (("label == 1", "clean"), 2, "clean has no suffix"),
         (("label == 1", "clean.csv", "--rejected", "a.yaml"), 2, "a.yaml ends in .yaml"),
+        (("label == 1", "clean.csv", "--rejected", "./clean.csv"), 2, "both name clean.csv"),
         (("label == 1", "clean.csv", "--by", "grad_norm"), 2, "--by and --top belong together"),
         (("label == 1", "clean.csv", "--by", "id", "--top", "2"), 2, "no column of numbers 'id'"),
         (("label == 1", "clean.csv", "--by", "loss", "--top", "0"), 2, "--top 0 is no amount"),

@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -74,10 +74,13 @@ def copy_rows(files: Sequence[Path], kept: Kept, output: Path, file: BinaryIO) -
     with errors_of_damage(files[0], source.name):
         if isinstance(source, CSV):
             text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-            delimiter = "\t" if output.suffix == ".tsv" else ","
-            writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
+            delimiter = "\t" if output.suffix.lower() == ".tsv" else ","
+            plain = csv.writer(text, delimiter=delimiter, lineterminator="\n")
+            quoted = csv.writer(text, delimiter=delimiter, lineterminator="\n", quoting=csv.QUOTE_ALL)
             with long_cells():
-                _copy_cells(files, source.delimiter, rows, writer)
+                for cells in _cells(files, source.delimiter, rows):
+                    # The plain one leaves a carriage return without quotes, which then ends the row.
+                    (quoted if any("\r" in cell for cell in cells) else plain).writerow(cells)
             text.detach()  # it flushes, and leaves the file open
         elif isinstance(source, BatchSource):
             _copy_batches(source, files, rows, file)
@@ -96,8 +99,10 @@ def _lines(source: Source, path: Path) -> Iterator[str]:
         yield from (line for _, line in text_lines(path))
 
 
-def _copy_cells(files: Sequence[Path], delimiter: str, kept: KeptRows, writer: Any) -> None:
-    """Cells are copied as text, so that a number keeps its spelling. Blank lines are no rows."""
+def _cells(files: Sequence[Path], delimiter: str, kept: KeptRows) -> Iterator[list[str]]:
+    """The names of the columns, then the cells of each kept row as text, so that a number keeps its spelling.
+    Blank lines are no rows.
+    """
     first: list[str] | None = None
     for path in files:
         with open_text(path) as file:
@@ -105,13 +110,13 @@ def _copy_cells(files: Sequence[Path], delimiter: str, kept: KeptRows, writer: A
             names = next(rows, [])
             if first is None:
                 first = names
-                writer.writerow(names)
+                yield names
             elif names != first:
                 raise DataError(
                     f"the header of {path} is not that of {files[0]}",
                     expected="the same columns in the same order, as one file has one header",
                 )
-            writer.writerows(cells for cells in rows if kept.next()[0])
+            yield from (cells for cells in rows if kept.next()[0])
 
 
 def _copy_batches(source: BatchSource, files: Sequence[Path], kept: KeptRows, file: BinaryIO) -> None:
