@@ -63,9 +63,9 @@ RIVALS = ("torch.func", "torch.autograd", "torch._functorch", "torch._C._functor
 # replaces something. Where a part has shrunk, its number is lowered.
 LINES = {
     "cli": (2_491, 1_700),
-    "workflows": (11_240, 5_000),
+    "workflows": (11_245, 5_000),
     "storage, results": (4_346, 4_000),
-    "inputs": (8_760, 5_000),
+    "inputs": (8_774, 5_000),
     "inputs/models": (3_278, 2_000),
     "config": (3_143, 2_200),
     "quality": (2_143, 1_800),
