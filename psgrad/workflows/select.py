@@ -116,9 +116,11 @@ def _reasons(frame: pd.DataFrame, choice: Choice) -> pd.Series[Any]:
         values = _column(frame, choice.by)[reasons.isna()]
         count = _amount(choice.top, len(values))
         ranks = values.rank(method="first", ascending=False)  # a value that is not a number has none
-        for row in values.index[~(ranks <= count)]:
-            place = "without a rank" if pd.isna(ranks[row]) else f"rank {int(ranks[row])}"
-            reasons[row] = f"{place} by {choice.by}, not among the highest {choice.top}"
+        others = ranks[~(ranks <= count)]
+        places = ["without a rank" if np.isnan(rank) else f"rank {int(rank)}" for rank in others]
+        reasons[others.index] = [
+            f"{place} by {choice.by}, not among the highest {choice.top}" for place in places
+        ]
     if choice.drop:
         highest = None if choice.by is None else f"among the highest {choice.top} by {choice.by}"
         wanted = " and ".join(each for each in (choice.where, highest) if each is not None)
