@@ -39,8 +39,8 @@ from influence_ours import examples, fitted
 from influence_truth import Array, Bench
 
 from benchmarks.script import command_line, write_json
+from psgrad.engine.influence.evaluation.controls import controls
 from psgrad.engine.influence.evaluation.metrics import ceiling, lds, lds_mean
-from psgrad.engine.influence.evaluation.mislabel import controls
 from psgrad.engine.influence.evaluation.statistics import damped, has_damping, score_matrix
 from psgrad.engine.influence.method import Checkpoint, Method
 from psgrad.engine.influence.methods.datainf import DataInf

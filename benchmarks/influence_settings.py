@@ -56,9 +56,9 @@ from norms import machine
 from torch import Tensor, nn
 
 from psgrad.engine.execution.objective import Criterion
+from psgrad.engine.influence.evaluation.controls import controls, own_controls
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Recipe
 from psgrad.engine.influence.evaluation.metrics import ceiling, lds, random_subsets, rows_of
-from psgrad.engine.influence.evaluation.mislabel import controls, own_controls
 from psgrad.engine.influence.evaluation.retraining import EnsembleTrainer, measured
 from psgrad.engine.influence.methods.datainf import DataInf
 from psgrad.engine.influence.methods.ekfac import EKFAC

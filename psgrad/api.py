@@ -176,12 +176,23 @@ def diff(a: AnyPath, b: AnyPath, *, top: int = 20) -> Comparison:
 
 
 def select(
-    run: AnyPath, where: str, *, output: AnyPath, drop: bool = False, overwrite: bool = False
+    run: AnyPath,
+    where: str | None = None,
+    *,
+    output: AnyPath,
+    by: str | None = None,
+    top: str | None = None,
+    drop: bool = False,
+    rejected: AnyPath | None = None,
+    overwrite: bool = False,
 ) -> Selection:
-    """Write the rows of a finished run's dataset for which a condition holds; `psgrad select`."""
+    """Write the rows of a finished run's dataset that are chosen; `psgrad select`."""
+    from psgrad.workflows.select import Choice
     from psgrad.workflows.select import select as run_select
 
-    return run_select(Path(run), where, output=Path(output), drop=drop, overwrite=overwrite)
+    others = None if rejected is None else Path(rejected)
+    choice = Choice(where, by, top, drop)
+    return run_select(Path(run), choice, output=Path(output), rejected=others, overwrite=overwrite)
 
 
 def plan(config: AnyConfig | None = None, **objects: Unpack[Objects]) -> PlanResult:
@@ -240,7 +251,7 @@ def evaluate_influence(
     **objects: Unpack[Live],
 ) -> EvaluationResult:
     """Retrain, and see whether the scores are true; `psgrad influence --evaluate`. kind: 'lds', 'loo',
-    'mislabel' or 'removal'.
+    'removal' or 'curve'.
     """
     from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
 

@@ -40,13 +40,6 @@ def digits_report(target: Path, folder: Path) -> None:
         browser.close()
 
 
-def influence_sheet(target: Path, folder: Path) -> None:
-    """The sheet of the one query in the guide to influence."""
-    settings = ("--set", "influence.queries.rows=[5]", "--top", "5")
-    psgrad("influence", "configs/digits-influence.yaml", *settings, "--output", str(folder / "run"))
-    shutil.copy(folder / "run" / "plots" / "query_1_sheet.png", target)
-
-
 def dp_plan(target: Path, folder: Path) -> None:
     """The figure of `psgrad dp-step --plan`."""
     psgrad("dp-step", "configs/digits-dp.yaml", "--plan", "--output", str(folder / "run"))
@@ -55,7 +48,6 @@ def dp_plan(target: Path, folder: Path) -> None:
 
 PICTURES: Mapping[str, Callable[[Path, Path], None]] = {
     "digits-report": digits_report,
-    "influence-sheet": influence_sheet,
     "dp-plan": dp_plan,
 }
 """name -> what makes docs/<name>.png, from the path of the picture and an empty folder."""

@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 class CheckFormat(StrEnum):
     terminal = "terminal"
     json = "json"
-    csv = "csv"
     junit = "junit"
     sarif = "sarif"
     github = "github"
-    gitlab = "gitlab"
     markdown = "markdown"
 
 

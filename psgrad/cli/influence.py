@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 class EvaluationKind(StrEnum):
     loo = "loo"
     lds = "lds"
-    mislabel = "mislabel"
     removal = "removal"
-    groups = "groups"
     curve = "curve"
 
 
@@ -75,9 +73,9 @@ Evaluate = Annotated[
     typer.Option(
         "--evaluate",
         help=(
-            "Do not rank, but retrain and compare: without one example (loo), on subsets (lds), with wrong"
-            " labels (mislabel), without each query's strongest proponents (removal), without one group of"
-            " influence.groups (groups), or without the rows that help or hurt all queries most (curve)."
+            "Do not rank, but retrain and compare: without one example (loo), on subsets (lds), without"
+            " each query's strongest proponents (removal), or without the rows that help or hurt all queries"
+            " most (curve)."
         ),
     ),
 ]

@@ -212,8 +212,6 @@ class InfluenceConfig(ConfigSection):
     """
     contrast: list[Annotated[list[str | int], Field(min_length=2, max_length=2)]] | None = None
     """Pairs of ids of queries: which training examples help the first one more than the second."""
-    clusters: Annotated[int, Field(ge=2)] | Literal["auto"] | None = None
-    """So many clusters of queries that depend on the same training examples; auto chooses how many."""
     index: IndexConfig | None = None
     """An index of the training gradients, built by `psgrad influence index`."""
     index_search: IndexSearchConfig = Field(default_factory=IndexSearchConfig)
@@ -276,7 +274,6 @@ class InfluenceConfig(ConfigSection):
         given = {
             "groups": self.groups is not None,
             "contrast": self.contrast is not None,
-            "clusters": self.clusters is not None,
             "over_queries: max": self.over_queries == "max",
             f"layers: {self.layers}": self.layers != "none",
             f"normalize: {self.normalize}": self.normalize != "none",

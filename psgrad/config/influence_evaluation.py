@@ -21,7 +21,7 @@ class MethodConfig(NamedSection):
     """A known method, or module:Class; the other keys are its options."""
 
 
-EvaluationKind = Literal["loo", "lds", "mislabel", "removal", "groups", "curve"]
+EvaluationKind = Literal["loo", "lds", "removal", "curve"]
 
 _STEPS = frozenset({"epochs", "batch_size", "learning_rate", "schedule"})
 # The options of each optimizer, in addition to weight decay and the number of models at once.
@@ -205,9 +205,7 @@ class EvaluationConfig(ConfigSection):
     queries: Annotated[int, Field(ge=1)] | None = None
     """The largest number of queries, drawn at random; null for all."""
     seeds: Annotated[int, Field(ge=1)] = 3
-    """Trainings of each subset (lds), removal (loo, removal, groups, curve) or set of flips (mislabel: each
-    set has one).
-    """
+    """Trainings of each subset (lds) or removal (loo, removal, curve)."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of everything drawn."""
     subsets: Annotated[int, Field(ge=3)] = 100
@@ -217,13 +215,9 @@ class EvaluationConfig(ConfigSection):
     tuning: TuningConfig | None = None
     """Of lds: how dampings are chosen; by default they stay as they are."""
     removals: Annotated[int, Field(ge=3)] = 100
-    """Of loo: how many examples are left out, one at a time; of groups: how many groups at most."""
+    """Of loo: how many examples are left out, one at a time."""
     highest: Annotated[int, Field(ge=0)] = 20
     """Of loo: how many of the removals are those with the highest self-influence."""
-    flips: Annotated[int, Field(ge=1)] = 5
-    """Of mislabel: how many sets of flipped labels."""
-    share: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Of mislabel: the share of the labels in each set."""
     ks: list[Annotated[int, Field(ge=1)]] = Field(default_factory=lambda: [10, 20, 50], min_length=1)
     """Of removal: how many proponents are left out."""
     explained: Annotated[int, Field(ge=2)] = 20

@@ -1,13 +1,9 @@
-"""A verdict in the formats of hosts and shells, by name; and here those that programs read: JSON, CSV, JUnit,
-SARIF and the code quality report of GitLab. All are made of the entries of findings.jsonl and check.json
-alone.
+"""A verdict in the formats of hosts and shells, by name; and here those that programs read: JSON, JUnit and
+SARIF. All are made of the entries of findings.jsonl and check.json alone.
 """
 
 from __future__ import annotations
 
-import csv
-import hashlib
-import io
 import json
 from collections.abc import Callable
 from pathlib import PurePath
@@ -39,50 +35,6 @@ def render_json(result: CheckResult) -> str:
     """
     content = {**check_content(result), "findings": [finding_content(finding) for finding in result.findings]}
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
-
-
-_FORMULA_STARTS = ("=", "+", "-", "@")
-_CSV_COLUMNS = (
-    "rule",
-    "level",
-    "state",
-    "id",
-    "index",
-    "path",
-    "line",
-    "fingerprint",
-    "message",
-    "reasons",
-    "group",
-    "ignored_because",
-)
-
-
-def render_csv(result: CheckResult) -> str:
-    """A line for each finding that is kept, with its numbers, for spreadsheets: no cell is run as a
-    formula.
-    """
-    numbers = list(dict.fromkeys(column for finding in result.findings for column in finding.values))
-    lines = io.StringIO()
-    writer = csv.writer(lines, lineterminator="\n")
-    writer.writerow([*_CSV_COLUMNS, *map(cell, numbers)])
-    for finding in result.findings:
-        own = {**vars(finding), **vars(finding.location), "reasons": "; ".join(finding.reasons)}
-        values = (finding.values.get(column) for column in numbers)
-        writer.writerow(
-            [
-                *(cell(own[column]) for column in _CSV_COLUMNS),
-                *("" if value is None else repr(value) for value in values),
-            ]
-        )
-    return lines.getvalue()
-
-
-def cell(value: object) -> object:
-    if value is None or isinstance(value, int):
-        return value
-    text = clean(str(value), 1000)
-    return f"'{text}" if text.lstrip().startswith(_FORMULA_STARTS) else text
 
 
 SHOWN_IN_JUNIT = 20
@@ -214,49 +166,12 @@ def _uri(path: str) -> str:
     return PurePath(text).as_uri() if PurePath(text).is_absolute() else quote(text)
 
 
-GITLAB_ISSUES = 5_000
-_GITLAB_SEVERITIES = {"error": "critical", "warning": "minor", "note": "info"}
-
-
-def render_gitlab(result: CheckResult) -> str:
-    """A JSON list, which GitLab's merge request compares by fingerprint with that of the target branch: an
-    issue for each finding that is not ignored. What has no line stands in line 1, as an issue must have one.
-    """
-    listed = [finding for finding in result.findings if finding.state != "ignored"]
-    issues = [_issue(finding) for finding in listed[:GITLAB_ISSUES]]
-    left = result.count(state="new") + result.count(state="known") - len(issues)
-    if left > 0:
-        words = more(left)
-        issues.append(
-            {
-                **_issue(listed[0]),
-                "description": words,
-                "check_name": "psgrad/more",
-                "severity": "info",
-                "fingerprint": hashlib.sha256(words.encode()).hexdigest()[:32],
-            }
-        )
-    return json.dumps(issues, indent=1) + "\n"
-
-
-def _issue(finding: Finding) -> dict[str, Any]:
-    return {
-        "description": sentence(finding),
-        "check_name": f"psgrad/{finding.rule}",
-        "fingerprint": finding.fingerprint,
-        "severity": _GITLAB_SEVERITIES[finding.level],
-        "location": {"path": clean(finding.location.path), "lines": {"begin": finding.location.line or 1}},
-    }
-
-
 FORMATS: dict[str, Callable[[CheckResult], str]] = {
     "terminal": render_terminal,
     "json": render_json,
-    "csv": render_csv,
     "junit": render_junit,
     "sarif": render_sarif,
     "github": render_github,
-    "gitlab": render_gitlab,
     "markdown": render_markdown,
 }
 

@@ -13,7 +13,6 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
-from psgrad.reports.ci import cell
 from psgrad.reports.ci_text import clean, code, plain
 from psgrad.reports.drawing import DARK, DASHES, QUIET, REST, Plot, figure_with_axes, say_empty
 from psgrad.reports.outliers import score_words
@@ -129,6 +128,17 @@ def _plain_values(row: dict[Hashable, Any]) -> dict[str, Any]:
     }
     # Rows are floats in the frame, as one of the two may be missing.
     return found | {key: int(found[key]) for key in ("row_a", "row_b") if found.get(key) is not None}
+
+
+_FORMULA_STARTS = ("=", "+", "-", "@")
+
+
+def cell(value: object) -> object:
+    """A cell of a csv file that no spreadsheet runs as a formula."""
+    if value is None or isinstance(value, int):
+        return value
+    text = clean(str(value), 1000)
+    return f"'{text}" if text.lstrip().startswith(_FORMULA_STARTS) else text
 
 
 def _csv(result: Comparison) -> str:

@@ -21,9 +21,7 @@ TITLES: Mapping[str, str] = {
         " say)"
     ),
     "loo": "leave-one-out (what models retrained without one example say, against what was predicted)",
-    "mislabel": "mislabel detection (labels flipped on purpose, found by self-influence)",
     "removal": "removal (rise of the query's measurement when its strongest proponents are left out)",
-    "groups": "groups left out one at a time (what retrained models say, against summed scores)",
     "curve": (
         "removal curve (mean rise over the queries when the rows that help or hurt all of them most are left"
         " out)"
@@ -69,16 +67,6 @@ def retrained_words(result: EvaluationResult) -> str:
         return (
             f"{models}: without each of {count(facts['removals'], 'example')}, {facts['highest']} of them of"
             " the highest influence"
-        )
-    if result.kind == "mislabel":
-        return (
-            f"{models}: {count(facts['flips'], 'set')} of flips, {facts['share']:.0%} of the labels each, and"
-            " cross-validation"
-        )
-    if result.kind == "groups":
-        return (
-            f"{models}: without each of {facts['removals']:,} of {facts['groups']:,} groups,"
-            f" {count(facts['seeds'], 'seed')} each"
         )
     if result.kind == "curve":
         return (
@@ -152,14 +140,6 @@ def _interval(low: str = "low", high: str = "high", digits: int = 3) -> Writer:
     return lambda row: MISSING if pd.isna(row[low]) else f"{row[low]:.{digits}f} to {row[high]:.{digits}f}"
 
 
-def _with_deviation(name: str) -> Writer:
-    def write(row: Row) -> str:
-        deviation = row[f"{name}_deviation"]
-        return decimals(row[name]) + ("" if pd.isna(deviation) else f" ± {deviation:.3f}")
-
-    return write
-
-
 def _whole(name: str) -> Writer:
     return lambda row: str(int(row[name]))
 
@@ -168,15 +148,6 @@ def _short(name: str, form: str) -> Writer:
     return lambda row: MISSING if pd.isna(row[name]) else form.format(row[name])
 
 
-_CORRELATIONS = [
-    ("Pearson", _decimals("pearson", 4)),
-    ("95 % interval", _interval(digits=4)),
-    ("Spearman", _decimals("spearman", 4)),
-    ("slope", _decimals("slope", 4)),
-    ("intercept", _short("intercept", "{:.2g}")),
-    ("pooled", _decimals("pooled", 4)),
-    ("undefined", _whole("undefined")),
-]
 _COLUMNS: Mapping[str, list[tuple[str, Writer]]] = {
     "lds": [
         ("LDS", _decimals("mean")),
@@ -186,12 +157,14 @@ _COLUMNS: Mapping[str, list[tuple[str, Writer]]] = {
         ("undefined", _whole("undefined")),
         ("damping", _short("damping", "{:g} x mean")),
     ],
-    "loo": _CORRELATIONS,
-    "groups": _CORRELATIONS,
-    "mislabel": [
-        ("ROC-AUC", _with_deviation("auc")),
-        ("average precision", _with_deviation("average_precision")),
-        ("recall at 10 %", _with_deviation("recall")),
+    "loo": [
+        ("Pearson", _decimals("pearson", 4)),
+        ("95 % interval", _interval(digits=4)),
+        ("Spearman", _decimals("spearman", 4)),
+        ("slope", _decimals("slope", 4)),
+        ("intercept", _short("intercept", "{:.2g}")),
+        ("pooled", _decimals("pooled", 4)),
+        ("undefined", _whole("undefined")),
     ],
     "removal": [
         ("removed", _whole("removed")),

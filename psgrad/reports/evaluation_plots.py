@@ -30,8 +30,6 @@ from psgrad.results.manifest import read_manifest
 _AXES = {
     "lds": "linear datamodeling score (mean rank correlation over the queries)",
     "loo": "Pearson correlation of predicted and actual rises (mean over the queries)",
-    "groups": "Pearson correlation of predicted and actual rises without a group (mean over the queries)",
-    "mislabel": "ROC-AUC of the flipped labels (mean over the sets of flips)",
 }
 _NAME_LIMIT = 40
 _MOST_POINTS = 20_000
@@ -59,11 +57,7 @@ def intervals(result: EvaluationResult) -> Plot:
     figure, axes = figure_with_axes(rows_height(len(table)))
     for place, row in enumerate(table.to_dict("records")):
         value = float(row[headline])
-        low, high = (
-            (row["low"], row["high"])
-            if "low" in row
-            else (value - row["auc_deviation"], value + row["auc_deviation"])
-        )
+        low, high = row["low"], row["high"]
         colour = REVIEW if row["method"] == result.method else REST if row["control"] else DARK
         if np.isfinite(low) and np.isfinite(high):
             axes.plot([low, high], [place, place], color=colour, linewidth=2)
@@ -80,15 +74,10 @@ def intervals(result: EvaluationResult) -> Plot:
             label="best reachable: the rest is noise of retraining",
         )
         legend_above(axes)
-    bars = (
-        "one standard deviation over the sets of flips"
-        if result.kind == "mislabel"
-        else "95 % jackknife intervals"
-    )
     return Plot(
         "evaluation",
         "How well the scores did",
-        f"Bars: {bars}. Orange: the config's method; light: controls.",
+        "Bars: 95 % jackknife intervals. Orange: the config's method; light: controls.",
         figure,
     )
 
@@ -121,8 +110,7 @@ def predicted_and_actual(result: EvaluationResult) -> Plot:
             axes.set(xlabel=f"predicted {result.unit}", ylabel="after retraining")
         else:
             axes.set(xlabel=f"score of {result.method} ({unit})", ylabel=f"{result.unit}, after retraining")
-    what = "group" if result.kind == "groups" else "example"
-    caption = f"Each removed {what} and each query, by {result.method}."
+    caption = f"Each removed example and each query, by {result.method}."
     caption += (
         " On the dashed line the prediction is exact."
         if predicts

@@ -14,11 +14,11 @@ from markupsafe import Markup
 from psgrad.reports.drawing import Plot
 from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.influence_sections import coverage_sections, next_step, question_sections, token_sections
-from psgrad.reports.influence_sheets import MAX_SHEETS, PER_SIDE, differs_note
 from psgrad.reports.influence_words import (
     Example,
     beyond_note,
     check_table,
+    differs_note,
     examples,
     fit_facts,
     is_uncalibrated,
@@ -56,6 +56,8 @@ from psgrad.results.manifest import read_manifest
 # Every part of the page is bounded, so that the page is: 90 pictures of noise are about 1.5 MB.
 PICTURE_SIDE = 64
 MAX_ROWS = 20
+MAX_CARDS = 6  # queries that are shown
+PER_SIDE = 6  # training examples of either sign, beside each
 MAX_WARNINGS = 20
 
 
@@ -86,10 +88,10 @@ def render_influence(result: InfluenceResult, plots: Sequence[Plot]) -> str:
             headline=headline(result),
             sections=[
                 asked(result),
-                *sheets(result),
+                *cards(result),
                 *question_sections(result),
                 *token_sections(result),
-                *(figure(result, plot) for plot in plots if not plot.name.endswith("_sheet")),
+                *(figure(result, plot) for plot in plots),
                 meaning(result),
                 *coverage_sections(result),
                 next_step(result),
@@ -157,10 +159,10 @@ def _excluded(frame: pd.DataFrame, noun: str, file: str) -> Iterator[Part]:
         yield Text(", ".join(map(identifier, gone.head(MAX_ROWS))) + others, "quiet")
 
 
-def sheets(result: InfluenceResult) -> Iterator[Section | Text]:
+def cards(result: InfluenceResult) -> Iterator[Section | Text]:
     """The examples that help and hurt most: for all queries together, and for each of the first few."""
-    shown = reported_queries(result, MAX_SHEETS)
-    made = {query: sheet_parts(result, query) for query in shown}
+    shown = reported_queries(result, MAX_CARDS)
+    made = {query: query_parts(result, query) for query in shown}
     pictures = any(map(_has_pictures, made.values()))
     notes = " ".join(
         filter(None, (differs_note(result), beyond_note(result), PICTURE_NOTE if pictures else ""))
@@ -181,7 +183,7 @@ def _has_pictures(parts: Sequence[Part]) -> bool:
     return any(isinstance(each, Beside) or (isinstance(each, Cards) and each.pictures) for each in parts)
 
 
-def sheet_parts(result: InfluenceResult, query_index: int) -> list[Part]:
+def query_parts(result: InfluenceResult, query_index: int) -> list[Part]:
     """A query beside its strongest proponents and opponents."""
     both = examples(result, query_index, PER_SIDE)
     parts = [

@@ -24,7 +24,6 @@ from psgrad.reports.drawing import (
     say_empty,
     scatter,
 )
-from psgrad.reports.influence_sheets import draw_sheets
 from psgrad.reports.influence_words import own_words, query_name, reported_queries, unit_words
 from psgrad.reports.ticks import log_axis
 from psgrad.reports.words import count, label, percent, shorten_middle
@@ -42,9 +41,9 @@ _CURVE_POINTS = 300
 
 def draw_influence_plots(result: InfluenceResult) -> list[Plot]:
     """All figures that this result has the data for, in reading order."""
-    plots = draw_sheets(result)
+    plots = list[Plot]()
     if read_manifest(result.manifest).influence.search is None:  # all rows have scores
-        plots = [*plots, score_distributions(result), cumulative(result)]
+        plots += [score_distributions(result), cumulative(result)]
     if "self_influence" in result.training and result.training["self_influence"].notna().any():
         plots.append(self_influence_against_loss(result))
     return [*plots, *summary_plots(result)]

@@ -20,7 +20,6 @@ from psgrad.reports.words import (
     brief,
     count,
     identifier,
-    label,
     number,
     percent,
     shorten_middle,
@@ -92,14 +91,6 @@ def question_tables(result: InfluenceResult) -> Iterator[tuple[str, list[Table]]
             for (first, second), rows in pairs
         ]
         yield "What distinguishes two queries", tables[:MAX_ROWS]
-    if len(found.clusters):
-        inside, between = found.inside, found.between
-        words = (
-            "Queries that depend on the same training examples (mean cosine of the scores of two queries:"
-            f" {inside:.2f} inside a cluster, {between:.2f} between clusters)"
-        )
-        clusters = found.clusters.groupby("cluster")
-        yield words, [cluster_table(result, int(str(number)), rows) for number, rows in clusters][:MAX_ROWS]
 
 
 def group_table(title: str, rows: pd.DataFrame) -> Table:
@@ -123,29 +114,6 @@ def contrast_table(title: str, rows: pd.DataFrame) -> Table:
         TableColumn(f"for {shorten_middle(second, 24)}", lambda row: signed(row["score_second"]), True),
     ]
     return table("", title, columns, _first_of_either_sign(rows), tall=False)
-
-
-def cluster_table(result: InfluenceResult, number: int, rows: pd.DataFrame) -> Table:
-    """The training examples that the queries of a cluster have in common."""
-    members = result.queries[result.queries["cluster"] == number]
-    ids = ", ".join(map(identifier, members["id"].head(5))) + (", …" if len(members) > 5 else "")
-    names, known = result.class_names, result.training.set_index("index")
-    columns = [
-        TableColumn("rank", lambda row: str(row["rank"]), True),
-        TableColumn("id", lambda row: identifier(row["train_id"]), key="id"),
-        *_label_column(known, names),
-        TableColumn("share", lambda row: signed(row["share"]), True),
-        TableColumn("score", lambda row: signed(row["score"]), True),
-        TableColumn("same sign", lambda row: f"{row['same_sign']:.0%}", True),
-    ]
-    title = f"Cluster {number}: {count(len(members), 'query')} ({ids})"
-    return table("", title, columns, _first_of_either_sign(rows), tall=False)
-
-
-def _label_column(known: pd.DataFrame, names: list[str] | None) -> list[TableColumn]:
-    if "target" not in known:
-        return []
-    return [TableColumn("label", lambda row: label(known["target"][row["train_index"]], names))]
 
 
 def _first_of_either_sign(rows: pd.DataFrame) -> list[dict[Any, Any]]:

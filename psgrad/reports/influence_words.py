@@ -19,12 +19,15 @@ from psgrad.results import (
     InfluenceResult,
     TopSample,
     disagrees,
+    has_classes,
     pairs_of,
     shown_queries,
 )
 from psgrad.results.manifest import UNKNOWN_UNIT, read_manifest
 
 UNIT_LIMIT = 260
+
+DIFFERS_NOTE = "Bold: the model's prediction is another class than the label."
 
 BEYOND = "!"
 BEYOND_NOTE = (
@@ -62,6 +65,11 @@ class Example:
     differs: bool
     input: TopSample | None
     stability: str = ""
+
+
+def differs_note(result: InfluenceResult) -> str:
+    """What bold means; empty where there are no classes."""
+    return DIFFERS_NOTE if has_classes(result.training) else ""
 
 
 def signed(score: float) -> str:

@@ -45,7 +45,6 @@ QUERY_COLUMNS = (
     "confidence",
     "measurement",
     "agreement",
-    "cluster",
     "status",
 )
 TRAINING_COLUMNS = (
@@ -166,7 +165,7 @@ class InfluenceResult(ShortRepr):
     `check` what a few such changes are where training goes on; None where that was not tried. `measurement`
     is what of a query is explained, and `larger_is_worse` its sense. `facts` are what the method says of its
     fit (damping, residual, iterations, spectrum), for each checkpoint; `warnings` are for people. `questions`
-    has the answers about groups, contrasts and clusters. `evaluations` has what earlier evaluations of the
+    has the answers about groups and contrasts. `evaluations` has what earlier evaluations of the
     same scores found, kind -> its part of evaluation.json. `tokens` has the ranked pairs of the
     shown queries token by token, with `level: token`. `manifest` is what manifest.json holds: see
     `psgrad.results.manifest`.
@@ -308,12 +307,7 @@ EVALUATION_FILE = "evaluation.json"
 EVALUATION_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "lds": ("mean", "low", "high", "ahead", "ahead_low", "ahead_high", "undefined", "damping"),
     "loo": ("pearson", "low", "high", "spearman", "slope", "intercept", "pooled", "undefined"),
-    "mislabel": (
-        *("auc", "auc_deviation", "average_precision", "average_precision_deviation"),
-        *("recall", "recall_deviation", "undefined"),
-    ),
     "removal": ("removed", "rise", "low", "high", "ahead", "ahead_low", "ahead_high"),
-    "groups": ("pearson", "low", "high", "spearman", "slope", "intercept", "pooled", "undefined"),
     "curve": (
         *("side", "removed", "rise", "low", "high", "predicted"),
         *("ahead", "ahead_low", "ahead_high"),
@@ -322,10 +316,7 @@ EVALUATION_COLUMNS: Mapping[str, tuple[str, ...]] = {
 # The kinds whose table has several rows of each method: one a number of removed examples.
 CURVES = ("removal", "curve")
 # The main column of each kind.
-HEADLINE: Mapping[str, str] = {
-    **{"lds": "mean", "loo": "pearson", "mislabel": "auc"},
-    **{"removal": "rise", "groups": "pearson", "curve": "rise"},
-}
+HEADLINE: Mapping[str, str] = {"lds": "mean", "loo": "pearson", "removal": "rise", "curve": "rise"}
 # The control without any information.
 RANDOM = "random"
 # Columns that stand in evaluation.json as one list.
@@ -337,15 +328,14 @@ class EvaluationResult(ShortRepr):
     """The results of the methods.
 
     Attributes:
-        kind: 'lds', 'loo', 'mislabel', 'removal', 'groups' or 'curve'.
+        kind: 'lds', 'loo', 'removal' or 'curve'.
         method: the config's, with which the others are compared.
         table: one row a method or control (of CURVES, one a number of removed examples, too), with
             `method`, `control` (bool) and EVALUATION_COLUMNS of the kind. Missing numbers are NaN.
         facts: of the evaluation as a whole (numbers of models, the noise ceiling, how many queries), by the
             names of evaluation.json.
-        details: one row a method and query (lds, loo, removal) or set of flips (mislabel): the values behind
-            the means.
-        points: of loo and groups, one row a removal and query: predicted and actual rise, by the
+        details: one row a method and query: the values behind the means.
+        points: of loo, one row a removal and query: predicted and actual rise, by the
             config's method.
         curves: of lds with tuning, method -> damping -> the score on the tuning subsets and queries.
         notes: sentences.
@@ -368,8 +358,8 @@ class EvaluationResult(ShortRepr):
 
 
 def evaluation_content(result: EvaluationResult) -> dict[str, Any]:
-    """What evaluation.json holds: `lds.mean`, `lds.interval`, `lds.ceiling`, `loo.pearson`, `loo.slope`,
-    `mislabel.auc` and so on are of the config's method, and `lds.methods` has the same for every method and
+    """What evaluation.json holds: `lds.mean`, `lds.interval`, `lds.ceiling`, `loo.pearson`, `loo.slope` and
+    so on are of the config's method, and `lds.methods` has the same for every method and
     control.
     """
     methods: dict[str, Any] = {}

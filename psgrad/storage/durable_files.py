@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -97,31 +96,6 @@ def written_atomically(target: Path) -> Iterator[BinaryIO]:
     """A file to write to, in the way of `write_atomically`, which is at its place when the block ends."""
     with _replacing(target) as descriptor, open(descriptor, "wb", closefd=False) as file:
         yield file
-
-
-@contextmanager
-def folder_atomically(target: Path) -> Iterator[Path]:
-    """A new folder to write into, which is at its place, durable, when the block ends, and never before.
-
-    Raises OSError, where `target` exists, too; then, and where the block raises, no temporary folder is left.
-    """
-    temporary = temporary_for(target)
-    try:
-        crash_point()
-        temporary.mkdir()
-        yield temporary
-        for path in [*temporary.rglob("*"), temporary]:
-            if path.is_dir():
-                sync_folder(path)
-            else:
-                with path.open("rb") as file:
-                    sync(file.fileno())
-        crash_point()
-        os.rename(temporary, target)  # noqa: PTH104 (as above)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync_folder(target.parent)
 
 
 def temporary_for(target: Path) -> Path:

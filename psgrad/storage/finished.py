@@ -150,8 +150,8 @@ def load_run(folder: Path) -> AnalyzeResult:
     )
 
 
-def finished_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a finished `psgrad analyze`. Raises DataError."""
+def finished_manifest(folder: Path, commands: Sequence[str] = ("analyze",)) -> dict[str, Any]:
+    """The manifest of a finished run of one of these commands. Raises DataError."""
     manifest = manifest_of(folder)
     if manifest is None:
         raise DataError(
@@ -159,10 +159,10 @@ def finished_manifest(folder: Path) -> dict[str, Any]:
             expected="the folder of a finished psgrad analyze: its `output`",
             cause="another folder was meant, or the run has not begun",
         )
-    if manifest.get("command") != "analyze":
+    if manifest.get("command") not in commands:
         raise DataError(
             f"the run in {folder} is one of psgrad {manifest.get('command')}",
-            expected="a run of psgrad analyze",
+            expected=f"a run of psgrad {' or '.join(commands)}",
         )
     if manifest.get("state") != "finished":
         raise DataError(

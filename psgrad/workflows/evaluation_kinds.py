@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 
 from psgrad.config import TuningConfig
+from psgrad.engine.influence.evaluation.controls import controls
 from psgrad.engine.influence.evaluation.jobs import Job
 from psgrad.engine.influence.evaluation.metrics import ceiling, lds, lds_mean, random_subsets, rows_of
-from psgrad.engine.influence.evaluation.mislabel import controls
 from psgrad.engine.influence.evaluation.retraining import seed_of
 from psgrad.engine.influence.evaluation.statistics import (
     Interval,

@@ -169,7 +169,7 @@ class EvaluationParts:
                 told = True
                 said = (
                     f"the other {len(jobs) - done:,} models are predicted to take {duration(predicted)};"
-                    " seeds, subsets, removals, flips, ks, explained and remove under influence.evaluate"
+                    " seeds, subsets, removals, ks, explained and remove under influence.evaluate"
                     " decide how many there are; an interrupted evaluation goes on from its finished models"
                 )
                 self.progress(Progress(0, 0, "evaluation", said))

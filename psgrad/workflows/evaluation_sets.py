@@ -1,4 +1,4 @@
-"""The evaluations that leave rows out: single examples, or the groups of the config, one at a time; the
+"""The evaluations that leave rows out: single examples, one at a time; the
 strongest proponents of each query; and the rows that help or hurt all queries together, as a curve over their
 number.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pandas as pd
 import torch
 
+from psgrad.engine.influence.evaluation.controls import LOSS, NEIGHBOUR, NORM, RANDOM, own_controls
 from psgrad.engine.influence.evaluation.jobs import Job
 from psgrad.engine.influence.evaluation.metrics import (
     RemovalScore,
@@ -21,7 +22,6 @@ from psgrad.engine.influence.evaluation.metrics import (
     removal,
     strongest,
 )
-from psgrad.engine.influence.evaluation.mislabel import LOSS, NEIGHBOUR, NORM, RANDOM, own_controls
 from psgrad.engine.influence.evaluation.retraining import seed_of
 from psgrad.engine.influence.evaluation.statistics import self_influences
 from psgrad.engine.influence.ranking import OverQueries, over_queries
@@ -36,13 +36,11 @@ from psgrad.workflows.evaluation_kinds import (
     per_query,
 )
 from psgrad.workflows.evaluation_parts import Array, EvaluationParts, Fits
-from psgrad.workflows.influence_questions import group_sums
 
 Key = TypeVar("Key", bound=tuple[object, ...])
-# Examples, or groups, that are left out one at a time, for their effects to be correlated with anything.
+# Examples that are left out one at a time, for their effects to be correlated with anything.
 _FEWEST = 3
 SIDES = {"helpful": 1, "harmful": -1}
-SIZE = "rows in the group"
 
 
 def evaluate_loo(evaluation: EvaluationParts) -> Found:
@@ -62,9 +60,36 @@ def evaluate_loo(evaluation: EvaluationParts) -> Found:
     )
     scores, controls = all_scores(evaluation, fits, evaluation.asked)
     left = [(f"all but example {row}", np.delete(np.arange(n), row)) for row in removed]
-    facts = {"removals": len(removed), "highest": min(wanted.highest, len(removed))}
     ids = setup.run.samples.ids[setup.training_rows]
-    return _one_at_a_time(evaluation, scores, controls, removed, left, facts, "train_id", ids)
+    outcomes = _outcomes_of(evaluation, [("all examples", np.arange(n)), *left], evaluation.asked)
+    rises = outcomes[1:] - outcomes[0]
+    actual = rises.mean(1)
+    found = leave_one_out(scores, removed, actual)
+    rows = []
+    for name, score in found.items():
+        values = asdict(score)
+        del values["per_query"]
+        interval = ends(values.pop("interval"))
+        rows.append({"method": name, "control": name in controls, **interval, **values})
+    facts = {
+        "removals": len(removed),
+        "highest": min(wanted.highest, len(removed)),
+        "seeds": evaluation.seeds,
+        "queries": len(evaluation.asked),
+        "models": evaluation.models,
+        **ceiling_facts(rises),
+    }
+    query_ids = setup.query_reader.samples.ids[evaluation.asked]
+    points = pd.DataFrame(
+        {
+            "train_id": np.repeat(ids[removed], len(query_ids)),
+            "query_id": np.tile(query_ids, len(removed)),
+            "predicted": scores[evaluation.main][removed].ravel(),
+            "actual": actual.ravel(),
+        }
+    )
+    correlations = {name: score.per_query for name, score in found.items()}
+    return Found(frame(rows), facts, per_query(evaluation, evaluation.asked, correlations), points)
 
 
 def _own_influence(evaluation: EvaluationParts, fits: Fits) -> Array:
@@ -79,84 +104,6 @@ def _own_influence(evaluation: EvaluationParts, fits: Fits) -> Array:
         " are taken in its place"
     )
     return own_controls(evaluation.training)[NORM]
-
-
-def evaluate_groups(evaluation: EvaluationParts) -> Found:
-    """Rises of the queries' measurement without each group of training examples, beside summed scores."""
-    setup, wanted = evaluation.setup, evaluation.wanted
-    if setup.groups is None:
-        raise ConfigError(
-            "--evaluate groups leaves out one group at a time, and influence.groups names no column",
-            expected="a column of the training data, such as a document or a source",
-            next_step="set influence.groups",
-        )
-    groups = setup.groups[setup.training_rows]
-    names, sizes = np.unique(groups, return_counts=True)
-    if len(names) < _FEWEST:
-        raise ConfigError(
-            f"influence.groups: the column {setup.run.config.influence.groups} has {len(names)} groups",
-            expected=f"at least {_FEWEST} to leave out, one at a time, for a correlation",
-        )
-    random = np.random.default_rng([wanted.seed, 7])
-    removed = np.sort(random.choice(len(names), min(wanted.removals, len(names)), replace=False))
-    scores, controls = all_scores(evaluation, fitted_methods(evaluation), evaluation.asked)
-    sums = {name: group_sums(matrix, groups)[2] for name, matrix in scores.items()}
-    sums[SIZE] = np.repeat(sizes[:, None].astype(float), len(evaluation.asked), 1)
-    left = [
-        (f"all but the group {names[group]}", np.flatnonzero(groups != names[group])) for group in removed
-    ]
-    facts = {"groups": len(names), "removals": len(removed)}
-    return _one_at_a_time(
-        evaluation, sums, {*controls, SIZE}, removed, left, facts, "group", names.astype(str)
-    )
-
-
-def _one_at_a_time(
-    evaluation: EvaluationParts,
-    scores: dict[str, Array],
-    controls: set[str],
-    removed: Array,
-    left: list[tuple[str, Array]],
-    facts: dict[str, Any],
-    column: str,
-    names: Array,
-) -> Found:
-    """How scores [n, m] correlate with the rises of the queries' measurement without each of the `removed`
-    [k] examples, or groups, of n.
-
-    left: what is trained on without each of them: name, rows. facts: those of the evaluation, to which those
-    of the models are added. column, names [n]: what the table of points calls them.
-    """
-    outcomes = _outcomes_of(
-        evaluation, [("all examples", np.arange(len(evaluation.training))), *left], evaluation.asked
-    )
-    rises = outcomes[1:] - outcomes[0]
-    actual = rises.mean(1)
-    found = leave_one_out(scores, removed, actual)
-    rows = []
-    for name, score in found.items():
-        values = asdict(score)
-        del values["per_query"]
-        interval = ends(values.pop("interval"))
-        rows.append({"method": name, "control": name in controls, **interval, **values})
-    facts = {
-        **facts,
-        "seeds": evaluation.seeds,
-        "queries": len(evaluation.asked),
-        "models": evaluation.models,
-        **ceiling_facts(rises),
-    }
-    query_ids = evaluation.setup.query_reader.samples.ids[evaluation.asked]
-    points = pd.DataFrame(
-        {
-            column: np.repeat(names[removed], len(query_ids)),
-            "query_id": np.tile(query_ids, len(removed)),
-            "predicted": scores[evaluation.main][removed].ravel(),
-            "actual": actual.ravel(),
-        }
-    )
-    correlations = {name: score.per_query for name, score in found.items()}
-    return Found(frame(rows), facts, per_query(evaluation, evaluation.asked, correlations), points)
 
 
 def evaluate_removal(evaluation: EvaluationParts) -> Found:

@@ -54,7 +54,6 @@ from psgrad.workflows.influence_tables import (
     warn_of_plain_mean,
     warn_of_unranked,
     with_agreement,
-    with_clusters,
     with_overall,
     without_nonfinite,
     write_tables,
@@ -193,7 +192,6 @@ def with_tables_written(
             tokens=scored.tokens,
             evaluations=earlier_evaluations(setup.run.config, found),
         )
-        result = with_clusters(result)
         write_tables(result, scored.rankings.matrix if scored.matrix else None, folder)
         folder.write_manifest(replace(running.manifest, state="running").content())
     return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -101,22 +100,6 @@ def contrasted_rows(config: Config, samples: Samples, rows: np.ndarray) -> tuple
     if isinstance(samples, TwoCompletions):
         found = np.concatenate([found, rows])
     return tuple((int(one), int(other)) for one, other in found.reshape(-1, 2))
-
-
-def least_queries(clusters: int | Literal["auto"]) -> int:
-    """How many queries `clusters` clusters need."""
-    return 3 if clusters == "auto" else clusters + 1
-
-
-def require_enough_queries(config: Config, rows: np.ndarray) -> None:
-    """Raises ConfigError where there are no more queries than clusters."""
-    clusters = config.influence.clusters
-    if clusters is not None and len(rows) < least_queries(clusters):
-        raise ConfigError(
-            f"influence.clusters: {clusters} clusters of {len(rows)} queries",
-            expected=f"at least {least_queries(clusters)} queries",
-            next_step="ask about more queries, or for fewer clusters",
-        )
 
 
 def _table(

@@ -1,5 +1,5 @@
 """Questions beside the ranking. About several rows at once, answered from all scores [n, m]: groups of
-training examples, contrasts of two queries, clusters of queries, and means by class. With `level: token`: the
+training examples, contrasts of two queries, and means by class. With `level: token`: the
 ranked pairs of the queries that are shown, token by token.
 """
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,19 +23,15 @@ from psgrad.reports.words import amount
 from psgrad.results import has_classes
 from psgrad.results.influence import ALL_INDEX, ALL_QUERIES, ranked_pairs
 from psgrad.results.influence_details import (
-    CLUSTER_COLUMNS,
     CONTRAST_COLUMNS,
     GROUP_COLUMNS,
     QuestionTables,
     TokenPair,
     TokenText,
 )
-from psgrad.workflows.influence_queries import least_queries
 from psgrad.workflows.influence_setup import InfluenceSetup
 
 Array = np.ndarray[Any, Any]
-# `clusters: auto` chooses at most this number.
-_MOST_CLUSTERS = 10
 # A summary by class or by group has at most this number of them.
 _MOST_SUMMARISED = 30
 
@@ -50,7 +46,7 @@ def require_room(setup: InfluenceSetup, matrix: bool) -> None:
     are to become a file.
     """
     wanted, n, m = setup.run.config.influence, len(setup.training_rows), len(setup.query_rows)
-    asked = {"groups": wanted.groups, "contrast": setup.contrasts or None, "clusters": wanted.clusters}
+    asked = {"groups": wanted.groups, "contrast": setup.contrasts or None}
     reasons = [f"influence.{key}" for key, given in asked.items() if given is not None] + [
         "--matrix"
     ] * matrix
@@ -82,15 +78,6 @@ def answered(
     wanted = setup.run.config.influence
     ids, rows = setup.run.samples.ids, setup.training_rows
     query_ids = setup.query_reader.samples.ids
-    clusters, labels, inside, between = pd.DataFrame(), list[int](), float("nan"), float("nan")
-    if wanted.clusters is not None and scores.shape[1] < least_queries(wanted.clusters):
-        say(f"influence.clusters: {scores.shape[1]} queries have scores, too few for clusters")
-    elif wanted.clusters is not None:
-        found = clusters_of(scores, wanted.clusters)
-        inside, between = cosines(scores, found)
-        clusters = cluster_table(scores, found, ids[rows], rows, wanted.top)
-        of_row = dict(zip(setup.query_rows.tolist(), found.tolist(), strict=True))
-        labels = [of_row.get(row, -1) for row in queries["index"].tolist()]
     contrasts = []
     for pair in setup.contrasts:
         places = [np.flatnonzero(setup.query_rows == row) for row in pair]
@@ -108,10 +95,6 @@ def answered(
     return QuestionTables(
         groups=groups,
         contrasts=pd.concat(contrasts, ignore_index=True) if contrasts else pd.DataFrame(),
-        clusters=clusters,
-        of_query=labels,
-        inside=inside,
-        between=between,
         summary=summary_table(setup, scores, queries, training),
     )
 
@@ -167,80 +150,6 @@ def contrast_table(both: Array, query_ids: Array, train_ids: Array, rows: Array,
         score_second=both[places, 1],
         train_index=rows[places],
     )[list(CONTRAST_COLUMNS)]
-
-
-# -- clusters ------------------------------------------------------------------------------------------------
-
-
-def directions(scores: Array) -> Array:
-    """[n, m]: the scores of each query with a sum of squares of 1; 0 where there is no score."""
-    known = np.where(np.isfinite(scores), scores, 0.0)
-    sizes = np.sqrt((known**2).sum(0))
-    return known / np.where(sizes > 0, sizes, 1.0)
-
-
-def clusters_of(scores: Array, count: int | Literal["auto"]) -> Array:
-    """[m]: the cluster of each query, by agglomerative clustering of the cosines of their scores; the largest
-    cluster is 0. There are more queries than clusters.
-    """
-    from sklearn.cluster import AgglomerativeClustering
-    from sklearn.metrics import silhouette_score
-
-    unit = directions(scores)
-    distances = np.clip(1 - unit.T @ unit, 0, None)
-    np.fill_diagonal(distances, 0)
-
-    def labelled(wanted: int) -> Array:
-        model = AgglomerativeClustering(n_clusters=wanted, metric="precomputed", linkage="average")
-        found: Array = model.fit_predict(distances)
-        return found
-
-    if count == "auto":
-        tried = {k: labelled(k) for k in range(2, min(_MOST_CLUSTERS, len(distances) - 1) + 1)}
-        best = max(tried, key=lambda k: silhouette_score(distances, tried[k], metric="precomputed"))
-        labels = tried[best]
-    else:
-        labels = labelled(count)
-    order = np.argsort(-np.bincount(labels), kind="stable")
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    return place[labels]
-
-
-def cosines(scores: Array, labels: Array) -> tuple[float, float]:
-    """The mean cosine of the scores of two queries of one cluster, and of two clusters; NaN without such."""
-    unit = directions(scores)
-    products = unit.T @ unit
-    pairs = ~np.eye(len(labels), dtype=bool)
-    same = labels[:, None] == labels
-    inside, between = products[pairs & same], products[pairs & ~same]
-    return (
-        float(inside.mean()) if inside.size else float("nan"),
-        float(between.mean()) if between.size else float("nan"),
-    )
-
-
-def cluster_table(scores: Array, labels: Array, train_ids: Array, rows: Array, top: int) -> pd.DataFrame:
-    """See QuestionTables.clusters."""
-    unit, tables = directions(scores), []
-    for cluster in range(int(labels.max()) + 1):
-        members = labels == cluster
-        share = unit[:, members].mean(1)
-        strongest = _strongest(torch.from_numpy(share)[:, None], top)
-        pairs = ranked_pairs(["-"], [0], train_ids, strongest.values.numpy(), strongest.rows.numpy())
-        own = scores[pairs["train_index"].to_numpy()][:, members]
-        sign = np.sign(pairs["score"].to_numpy())[:, None]
-        tables.append(
-            pairs.assign(
-                cluster=cluster,
-                queries=int(members.sum()),
-                share=pairs["score"],
-                score=np.nanmean(own, 1),
-                same_sign=(np.sign(own) == sign).mean(1),
-                train_index=rows[pairs["train_index"]],
-            )[list(CLUSTER_COLUMNS)]
-        )
-    return pd.concat(tables, ignore_index=True)
 
 
 # -- the summary ---------------------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ from psgrad.workflows.influence_queries import (
     chosen_rows,
     contrasted_rows,
     queries_of,
-    require_enough_queries,
 )
 from psgrad.workflows.run_identity import digest, flattened, identity, require_same_on_ranks
 from psgrad.workflows.run_progress import read_ahead
@@ -116,7 +115,7 @@ class InfluenceSetup:
         wanted = self.run.config.influence
         if wanted.index_search.approximate:
             return False
-        asked = self.groups is not None or self.contrasts or wanted.clusters is not None
+        asked = self.groups is not None or self.contrasts
         return bool(asked) or len(self.asked_rows) * len(self.run.samples) <= _FEW_SCORES
 
     @property
@@ -216,7 +215,6 @@ def set_up_influence(
         view = _view(there, number, measurement, reader, rows, say, processes)
         views.append(replace(view, checkpoint=replace(view.checkpoint, run=training)))
     require_same_on_ranks("queries", identity_of_asked(reader, rows, views), processes)
-    require_enough_queries(config, rows)
     column = config.influence.groups
     groups = None if column is None else run.more_samples(config.data, column).units
     return InfluenceSetup(

@@ -175,14 +175,6 @@ def with_agreement(queries: pd.DataFrame, rows: np.ndarray, agreement: np.ndarra
     return found[[name for name in QUERY_COLUMNS if name in found]]
 
 
-def with_clusters(result: InfluenceResult) -> InfluenceResult:
-    """The result with the cluster of each query in its table, where clusters were asked for."""
-    if not result.questions.of_query:
-        return result
-    found = result.queries.assign(cluster=result.questions.of_query)
-    return replace(result, queries=found[[name for name in QUERY_COLUMNS if name in found]])
-
-
 def write_tables(result: InfluenceResult, matrix: Mapping[str, np.ndarray] | None, folder: RunFolder) -> None:
     """scores.parquet and scores.csv, self_influence.parquet, queries.parquet, harmful.csv, the answers to the
     config's questions, and the matrix where it is wanted.

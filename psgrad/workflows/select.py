@@ -1,11 +1,10 @@
-"""`psgrad select`: the rows of a dataset, or of the groups of one, that a finished run chooses, written
-again: where they came from, and how they are written. Without torch.
+"""`psgrad select`: the rows of a dataset that a finished run chooses, copied into a file, or their ids.
+Without torch.
 """
 
 from __future__ import annotations
 
-import shutil
-from abc import ABC, abstractmethod
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,208 +12,42 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from psgrad.config import DataConfig
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
-from psgrad.inputs.image_files import folder_rows, metadata_of, with_names
+from psgrad.inputs.image_files import folder_rows
 from psgrad.inputs.sources.arrow_columns import plain
 from psgrad.inputs.sources.file_checks import Wanted
 from psgrad.inputs.sources.file_hashes import file_hashes
-from psgrad.inputs.sources.library_datasets import LibraryRows, library_dataset, library_hashes, saved_to_disk
-from psgrad.inputs.sources.selection import (
-    Kept,
-    require_format,
-    require_list_format,
-    write_list,
-    write_selected,
-    write_table,
-)
-from psgrad.inputs.sources.source import ArraySource, TableSource, data_files, source_of
+from psgrad.inputs.sources.library_datasets import library_dataset, library_hashes
+from psgrad.inputs.sources.selection import Kept, copy_rows, row_suffixes
+from psgrad.inputs.sources.source import TableSource, data_files, source_of
 from psgrad.results.analyze import rows_where
-from psgrad.storage.durable_files import folder_atomically, written_atomically
+from psgrad.storage.durable_files import written_atomically
 from psgrad.storage.finished import finished_manifest, require_there
 
+# The table with a row a sample, of each command that has one.
+_TABLES = ("samples.parquet", "self_influence.parquet")
+_INFLUENCE = "influence"  # of --by: the mean of a row's scores over the queries
 _LISTS = (".txt", ".csv", ".jsonl", ".parquet")
-_TABLES = (".jsonl", ".parquet", ".arrow", ".feather")
 
 
-def in_folder(output: Path) -> bool:
-    """Whether the name of an output is that of a folder: it has no suffix."""
-    return not output.suffix
-
-
-class Origin(ABC):
-    """Where the rows of a run came from.
+@dataclass(frozen=True)
+class Choice:
+    """Which rows are chosen: those for which a condition holds, of these the highest by a column, or with
+    `drop` all others.
 
     Attributes:
-        files: those that the rows are in, none of which may be the output.
+        where: a condition on the columns of the run's table.
+        by, top: a column, and how many of its highest values, such as "20" or "5%".
     """
 
-    files: Sequence[Path] = ()
-
-    @abstractmethod
-    def hashes(self) -> list[str] | None:
-        """What manifest.json has in `data.files` of the dataset as it is now; None where nothing is read
-        again. Raises ConfigError and DataError.
-        """
-
-    @abstractmethod
-    def require(self, output: Path) -> None:
-        """Raises ConfigError where rows can't be written to a file or folder of this name."""
-
-    @abstractmethod
-    def write(self, kept: Kept, rows: pd.DataFrame, output: Path, file: BinaryIO) -> None:
-        """Write rows into a file. kept: [n] of the dataset. rows: the same ones, as samples.parquet has them.
-        Raises DataError.
-        """
-
-    def write_folder(self, kept: Kept, folder: Path) -> None:
-        """Write rows into a new folder. Raises DataError."""
-        raise NotImplementedError
-
-
-def origin_of(data: DataConfig, base: Path) -> Origin:
-    """Where the rows of a dataset are."""
-    if data.images is not None:
-        return _Images(data, base)
-    if data.dataset is not None and not data.streaming:
-        return _LibraryDataset(data, base)
-    return _Files(data, base) if data.path is not None else _Code(data)
-
-
-class _Files(Origin):
-    def __init__(self, data: DataConfig, base: Path) -> None:
-        self.files = data_files(data, base)
-
-    def hashes(self) -> list[str]:
-        return file_hashes(self.files)
-
-    def require(self, output: Path) -> None:
-        require_format(self.files, output)
-
-    def write(self, kept: Kept, rows: pd.DataFrame, output: Path, file: BinaryIO) -> None:
-        write_selected(self.files, kept, output, file)
-
-
-class _Images(Origin):
-    """A folder of images: a list of them, rows of its metadata file, or another such folder."""
-
-    def __init__(self, data: DataConfig, base: Path) -> None:
-        self._data, self._base = data, base
-        assert data.images is not None
-        self._folder = base / data.images
-        self._metadata = metadata_of(self._folder)
-        self.files = [self._metadata or self._folder]
-
-    def hashes(self) -> list[str]:
-        return [folder_rows(self._data, self._base).fingerprint]
-
-    def require(self, output: Path) -> None:
-        if in_folder(output):
-            if output.resolve().is_relative_to(self._folder.resolve()):
-                raise ConfigError(
-                    f"{output} is in the folder of images itself", next_step="name a folder beside it"
-                )
-        elif self._metadata is not None:
-            require_format(self.files, output)
-        else:
-            require_list_format(output)
-
-    def write(self, kept: Kept, rows: pd.DataFrame, output: Path, file: BinaryIO) -> None:
-        if self._metadata is not None:
-            write_selected(self.files, kept, output, file)
-        else:
-            write_list(self._table(kept), output, file)
-
-    def write_folder(self, kept: Kept, folder: Path) -> None:
-        for name in self._table(kept).column(0).to_pylist():
-            source = self._folder / name
-            target = folder / name  # inside, as the reader refuses a name that leads out
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                shutil.copyfile(source, target)
-            except FileNotFoundError as error:
-                raise DataError(f"the image {source} is not there") from error
-        if self._metadata is not None:
-            with (folder / self._metadata.name).open("wb") as file:
-                write_selected(self.files, kept, self._metadata, file)
-
-    def _table(self, kept: Kept) -> pa.Table:
-        """The rows, the paths of their images in the first column."""
-        rows, image = folder_rows(self._data, self._base), with_names(self._data, self._base).image
-        table = rows.read(0, rows.count)
-        names = [image, *(name for name in table.column_names if name != image)]
-        return table.select(names).filter(pa.array(kept))
-
-
-class _LibraryDataset(Origin):
-    """A dataset of the `datasets` library: a table, or a folder of save_to_disk."""
-
-    def __init__(self, data: DataConfig, base: Path) -> None:
-        self._data, self._dataset = data, library_dataset(data, base)
-        folder = base / str(data.dataset)
-        self.files = [folder] if folder.is_dir() else []
-
-    def hashes(self) -> list[str]:
-        return library_hashes(self._data, self._dataset)
-
-    def require(self, output: Path) -> None:
-        if not in_folder(output) and output.suffix.lower() not in _TABLES:
-            raise ConfigError(
-                f"{output} ends in {output.suffix}, and the rows are those of the dataset"
-                f" {self._data.dataset}",
-                expected=f"a file that ends in one of {', '.join(_TABLES)}, or a name without a suffix for a"
-                " folder of save_to_disk",
-            )
-
-    def write(self, kept: Kept, rows: pd.DataFrame, output: Path, file: BinaryIO) -> None:
-        found = LibraryRows(self._dataset, self._dataset.column_names, str(self._data.dataset))
-        write_table(found, self._dataset.features.arrow_schema, kept, output, file)
-
-    def write_folder(self, kept: Kept, folder: Path) -> None:
-        saved_to_disk(self._dataset.select(np.flatnonzero(kept)), folder)
-
-
-class _Code(Origin):
-    """Rows that code makes, or that were streamed: their ids are written."""
-
-    def __init__(self, data: DataConfig) -> None:
-        self._source = data.source
-
-    def hashes(self) -> None:
-        return None
-
-    def require(self, output: Path) -> None:
-        if output.suffix.lower() not in _LISTS:
-            ending = f"ends in {output.suffix}" if output.suffix else "has no suffix"
-            raise ConfigError(
-                f"{output} {ending}, and the rows come from {self._source}, which is no file",
-                expected=f"a file that ends in one of {', '.join(_LISTS)}, for the ids of the rows",
-                next_step="select by them where the rows are made",
-            )
-
-    def write(self, kept: Kept, rows: pd.DataFrame, output: Path, file: BinaryIO) -> None:
-        place = "dataset_row" if "dataset_row" in rows else "index"
-        table = pd.DataFrame({"id": rows["id"], "index": rows[place]})
-        if output.suffix.lower() == ".parquet":
-            table.to_parquet(file, index=False)
-        elif output.suffix.lower() == ".csv":
-            file.write(table.to_csv(index=False).encode())
-        elif output.suffix.lower() == ".jsonl":
-            file.write(table.to_json(orient="records", lines=True, force_ascii=False).encode())
-        else:
-            lines = [str(each) for each in table["id"]]
-            broken = [each for each in lines if "\n" in each or "\r" in each]
-            if broken:
-                raise DataError(
-                    f"the id {broken[0]!r} has a line break",
-                    expected="ids of one line each in a .txt file",
-                    next_step="write a .csv or .jsonl file",
-                )
-            file.write("".join(f"{each}\n" for each in lines).encode())
+    where: str | None = None
+    by: str | None = None
+    top: str | None = None
+    drop: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,63 +60,113 @@ class Selection:
     in_dataset: int
 
 
-def select(run: Path, where: str, *, output: Path, drop: bool = False, overwrite: bool = False) -> Selection:
-    """Write the rows of a finished run's dataset for which a condition on the columns of samples.parquet
-    holds, or with `drop` the others: the whole of `psgrad select`.
+def select(
+    run: Path, choice: Choice, *, output: Path, rejected: Path | None = None, overwrite: bool = False
+) -> Selection:
+    """Write the rows of a finished run's dataset that are chosen, and a list of the others with a reason for
+    each: the whole of `psgrad select`.
 
-    Raises ConfigError for a condition or an output that can't be, DataError where the dataset's files are not
+    Raises ConfigError for a choice or an output that can't be, DataError where the dataset's files are not
     those of the run.
     """
-    manifest = finished_manifest(run)
+    manifest = finished_manifest(run, ("analyze", "influence"))
     data, base = _dataset(run, manifest)
-    origin = _unchanged(run, manifest, data, base)
-    origin.require(output)
-    _require_free(output, origin, overwrite)
-    frame = _samples(run / "samples.parquet")
-    chosen = rows_where(frame, where, "--where") ^ drop
+    files = _unchanged(run, manifest, data, base)
+    suffixes = _suffixes(data, base)
+    _require_name(output, suffixes or _LISTS, data.source)
+    for path in (output, *([] if rejected is None else [rejected])):
+        _require_free(path, files, overwrite)
+    if rejected is not None:
+        if rejected.resolve() == output.resolve():
+            raise ConfigError(f"--rejected and --output both name {output}", expected="two files")
+        _require_name(rejected, _LISTS, "the rows that are not written")
+    frame = _samples(run)
+    reasons = _reasons(frame, choice)
+    chosen = reasons.isna().to_numpy()
     count = int((manifest.get("counts") or {}).get("in_dataset") or len(frame))
-    if data.group is None:
-        kept = np.zeros(count, bool)
-        kept[frame["dataset_row" if "dataset_row" in frame else "index"][chosen]] = True
-    else:
-        groups = set(map(str, frame["id"][chosen]))
-        kept = np.array([str(each) in groups for each in _groups(data, base)], bool)
+    copied = output.suffix.lower() in suffixes
     try:
-        if in_folder(output):
-            with folder_atomically(output) as folder:
-                origin.write_folder(kept, folder)
-        else:
-            with written_atomically(output) as file:
-                origin.write(kept, frame[chosen], output, file)
+        with written_atomically(output) as file:
+            if copied:
+                _copy(data, base, _kept(data, base, frame[chosen], count), output, file)
+            else:
+                _write_list(_places(frame[chosen], data), output, file)
+        if rejected is not None:
+            others = _places(frame[~chosen], data).assign(reason=reasons[~chosen])
+            with written_atomically(rejected) as file:
+                _write_list(others, rejected, file)
     except OSError as error:
         raise OutputError(f"{output} can't be written: {error.strerror or error}") from error
     return Selection(output, int(chosen.sum()), len(frame), count)
 
 
-def _require_free(output: Path, origin: Origin, overwrite: bool) -> None:
-    """Raises OutputExistsError where there is something that may not be replaced, ConfigError where it is the
-    dataset.
-    """
-    if any(output.resolve() == file.resolve() for file in origin.files) and overwrite:
-        raise ConfigError(f"{output} is a file of the dataset itself", next_step="name another file")
-    if output.exists() and (in_folder(output) or not overwrite):
-        raise OutputExistsError(
-            f"{output} exists",
-            next_step="name another folder"
-            if in_folder(output)
-            else "name another file, or replace it with --overwrite",
+# -- which rows ----------------------------------------------------------------------------------------------
+
+
+def _reasons(frame: pd.DataFrame, choice: Choice) -> pd.Series[Any]:
+    """[n]: why a row is not chosen; nothing for one that is. Raises ConfigError."""
+    if choice.where is None and choice.by is None:
+        raise ConfigError("nothing says which rows", expected="--where, or --by with --top, or both")
+    if (choice.by is None) != (choice.top is None):
+        raise ConfigError("--by and --top belong together", expected="such as --by grad_norm --top 5%")
+    reasons = pd.Series(None, index=frame.index, dtype=object)
+    if choice.where is not None:
+        reasons[~rows_where(frame, choice.where, "--where")] = f"not {choice.where}"
+    if choice.by is not None and choice.top is not None:
+        values = _column(frame, choice.by)[reasons.isna()]
+        count = _amount(choice.top, len(values))
+        ranks = values.rank(method="first", ascending=False)  # a value that is not a number has none
+        others = ranks[~(ranks <= count)]
+        places = ["without a rank" if np.isnan(rank) else f"rank {int(rank)}" for rank in others]
+        reasons[others.index] = [
+            f"{place} by {choice.by}, not among the highest {choice.top}" for place in places
+        ]
+    if choice.drop:
+        highest = None if choice.by is None else f"among the highest {choice.top} by {choice.by}"
+        wanted = " and ".join(each for each in (choice.where, highest) if each is not None)
+        return reasons.isna().map({True: wanted, False: None})
+    return reasons
+
+
+def _column(frame: pd.DataFrame, name: str) -> pd.Series[Any]:
+    """A column of numbers. Raises ConfigError."""
+    known = "overall" if name == _INFLUENCE and "overall" in frame else name
+    numbers = [str(each) for each in frame if pd.api.types.is_numeric_dtype(frame[each])]
+    if known not in numbers:
+        raise ConfigError(
+            f"--by: there is no column of numbers {name!r}", expected=f"one of {', '.join(numbers)}"
         )
+    return frame[known].astype(float)
 
 
-def _samples(path: Path) -> pd.DataFrame:
-    """The table of a run, the columns of one value a row."""
+def _amount(top: str, rows: int) -> int:
+    """How many rows "20" or "5%" of so many are; of a percentage at least one. Raises ConfigError."""
+    try:
+        share = float(top.removesuffix("%"))
+        if top.endswith("%") and 0 < share <= 100:
+            return max(1, round(share * rows / 100))
+        if not top.endswith("%") and int(top) > 0:
+            return int(top)
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"--top {top} is no amount", expected="a number of rows such as 20, or a share such as 5%"
+    )
+
+
+def _samples(run: Path) -> pd.DataFrame:
+    """The table of a run with a row a sample, the columns of one value a row."""
+    path = next((run / name for name in _TABLES if (run / name).exists()), run / _TABLES[0])
     try:
         table = pq.read_table(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} can't be read: {error}", next_step="run psgrad analyze again") from error
+        raise DataError(f"{path} can't be read: {error}", next_step="run it again") from error
     require_there(table.column_names, ["index"], path)
     frame: pd.DataFrame = table.to_pandas()
     return frame.assign(label=frame["target"]) if "target" in frame and "label" not in frame else frame
+
+
+# -- where the rows are --------------------------------------------------------------------------------------
 
 
 def _dataset(run: Path, manifest: dict[str, Any]) -> tuple[DataConfig, Path]:
@@ -296,51 +179,116 @@ def _dataset(run: Path, manifest: dict[str, Any]) -> tuple[DataConfig, Path]:
     return data, Path(str(manifest.get("config_folder") or "."))
 
 
-def _unchanged(run: Path, manifest: dict[str, Any], data: DataConfig, base: Path) -> Origin:
-    """Where a run's rows came from. Raises DataError where they are not as they were."""
-    relative = None if base.is_absolute() else "the run's config was named by a relative path"
-    here = "call psgrad select in the folder where psgrad analyze was called" if relative else None
-    if data.images is not None and not (base / data.images).exists():
-        raise _gone(base / data.images, relative, here)
-    origin = origin_of(data, base)
-    missing = [file for file in origin.files if not file.exists()]
+def _unchanged(run: Path, manifest: dict[str, Any], data: DataConfig, base: Path) -> list[Path]:
+    """The files of a run's dataset. Raises DataError where they are not as they were."""
+    files = [] if data.path is None else data_files(data, base)
+    files += [] if data.images is None else [base / data.images]
+    missing = [file for file in files if not file.exists()]
     if missing:
-        raise _gone(missing[0], relative, here)
-    now, then = origin.hashes(), (manifest.get("data") or {}).get("files")
-    if now is not None and then is None:
+        relative = not base.is_absolute()
         raise DataError(
-            f"the run in {run} is of an older psgrad, which kept no hashes of the dataset's files",
-            next_step="run psgrad analyze again",
+            f"the dataset's file {missing[0]} is not there",
+            cause="the run's config was named by a relative path" if relative else None,
+            next_step="call psgrad select in the folder where the run was made" if relative else None,
         )
-    if now is not None and now != then:
-        named = ", ".join(map(str, origin.files[:3])) or data.source
-        raise DataError(
-            f"the files of the dataset, {named}, are not those of the run in {run}",
-            expected="the files as they were: rows are matched by their place",
-            next_step="run psgrad analyze again on the files as they are now",
-        )
-    return origin
-
-
-def _gone(file: Path, cause: str | None, next_step: str | None) -> DataError:
-    return DataError(f"the dataset's file {file} is not there", cause=cause, next_step=next_step)
-
-
-def _groups(data: DataConfig, base: Path) -> list[Any]:
-    """The group of each row. Raises ConfigError where the column can't be read."""
-    assert data.group is not None
     if data.images is not None:
-        return plain(folder_rows(data, base).column(data.group)).to_pylist()  # type: ignore[no-any-return]
+        now = [folder_rows(data, base).fingerprint]
+    elif data.dataset is not None and not data.streaming:
+        now = library_hashes(data, library_dataset(data, base))
+    elif data.path is not None:
+        now = file_hashes(files)
+    else:
+        return files  # code makes the rows: nothing is read again
+    if now != (manifest.get("data") or {}).get("files"):
+        raise DataError(
+            f"the files of the dataset, {', '.join(map(str, files[:3])) or data.source}, are not those of the"
+            f" run in {run}",
+            expected="the files as they were: rows are matched by their place",
+            next_step="run it again on the files as they are now",
+        )
+    return files
+
+
+def _suffixes(data: DataConfig, base: Path) -> tuple[str, ...]:
+    """The suffixes of a file into which rows themselves are copied; none where only ids can be written."""
+    if data.dataset is not None and not data.streaming:
+        return () if data.group else (".parquet",)  # its groups are not read here
+    return () if data.path is None else row_suffixes(source_of(data, base)[0])
+
+
+def _require_name(output: Path, suffixes: Sequence[str], source: str) -> None:
+    """Raises ConfigError for a name that does not say how rows, or their ids, are written."""
+    suffixes = tuple(dict.fromkeys((*suffixes, ".txt")))
+    if output.suffix.lower() not in suffixes:
+        ending = f"ends in {output.suffix}" if output.suffix else "has no suffix"
+        raise ConfigError(
+            f"{output} {ending}; what is written is of {source}",
+            expected=f"a name that ends in one of {', '.join(suffixes)}",
+        )
+
+
+def _require_free(output: Path, files: Sequence[Path], overwrite: bool) -> None:
+    """Raises OutputExistsError where there is something that may not be replaced, ConfigError where it is the
+    dataset.
+    """
+    if overwrite and any(output.resolve() == file.resolve() for file in files):
+        raise ConfigError(f"{output} is a file of the dataset itself", next_step="name another file")
+    if output.exists() and not overwrite:
+        raise OutputExistsError(
+            f"{output} exists", next_step="name another file, or replace it with --overwrite"
+        )
+
+
+def _kept(data: DataConfig, base: Path, chosen: pd.DataFrame, count: int) -> Kept:
+    """[n]: which rows of the dataset are chosen, or are in a group that is. Raises DataError."""
+    if data.group is None:
+        kept = np.zeros(count, bool)
+        kept[_places(chosen, data)["index"]] = True
+        return kept
+    source, paths = source_of(data, base)
+    assert isinstance(source, TableSource)
+    wanted = Wanted(ids=(data.group,))
+    columns = [plain(source.rows(path, wanted).column(data.group)).to_pylist() for path in paths]
+    groups = set(map(str, chosen["id"]))
+    return np.array([str(each) in groups for column in columns for each in column], bool)
+
+
+# -- what is written -----------------------------------------------------------------------------------------
+
+
+def _copy(data: DataConfig, base: Path, kept: Kept, output: Path, file: BinaryIO) -> None:
     if data.path is not None:
-        source, paths = source_of(data, base)
-        wanted = Wanted(ids=(data.group,))
-        if isinstance(source, TableSource):
-            tables = [source.rows(path, wanted) for path in paths]
-            return [each for table in tables for each in plain(table.column(data.group)).to_pylist()]
-        if isinstance(source, ArraySource):
-            return source.arrays(paths[0], wanted)[data.group].tolist()  # type: ignore[no-any-return]
-    raise ConfigError(
-        f"the groups of the rows of {data.source} can't be read again",
-        expected="a run on data.path, of a table or arrays, or on data.images",
-        next_step="take ids from samples.parquet, and select by them where the rows are made",
-    )
+        copy_rows(data_files(data, base), kept, output, file)
+    else:
+        library_dataset(data, base).select(np.flatnonzero(kept)).to_parquet(file)
+
+
+def _places(frame: pd.DataFrame, data: DataConfig) -> pd.DataFrame:
+    """The `id` of each row, and its `index` in the whole dataset; of groups of rows the ids."""
+    if data.group is not None:
+        return pd.DataFrame({"id": frame["id"]})
+    place = "dataset_row" if "dataset_row" in frame else "index"
+    return pd.DataFrame({"id": frame["id"], "index": frame[place]})
+
+
+def _write_list(table: pd.DataFrame, output: Path, file: BinaryIO) -> None:
+    """Write a table by the suffix of the output; to a txt file its ids, one a line, with the reasons."""
+    suffix = output.suffix.lower()
+    if suffix == ".parquet":
+        table.to_parquet(file, index=False)
+    elif suffix == ".csv":
+        file.write(table.to_csv(index=False).encode())
+    elif suffix == ".jsonl":
+        rows = (json.dumps(row, ensure_ascii=False) for row in table.to_dict("records"))
+        file.write("".join(f"{row}\n" for row in rows).encode())
+    else:
+        columns = table.drop(columns="index", errors="ignore").astype(str)
+        lines = ["\t".join(row) for row in columns.itertuples(index=False)]
+        broken = [line for line in lines if "\n" in line or "\r" in line]
+        if broken:
+            raise DataError(
+                f"the id {broken[0]!r} has a line break",
+                expected="ids of one line each in a .txt file",
+                next_step="write a .csv or .jsonl file",
+            )
+        file.write("".join(f"{line}\n" for line in lines).encode())

@@ -223,17 +223,6 @@ def test_the_text_setting_and_its_controls(settings: Any, tmp_path: Path) -> Non
     assert f"{sum(sizes):,} parameters" in settings.__doc__
 
 
-@pytest.mark.sweep
-def test_mislabels_are_found_by_their_loss(bench: Any, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    mislabel = script("influence_mislabel")
-    monkeypatch.setattr(mislabel, "METHODS", {"gradient_dot": mislabel.GradientDot()})
-    found = dict(mislabel.scored(replace(bench, recipe=replace(bench.recipe, epochs=4)), 0))
-    assert found["training loss"].auc > 0.8
-    assert found["cross-validated 1 - p(label)"].auc > 0.8
-    # the squared gradient norm, which ranks as the norm does
-    assert found["self-influence, gradient_dot"].auc == pytest.approx(found["gradient norm"].auc)
-
-
 def test_a_way_with_other_scores_is_not_timed(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     speed = script("influence_speed")
     ways = {

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from psgrad.reports.analyze_sections import class_statistics
@@ -151,10 +152,9 @@ def test_sample_draws_rows_by_the_seed_and_resumes_as_the_same(workplace: Workpl
     workplace.analyze(*LIGHT, *other, "--resume").refused(2, "analyze.seed: was 0, is 1")
     workplace.succeeded(*LIGHT, *other, "--overwrite")
     assert workplace.samples()["dataset_row"].tolist() != rows
-    assert workplace.command("select", "out", "--where", "label == 1", "--output", "ones.npz").code == 0
+    assert workplace.command("select", "out", "--where", "label == 1", "--output", "ones.csv").code == 0
     ones = workplace.samples().query("target == 1")
-    with np.load("ones.npz") as found:
-        assert found["uid"].tolist() == ones["id"].tolist()
+    assert pd.read_csv("ones.csv")["id"].tolist() == ones["id"].tolist()
 
 
 @pytest.mark.long

@@ -40,13 +40,11 @@ class Stage:
             {
                 "method": ["influence"],
                 "control": [False],
-                **{key: [0.5] for key in EVALUATION_COLUMNS["mislabel"]},
+                **{key: [0.5] for key in EVALUATION_COLUMNS["loo"]},
             }
         )
-        facts = {"models": 5, "flips": 5, "share": 0.1}
-        found = EvaluationResult(
-            "mislabel", "influence", table, facts, pd.DataFrame(), UNIT, Path("runs/out-mislabel")
-        )
+        facts = {"models": 5, "removals": 4, "highest": 1}
+        found = EvaluationResult("loo", "influence", table, facts, pd.DataFrame(), UNIT, Path("runs/out-loo"))
         return self._called("evaluate_influence", arguments, options, progress, found)
 
     def _called(
@@ -165,7 +163,7 @@ def test_a_config_named_index_can_be_ranked(
     assert stage.calls[0][0] == "influence"
 
 
-@pytest.mark.parametrize("kind", ["loo", "lds", "mislabel", "removal"])
+@pytest.mark.parametrize("kind", ["loo", "lds", "removal", "curve"])
 def test_an_evaluation_has_a_folder_of_its_own(kind: str, config: Path, stage: Stage, run: Any) -> None:
     code, out, err = run("influence", config, "--evaluate", kind, "--output", "truth", "--json")
     assert code == 0, err
@@ -173,7 +171,7 @@ def test_an_evaluation_has_a_folder_of_its_own(kind: str, config: Path, stage: S
     assert (name, wanted) == ("evaluate_influence", kind)
     assert resolved.output == Path("runs/out")
     assert options == {"output": Path("truth"), "overwrite": False, "processes": None}
-    assert json.loads(out)["mislabel"]["auc"] == 0.5
+    assert json.loads(out)["loo"]["pearson"] == 0.5
 
 
 @pytest.mark.parametrize("option", [["--matrix"], ["--top", "3"]])

@@ -21,14 +21,7 @@ def load(folder: Path, *overrides: str) -> EvaluationConfig:
 
 def test_all_of_it_may_be_left_out(tmp_path: Path) -> None:
     found = load(tmp_path)
-    assert (found.subsets, found.seeds, found.fraction, found.removals, found.flips, found.share) == (
-        100,
-        3,
-        0.5,
-        100,
-        5,
-        0.1,
-    )
+    assert (found.subsets, found.seeds, found.fraction, found.removals) == (100, 3, 0.5, 100)
     assert found.tuning is None
     assert found.train.optimizer == "adam"
 

@@ -282,7 +282,7 @@ def test_what_fails_under_a_method_of_ones_own_is_its_mistake_and_not_psgrads() 
     ("overrides", "words"),
     [
         (("groups=source",), "groups needs the scores of all rows"),
-        (("contrast=[[a, b]]", "clusters=3"), "contrast, clusters need the scores of all rows"),
+        (("contrast=[[a, b]]", "groups=a"), "groups, contrast need the scores of all rows"),
         (("over_queries=max",), "over_queries: max needs the scores of all rows"),
         (("layers=module",), "layers: module needs the scores of all rows"),
         (("normalize=self_influence",), "normalize: self_influence needs the scores of all rows"),

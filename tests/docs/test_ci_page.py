@@ -24,7 +24,7 @@ from psgrad.errors import (
 )
 from psgrad.quality.findings import read_ignore_list
 from psgrad.quality.references import SAVED_ROWS
-from psgrad.reports.ci import FORMATS, GITLAB_ISSUES, SARIF_RESULTS, SHOWN_IN_JUNIT
+from psgrad.reports.ci import FORMATS, SARIF_RESULTS, SHOWN_IN_JUNIT
 from psgrad.reports.ci_text import (
     ANNOTATIONS,
     COMMENT_BYTES,
@@ -82,7 +82,6 @@ def test_the_limits_are_those_of_the_code() -> None:
     assert f"the first {SARIF_RESULTS:,}" in rows["sarif"]
     assert f"{ANNOTATIONS} and one that says" in rows["github"]
     assert SUMMARY_BYTES == 1 << 20
-    assert f"the first {GITLAB_ISSUES:,}" in rows["gitlab"]
     assert f"the first {SHOWN_IN_MARKDOWN} findings, at most {COMMENT_BYTES:,} bytes" in rows["markdown"]
     assert f"at most {FINDINGS_OF_A_RULE:,} of each rule" in " ".join(PAGE.split())
     assert f"up to {SAVED_ROWS:,}" in " ".join(PAGE.split())

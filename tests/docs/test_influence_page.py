@@ -247,22 +247,6 @@ def test_the_agreement_with_others_is_the_stored_one() -> None:
         assert each["passed"]
 
 
-def test_the_mislabels_are_the_stored_ones() -> None:
-    content = stored("influence-mislabel-cpu")
-    rows = table_below("## Mislabels")
-    assert [row[0] for row in rows] == list(content["80 epochs"])
-    for name, *cells in rows:
-        kinds = [
-            (epochs, kind)
-            for epochs in ("80 epochs", "12 epochs")
-            for kind in ("auc", "average_precision", "recall")
-        ]
-        assert cells == [
-            f"{content[epochs][name][kind]:.3f} ± {content[epochs][name][f'{kind}_deviation']:.3f}"
-            for epochs, kind in kinds
-        ]
-
-
 def test_the_seconds_are_the_stored_ones() -> None:
     content = stored("influence-speed-cpu")
     for (_, ours, others), task in zip(table_below("## Speed"), ("gradient_dot", "ekfac"), strict=True):

@@ -4,9 +4,7 @@ the ids are.
 
 from __future__ import annotations
 
-import csv
 import importlib.resources
-import io
 import json
 import re
 from dataclasses import replace
@@ -19,6 +17,7 @@ import pytest
 
 from psgrad.reports.ci import FORMATS, SARIF_RESULTS, render_check
 from psgrad.reports.ci_text import SUMMARY_BYTES, render_markdown, write_summary
+from psgrad.reports.comparison import cell
 from psgrad.results import RULES, CheckResult, GateOutcome, Location
 from psgrad.results.findings import finding_content
 from psgrad.storage import RunFolder
@@ -32,45 +31,12 @@ SARIF: dict[str, Any] = json.loads(
 
 _SARIF_VALIDATOR = jsonschema.validators.validator_for(SARIF)(SARIF)
 
-# docs.gitlab.com/ci/testing/code_quality, "Code Quality report format".
-GITLAB = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["description", "check_name", "fingerprint", "severity", "location"],
-        "properties": {
-            "description": {"type": "string", "minLength": 1},
-            "check_name": {"type": "string", "minLength": 1},
-            "fingerprint": {"type": "string", "minLength": 1},
-            "severity": {"enum": ["info", "minor", "major", "critical", "blocker"]},
-            "location": {
-                "type": "object",
-                "required": ["path", "lines"],
-                "properties": {
-                    "path": {"type": "string", "pattern": "^[^./]"},
-                    "lines": {
-                        "type": "object",
-                        "required": ["begin"],
-                        "properties": {"begin": {"type": "integer", "minimum": 1}},
-                    },
-                },
-            },
-        },
-    },
-}
-
 
 def sarif(result: CheckResult) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(render_check(result, "sarif"))
     _SARIF_VALIDATOR.validate(content)
     run: dict[str, Any] = content["runs"][0]
     return run
-
-
-def gitlab(result: CheckResult) -> list[dict[str, Any]]:
-    content: list[dict[str, Any]] = json.loads(render_check(result, "gitlab"))
-    jsonschema.validate(content, GITLAB)
-    return content
 
 
 def mixed() -> CheckResult:
@@ -135,28 +101,7 @@ def test_sarif_writes_paths_as_uris() -> None:
     assert uris == ["a%20b/%C3%A9%231.csv", "file:///data/x%20y.csv"]
 
 
-# -- GitLab, JUnit, CSV, JSON --------------------------------------------------------------------------------
-
-
-def test_gitlab_lists_what_is_not_ignored() -> None:
-    issues = gitlab(mixed())
-    assert [(each["check_name"], each["severity"]) for each in issues] == [
-        ("psgrad/nonfinite", "critical"),
-        ("psgrad/outlier", "critical"),
-        ("psgrad/review", "info"),
-    ]
-    assert [each["location"]["lines"]["begin"] for each in issues] == [3, 1, 3]
-    assert gitlab(verdict()) == []
-
-
-@pytest.mark.long
-def test_gitlab_keeps_the_first_5000_and_says_so() -> None:
-    issues = gitlab(many(5_002))
-    assert (len(issues), issues[-1]["description"]) == (
-        5_001,
-        "and 9 more, see findings.jsonl in the run folder",
-    )
-    assert len({each["fingerprint"] for each in issues}) == len(issues)
+# -- JUnit, JSON ---------------------------------------------------------------------------------------------
 
 
 def junit(result: CheckResult) -> Any:
@@ -184,15 +129,8 @@ def test_junit_shows_the_first_twenty() -> None:
     assert (len(lines), lines[-1]) == (22, "and 17 more, see findings.jsonl in the run folder")
 
 
-def test_csv_and_json_hold_every_finding() -> None:
+def test_json_holds_every_finding() -> None:
     result = mixed()
-    rows = list(csv.DictReader(io.StringIO(render_check(result, "csv"))))
-    assert [(row["rule"], row["id"], row["line"], row["loss"]) for row in rows] == [
-        ("nonfinite", "a", "3", "1.5"),
-        ("outlier", "b", "", "1.5"),
-        ("zero-gradient", "c", "3", "1.5"),
-        ("review", "d", "3", "1.5"),
-    ]
     content = json.loads(render_check(result, "json"))
     assert content["findings"] == json.loads(json.dumps([finding_content(each) for each in result.findings]))
     assert (content["exit_code"], content["warnings"]) == (1, ["something is gone"])
@@ -274,10 +212,8 @@ def test_no_text_of_the_data_does_harm(style: str, name: str) -> None:
     assert len(text) < (2_000_000 if style == "json" else 40_000)
     judge = {
         "sarif": lambda: sarif(result),
-        "gitlab": lambda: gitlab(result),
         "junit": lambda: len(junit(result)) == 1,
         "json": lambda: json.loads(text)["findings"][0]["id"] == NASTY[name],
-        "csv": lambda: harmless_cells(text),
         "github": lambda: commands_are_ours(text),
         "terminal": (
             lambda: (
@@ -289,15 +225,10 @@ def test_no_text_of_the_data_does_harm(style: str, name: str) -> None:
     assert judge[style]()
 
 
-def harmless_cells(text: str) -> bool:
-    rows = list(csv.reader(io.StringIO(text)))
-    cells = [cell for row in rows[1:] for cell in row]
-    return len(rows) == 2 and not any(cell.lstrip().startswith(("=", "+", "-", "@")) for cell in cells)
-
-
-@pytest.mark.parametrize("text", ["=1+1", "  =1+1", " @SUM(A1)"])
-def test_a_formula_is_none_after_blanks_either(text: str) -> None:
-    assert harmless_cells(render_check(nasty(text), "csv"))
+@pytest.mark.parametrize("text", ["=1+1", "  =1+1", " @SUM(A1)", "-1", "+1"])
+def test_cell_is_no_formula_after_blanks_either(text: str) -> None:
+    assert str(cell(text)).startswith("'")
+    assert cell(-1) == -1
 
 
 def commands_are_ours(text: str) -> bool:

@@ -70,30 +70,6 @@ def loo_result() -> EvaluationResult:
     return lds_result(kind="loo", table=pd.DataFrame(rows), facts=facts, points=points, curves={})
 
 
-def mislabel_result() -> EvaluationResult:
-    columns = [
-        "auc",
-        "auc_deviation",
-        "average_precision",
-        "average_precision_deviation",
-        "recall",
-        "recall_deviation",
-    ]
-    rows = [
-        {"method": "influence", "control": False, **dict.fromkeys(columns, 0.5), "undefined": 0},
-        {
-            "method": "loss",
-            "control": True,
-            **dict.fromkeys(columns, 0.25),
-            "auc_deviation": np.nan,
-            "undefined": 0,
-        },
-    ]
-    return lds_result(
-        kind="mislabel", table=pd.DataFrame(rows), facts={"flips": 5, "share": 0.1, "models": 30}, curves={}
-    )
-
-
 def removal_result() -> EvaluationResult:
     lead = ["ahead", "ahead_low", "ahead_high"]
     rows = [
@@ -107,7 +83,7 @@ def removal_result() -> EvaluationResult:
     )
 
 
-RESULTS = {"lds": lds_result, "loo": loo_result, "mislabel": mislabel_result, "removal": removal_result}
+RESULTS = {"lds": lds_result, "loo": loo_result, "removal": removal_result}
 
 
 def printed(result: EvaluationResult, style: str = "terminal") -> str:
@@ -149,12 +125,6 @@ def test_the_tables_of_the_other_kinds() -> None:
     loo = printed(loo_result())
     assert "not known" in loo
     assert "1.0570" in loo
-    assert "0.500 ± 0.500" in printed(mislabel_result())
-    assert printed(mislabel_result()).split("loss (control)")[1].split()[:3] == [
-        "0.250",
-        "0.250",
-        "±",
-    ]  # one set of flips has no deviation
     removal = [
         line.split()
         for line in printed(removal_result()).splitlines()
@@ -172,7 +142,7 @@ def test_json_has_the_configs_method_by_flat_names_and_every_method_by_its_own(k
     mine = found["methods"]["influence"]
     assert mine.pop("control") is False
     assert {name: found[name] for name in mine} == mine
-    expected = {"lds": "mean", "loo": "slope", "mislabel": "auc", "removal": "curve"}[kind]
+    expected = {"lds": "mean", "loo": "slope", "removal": "curve"}[kind]
     assert found[expected] is not None
 
 
@@ -199,7 +169,6 @@ def test_names_of_json() -> None:
     [
         ("lds", ["evaluation", "tuning"]),
         ("loo", ["evaluation", "predicted_and_actual"]),
-        ("mislabel", ["evaluation"]),
         ("removal", ["evaluation"]),
     ],
 )

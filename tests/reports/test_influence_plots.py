@@ -4,14 +4,12 @@ out.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from psgrad.reports.influence_plots import (
@@ -20,9 +18,7 @@ from psgrad.reports.influence_plots import (
     score_distributions,
     self_influence_against_loss,
 )
-from psgrad.reports.influence_sheets import PER_SIDE, query_sheet
-from psgrad.reports.influence_words import signed
-from psgrad.results import ALL_INDEX, SIGN, TopSample, carriers, pairs_of, shown_queries
+from psgrad.results import SIGN, carriers, shown_queries
 from tests.reports.influence_runs import UNIT, result
 
 
@@ -42,86 +38,6 @@ def _ticks(axes: Axes) -> list[tuple[float, float]]:
         if line.get_marker() == "|"
         for score, row in zip(*line.get_data(), strict=True)
     ]
-
-
-@pytest.mark.parametrize("inputs", ["image", "text", None])
-def test_a_sheet_has_the_strongest_of_either_sign_with_sign_and_unit(inputs: str | None) -> None:
-    found = result(inputs=inputs, checkpoints=2)
-    for query in (0, ALL_INDEX):
-        words = _words(query_sheet(found, query, "sheet").figure)
-        for side in pairs_of(found.scores, query, PER_SIDE):
-            assert len(side) == PER_SIDE
-            for pair in side.to_dict("records"):
-                assert signed(pair["score"]) in words
-                assert pair["train_id"] in words
-        assert UNIT in words
-        assert SIGN in words
-
-
-def test_a_sheet_of_pictures_shows_each_pairs_own() -> None:
-    found = result()
-    query = shown_queries(found.queries, 1)[0]
-    (axes,) = query_sheet(found, query, "sheet").figure.axes
-    pairs = [pair for side in pairs_of(found.scores, query, PER_SIDE) for pair in side.to_dict("records")]
-    _, *shown = axes.images  # the first one is the query's
-    for image, pair in zip(shown, pairs, strict=True):
-        expected = found.training_inputs[pair["train_index"]].image
-        assert expected is not None
-        np.testing.assert_array_equal(np.asarray(image.get_array())[..., 0], np.round(expected[0] * 255))
-        left, right, _, top = image.get_extent()
-        above = [
-            text.get_text()
-            for text in axes.texts
-            if left < text.get_position()[0] < right and 0 < top - text.get_position()[1] < 0.15
-        ]
-        assert above == [signed(pair["score"])]
-
-
-@pytest.mark.long
-def test_sheet_of_table_rows_has_its_values_in_columns_that_do_not_collide() -> None:
-    found = result(inputs="text")
-    values = tuple((f"measurement_{place}", 1234.5 + place) for place in range(12))
-    rows = {index: TopSample(each.id, values=values) for index, each in found.training_inputs.items()}
-    long = found.training.assign(
-        target="a class with a name",
-        prediction="another class with a name",
-        id="an identifier of some length",
-    )
-    changed = replace(
-        found,
-        training=long,
-        training_inputs=rows,
-        scores=found.scores.assign(train_id="an identifier of some length"),
-    )
-    figure = query_sheet(changed, shown_queries(found.queries, 1)[0], "sheet").figure
-    FigureCanvasAgg(figure).draw()
-    texts = [text for text in figure.axes[0].texts if text.get_text().strip()]
-    assert not any(text.get_text() == "…" for text in texts)
-    assert sum(text.get_text().endswith("…") for text in texts) > 2  # the last line that there is room for
-    for line in {round(text.get_position()[1], 3) for text in texts}:
-        boxes = sorted(
-            (text.get_window_extent() for text in texts if round(text.get_position()[1], 3) == line),
-            key=lambda box: box.x0,
-        )
-        assert all(left.x1 <= right.x0 for left, right in itertools.pairwise(boxes))
-        assert boxes[-1].x1 <= figure.bbox.width
-
-
-def test_sheet_without_classes_has_no_columns_for_them() -> None:
-    found = result(inputs="text")
-    without = [frame.assign(target=None, prediction=None) for frame in (found.training, found.queries)]
-    bare = replace(found, training=without[0], queries=without[1])
-    for changed, expected in ((found, True), (bare, False)):
-        drawn = query_sheet(changed, shown_queries(changed.queries, 1)[0], "sheet")
-        words = [text.get_text() for text in drawn.figure.axes[0].texts]
-        assert ("label" in words, "model" in words, "Bold:" in drawn.caption) == (expected,) * 3
-        assert "input" in words
-        assert ("–" in words) is False
-
-
-def test_a_side_without_examples_says_so() -> None:
-    found = result(6, 2, scores=-np.ones((2, 6)))
-    assert "nothing helps" in _words(query_sheet(found, 0, "sheet").figure)
 
 
 def test_distributions_have_each_querys_strongest_on_its_row() -> None:
@@ -222,15 +138,6 @@ def test_self_influence_is_reported_as_influence_on_the_own_loss(
 ) -> None:
     (axes,) = self_influence_against_loss(replace(result(), **changes)).figure.axes
     assert expected in axes.get_xlabel().replace("\n", " ")
-
-
-@pytest.mark.long
-def test_all_queries_come_first_unless_there_is_but_one() -> None:
-    found = result()
-    names = [plot.name for plot in draw_influence_plots(found)]
-    assert names[0] == "all_queries_sheet"
-    assert names[-1] == "self_influence"
-    assert next(plot.name for plot in draw_influence_plots(result(m=1))) == "query_1_sheet"
 
 
 @pytest.mark.long

@@ -225,7 +225,11 @@ def unsynced_write(target: Path, data: bytes) -> None:
             without("sync"),
             "released without a ledger|the ledger lags a release|the ledger that paid for it is gone",
         ),
-        ("psgrad.storage.ledger.durable_files", without("sync_folder"), "released without a ledger"),
+        (
+            "psgrad.storage.ledger.durable_files",
+            without("sync_folder"),
+            "released without a ledger|the ledger that paid for it is gone",
+        ),
         ("psgrad.storage.durable_files.sync_folder", nothing, "released without a ledger"),
         ("psgrad.storage.durable_files.write_atomically", unsynced_write, "is damaged|is torn"),
     ],

@@ -14,10 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from scipy import stats
-from sklearn.metrics import roc_auc_score
 
 from psgrad.engine.influence.evaluation.metrics import random_subsets
-from psgrad.engine.influence.evaluation.mislabel import flip
 from psgrad.engine.influence.evaluation.retraining import EnsembleTrainer
 from tests.engine.influence.problems import SoftmaxRegression, linear
 from tests.influence_workplace import QUERIES, InfluenceWorkplace, loop_of_gradients
@@ -158,56 +156,6 @@ def test_leave_one_out_is_what_numpy_retrains(place: EvaluationWorkplace) -> Non
 
 
 @pytest.mark.long
-def test_mislabels_are_flipped_trained_on_and_looked_for(place: EvaluationWorkplace) -> None:
-    place.evaluate |= {"flips": 2, "share": 0.2}
-    place.section["method"] = "gradient_dot"
-    found = place.evaluated("mislabel")["mislabel"]
-    losses, norms = [], []
-    for number in range(2):
-        given, flipped = flip(place.arrays["y"], 0.2, np.random.default_rng([0, 6, number]))
-        problem = SoftmaxRegression(place.problem.inputs, given, CLASSES, place.problem.penalty)
-        weights = problem.solve()
-        own = problem.losses(weights, torch.tensor(place.arrays["x"]).double(), torch.tensor(given))
-        losses.append(roc_auc_score(flipped, own))
-        norms.append(
-            roc_auc_score(
-                flipped, loop_of_gradients(linear(weights), place.arrays["x"], given).norm(dim=1).numpy()
-            )
-        )
-    assert found["methods"]["training loss"]["auc"] == pytest.approx(np.mean(losses))
-    assert found["methods"]["training loss"]["auc_deviation"] == pytest.approx(np.std(losses, ddof=1))
-    assert found["methods"]["1 - p(label)"]["auc"] == pytest.approx(np.mean(losses))
-    assert found["auc"] == pytest.approx(
-        np.mean(norms)
-    )  # the self-influence of gradient dot is the square of the norm
-    assert found["methods"]["gradient norm"]["auc"] == found["auc"]
-    assert "1 - p(label), 5-fold cross-validated" in found["methods"]
-    assert {"EL2N", "margin", "random"} <= set(found["methods"])
-    assert found["models"] == 2 * 6
-
-
-@pytest.mark.long
-def test_flipped_labels_are_trained_on_once(
-    place: EvaluationWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained = list[int]()
-    original: Callable[..., Any] = EnsembleTrainer.__call__
-    monkeypatch.setattr(
-        EnsembleTrainer, "__call__", lambda self, jobs: trained.append(len(jobs)) or original(self, jobs)
-    )
-    place.evaluate["flips"] = 2
-    place.evaluated("mislabel")
-    assert sum(trained) == 2 * (1 + 5)
-
-
-def test_labels_to_be_ignored_are_none_to_flip(place: EvaluationWorkplace) -> None:
-    labels = place.arrays["y"].copy()
-    labels[[4, 7]] = -100
-    place.save(y=labels)
-    place.influence("--evaluate", "mislabel").refused(2, "2 of 24 rows have -100, to be ignored")
-
-
-@pytest.mark.long
 def test_what_an_evaluation_does_not_take_from_the_config_is_reported(place: EvaluationWorkplace) -> None:
     place.section["index"] = "index"
     place.section["method"] = {"name": "influence", "weight_decay": 2 * DECAY}
@@ -217,24 +165,6 @@ def test_what_an_evaluation_does_not_take_from_the_config_is_reported(place: Eva
         "influence takes a weight decay of 0.1 for the one of training, and models are trained again with"
         " 0.05" in told
     )
-
-
-@pytest.mark.long
-def test_cross_validated_confidence_is_of_models_that_have_not_seen_the_row(
-    place: EvaluationWorkplace,
-) -> None:
-    """Of a network that learns every flip by heart, only what was not seen tells."""
-    random = np.random.default_rng(0)
-    labels = random.integers(0, CLASSES, 60)
-    x = (np.eye(CLASSES, 4)[labels] * 6 + random.normal(size=(60, 4))).astype(np.float32)
-    place.save(x=x, y=labels, uid=np.array([f"row-{row}" for row in range(60)]))
-    place.use_model(
-        "def Model():\n    return nn.Sequential(nn.Linear(4, 200), nn.ReLU(), nn.Linear(200, 3))\n"
-    )
-    place.section["evaluate"] = {"train": {"epochs": 60, "batch_size": 60, "learning_rate": 0.02}, "flips": 1}
-    found = place.evaluated("mislabel")["mislabel"]["methods"]
-    assert found["1 - p(label), 5-fold cross-validated"]["auc"] > 0.95
-    assert found["random"]["auc"] < 0.9
 
 
 @pytest.mark.long
@@ -459,26 +389,17 @@ def test_a_method_without_scores_of_its_own_ends_the_run(place: EvaluationWorkpl
     ]
 
 
-def test_labels_are_needed_to_flip(place: EvaluationWorkplace) -> None:
-    place.config["loss"] = "mse"
-    place.save(y=place.arrays["x"][:, 0])
-    place.save_queries(y=place.queries["x"][:, 0])
-    place.use_model("def Model():\n    return nn.Linear(4, 1)\n")
-    place.influence("--evaluate", "mislabel").refused(2, "flips labels, and targets of the loss mse are none")
-
-
 @pytest.mark.parametrize(
     ("kind", "key", "value"),
-    [("lds", "fraction", 1e-3), ("lds", "fraction", 0.999), ("mislabel", "share", 1e-3)],
+    [("lds", "fraction", 1e-3), ("lds", "fraction", 0.999)],
 )
 def test_shares_that_are_all_or_nothing_are_refused(
     place: EvaluationWorkplace, kind: str, key: str, value: float
 ) -> None:
     place.evaluate[key] = value
     count = ROWS if value > 0.5 else 0
-    noun = "labels" if kind == "mislabel" else "training examples"
     place.influence("--evaluate", kind).refused(
-        2, f"influence.evaluate.{key}: {value:g} of {ROWS} {noun} are {count} of them"
+        2, f"influence.evaluate.{key}: {value:g} of {ROWS} training examples are {count} of them"
     )
 
 

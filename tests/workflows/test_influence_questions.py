@@ -1,4 +1,4 @@
-"""Questions about several rows at once: groups, contrasts, clusters, the largest score over queries, removal
+"""Questions about several rows at once: groups, contrasts, the largest score over queries, removal
 curves; against numpy on all scores, and against retrained models.
 """
 
@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from scipy import stats
 
-from psgrad.workflows.influence_questions import clusters_of
 from tests.influence_workplace import QUERIES, InfluenceWorkplace
 from tests.workflows.test_influence_evaluation import DECAY, EvaluationWorkplace
 from tests.workplace import ROWS
@@ -67,48 +65,15 @@ def test_influence_groups_unknown_column(place: EvaluationWorkplace) -> None:
 
 @pytest.mark.long
 def test_influence_groups_in_parts_are_those_of_one_run(place: EvaluationWorkplace) -> None:
-    place.section.update({"groups": "doc", "over_queries": "max", "clusters": 2})
+    place.section.update({"groups": "doc", "over_queries": "max"})
     ran(place)
-    one = {name: table(place, name) for name in ("groups", "scores", "clusters", "queries")}
+    one = {name: table(place, name) for name in ("groups", "scores", "queries")}
     place.config["output"] = "parts"
     for part in ("1/2", "2/2"):
         assert place.influence("--part", part).code == 0
     assert place.command("merge", "parts", "--no-report").code == 0
     for name, whole in one.items():
         pd.testing.assert_frame_equal(table(place, name, "parts"), whole)
-
-
-@pytest.mark.long
-def test_evaluate_groups_is_what_numpy_retrains(place: EvaluationWorkplace) -> None:
-    place.section["groups"] = "doc"
-    place.section["method"] = {
-        "name": "influence",
-        "damping": 0.0,
-        "weight_decay": DECAY,
-        "curvature": "hessian",
-    }
-    found = place.evaluated("groups")["groups"]
-    points = table(place, "evaluation_points", "out-groups")
-    whole = place.losses(place.minimum)
-    for group, rows in points.groupby("group"):
-        without = place.retrained(np.flatnonzero(group != GROUPS))
-        np.testing.assert_allclose(rows["actual"], without - whole, rtol=0, atol=1e-8)
-    line = stats.linregress(points["predicted"], points["actual"])
-    assert found["slope"] == pytest.approx(line.slope)
-    assert (found["groups"], found["models"]) == (5, 6)
-    assert "rows in the group" in found["methods"]
-
-
-def test_evaluate_groups_without_a_column(place: EvaluationWorkplace) -> None:
-    place.influence("--evaluate", "groups").refused(
-        2, "influence.groups names no column", "set influence.groups"
-    )
-
-
-def test_evaluate_groups_needs_three(place: EvaluationWorkplace) -> None:
-    place.save(doc=np.array(["a", "b"] * (ROWS // 2)))
-    place.section["groups"] = "doc"
-    place.influence("--evaluate", "groups").refused(2, "the column doc has 2 groups", "at least 3")
 
 
 # -- removal curves ------------------------------------------------------------------------------------------
@@ -160,7 +125,7 @@ def test_evaluate_curve_amounts_that_cannot_be(
     place.influence(*options).refused(2, words)
 
 
-# -- contrasts, the largest over queries, clusters -----------------------------------------------------------
+# -- contrasts, the largest over queries --------------------------------------------------------------------
 
 
 def test_influence_contrast_is_the_difference_of_two_columns(place: EvaluationWorkplace) -> None:
@@ -189,36 +154,6 @@ def test_influence_over_queries_max_is_the_score_of_largest_size(place: Evaluati
     products = place.products()
     largest = products[np.arange(ROWS), np.abs(products).argmax(1)]
     np.testing.assert_allclose(table(place, "self_influence")["overall"], largest, rtol=1e-6)
-
-
-def test_influence_clusters_are_those_that_were_planted() -> None:
-    random = np.random.default_rng(0)
-    kinds = np.array([0, 1, 0, 2, 1, 0, 2, 0, 1])
-    directions = np.linalg.qr(random.normal(size=(60, 3)))[0]
-    scores = directions[:, kinds] * random.uniform(0.01, 100, len(kinds)) + 1e-4 * random.normal(size=(60, 9))
-    for count in (3, "auto"):
-        found = clusters_of(scores, count)  # type: ignore[arg-type]
-        assert found.tolist() == kinds.tolist()  # the largest cluster is 0
-    assert len(np.unique(clusters_of(scores, 2))) == 2
-
-
-def test_influence_clusters_name_what_their_queries_have_in_common(place: EvaluationWorkplace) -> None:
-    place.section["clusters"] = 2
-    assert "Cluster 0" in ran(place)
-    products, found, queries = place.products(), table(place, "clusters"), table(place, "queries")
-    unit = products / np.linalg.norm(products, axis=0)
-    for cluster, rows in found.groupby("cluster"):
-        members = (queries["cluster"] == cluster).to_numpy()
-        np.testing.assert_allclose(rows["share"], unit[:, members].mean(1)[rows["train_index"]], rtol=1e-5)
-        np.testing.assert_allclose(
-            rows["score"], products[:, members].mean(1)[rows["train_index"]], rtol=1e-5
-        )
-        assert set(rows["queries"]) == {members.sum()}
-
-
-def test_influence_clusters_of_too_few_queries(place: EvaluationWorkplace) -> None:
-    place.section["clusters"] = QUERIES
-    place.influence().refused(2, f"{QUERIES} clusters of {QUERIES} queries", f"at least {QUERIES + 1}")
 
 
 # -- what to do next -----------------------------------------------------------------------------------------
@@ -273,7 +208,7 @@ def test_influence_answers_are_in_the_json(place: EvaluationWorkplace) -> None:
     [
         ({"groups": "doc"}, (), "influence.groups need"),
         ({"contrast": [["query-0", "query-1"]]}, (), "influence.contrast need"),
-        ({"clusters": 2}, ("--matrix",), "influence.clusters, --matrix need"),
+        ({"groups": "doc"}, ("--matrix",), "influence.groups, --matrix need"),
     ],
 )
 def test_influence_all_scores_beyond_memory(

@@ -1,10 +1,12 @@
-"""`psgrad select`: the rows that a run chooses are copied in the source's format, untouched."""
+"""`psgrad select`: the rows that a run chooses are copied, or their ids written; the others with a reason."""
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +14,12 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from safetensors.numpy import load_file, save_file
 
 import psgrad
+from psgrad.errors import DataError
+from psgrad.inputs.sources.selection import copy_rows
 from psgrad.storage.durable_files import written_atomically
+from tests.influence_workplace import InfluenceWorkplace
 from tests.workplace import ROWS, Workplace
 
 COLUMNS = ["a", "b", "c", "d"]
@@ -54,18 +58,21 @@ def kept_rows(samples: pd.DataFrame) -> list[int]:
     return rows
 
 
-def test_csv_rows_keep_every_byte(workplace: Workplace) -> None:
+def test_csv_cells_keep_their_spelling(workplace: Workplace) -> None:
     lines = csv_lines(workplace)
     (workplace.folder / "data.csv").write_text("\n".join(lines))  # no newline at the end
     kept = kept_rows(analyzed(workplace, "data.csv"))
-    selected(workplace, "percentile < 80", "clean.csv")
-    assert (workplace.folder / "clean.csv").read_text() == "\n".join(
-        [lines[0], *(lines[1 + r] for r in kept), ""]
-    )
-    selected(workplace, "percentile < 80", "dropped.csv", "--drop")
-    dropped = sorted({*range(ROWS)} - {*kept})
-    expected = "\n".join([lines[0], *(lines[1 + row] for row in dropped), ""])
-    assert (workplace.folder / "dropped.csv").read_text() == expected
+    with Path("data.csv").open(newline="") as file:
+        cells = list(csv.reader(file))
+    for name, delimiter, rows, options in (
+        ("clean.csv", ",", kept, ()),
+        ("clean.tsv", "\t", kept, ()),
+        ("dropped.csv", ",", sorted({*range(ROWS)} - {*kept}), ("--drop",)),
+    ):
+        selected(workplace, "percentile < 80", name, *options)
+        with Path(name).open(newline="") as file:
+            found = list(csv.reader(file, delimiter=delimiter))
+        assert found == [cells[0], *(cells[1 + row] for row in rows)]
 
 
 def test_jsonl_lines_of_two_compressed_files_are_copied(workplace: Workplace) -> None:
@@ -76,9 +83,6 @@ def test_jsonl_lines_of_two_compressed_files_are_copied(workplace: Workplace) ->
     kept = kept_rows(analyzed(workplace, "part-*.jsonl.gz"))
     selected(workplace, "percentile < 80", "clean.jsonl")
     assert (workplace.folder / "clean.jsonl").read_text().splitlines() == [lines[row] for row in kept]
-    selected(workplace, "percentile < 80", "clean.jsonl.gz")
-    with gzip.open(workplace.folder / "clean.jsonl.gz", "rt") as file:
-        assert file.read().splitlines() == [lines[row] for row in kept]
 
 
 def test_parquet_keeps_types_metadata_and_columns_that_were_not_read(workplace: Workplace) -> None:
@@ -88,65 +92,109 @@ def test_parquet_keeps_types_metadata_and_columns_that_were_not_read(workplace: 
     kept = kept_rows(analyzed(workplace, "data.parquet"))
     selected(workplace, "percentile < 80", "clean.parquet")
     assert pq.read_schema("clean.parquet").equals(pq.read_schema("data.parquet"), check_metadata=True)
-    wanted = pq.read_table("data.parquet").take(kept)
-    assert pq.read_table("clean.parquet").equals(wanted)
-    selected(workplace, "percentile < 80", "clean.arrow")
-    assert pa.ipc.open_file("clean.arrow").read_all().equals(wanted)
+    assert pq.read_table("clean.parquet").equals(pq.read_table("data.parquet").take(kept))
 
 
-def write_json(place: Workplace) -> None:
-    content = {"data": frame_of(place).to_dict("records"), "license": "none"}
-    (place.folder / "data.json").write_text(json.dumps(content))
-
-
-def write_stream(place: Workplace) -> None:
-    table = pa.Table.from_pandas(frame_of(place))
-    with pa.ipc.new_stream("data.arrow", table.schema) as writer:
-        writer.write_table(table, max_chunksize=5)
-
-
-def write_tsv(place: Workplace) -> None:
-    frame_of(place).to_csv("data.tsv", sep="\t", index=False)
-
-
-READ: dict[str, tuple[Callable[[Workplace], None], Callable[[str], pd.DataFrame]]] = {
-    "json": (write_json, lambda path: pd.DataFrame(json.loads(Path(path).read_text())["data"])),
-    "arrow": (write_stream, lambda path: pa.ipc.open_file(path).read_pandas()),
-    "feather": (lambda place: frame_of(place).to_feather("data.feather"), pd.read_feather),
-    "tsv": (write_tsv, lambda path: pd.read_csv(path, sep="\t", dtype={"code": str})),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("suffix", READ)
-def test_other_tables_come_back(workplace: Workplace, suffix: str) -> None:
-    write, read = READ[suffix]
-    write(workplace)
-    kept = kept_rows(analyzed(workplace, f"data.{suffix}"))
-    selected(workplace, "percentile < 80", f"clean.{suffix}")
-    found, wanted = read(f"clean.{suffix}"), frame_of(workplace).iloc[kept]
+@pytest.mark.parametrize("suffix", ["json", "arrow", "txt"])
+def test_other_tables_become_jsonl_parquet_or_lines(workplace: Workplace, suffix: str) -> None:
+    frame = frame_of(workplace)
+    if suffix == "json":
+        (workplace.folder / "data.json").write_text(json.dumps({"data": frame.to_dict("records")}))
+        analyzed(workplace, "data.json")
+        selected(workplace, "percentile < 80", "clean.jsonl")
+        found = pd.read_json("clean.jsonl", lines=True, dtype={"code": str})
+    elif suffix == "arrow":
+        table = pa.Table.from_pandas(frame)
+        with pa.ipc.new_stream("data.arrow", table.schema) as writer:
+            writer.write_table(table, max_chunksize=5)
+        analyzed(workplace, "data.arrow")
+        selected(workplace, "percentile < 80", "clean.parquet")
+        found = pd.read_parquet("clean.parquet")
+    else:
+        lines = ["one", "", "two", "three"]
+        (workplace.folder / "rows.txt").write_text("\n".join(lines))
+        copied = io.BytesIO()
+        copy_rows([workplace.folder / "rows.txt"], np.array([True, False, True]), Path("a.txt"), copied)
+        assert copied.getvalue() == b"one\nthree\n"
+        return
+    wanted = frame.iloc[kept_rows(workplace.samples())]
     assert found["uid"].tolist() == wanted["uid"].tolist()
     assert found["code"].tolist() == wanted["code"].tolist()
     assert np.array_equal(found[COLUMNS].to_numpy("f4"), wanted[COLUMNS].to_numpy("f4"))
 
 
-@pytest.mark.long
-def test_arrays_come_back(workplace: Workplace) -> None:
+def test_long_cells_and_odd_line_ends_of_csv_are_copied(tmp_path: Path) -> None:
+    cells = [["a", "b"], ["x" * 200_000, "1\r2"], ["\ufeffé", 'say "hi", twice']]
+    with (tmp_path / "data.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file, lineterminator="\r\n").writerows([cells[0], [], *cells[1:]])
+    with (tmp_path / "clean.csv").open("wb") as target:
+        copy_rows([tmp_path / "data.csv"], np.ones(2, bool), Path("clean.csv"), target)
+    with (tmp_path / "clean.csv").open(newline="", encoding="utf-8") as file:
+        limit = csv.field_size_limit(1 << 20)
+        assert list(csv.reader(file)) == cells
+        csv.field_size_limit(limit)
+
+
+def test_files_with_another_number_of_rows_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("one\ntwo\n")
+    for count, words in ((1, "more rows"), (3, "fewer rows")):
+        with pytest.raises(DataError, match=words):
+            copy_rows([tmp_path / "rows.txt"], np.ones(count, bool), Path("a.txt"), io.BytesIO())
+
+
+def test_ids_of_rows_of_arrays_come_in_each_format(workplace: Workplace) -> None:
     workplace.succeeded("--no-report")
     kept = kept_rows(workplace.samples())
-    selected(workplace, "percentile < 80", "clean.npz")
-    with np.load("clean.npz") as found:
-        assert {name: found[name].tolist() for name in found} == {
-            name: each[kept].tolist() for name, each in workplace.arrays.items()
-        }
-    save_file({"x": workplace.arrays["x"], "y": workplace.arrays["y"]}, "data.safetensors", {"by": "me"})
-    workplace.config["data"] = {"path": "data.safetensors", "inputs": "x", "target": "y"}
-    workplace.succeeded("--no-report", "--overwrite")
-    selected(workplace, "percentile < 80", "clean.safetensors")
-    assert np.array_equal(load_file("clean.safetensors")["x"], workplace.arrays["x"][kept])
+    wanted = pd.DataFrame({"id": workplace.arrays["uid"][kept], "index": kept}).to_dict("list")
+    for suffix in ("txt", "csv", "jsonl", "parquet"):
+        selected(workplace, "percentile < 80", f"clean.{suffix}")
+    assert Path("clean.txt").read_text().splitlines() == wanted["id"]
+    assert pd.read_csv("clean.csv").to_dict("list") == wanted
+    assert pd.read_json("clean.jsonl", lines=True).to_dict("list") == wanted
+    assert pd.read_parquet("clean.parquet").to_dict("list") == wanted
 
 
-def test_images_of_a_folder_come_back_as_a_list(workplace: Workplace) -> None:
+def test_ids_of_rows_drawn_at_random_have_their_place_in_the_dataset(workplace: Workplace) -> None:
+    workplace.succeeded("--no-report", "--limit", "8", "--sample")
+    selected(workplace, "index >= 0", "drawn.csv")
+    assert pd.read_csv("drawn.csv")["index"].tolist() == workplace.samples()["dataset_row"].tolist()
+
+
+def test_groups_of_the_datasets_library_are_not_copied_by_their_place(workplace: Workplace) -> None:
+    datasets = pytest.importorskip("datasets")
+    columns = {"x": workplace.arrays["x"].tolist(), "y": workplace.arrays["y"].tolist()}
+    groups = [f"doc-{row // 3}" for row in range(ROWS)]
+    datasets.Dataset.from_dict(columns | {"doc": groups}).save_to_disk("set")
+    workplace.config["data"] = {"dataset": "set", "inputs": "x", "target": "y", "group": "doc"}
+    workplace.succeeded("--no-report")
+    selected(workplace, "index >= 6", "last.parquet")
+    assert pd.read_parquet("last.parquet").to_dict("list") == {"id": ["doc-6", "doc-7"]}
+
+
+@pytest.mark.long
+def test_rows_of_the_datasets_library_become_parquet(workplace: Workplace) -> None:
+    datasets = pytest.importorskip("datasets")
+    kinds = datasets.Features(
+        x=datasets.Sequence(datasets.Value("float32")), y=datasets.ClassLabel(names=["a", "b", "c"])
+    )
+    columns = {"x": workplace.arrays["x"].tolist(), "y": workplace.arrays["y"].tolist()}
+    table = datasets.Dataset.from_dict(columns, kinds)
+    datasets.DatasetDict({"train": table, "test": table.select([0])}).save_to_disk("set")
+    workplace.config["data"] = {"dataset": "set", "split": "train[4:]", "inputs": "x", "target": "y"}
+    workplace.succeeded("--no-report")
+    rows = [4 + row for row in kept_rows(workplace.samples())]
+    selected(workplace, "percentile < 80", "clean.parquet")
+    found = datasets.Dataset.from_parquet("clean.parquet", cache_dir="cache")
+    assert found.to_list() == table.select(rows).to_list()
+    assert found.features == table.features
+    changed = datasets.DatasetDict({"train": table.select(range(ROWS)[::-1]), "test": table.select([0])})
+    shutil.rmtree("set")
+    changed.save_to_disk("set")
+    outcome = workplace.command("select", "out", "--where", "percentile < 80", "--output", "more.parquet")
+    outcome.refused(3, "are not those of the run in out")
+
+
+def test_images_of_a_folder_come_as_a_list(workplace: Workplace) -> None:
     from PIL import Image
 
     random = np.random.default_rng(0)
@@ -161,62 +209,106 @@ def test_images_of_a_folder_come_back_as_a_list(workplace: Workplace) -> None:
     )
     workplace.config["data"] = {"images": "pictures", "size": [4, 4]}
     workplace.succeeded("--no-report")
-    assert len(workplace.samples()) == 8
     selected(workplace, "label == 1", "dogs.txt")
-    assert (workplace.folder / "dogs.txt").read_text().split() == ["dog/5.png", "dog/6.png", "dog/7.png"]
-    selected(workplace, "label == 1", "cats.csv", "--drop")
-    cats = pd.read_csv("cats.csv")
-    assert cats.columns.tolist() == ["file_name", "label"]
-    assert cats["file_name"].tolist() == [f"cat/{number}.png" for number in range(5)]
-    workplace.command("select", "out", "--where", "label == 1", "--output", "a.npz").refused(2, "a .txt file")
+    assert Path("dogs.txt").read_text().split() == ["dog/5.png", "dog/6.png", "dog/7.png"]
     (workplace.folder / "pictures" / "dog" / "5.png").unlink()
     outcome = workplace.command("select", "out", "--where", "label == 1", "--output", "more.txt")
     outcome.refused(3, "are not those of the run in out")
 
 
+def test_highest_of_the_rows_for_which_a_condition_holds_and_the_others_with_a_reason(
+    workplace: Workplace,
+) -> None:
+    workplace.succeeded("--no-report")
+    samples = workplace.samples()
+    ones = samples[samples["target"] == 1].sort_values("grad_norm", ascending=False)
+    options = ("--by", "grad_norm", "--top", "2", "--rejected", "others.csv")
+    selected(workplace, "label == 1", "highest.csv", *options)
+    assert set(pd.read_csv("highest.csv")["id"]) == set(ones["id"][:2])
+    others = pd.read_csv("others.csv").set_index("id")["reason"]
+    assert set(others.index) == set(samples["id"]) - set(ones["id"][:2])
+    assert others[ones["id"].iloc[2]] == "rank 3 by grad_norm, not among the highest 2"
+    assert others[samples["id"][samples["target"] != 1].iloc[0]] == "not label == 1"
+    selected(workplace, "label == 1", "rest.txt", *options[:4], "--drop", "--rejected", "two.jsonl")
+    assert set(Path("rest.txt").read_text().split()) == set(others.index)
+    assert (
+        pd.read_json("two.jsonl", lines=True)["reason"].tolist()
+        == ["label == 1 and among the highest 2 by grad_norm"] * 2
+    )
+
+
+def test_share_of_the_highest_leaves_out_what_is_not_a_number(workplace: Workplace) -> None:
+    workplace.save(x=np.where(np.arange(ROWS)[:, None] == 3, np.nan, workplace.arrays["x"]))
+    workplace.succeeded("--no-report")
+    norms = workplace.samples()["grad_norm"]
+    outcome = workplace.command("select", "out", "--by", "grad_norm", "--top", "100%", "--output", "a.txt")
+    assert outcome.code == 0, outcome.err
+    assert Path("a.txt").read_text().split() == workplace.samples()["id"][norms.notna()].tolist()
+    assert len(norms) == norms.notna().sum() + 1
+
+
+def test_rows_by_their_influence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
+    place.prepare()
+    place.ranked("--no-report")
+    outcome = place.command("select", "out", "--by", "influence", "--top", "25%", "--output", "top.csv")
+    assert outcome.code == 0, outcome.err
+    training = pd.read_parquet("out/self_influence.parquet")
+    assert set(pd.read_csv("top.csv")["id"]) == set(training.nlargest(6, "overall")["id"])
+
+
 def test_rows_that_were_not_measured_are_left_out_and_reported(workplace: Workplace) -> None:
     workplace.succeeded("--no-report", "--limit", "9")
-    outcome = workplace.command("select", "out", "--where", "label >= 0", "--output", "some.npz")
+    outcome = workplace.command("select", "out", "--where", "label >= 0", "--output", "some.csv")
     assert "PARTIAL: 15 rows that the run did not measure are left out" in outcome.err
-    with np.load("some.npz") as found:
-        assert found["uid"].tolist() == workplace.arrays["uid"][:9].tolist()
+    assert pd.read_csv("some.csv")["id"].tolist() == workplace.arrays["uid"][:9].tolist()
 
 
 def test_select_from_python(workplace: Workplace) -> None:
     workplace.succeeded("--no-report")
-    found = psgrad.select("out", "target == 1", output="ones.npz")
+    found = psgrad.select("out", "target == 1", output="ones.csv")
     assert (found.rows, found.in_dataset) == (int((workplace.arrays["y"] == 1).sum()), ROWS)
 
 
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (("label =! 1", "clean.npz"), 2, "--where: 'label =! 1' is no condition"),
-        (("lable == 1", "clean.npz"), 2, "there is no column 'lable'; did you mean label?"),
-        (("label == 1", "clean.csv"), 2, "clean.csv ends in .csv, and the rows are those of .npz files"),
-        (("label == 1", "data.npz", "--overwrite"), 2, "data.npz is a file of the dataset itself"),
+        (("label =! 1", "clean.csv"), 2, "--where: 'label =! 1' is no condition"),
+        (("lable == 1", "clean.csv"), 2, "there is no column 'lable'; did you mean label?"),
+        (("label == 1", "clean.npz"), 2, "clean.npz ends in .npz; what is written is of data.npz"),
+        (("label == 1", "clean"), 2, "clean has no suffix"),
+        (("label == 1", "clean.csv", "--rejected", "a.yaml"), 2, "a.yaml ends in .yaml"),
+        (("label == 1", "clean.csv", "--rejected", "./clean.csv"), 2, "both name clean.csv"),
+        (("label == 1", "clean.csv", "--by", "grad_norm"), 2, "--by and --top belong together"),
+        (("label == 1", "clean.csv", "--by", "id", "--top", "2"), 2, "no column of numbers 'id'"),
+        (("label == 1", "clean.csv", "--by", "loss", "--top", "0"), 2, "--top 0 is no amount"),
+        (("label == 1", "clean.csv", "--by", "loss", "--top", "200%"), 2, "--top 200% is no amount"),
         (("label == 1", "config.yaml"), 2, "config.yaml ends in .yaml"),
-        (("label == 1", "there.npz"), 2, "there.npz exists"),
-        (("label == 1", "no/such/folder/clean.npz"), 3, "can't be written: No such file or directory"),
+        (("label == 1", "there.csv"), 2, "there.csv exists"),
+        (("label == 1", "no/such/folder/clean.csv"), 3, "can't be written: No such file or directory"),
     ],
 )
 def test_what_can_not_be_selected_is_reported(
     workplace: Workplace, options: tuple[str, ...], code: int, words: str
 ) -> None:
     workplace.succeeded("--no-report")
-    (workplace.folder / "there.npz").write_bytes(b"mine")
+    (workplace.folder / "there.csv").write_bytes(b"mine")
     before = sorted(path.name for path in workplace.folder.iterdir())
     where, output, *rest = options
     workplace.command("select", "out", "--where", where, "--output", output, *rest).refused(code, words)
     assert sorted(path.name for path in workplace.folder.iterdir()) == before
-    assert (workplace.folder / "there.npz").read_bytes() == b"mine"
+    assert (workplace.folder / "there.csv").read_bytes() == b"mine"
 
 
 def test_changed_source_is_refused(workplace: Workplace) -> None:
     workplace.succeeded("--no-report")
     workplace.save(y=workplace.arrays["y"][::-1].copy())
-    outcome = workplace.command("select", "out", "--where", "label == 1", "--output", "clean.npz")
-    outcome.refused(3, "data.npz, are not those of the run in out", "run psgrad analyze again")
+    outcome = workplace.command("select", "out", "--where", "label == 1", "--output", "clean.csv")
+    outcome.refused(
+        3, "data.npz, are not those of the run in out", "run it again on the files as they are now"
+    )
 
 
 def test_file_that_fails_half_way_is_not_there(tmp_path: Path) -> None:
@@ -230,3 +322,12 @@ def test_file_that_fails_half_way_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_file_of_the_dataset_is_not_replaced(workplace: Workplace) -> None:
+    (workplace.folder / "data.csv").write_text("\n".join(csv_lines(workplace)))
+    analyzed(workplace, "data.csv")
+    outcome = workplace.command(
+        "select", "out", "--where", "label == 1", "--output", "data.csv", "--overwrite"
+    )
+    outcome.refused(2, "data.csv is a file of the dataset itself")

@@ -117,11 +117,6 @@ def not_utf8(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} can't be read as text: {error}", expected="text in UTF-8")
 
 
-def as_line(text: str) -> bytes:
-    """A text with a line end."""
-    return (text if text.endswith("\n") else f"{text}\n").encode()
-
-
 def _encoding_of(path: Path) -> str:
     """What a file of text that is no UTF-8 may be written in, by its first bytes."""
     if path.suffix.lower() in COMPRESSIONS:

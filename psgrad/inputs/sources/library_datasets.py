@@ -56,18 +56,6 @@ def library_hashes(config: DataConfig, dataset: Any) -> list[str]:
     return [LibraryRows(dataset, Wanted.of(config).columns, str(config.dataset)).fingerprint]
 
 
-def saved_to_disk(dataset: Any, folder: Path) -> None:
-    """Write a `datasets.Dataset` as its save_to_disk does, without a bar of its own."""
-    datasets = library("datasets")
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        dataset.save_to_disk(str(folder))
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
-
-
 def is_library_dataset(value: object) -> bool:
     """Whether an object is a `datasets.Dataset` whose rows can be read as they are stored."""
     there = sys.modules.get("datasets")

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from psgrad.config import DataConfig
@@ -22,47 +20,16 @@ from psgrad.errors import ConfigError, DataError, PsgradError
 from psgrad.inputs.sources.arrow_columns import is_list, kind_of
 from psgrad.inputs.sources.file_checks import (
     Wanted,
-    as_line,
     not_numbers,
     require_columns,
     require_file,
     require_rows,
-    text_lines,
 )
 from psgrad.plugins import SOURCES, configured
 
 if TYPE_CHECKING:
     from psgrad.inputs.rows import Samples
     from psgrad.inputs.sources.source_rows import SourceRows
-
-
-class KeptRows:
-    """Which of the next rows are kept, asked in order.
-
-    Args:
-        kept: [n] bool.
-        source: the data in words.
-    """
-
-    def __init__(self, kept: npt.NDArray[np.bool_], source: str) -> None:
-        self._kept, self._source, self._at = kept, source, 0
-
-    def next(self, count: int = 1) -> npt.NDArray[np.bool_]:
-        """Which of the next `count` rows are kept, [count] bool. Raises DataError where fewer are left."""
-        found = self._kept[self._at : self._at + count]
-        self._at += count
-        if len(found) < count:
-            self.require_all()
-        return found
-
-    def require_all(self) -> None:
-        """Raises DataError unless just all rows were asked for."""
-        if self._at != len(self._kept):
-            raise DataError(
-                f"{self._source} has {'more' if self._at > len(self._kept) else 'fewer'} rows than the run's"
-                f" dataset, which had {len(self._kept):,}",
-                cause="the files were changed after the run",
-            )
 
 
 class Source(ABC):
@@ -92,13 +59,6 @@ class Source(ABC):
         """
         raise NotImplementedError
 
-    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
-        """Write the kept rows of files of this format again, for psgrad select. output: the source of the
-        format to be written, which is this one but for tables of Arrow. Raises DataError for files whose rows
-        can't be in one file.
-        """
-        raise NotImplementedError
-
 
 class TableSource(Source):
     """A format whose rows can be read as Arrow tables, with columns of any type."""
@@ -109,38 +69,15 @@ class TableSource(Source):
 
 
 class BatchSource(TableSource):
-    """A format of Arrow's batches. Rows of one such format can be written again as another."""
+    """A format of Arrow's batches."""
 
     @abstractmethod
     def batches(self, path: Path) -> AbstractContextManager[tuple[pa.Schema, Iterable[pa.RecordBatch]]]:
         """The schema of a file, and all its rows."""
 
-    @abstractmethod
-    def writer(self, target: BinaryIO, schema: pa.Schema) -> Any:
-        """What writes tables of this schema."""
-
-    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
-        assert isinstance(output, BatchSource)
-        writer, first = None, None
-        for path in files:
-            with self.batches(path) as (schema, batches):
-                if writer is None:
-                    writer, first = output.writer(target, schema), schema
-                for batch in batches:
-                    rows = batch.filter(pa.array(kept.next(batch.num_rows)))
-                    writer.write_table(pa.Table.from_batches([rows], schema=schema).cast(first))
-        if writer is not None:
-            writer.close()
-
 
 class LineSource(TableSource):
     """A format of a row a line."""
-
-    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
-        for path in files:
-            for _, line in text_lines(path):
-                if kept.next()[0]:
-                    target.write(as_line(line))
 
 
 class ArraySource(Source):
@@ -327,15 +264,6 @@ def _error_of(check: Callable[..., object], *arguments: Any) -> Iterator[PsgradE
         check(*arguments)
     except PsgradError as error:
         yield error
-
-
-def require_same_columns(parts: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> None:
-    """Raises DataError where the last of the parts has other columns than the first."""
-    if {*parts[-1]} != {*parts[0]}:
-        raise DataError(
-            f"the columns of {files[len(parts) - 1]} are not those of {files[0]}",
-            expected="the same columns in all files, as one file has rows of one kind",
-        )
 
 
 def row_count(columns: Mapping[str, Column]) -> int | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -120,19 +120,11 @@ class Members:
     def measured(self, rows: LoadedRows, criterion: Criterion) -> np.ndarray[Any, Any]:
         """[K, m] float64: the scalar of (output, target) of each of m rows, by each model."""
         each = vmap(criterion, in_dims=(0, None if rows.target is None else 0))
-        return self._of_rows(rows, lambda output, target: each(output, target).double())
 
-    def outputs(self, rows: LoadedRows) -> np.ndarray[Any, Any]:
-        """[K, n, ...] float64: the output of each model for each row. Models must return one tensor."""
-        return self._of_rows(rows, lambda output, target: output.double())
-
-    def _of_rows(
-        self, rows: LoadedRows, answer: Callable[[Any, torch.Tensor | None], torch.Tensor]
-    ) -> np.ndarray[Any, Any]:
         def one(
             state: dict[str, torch.Tensor], inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None
         ) -> torch.Tensor:
-            return answer(functional_call(self.model, state, inputs), target)
+            return each(functional_call(self.model, state, inputs), target).double()
 
         parts = []
         with torch.no_grad():
@@ -143,8 +135,8 @@ class Members:
                     self.state, tuple(x[taken] for x in rows.inputs), target
                 )
                 parts.append(part.cpu())
-        outputs: np.ndarray[Any, Any] = torch.cat(parts, dim=1).numpy()
-        return outputs
+        found: np.ndarray[Any, Any] = torch.cat(parts, dim=1).numpy()
+        return found
 
 
 @dataclass(frozen=True)
@@ -152,22 +144,11 @@ class Job:
     """One model to be trained.
 
     name: for people. rows: the numbers of its training rows. seed: of its initial weights and shuffles.
-    target: [n, ...] in place of the targets of all rows of the dataset; None for the dataset's own.
     """
 
     name: str
     rows: np.ndarray[Any, Any]
     seed: int
-    target: torch.Tensor | None = None
-
-
-def stacked_target(rows: LoadedRows, jobs: Sequence[Job]) -> torch.Tensor | None:
-    """[K, n, ...]: the targets that each model is trained on; a view where they are the dataset's own."""
-    if rows.target is None:
-        return None
-    if all(job.target is None for job in jobs):
-        return rows.target.expand(len(jobs), *rows.target.shape)
-    return torch.stack([rows.target if job.target is None else job.target.to(rows.target) for job in jobs])
 
 
 OptimizerName = Literal["sgd", "adam", "adamw", "newton"]

@@ -159,15 +159,10 @@ class _NewtonSearch:
         """(the rest of the model's state, inputs, target, weight decay) of a job."""
         job = self.jobs[number]
         taken = torch.as_tensor(job.rows, device=self.rows.inputs[0].device)
-        whole = (
-            self.rows.target
-            if job.target is None or self.rows.target is None
-            else job.target.to(self.rows.target)
-        )
         return (
             {name: value[number] for name, value in self.fixed.items()},
             tuple(x[taken] for x in self.rows.inputs),
-            None if whole is None else whole[taken],
+            None if self.rows.target is None else self.rows.target[taken],
             self.recipe.weight_decay * len(self.rows) / len(job.rows),
         )
 

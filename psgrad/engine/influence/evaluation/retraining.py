@@ -19,7 +19,7 @@ from torch import nn
 
 from psgrad.engine.execution.objective import Criterion
 from psgrad.engine.execution.ranks import Arrays, OneProcess, Processes, in_turn
-from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe, stacked_target
+from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe
 from psgrad.engine.influence.evaluation.newton import minimise
 from psgrad.engine.transforms import capture, functional_call, grad_and_value, stack_module_state, vmap
 from psgrad.engine.transforms.private_torch import BatchNormBase
@@ -100,9 +100,8 @@ class EnsembleTrainer:
         jobs: Sequence[Job],
     ) -> Array:
         """Steps on stacked parameters, in place; returns the mean loss of each model over its last epoch."""
-        recipe, (inputs, target) = self.recipe, (self.rows.inputs, stacked_target(self.rows, jobs))
+        recipe, inputs, target = self.recipe, self.rows.inputs, self.rows.target
         device = inputs[0].device
-        own = torch.arange(len(jobs), device=device).unsqueeze(1)
         step = vmap(grad_and_value(self._loss(model)), in_dims=0, randomness="different")
         optimiser = recipe.optimiser(list(params.values()))
         shuffles = [np.random.default_rng([job.seed, 1]) for job in jobs]
@@ -121,7 +120,7 @@ class EnsembleTrainer:
             total = torch.zeros(len(jobs), dtype=torch.float64, device=device)
             batches = zip(*(each.split(recipe.batch_size, dim=1) for each in (order, counts)), strict=True)
             for number, (batch, counted) in enumerate(batches):
-                beside = {} if target is None else {"target": target[own, batch]}
+                beside = {} if target is None else {"target": target[batch]}
                 if not counted.all():
                     beside["shares"] = counted / counted.double().sum(1, keepdim=True)
                 gradients, losses = step(params, fixed, tuple(x[batch] for x in inputs), beside)
@@ -171,12 +170,7 @@ class FunctionTrainer:
 
     def _trained(self, job: Job) -> nn.Module:
         taken = torch.as_tensor(job.rows, device=self.rows.inputs[0].device)
-        whole = (
-            self.rows.target
-            if job.target is None or self.rows.target is None
-            else job.target.to(self.rows.target)
-        )
-        target = None if whole is None else whole[taken]
+        target = None if self.rows.target is None else self.rows.target[taken]
         model = fresh_model(self.fresh, job.seed).train()
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(job.seed)
@@ -281,8 +275,6 @@ def _name(jobs: Sequence[Job], fingerprint: str) -> str:
     for job in jobs:
         digest.update(f"{job.seed} {len(job.rows)} ".encode())
         digest.update(np.ascontiguousarray(job.rows, dtype=np.int64).tobytes())
-        if job.target is not None:
-            digest.update(job.target.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:24]
 
 

@@ -5,9 +5,8 @@ safetensors, whose rows are read from the disk when asked for.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import safetensors
@@ -19,9 +18,6 @@ from psgrad.inputs.sources.source import (
     ArraySource,
     Column,
     DataHeader,
-    KeptRows,
-    Source,
-    require_same_columns,
     row_count,
 )
 
@@ -65,17 +61,6 @@ class NPZ(ArraySource):
             raise
         except Exception as error:  # as above
             raise unreadable(path, error) from error
-
-    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
-        found: list[dict[str, Any]] = []
-        arrays: Mapping[str, Any]
-        for file in files:
-            with np.load(file, allow_pickle=False) as arrays:
-                rows = kept.next(len(arrays[next(iter(arrays))]))
-                found.append({name: arrays[name][rows] for name in arrays})
-                require_same_columns(found, files)
-        joined: dict[str, Any] = {name: np.concatenate([part[name] for part in found]) for name in found[0]}
-        np.savez(target, **joined)
 
 
 def _require_archive(path: Path) -> None:
@@ -130,21 +115,6 @@ class Safetensors(ArraySource):
             raise
         except Exception as error:
             raise damaged(path, error) from error
-
-    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
-        import torch
-        from safetensors.torch import save
-
-        found: list[dict[str, Any]] = []
-        metadata = None
-        for path in files:
-            with safetensors.safe_open(path, framework="pt") as file:
-                metadata = file.metadata() if metadata is None else metadata
-                columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-                rows = kept.next(len(next(iter(columns.values()))))
-                found.append({name: each[rows].contiguous() for name, each in columns.items()})
-                require_same_columns(found, files)
-        target.write(save({name: torch.cat([part[name] for part in found]) for name in found[0]}, metadata))
 
 
 def damaged(path: Path, error: Exception) -> DataError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -51,9 +51,6 @@ class Arrow(BatchSource):
                 yield found.schema, map(found.get_batch, range(found.num_record_batches))
             else:
                 yield found.schema, found
-
-    def writer(self, target: BinaryIO, schema: pa.Schema) -> Any:
-        return pa.ipc.new_file(target, schema)
 
 
 class Feather(Arrow):
@@ -109,6 +106,3 @@ class Parquet(BatchSource):
     def batches(self, path: Path) -> Iterator[tuple[pa.Schema, Iterable[pa.RecordBatch]]]:
         with pq.ParquetFile(path) as file:
             yield file.schema_arrow, file.iter_batches()
-
-    def writer(self, target: BinaryIO, schema: pa.Schema) -> Any:
-        return pq.ParquetWriter(target, schema)

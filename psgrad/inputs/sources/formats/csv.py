@@ -11,10 +11,10 @@ from __future__ import annotations
 import csv
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -25,14 +25,13 @@ from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.file_checks import (
     Wanted,
-    as_line,
     lines_of,
     not_numbers,
     not_utf8,
     open_text,
     require_columns,
 )
-from psgrad.inputs.sources.source import Column, DataHeader, KeptRows, Source, TableSource
+from psgrad.inputs.sources.source import Column, DataHeader, TableSource
 from psgrad.inputs.sources.source_rows import MappedRows, SourceRows
 
 _CSV_ROWS = 1000  # that the header looks at
@@ -68,24 +67,6 @@ class CSV(TableSource):
             schema = _schema(cells, wanted)
             blocks = cells.blocks(wanted.columns)
             return _CSVRows(schema, (_converted(block, schema, wanted) for block in blocks), [path])
-
-    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
-        first: list[str] | None = None
-        for path in files:
-            with open_text(path) as file:
-                rows = _rows_of(lines_of(path, file), self.delimiter)
-                text, names = next(rows, ("", []))
-                if first is None:
-                    first = names
-                    target.write(as_line(text))
-                elif names != first:
-                    raise DataError(
-                        f"the header of {path} is not that of {files[0]}",
-                        expected="the same columns in the same order, as one file has one header",
-                    )
-                for text, _ in rows:
-                    if kept.next()[0]:
-                        target.write(as_line(text))
 
 
 class TSV(CSV):
@@ -178,21 +159,6 @@ class _Cells:
             f"row {row} of {self.path} has {cells} cells, the header {names}",
             cause=f"a {what} inside a text that is not quoted, or a line that was cut",
         )
-
-
-def _rows_of(file: Iterable[str], delimiter: str) -> Iterator[tuple[str, list[str]]]:
-    """(text, cells) of each row, which may have several lines. Blank lines are none."""
-    lines: list[str] = []
-
-    def taken() -> Iterator[str]:
-        for line in file:
-            lines.append(line)
-            yield line
-
-    for cells in csv.reader(taken(), delimiter=delimiter):
-        if cells:
-            yield "".join(lines), cells
-        lines.clear()
 
 
 def _converted(block: pa.RecordBatch, schema: pa.Schema, wanted: Wanted) -> pa.Table:
@@ -340,25 +306,33 @@ def _by_line_ends(path: Path, wanted: list[int]) -> dict[int, int]:
     return {row: int(lines[row]) for row in wanted if row < len(lines)}
 
 
-def _by_cells(path: Path, wanted: list[int]) -> dict[int, int]:
-    result: dict[int, int] = {}
+@contextmanager
+def long_cells() -> Iterator[None]:
+    """While the block runs, Python's reader takes cells of any length."""
     limit = csv.field_size_limit(sys.maxsize)
     try:
-        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-            row, begin, remaining = -1, 1, iter(wanted)
-            next_row = next(remaining, None)
-            for cells in reader:
-                if cells:  # a blank line is no row
-                    if row == next_row:
-                        result[row] = begin
-                        next_row = next(remaining, None)
-                        if next_row is None:
-                            break
-                    row += 1
-                begin = reader.line_num + 1
-    except csv.Error:
-        pass  # the lines so far are right
+        yield
     finally:
         csv.field_size_limit(limit)
+
+
+def _by_cells(path: Path, wanted: list[int]) -> dict[int, int]:
+    result: dict[int, int] = {}
+    with (
+        suppress(csv.Error),  # the lines so far are right
+        long_cells(),
+        path.open(encoding="utf-8-sig", errors="replace", newline="") as file,
+    ):
+        reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+        row, begin, remaining = -1, 1, iter(wanted)
+        next_row = next(remaining, None)
+        for cells in reader:
+            if cells:  # a blank line is no row
+                if row == next_row:
+                    result[row] = begin
+                    next_row = next(remaining, None)
+                    if next_row is None:
+                        break
+                row += 1
+            begin = reader.line_num + 1
     return result

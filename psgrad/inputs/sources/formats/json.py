@@ -4,17 +4,16 @@ saved as jsonl); jsonl, an object a line; and txt, a row a line. All are in UTF-
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 from psgrad.errors import DataError
 from psgrad.inputs.sources.arrow_columns import errors_of_damage
 from psgrad.inputs.sources.file_checks import Wanted, open_text, text_lines
 from psgrad.inputs.sources.objects import header_of, json_value, object_rows, word_for
-from psgrad.inputs.sources.source import Column, DataHeader, KeptRows, LineSource, Source, TableSource
+from psgrad.inputs.sources.source import Column, DataHeader, LineSource, TableSource
 from psgrad.inputs.sources.source_rows import SourceRows
 
 
@@ -25,28 +24,17 @@ class JSON(TableSource):
     compressed: ClassVar[bool] = True
 
     def header(self, path: Path) -> DataHeader:
-        found = _objects(path)
+        found = objects(path)
         return header_of(path, found, len(found))
 
     def rows(self, path: Path, wanted: Wanted) -> SourceRows:
-        found = _objects(path)
+        found = objects(path)
         with errors_of_damage(path, "json"):
             return object_rows(path, lambda: enumerate(found), wanted, "entry")
 
-    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
-        found: list[Any] = []
-        around: dict[str, Any] | None = None
-        for path in files:
-            with open_text(path) as file:
-                content = json.load(file)
-            around = content if isinstance(content, dict) else around
-            objects = content["data"] if isinstance(content, dict) else content
-            found += [each for each, is_kept in zip(objects, kept.next(len(objects)), strict=True) if is_kept]
-        whole = found if around is None else {**around, "data": found}
-        target.write(json.dumps(whole, ensure_ascii=False, indent=1).encode() + b"\n")
 
-
-def _objects(path: Path) -> list[dict[str, Any]]:
+def objects(path: Path) -> list[dict[str, Any]]:
+    """The rows of a json file. Raises DataError."""
     try:
         with errors_of_damage(path, "json"), open_text(path) as file:
             found = json_value(file.read())

@@ -25,7 +25,7 @@ from psgrad.inputs.sources.arrow_columns import errors_of_damage, merged_type, m
 from psgrad.inputs.sources.file_checks import Stamp, Wanted, require_columns
 from psgrad.inputs.sources.host_files import made_once
 from psgrad.inputs.sources.objects import json_value
-from psgrad.inputs.sources.source import DataHeader, KeptRows, Source, TableSource, column_of
+from psgrad.inputs.sources.source import DataHeader, TableSource, column_of
 from psgrad.inputs.sources.source_rows import SourceRows, TemporaryFolder
 
 KEY = "__key__"
@@ -51,25 +51,6 @@ class Tar(TableSource):
         archive = _opened(path, wanted.columns)
         require_columns(wanted.columns, [KEY, *archive.extensions], str(path))
         return _TarRows(path, archive, wanted.columns)
-
-    def write(self, files: Sequence[Path], kept: KeptRows, target: BinaryIO, output: Source) -> None:
-        """The files of rows as they are there, in the same order."""
-        names: set[str] = set()
-        with tarfile.open(fileobj=target, mode="w|") as written:
-            for path in files:
-                keys = list(_opened(path, columns=()).members)
-                is_kept = dict(zip(keys, kept.next(len(keys)), strict=True))
-                with pa.input_stream(str(path)) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
-                    for member in _files(archive):
-                        if not is_kept[_key_of(member.name)[0]]:
-                            continue
-                        if member.name in names:
-                            raise DataError(
-                                f"{path} has the file {member.name}, as another archive before it",
-                                expected="a name of its own for each row, as they go into one archive",
-                            )
-                        names.add(member.name)
-                        written.addfile(member, archive.extractfile(member))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from sklearn.metrics import average_precision_score, roc_auc_score
 
 from psgrad.engine.influence.evaluation.metrics import (
     ceiling,
@@ -23,7 +21,6 @@ from psgrad.engine.influence.evaluation.metrics import (
     strongest,
     subset_sums,
 )
-from psgrad.engine.influence.evaluation.mislabel import detect, flip, folds, over_flips, suspicion
 from psgrad.engine.influence.evaluation.statistics import (
     interval_of,
     mean_interval,
@@ -255,78 +252,6 @@ def test_metrics_removals() -> None:
     assert (np.diff(result) > 0).all()
     assert not np.array_equal(result, choose_removals(own, 30, 10, np.random.default_rng(2)))
     assert choose_removals(own, 500, 10, np.random.default_rng(1)).tolist() == list(range(100))
-
-
-# -- mislabels -----------------------------------------------------------------------------------------------
-
-
-def test_metrics_label_flips() -> None:
-    labels = np.repeat([2, 5, 9], 200)
-    given_labels, flipped = flip(labels, 0.1, np.random.default_rng(0))
-    assert flipped.sum() == 60
-    assert (given_labels[~flipped] == labels[~flipped]).all()
-    assert (given_labels[flipped] != labels[flipped]).all()
-    assert set(given_labels) == {2, 5, 9}
-    # Each of the other two classes as likely.
-    after = [
-        (given_labels[flipped & (labels == one)] == other).sum()
-        for one, other in itertools.permutations((2, 5, 9), 2)
-    ]
-    assert min(after) >= 3
-    assert labels.tolist() == np.repeat([2, 5, 9], 200).tolist()
-
-
-@given(seed=st.integers(0, 1000), levels=st.sampled_from([4, 10**9]))
-def test_metrics_detection_equals_sklearn(seed: int, levels: int) -> None:
-    random = np.random.default_rng(seed)
-    flipped = random.permutation(50) < 5
-    score = with_ties(random, (50,), levels) + 2.0 * flipped
-    result = detect(score, flipped)
-    assert result.auc == pytest.approx(roc_auc_score(flipped, score))
-    assert result.average_precision == pytest.approx(average_precision_score(flipped, score))
-    if levels > 50:
-        assert result.recall == pytest.approx(flipped[np.argsort(-score)[:5]].sum() / 5)
-
-
-def test_metrics_detection_missing_and_infinite_scores() -> None:
-    flipped = np.array([True] * 2 + [False] * 18)
-    score = np.r_[np.inf, np.nan, np.arange(18.0)]
-    result = detect(score, flipped)
-    assert result.undefined == 1
-    assert result.recall == 0.5  # the infinite one is first of two, the missing one last
-    assert result.auc == pytest.approx(0.5)
-
-
-def test_metrics_detection_mean_and_deviation_over_flips() -> None:
-    flipped = np.array([True, False, False, False])
-    result = over_flips(
-        [
-            detect(np.array(score, dtype=float), flipped)
-            for score in ([4, 3, 2, 1], [3, 4, 2, 1], [1, 2, 3, 4])
-        ]
-    )
-    aucs = [1.0, 2 / 3, 0.0]
-    assert result.auc == pytest.approx(np.mean(aucs))
-    assert result.auc_deviation == pytest.approx(np.std(aucs, ddof=1))
-    assert np.isnan(over_flips([detect(np.arange(4.0), flipped)]).auc_deviation)
-
-
-def test_metrics_folds() -> None:
-    result = folds(23, np.random.default_rng(0))
-    assert len(result) == 5
-    assert sorted(np.concatenate(result)) == list(range(23))
-    assert {len(part) for part in result} == {4, 5}
-
-
-def test_metrics_suspicion_formulas() -> None:
-    random = np.random.default_rng(0)
-    outputs, labels = random.normal(size=(6, 3)), random.integers(0, 3, 6)
-    result = suspicion(outputs, labels)
-    for row, (z, y) in enumerate(zip(outputs, labels, strict=True)):
-        p = np.exp(z) / np.exp(z).sum()
-        assert result["1 - p(label)"][row] == pytest.approx(1 - p[y])
-        assert result["EL2N"][row] == pytest.approx(np.linalg.norm(p - np.eye(3)[y]))
-        assert result["margin"][row] == pytest.approx(np.delete(z, y).max() - z[y])
 
 
 # -- removals ------------------------------------------------------------------------------------------------
