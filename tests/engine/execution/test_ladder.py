@@ -47,10 +47,9 @@ def test_each_row_is_in_one_bucket_that_it_fits_in(
         size = sum(bucket.lengths) * bucket.rows
         assert most is None or size <= max(most, sum(bucket.lengths))
         for column, length in enumerate(bucket.lengths):
-            longest = int(own[:, column].max())
-            assert longest <= length
-            # Padded beyond the model's limit is nothing; rows without a position of padding are all alike.
-            assert length <= max(LIMIT, longest)
+            assert int(own[:, column].max()) <= length
+            # Beyond the model's limit nothing is padded further than to another row.
+            assert length <= max(LIMIT, int(rows[:, column].max()))
 
 
 def test_rows_that_may_be_padded_have_padding() -> None:
