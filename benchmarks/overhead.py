@@ -1,91 +1,191 @@
-"""What a transform costs by itself: per-sample gradients of a network so small that its kernels take no time.
+"""What psgrad itself takes: whole runs over networks so small that their kernels take no time.
 
-    python benchmarks/overhead.py [--rounds 41] [--inductor] [--json FILE]
+    python benchmarks/overhead.py [--chunks 8 64 512] [--rounds 21] [--only gpt2 mlp] [--json FILE]
 
-A perceptron of three layers, eight samples, one thread. The ways take turns in one process, round after
-round, so that whatever else the machine does falls on all of them alike:
+Each network's rows are written to a file, and `psgrad.analyze` runs over two chunks of four rows, and over
+more: what each further chunk takes is the difference, recordings of programs included. It is processor time,
+of one thread, and all that a run does is in it: reading, norms, tables. Beside it, in the same process and
+right before and after:
 
-    plain        forward and backward of the batch's summed loss, which gives one gradient in place of eight
-    torch.func   vmap(grad) of the one-sample loss
-    psgrad       the same, by psgrad's vmap and grad
-    replay       psgrad's, captured once as a program, which runs without Python
-    inductor     the same program, compiled (with --inductor)
+    plain        forward and backward of a chunk's mean loss, by autograd
+    torch.func   vmap(grad) of the one-sample loss, then the norms
+
+and for the networks that Opacus takes private steps of four rows in expectation, gradients, noise and update,
+as benchmarks/dp_step.py has them.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
+import tempfile
+import time
+import warnings
 from collections.abc import Callable
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from norms import Timing, machine, time_in_turn
+from dp_contenders import RIVALS, Training, plain
+from dp_contenders import psgrad as psgrad_step
+from norms import machine
 from script import command_line, print_facts, write_json
-from torch import Tensor, nn
+from tiny import NAMES, ROWS, Tiny, tiny_networks
+from torch import Tensor
 
-from psgrad.engine.transforms import capture, functional_call, grad, vmap
+import psgrad
 
-# At most so many times torch.func's median.
-BARS = {"psgrad": 0.9, "replay": 1 / 3}
+# At most so many times torch.func's and plain's time, for each further chunk of a run of so many chunks.
+BARS: dict[int, dict[str, tuple[float | None, float | None]]] = {
+    64: {
+        "gpt2": (0.6, 1.8),
+        "llama": (0.6, 1.8),
+        "mlp": (1.0, None),
+        "cnn": (1.0, None),
+        "bert": (None, 2.0),
+    },
+    512: {
+        "gpt2": (0.42, 1.3),
+        "llama": (0.42, 1.3),
+        "mlp": (0.6, None),
+        "cnn": (0.6, None),
+        "bert": (None, 1.4),
+    },
+}
 
 
-def contest(*, inductor: bool) -> dict[str, Callable[[], Any]]:
-    """The ways, on one network and one batch."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    inputs, target = torch.randn(8, 64), torch.randint(10, (8,))
+def loss_of_one(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target)
 
-    def plain() -> None:
-        model.zero_grad()
-        F.cross_entropy(model(inputs), target, reduction="sum").backward()
 
-    def loss(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda parameters, x, y: F.cross_entropy(call(model, parameters, (x,)), y)
+def seconds(way: Callable[[], Any]) -> float:
+    """Processor time of one call, all threads."""
+    start = time.process_time()
+    way()
+    return time.process_time() - start
 
-    theirs = torch.func.vmap(torch.func.grad(loss(torch.func.functional_call)), in_dims=(None, 0, 0))
-    ours = vmap(grad(loss(functional_call)), in_dims=(None, 0, 0))
-    ways = {"torch.func": theirs, "psgrad": ours, "replay": capture(ours)}
-    if inductor:
-        ways["inductor"] = capture(ours, compile="inductor")
-    expected = theirs(parameters, inputs, target)
-    for way in ways.values():
-        torch.testing.assert_close(way(parameters, inputs, target), expected)
-    return {
-        "plain": plain,
-        **{name: lambda way=way: way(parameters, inputs, target) for name, way in ways.items()},
+
+def median_of(way: Callable[[], Any], rounds: int) -> float:
+    way(), way()
+    return statistics.median(seconds(way) for _ in range(rounds))
+
+
+def run_seconds(case: Tiny, chunks: int) -> float:
+    """Processor time of `psgrad.analyze` over so many chunks."""
+    count = chunks * ROWS
+    columns = {
+        name: np.resize(x.numpy(), (count, *x.shape[1:]))
+        for name, x in [*((f"input_{place}", x) for place, x in enumerate(case.inputs)), ("y", case.target)]
     }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.npz"
+        np.savez(path, **columns)  # type: ignore[arg-type]
+        config = {
+            "data": {"path": str(path), "inputs": [name for name in columns if name != "y"], "target": "y"},
+            "engine": {"chunk_size": ROWS, "device": "cpu", "verify": 0},
+        }
+        return seconds(
+            lambda: psgrad.analyze(
+                config, model=case.model, loss=loss_of_one, output=Path(folder) / "run", report=False
+            )
+        )
 
 
-def print_table(timings: dict[str, Timing]) -> None:
-    print(f"  {'':<12}{'median':>10}{'quartiles':>20}{'x torch.func':>14}   bar")
-    for name, timing in timings.items():
-        quartiles = f"{1e6 * timing.lower_quartile:.0f} .. {1e6 * timing.upper_quartile:.0f}"
-        ratio = timing.median / timings["torch.func"].median
-        bar = f"at most {BARS[name]:.2f}: {'pass' if ratio <= BARS[name] else 'FAIL'}" if name in BARS else ""
-        print(f"  {name:<12}{1e6 * timing.median:>7.0f} us{quartiles:>20}{ratio:>14.2f}   {bar}".rstrip())
+def plain_pass(case: Tiny) -> Callable[[], Any]:
+    def way() -> None:
+        case.model.zero_grad(set_to_none=True)
+        output = case.model(*case.inputs)
+        F.cross_entropy(output.flatten(0, -2), case.target.flatten()).backward()
+
+    return way
+
+
+def torch_func_norms(case: Tiny) -> Callable[[], Any]:
+    parameters = {name: parameter.detach() for name, parameter in case.model.named_parameters()}
+    buffers = dict(case.model.named_buffers())
+
+    def loss(parameters: dict[str, Tensor], inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+        batch = tuple(x[None] for x in inputs)
+        return F.cross_entropy(
+            torch.func.functional_call(case.model, (parameters, buffers), batch)[0], target
+        )
+
+    gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+
+    def way() -> Tensor:
+        found = gradients(parameters, case.inputs, case.target)
+        return torch.stack([g.flatten(1).norm(dim=1) for g in found.values()]).norm(dim=0)
+
+    return way
+
+
+def measured(case: Tiny, chunks: list[int], rounds: int) -> dict[str, Any]:
+    """Seconds of each further chunk, and of the rivals' chunk."""
+    ways = {"plain": plain_pass(case)}
+    if case.in_torch_func:
+        ways["torch.func"] = torch_func_norms(case)
+    run_seconds(case, 2)  # imports, and what is made once
+    before = {name: median_of(way, rounds) for name, way in ways.items()}
+    short = statistics.median(run_seconds(case, 2) for _ in range(3))
+    further = {str(count): (run_seconds(case, count) - short) / (count - 2) for count in chunks}
+    after = {name: median_of(way, rounds) for name, way in ways.items()}
+    rivals = {name: statistics.mean([before[name], after[name]]) for name in ways}
+    return {"two chunks": short, "each further chunk": further, **rivals}
+
+
+def private_steps(case: Tiny, rounds: int) -> dict[str, float]:
+    """Seconds of a private step, and of a step without privacy; of Opacus, its fastest way."""
+    training = Training(case.model.train(), 64, ROWS / 64, bound=1.0, noise_multiplier=1.0)
+    found = {}
+    for name, build in {"plain": plain, "psgrad": psgrad_step, **RIVALS}.items():
+        step = build(training)
+
+        def way(step: Any = step) -> None:
+            step.draw()
+            step.update(case.inputs[0], case.target)
+
+        found[name] = median_of(way, rounds)
+    case.model.eval()
+    return found
+
+
+def print_network(name: str, found: dict[str, Any]) -> None:
+    for count, each in found["each further chunk"].items():
+        words = [f"{each * 1e3:8.2f} ms"]
+        for place, rival in enumerate(("torch.func", "plain")):
+            if rival not in found:
+                continue
+            ratio = each / found[rival]
+            bar = BARS.get(int(count), {}).get(name, (None, None))[place]
+            said = "" if bar is None else f" (at most {bar}: {'pass' if ratio <= bar else 'FAIL'})"
+            words.append(f"{ratio:.2f} of {rival}{said}")
+        print(f"  {name:<8}{count:>5} chunks  " + ", ".join(words), flush=True)
+    for way, taken in found.get("private steps", {}).items():
+        print(f"  {name:<8}private step, {way}: {taken / found['private steps']['plain']:.2f} of plain")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = command_line("Time psgrad's vmap(grad), eager and replayed, against torch.func's.", rounds=41)
-    parser.add_argument(
-        "--inductor", action="store_true", help="with the compiled record, too; needs a C++ compiler"
-    )
+    parser = command_line("Time whole runs over tiny networks.", rounds=21, only=NAMES)
+    parser.add_argument("--chunks", nargs="+", type=int, default=[8, 64, 512], metavar="N")
+    parser.add_argument("--no-steps", action="store_true", help="without private steps, which need Opacus")
     return parser.parse_args()
 
 
 def main() -> None:
+    warnings.filterwarnings("ignore")
     arguments = parse_arguments()
     torch.set_num_threads(1)
     facts = machine(torch.device("cpu"))
     print_facts(facts, arguments)
-    timings = time_in_turn(contest(inductor=arguments.inductor), arguments.rounds, torch.device("cpu"))
-    print_table(timings)
-    seconds = {name: asdict(timing) for name, timing in timings.items()}
-    content = {"machine": facts, "rounds": arguments.rounds, "seconds": seconds}
-    write_json(arguments, content)
+    networks = {}
+    for name, case in tiny_networks(tuple(arguments.only)):
+        networks[name] = measured(case, arguments.chunks, arguments.rounds)
+        if case.in_opacus and not arguments.no_steps:
+            networks[name]["private steps"] = private_steps(case, arguments.rounds)
+        print_network(name, networks[name])
+    write_json(arguments, {"machine": facts, "rounds": arguments.rounds, "networks": networks})
 
 
 if __name__ == "__main__":
