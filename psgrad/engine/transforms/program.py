@@ -44,9 +44,7 @@ class Shortened:
 
 def shorten(recording: Recording) -> Shortened:
     """The kernels that a repetition of the call must run."""
-    kernels, results = _without_equal_views(recording)
-    written = {recording.memory[n] for kernel in kernels for n in kernel.writes}
-    kernels, results = _merged(kernels, results, recording, written)
+    kernels, results = _without_repeats(recording)
     outside, once, each = set(recording.outside), [], []
     for kernel in kernels:
         reads = kernel.reads
@@ -58,62 +56,48 @@ def shorten(recording: Recording) -> Shortened:
     return Shortened(once, _needed(each, results, recording), results)
 
 
-def _without_equal_views(recording: Recording) -> tuple[list[Kernel], list[int]]:
-    """Without kernels whose result is a tensor that there is already: the same view of the same memory."""
+def _without_repeats(recording: Recording) -> tuple[list[Kernel], list[int]]:
+    """Without kernels whose result there is already: the same view of the same memory; or the result of an
+    equal kernel on equal arguments, if nothing writes into their memory and the first result is still in use,
+    so that no more memory is in use than without.
+    """
+    memory, returned, written = recording.memory, set(recording.results), _written_memory(recording)
+    last = _last_uses(recording.kernels, recording.results)
     names: dict[int, int] = {}
-    known: dict[Any, int] = {}
+    views: dict[Any, int] = {}
+    seen: dict[Any, list[int]] = {}
     for n in (*recording.arguments, *recording.outside):
-        known.setdefault((recording.memory[n], recording.views[n]), n)
-    kernels = []
-    for kernel in recording.kernels:
+        views.setdefault((memory[n], recording.views[n]), n)
+    kept = []
+    for position, kernel in enumerate(recording.kernels):
         kernel = _renamed(kernel, names)
         made = list(_numbers(kernel.results))
-        equal = [known.setdefault((recording.memory[n], recording.views[n]), n) for n in made]
-        # What is returned stays a tensor of its own.
-        if kernel.value is not None or kernel.writes or not made or set(made) & set(recording.results):
-            kernels.append(kernel)
-        elif all(its != n or n in kernel.reads for n, its in zip(made, equal, strict=True)):
-            names.update((n, its) for n, its in zip(made, equal, strict=True) if its != n)
-        else:
-            kernels.append(kernel)
-    return kernels, [names.get(n, n) for n in recording.results]
-
-
-def _merged(
-    kernels: list[Kernel], results: list[int], recording: Recording, written: set[int]
-) -> tuple[list[Kernel], list[int]]:
-    """Equal kernels on equal arguments run once, where nothing writes into their memory. The first one's
-    result must still be in use, or be a view: then no more memory is in use than without.
-    """
-    last = _last_uses(kernels, results)
-    names: dict[int, int] = {}
-    seen: dict[Any, Kernel] = {}
-    kept = []
-    for position, kernel in enumerate(kernels):
-        kernel = _renamed(kernel, names)
-        touched = {recording.memory[n] for n in (*kernel.reads, *_numbers(kernel.results))}
-        # What is returned stays memory of its own: the caller may write into it.
-        if (
-            kernel.draws
-            or kernel.value is not None
-            or touched & written
-            or set(kernel.results) & set(results)
-        ):
+        equal = [views.setdefault((memory[n], recording.views[n]), n) for n in made]
+        # What is returned stays a tensor of its own: the caller may write into it.
+        if kernel.value is not None or kernel.writes or kernel.draws or not made or returned & set(made):
             kept.append(kernel)
             continue
-        key = (id(kernel.op), repr(kernel.args), repr(kernel.kwargs))
-        first = seen.get(key)
-        if first is not None and (
-            facts(kernel.op).is_view or all(last[n] >= position for n in _numbers(first.results))
-        ):
-            for mine, its in zip(kernel.results, first.results, strict=True):
-                if mine is not None and its is not None:
-                    names[mine] = its
-                    last[its] = max(last[its], last[mine])
-        else:
-            seen[key] = kernel
+        if not all(its != n or n in kernel.reads for n, its in zip(made, equal, strict=True)):
+            equal = []
+            if written.isdisjoint(memory[n] for n in (*kernel.reads, *made)):
+                key = (id(kernel.op), repr(kernel.args), repr(kernel.kwargs))
+                first = seen.get(key)
+                if first is not None and all(last[n] >= position for n in first):
+                    equal = first
+                else:
+                    seen[key] = made
+        if not equal:
             kept.append(kernel)
-    return kept, [names.get(n, n) for n in results]
+            continue
+        for n, its in zip(made, equal, strict=True):
+            if n != its:
+                names[n] = its
+                last[its] = max(last.get(its, 0), last.get(n, 0))
+    return kept, [names.get(n, n) for n in recording.results]
+
+
+def _written_memory(recording: Recording) -> set[int]:
+    return {recording.memory[n] for kernel in recording.kernels for n in kernel.writes}
 
 
 def _needed(kernels: list[Kernel], results: list[int], recording: Recording) -> list[Kernel]:
@@ -147,7 +131,7 @@ def _renamed(kernel: Kernel, names: dict[int, int]) -> Kernel:
     return replace(
         kernel,
         args=name(kernel.args),
-        kwargs={key: name(item) for key, item in kernel.kwargs.items()},
+        kwargs={key: name(item) for key, item in kernel.kwargs.items()} if kernel.kwargs else kernel.kwargs,
         reads=[names.get(n, n) for n in kernel.reads],
         results=[None if n is None else names.get(n, n) for n in kernel.results],
         writes=[names.get(n, n) for n in kernel.writes],
