@@ -297,9 +297,9 @@ def test_the_table_of_private_steps_is_the_stored_result() -> None:
 
 def test_the_overhead_table_is_the_stored_result() -> None:
     stored = json.loads((ROOT / "benchmarks" / "results" / "overhead-cpu.json").read_text(encoding="utf-8"))
-    medians = [timing["median"] for timing in stored["seconds"].values()]
-    expected = [
-        [f"{median * 1e6:.0f}", f"{median / stored['seconds']['torch.func']['median']:.2f}"]
-        for median in medians
-    ]
-    assert table(COSTS, "| | microseconds") == expected
+    expected = []
+    for name, found in stored["networks"].items():
+        further, rival = found["each further chunk"], found.get("torch.func")
+        ratios = ["refused" if rival is None else f"{each / rival:.2f}" for each in further.values()]
+        expected.append([name, *ratios, f"{further['512'] / found['plain']:.2f}"])
+    assert table(COSTS, "| network, further chunks of") == expected
