@@ -77,9 +77,9 @@ def _sums_of_values(
         value = (
             in_type(gradient, block, kind).materialise().double().reshape(block.stop - block.start, elements)
         )
-        yield (_limited(weights[block], norms[block], square_norm(value).sqrt()) @ value).reshape(
-            gradient.shape
-        )
+        limited = _limited(weights[block], norms[block], square_norm(value).sqrt())
+        # `limited @ value` squeezes its result in place, which a recorder refuses
+        yield torch.mm(limited.unsqueeze(0), value).reshape(gradient.shape)
 
 
 def _sums_of_products(

@@ -207,6 +207,10 @@ class Clipping:
         index = torch.tensor([places[name] for name in square_norms], device=squares.device)
         return squares.new_zeros(len(self.groups), squares.shape[1]).index_add_(0, index, squares).sqrt_()
 
+    def bounds(self, device: torch.device) -> torch.Tensor:
+        """[groups, 1] float64: the bound of each group."""
+        return torch.tensor([[group.bound] for group in self.groups], dtype=torch.float64, device=device)
+
     def factors(
         self,
         group_norms: torch.Tensor,
@@ -214,15 +218,16 @@ class Clipping:
         *,
         rounded: bool = True,
         margin: float | None = None,
+        bounds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[groups, n] float64: the factor of each record in each group, from the norms [groups, n].
 
         precision: the type in which gradients are multiplied and summed, float32 or float64. rounded: whether
             the factors are numbers of this type, rounded towards zero. margin: the relative reduction of the
-            bound; None for that of this precision.
+            bound; None for that of this precision. bounds: as `bounds` gives them.
         """
         room = 1 - (_MARGIN[precision] if margin is None else margin)
-        bounds = group_norms.new_tensor([group.bound for group in self.groups]).unsqueeze(1) * room
+        bounds = (self.bounds(group_norms.device) if bounds is None else bounds) * room
         factors = (
             bounds / (group_norms + self.stability)
             if self.rule == "automatic"
