@@ -10,7 +10,7 @@ import torch
 
 from psgrad import random_state
 from psgrad.engine.free_memory import free_memory
-from psgrad.engine.gradients.bounded_sums import bounded_sum
+from psgrad.engine.gradients.bounded_sums import bounded_sum, single_product
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.per_sample import (
     BatchPass,
@@ -207,8 +207,9 @@ class _ParameterSum:
 
     def of(self, name: str, gradient: DeferredGradient, places: torch.Tensor | None = None) -> torch.Tensor:
         """[*shape]: the weighted sum of the gradient in a parameter. places: the indices [k] of the
-        gradient's samples among all; None if it has all samples in order.
+        gradient's samples among all; None if it is the gradient whose norms were computed.
         """
+        measured = places is None and single_product(gradient) is not None
         weights, square_norms = self._weights[name], self._norms.by_parameter[name]
         if places is not None:
             weights, square_norms = weights[places], square_norms[places]
@@ -221,11 +222,9 @@ class _ParameterSum:
                 gradient, square_norms = gradient.at(chosen), square_norms[chosen]
             else:
                 gradient, weights, square_norms = gradient.at(chosen), weights[chosen], square_norms[chosen]
-        return (
-            bounded_sum(gradient, weights, square_norms.sqrt())
-            if self._bounded
-            else gradient.weighted_sum(weights)
-        )
+        if not self._bounded:
+            return gradient.weighted_sum(weights)
+        return bounded_sum(gradient, weights, None if measured else square_norms.sqrt())
 
 
 def _sums(
