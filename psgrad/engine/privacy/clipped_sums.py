@@ -391,12 +391,7 @@ class _ClippedNorms:
         """[n] bool: the records whose clipped absolute sums, given by parameter, are too large beside their
         bounds.
         """
-        places = self.clipping.by_parameter(torch.arange(len(self.clipping.groups)))
-        sums = torch.zeros_like(self.norms).index_add_(
-            0,
-            torch.stack([places[name] for name in absolute]).to(self.norms.device),
-            torch.stack(list(absolute.values())),
-        )
+        sums = self.clipping.group_sums(absolute)
         small = (sums * self.factors <= MOST_ABSOLUTE * self.bounds) & (sums <= _LARGEST)
         return ~small.all(0) & torch.isfinite(self.norms).all(0)
 

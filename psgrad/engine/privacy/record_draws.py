@@ -249,8 +249,8 @@ def beginning_no_runs() -> Iterator[None]:
 
 
 class _SeedWatch:
-    """Whether runs are not begun, whether `drawing_by_record` watches the global generators, whether a run has seeded them since, and by
-    what the last run did: they belong to the process, not to a thread.
+    """Whether runs are not begun, whether `drawing_by_record` watches the global generators, whether a run
+    has seeded them since, and by what the last run did: they belong to the process, not to a thread.
     """
 
     watching = seeded = begins_none = False

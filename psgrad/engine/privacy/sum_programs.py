@@ -1,5 +1,5 @@
-"""Clipped sums of chunks by programs: the second chunk of a kind is recorded, the program is compared with the
-computation itself on the third, and later chunks are replayed.
+"""Clipped sums of chunks by programs: the second chunk of a kind is recorded, the program is compared with
+the computation itself on the third, and later chunks are replayed.
 
 A chunk that is not replayed is computed as it always was, also the recorded one, and a program must give its
 bits. So no record's numbers depend on whether its chunk is replayed. Samples that need another computation
