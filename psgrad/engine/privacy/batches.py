@@ -240,7 +240,9 @@ class RecordStreams:
                 samples = self._together(width)
                 reader, stream = self._stream(width)
                 reader.draw(part, step)
-                programs = self._programs.setdefault(width, SumPrograms()) if stream.replays else None
+                if width not in self._programs and stream.replays:
+                    self._programs[width] = SumPrograms()
+                programs = self._programs.get(width)
                 total.add(stream_source(stream, len(part), samples, programs)(clipping))
             return total.result()
 
