@@ -36,6 +36,7 @@ from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.step import PrivateTraining, private_sum
+from psgrad.engine.privacy.sum_programs import SumPrograms
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def psgrad(training: Training) -> Step:
     )
 
     loss, params, together = objective.loss, objective.params, list[int]()
+    programs = SumPrograms()
 
     def update(inputs: Tensor, target: Tensor) -> None:
         if not together:
@@ -131,7 +133,8 @@ def psgrad(training: Training) -> Step:
                     loss, params, (inputs,), target, has_aux=True, expected=training.expected_batch_size
                 )
             )
-        source = batch_source(loss, params, (inputs,), target, has_aux=True, samples=together[0])
+        options = {"has_aux": True, "samples": together[0], "programs": programs}
+        source = batch_source(loss, params, (inputs,), target, **options)
         private.update(private_sum(source, clipping, noise, "add_or_remove_one", generator).sums)
 
     return Step(

@@ -1,9 +1,10 @@
 """Weighted sums in which the norm of each sample's contribution is at most its weight times the norm from
 which the weight was computed.
 
-The norm and the sum are computed in different orders of contraction. Both are rounded, so they differ, and by
-any factor if a sample's positions cancel. So the norm is computed a second time, from the numbers that are
-summed:
+The norm of one product a sample, or of a stored value, no wider than float32, is computed in float64 from the
+numbers that are summed, which cannot cancel (`single_product`). Other norms and their sums are computed in
+different orders of contraction. Both are rounded, so they differ, and by any factor if a sample's positions
+cancel. So the norm is computed a second time, from the numbers that are summed:
 
 - If the value is stored, or costs little compared with its products, it is materialised in the precision of
   its factors, a block of samples at a time. Norm and sum are computed from this tensor, in float64.
@@ -41,6 +42,26 @@ ROWS = 1 << 11
 _WORTH_A_VALUE = 32
 
 
+def single_product(gradient: DeferredGradient) -> Term | None:
+    """The term of a gradient that is one product a sample, or a stored value, of a type whose squares float64
+    holds; None for another.
+    """
+    if len(gradient.terms) != 1:
+        return None
+    term = gradient.terms[0].term
+    return term if term.summands == 1 and term.dtype != torch.float64 else None
+
+
+def summed_square_norms(term: Term) -> torch.Tensor:
+    """[n] float64: the squared norms of a `single_product`, from the numbers that `bounded_sum` sums."""
+    elements = sum(factor.shape[1:].numel() for factor in term.factors)
+    parts = [
+        term.at(block, torch.float64).square_norms()
+        for block in blocks(term.samples, 3 * torch.float64.itemsize * elements, term.device)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def absolute_sum(gradient: DeferredGradient) -> torch.Tensor:
     """[n] float64: the sum of the norms of all products in a sample's gradient, which has at least one term.
 
@@ -54,22 +75,25 @@ def absolute_sum(gradient: DeferredGradient) -> torch.Tensor:
     return torch.stack(parts).sum(0)
 
 
-def bounded_sum(gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+def bounded_sum(
+    gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor | None
+) -> torch.Tensor:
     """[*shape] float64: the sum over samples, each times its weight [n]. The norm of no contribution exceeds
-    weight times norm [n].
+    weight times norm [n]. norms: None for the `summed_square_norms` of this gradient, from which the
+    weights are already.
     """
     terms = [placed.term for placed in gradient.terms]
     if not terms or not terms[0].samples:
         return torch.zeros(gradient.shape, dtype=torch.float64, device=gradient.device)
     parts = _sums_of_values if _value_is_cheaper(terms, gradient.shape.numel()) else _sums_of_products
-    first, *others = parts(gradient, weights.double(), norms.double())
+    first, *others = parts(gradient, weights.double(), None if norms is None else norms.double())
     for part in others:
         first += part
     return first
 
 
 def _sums_of_values(
-    gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor
+    gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor | None
 ) -> Iterator[torch.Tensor]:
     """The sums over blocks of samples, from values in the precision of the factors."""
     elements, kind = gradient.shape.numel(), accumulating_dtype(gradient.terms[0].term.dtype)
@@ -77,20 +101,25 @@ def _sums_of_values(
         value = (
             in_type(gradient, block, kind).materialise().double().reshape(block.stop - block.start, elements)
         )
-        yield (_limited(weights[block], norms[block], square_norm(value).sqrt()) @ value).reshape(
-            gradient.shape
-        )
+        limited = weights[block]
+        if norms is not None:
+            limited = _limited(limited, norms[block], square_norm(value).sqrt())
+        # `limited @ value` squeezes its result in place, which a recorder refuses
+        yield torch.mm(limited.unsqueeze(0), value).reshape(gradient.shape)
 
 
 def _sums_of_products(
-    gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor
+    gradient: DeferredGradient, weights: torch.Tensor, norms: torch.Tensor | None
 ) -> Iterator[torch.Tensor]:
     """The sums over pieces of at most `ROWS` positions, or of one sample, from factors in float64."""
     step = max(1, ROWS // max(placed.term.summands for placed in gradient.terms))
     for start in range(0, len(weights), step):
         piece = slice(start, min(start + step, len(weights)))
         exact = in_type(gradient, piece, torch.float64)
-        yield exact.weighted_sum(_limited(weights[piece], norms[piece], square_norms([exact])[0].sqrt()))
+        limited = weights[piece]
+        if norms is not None:
+            limited = _limited(limited, norms[piece], square_norms([exact])[0].sqrt())
+        yield exact.weighted_sum(limited)
 
 
 def in_type(gradient: DeferredGradient, samples: slice, kind: torch.dtype) -> DeferredGradient:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from psgrad import random_state
-from psgrad.engine.gradients.bounded_sums import absolute_sum
+from psgrad.engine.gradients.bounded_sums import absolute_sum, single_product, summed_square_norms
 from psgrad.engine.gradients.deferral import WeightDeferral, deferred_in
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed, in_order, merged, term_of
 from psgrad.engine.gradients.projections.projection import ProjectedRows, Projection
@@ -148,6 +148,11 @@ class NormsByName:
 
     def add(self, name: str, gradient: DeferredGradient) -> None:
         terms = gradient.terms
+        if self.absolute is not None and (product := single_product(gradient)) is not None:
+            self.norms[name] = summed_square_norms(product)
+            self.absolute[name] = self.norms[name].sqrt()
+            self.computed_as[name] = gradient.describe()
+            return
         value = terms[0].term.stored_value if len(terms) == 1 and gradient.shape.numel() <= _SMALL else None
         if value is not None:
             value = value.reshape(value.shape[0], value.shape[1:].numel())
@@ -158,9 +163,7 @@ class NormsByName:
         elif terms:
             self.norms[name] = square_norms([gradient])[0]
         if self.absolute is not None and terms:
-            # For a single product it is the norm, which was checked for squares outside of float32's range.
-            once = len(terms) == 1 and terms[0].term.summands == 1 and terms[0].term.dtype != torch.float64
-            self.absolute[name] = self.norms[name].sqrt() if once else absolute_sum(gradient)
+            self.absolute[name] = absolute_sum(gradient)
         self.computed_as[name] = gradient.describe()
 
     def _add_waiting(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from psgrad import random_state
 from psgrad.engine.free_memory import free_memory
-from psgrad.engine.gradients.bounded_sums import bounded_sum
+from psgrad.engine.gradients.bounded_sums import bounded_sum, single_product
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.per_sample import (
     BatchPass,
@@ -20,8 +20,9 @@ from psgrad.engine.gradients.per_sample import (
     per_sample_square_norms,
 )
 from psgrad.engine.gradients.queries import SquareNorms
+from psgrad.engine.gradients.terms.numerics import current_flags
 from psgrad.engine.transforms.levels import Divergence
-from psgrad.engine.transforms.private_torch import storage_key
+from psgrad.engine.transforms.private_torch import DisableTorchFunction, storage_key
 from psgrad.errors import TransformError
 
 WeightsByName = Mapping[str, torch.Tensor]
@@ -135,12 +136,13 @@ class _StoredGradients:
         if self.full:
             return
         self.gradients[name] = gradient
-        for placed in gradient.terms:
-            for factor in placed.term.factors:
-                storage = factor.untyped_storage()
-                if storage_key(storage) not in self._seen:
-                    self._seen.add(storage_key(storage))
-                    self._left -= storage.nbytes()
+        with DisableTorchFunction():  # a recorder would take this for a read of the values
+            for placed in gradient.terms:
+                for factor in placed.term.factors:
+                    storage = factor.untyped_storage()
+                    if storage_key(storage) not in self._seen:
+                        self._seen.add(storage_key(storage))
+                        self._left -= storage.nbytes()
         if self._left < 0 and not self._is_limited:
             self._is_limited = True
             self._left += free_memory(self._device) / 2
@@ -193,7 +195,10 @@ class _ParameterSum:
         distinct = {id(value): value for value in weights.values()}
         weighted = torch.stack([value != 0 for value in distinct.values()]).any(0)
         taken = weighted if bounded else weighted | torch.isfinite(norms.square_norms())
-        self._taken = None if bool(taken.all()) else taken
+        flags = current_flags()
+        if flags is not None:
+            flags.add(~taken)  # a program has all samples
+        self._taken = None if flags is not None or bool(taken.all()) else taken
         if counted is not None:
             distinct = {key: value * counted for key, value in distinct.items()}
         self._weights = {name: distinct[id(value)] for name, value in weights.items()}
@@ -202,8 +207,9 @@ class _ParameterSum:
 
     def of(self, name: str, gradient: DeferredGradient, places: torch.Tensor | None = None) -> torch.Tensor:
         """[*shape]: the weighted sum of the gradient in a parameter. places: the indices [k] of the
-        gradient's samples among all; None if it has all samples in order.
+        gradient's samples among all; None if it is the gradient whose norms were computed.
         """
+        measured = places is None and single_product(gradient) is not None
         weights, square_norms = self._weights[name], self._norms.by_parameter[name]
         if places is not None:
             weights, square_norms = weights[places], square_norms[places]
@@ -216,11 +222,9 @@ class _ParameterSum:
                 gradient, square_norms = gradient.at(chosen), square_norms[chosen]
             else:
                 gradient, weights, square_norms = gradient.at(chosen), weights[chosen], square_norms[chosen]
-        return (
-            bounded_sum(gradient, weights, square_norms.sqrt())
-            if self._bounded
-            else gradient.weighted_sum(weights)
-        )
+        if not self._bounded:
+            return gradient.weighted_sum(weights)
+        return bounded_sum(gradient, weights, None if measured else square_norms.sqrt())
 
 
 def _sums(

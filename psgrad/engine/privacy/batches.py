@@ -33,6 +33,7 @@ from psgrad.engine.privacy.record_draws import (
     without_draws,
 )
 from psgrad.engine.privacy.records import RecordReader, Records, RowNumbers, Take
+from psgrad.engine.privacy.sum_programs import SumPrograms
 
 GradientSource = Callable[[Clipping], ClippedSum]
 """The clipped sum of one drawn batch, whatever made it."""
@@ -49,6 +50,7 @@ def batch_source(
     draws: StepDraws | None = None,
     records: npt.ArrayLike | None = None,
     samples: int | None = None,
+    programs: SumPrograms | None = None,
 ) -> GradientSource:
     """The gradient source of a batch in memory. Each sample is a record; the batch may be empty. The
     arguments are those of `per_sample_weighted_sum`.
@@ -56,6 +58,8 @@ def batch_source(
     samples: how many records are computed together, where fewer are filled up: a number that does not depend
     on the batch, and that `independent_samples` found for this loss. If it is None, a number for batches of
     any size is found when this loss first gets tensors of these shapes.
+
+    programs: of this loss, kept by the caller from batch to batch; None computes each chunk itself.
 
     A loss that draws random numbers (randomness='different') needs two more: the draws of the step, and the
     number [n] of each record. Without them a record's draws would depend on the others, and the sum would
@@ -87,7 +91,7 @@ def batch_source(
             )
             places = torch.arange(count, device=next(iter(params.values())).device)
             while True:
-                total, clipper = Total(clipping, params), Clipper(clipping, together, memory)
+                total, clipper = Total(clipping, params), Clipper(clipping, together, memory, programs)
                 for some in places.split(together):
                     total.add(clipper(loss, params, *job.batch_of(some), **options))
                 if clipper.samples == together:
@@ -127,12 +131,14 @@ def _by_record(loss: Callable[..., Any], draws: StepDraws) -> Callable[..., Any]
     return of_sample
 
 
-def stream_source(stream: Stream, count: int, samples: int | None = None) -> GradientSource:
+def stream_source(
+    stream: Stream, count: int, samples: int | None = None, programs: SumPrograms | None = None
+) -> GradientSource:
     """The gradient source of the rows 0, ..., count - 1 of a stream, in chunks that fit in memory. Each row
     is a record; count may be 0.
 
     samples: how many records are computed together, as `choose_samples` found it for the stream; None finds
-    it at each call of the source.
+    it at each call of the source. programs: of the stream's loss; None computes each chunk itself.
 
     The parameters are read as they are when the source is called. Raises ModelError for a loss that draws
     random numbers, where the stream's reader has no draws by record.
@@ -142,7 +148,7 @@ def stream_source(stream: Stream, count: int, samples: int | None = None) -> Gra
         if not count:
             return Total(clipping, stream.params).result()
         with without_draws() if stream.draws is None else drawing_by_record(stream.draws):
-            clipper = Clipper(clipping, samples or choose_samples(stream, count))
+            clipper = Clipper(clipping, samples or choose_samples(stream, count), programs=programs)
             while True:
                 total, before = _TotalOfChunks(clipping, stream.params), clipper.samples
                 for _ in stream.run(count, [total], clipper):
@@ -217,6 +223,7 @@ class RecordStreams:
         self._copies = RecordReader(records, take, **options).copies
         self._streams: dict[int, tuple[RecordReader, Stream]] = {}
         self._samples: dict[int, int] = {}  # width -> how many records are computed together
+        self._programs: dict[int, SumPrograms] = {}  # width -> those of its stream's loss
         self.drawn: RowNumbers = np.empty(0, dtype=np.int64)
 
     def source(self, records: npt.ArrayLike, step: int = 0) -> GradientSource:
@@ -233,7 +240,10 @@ class RecordStreams:
                 samples = self._together(width)
                 reader, stream = self._stream(width)
                 reader.draw(part, step)
-                total.add(stream_source(stream, len(part), samples)(clipping))
+                if width not in self._programs and stream.replays:
+                    self._programs[width] = SumPrograms()
+                programs = self._programs.get(width)
+                total.add(stream_source(stream, len(part), samples, programs)(clipping))
             return total.result()
 
         return source

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ from psgrad.engine.gradients.per_sample import BatchPass, SamplesDisagree
 from psgrad.engine.gradients.terms import square_norm
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.discrete import round_to_grid, tightened
-from psgrad.engine.privacy.full_precision import in_full_precision
+from psgrad.engine.privacy.full_precision import autocast_around, in_full_precision
+from psgrad.engine.privacy.sum_programs import SumPrograms
 from psgrad.ragged import Block
 
 Sums = dict[str, torch.Tensor]
@@ -182,6 +184,7 @@ class Clipper:
     Args:
         samples: how many are computed together, whatever the number of records, which is not larger.
         memory: as for `per_sample_weighted_sum`.
+        programs: of the loss that it is called with; None for none.
         block: the records, where they differ in length: they are computed one by one then, not padded.
 
     Attributes:
@@ -191,13 +194,19 @@ class Clipper:
     keeps_factors = False  # what is found of a chunk is no larger for more records
 
     def __init__(
-        self, clipping: Clipping, samples: int, memory: float | None = None, block: Block | None = None
+        self,
+        clipping: Clipping,
+        samples: int,
+        memory: float | None = None,
+        programs: SumPrograms | None = None,
+        block: Block | None = None,
     ) -> None:
         self.clipping, self.samples, self.memory, self.block = clipping, samples, memory, block
+        self.programs = programs
 
     def of_block(self, block: Block) -> Clipper:
         """A clipper for these records, which a stream computes together."""
-        return Clipper(self.clipping, 1, self.memory, block)
+        return Clipper(self.clipping, 1, self.memory, block=block)
 
     @torch.no_grad()
     def __call__(
@@ -212,6 +221,7 @@ class Clipper:
         """The clipped sum of at least one record. The arguments are those of `per_sample_gradients`."""
         keep_freed_memory()
         options = {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
+        self._autocast = autocast_around(params)
         with in_full_precision(loss, params) as loss:
             chunk = _RecordChunk(loss, params, batch, options)
             if self.clipping.grid is not None:
@@ -243,37 +253,60 @@ class Clipper:
         """
         places = torch.arange(self.samples, device=chunk.device)
         counted = torch.isin(places, records)
-        chosen: list[_ClippedNorms] = []
-        cancelling = counted
-
-        def weights(norms: SquareNorms) -> dict[str, torch.Tensor]:
-            nonlocal cancelling
-            chosen.append(_ClippedNorms.of(self.clipping, norms.by_parameter))
-            cancelling = chosen[0].cancelling(norms.absolute)
-            return self.clipping.by_parameter(chosen[0].factors.masked_fill(cancelling, 0.0))
-
+        batch = chunk.batch_of(torch.where(counted, places, records[0]))
+        compute, bounds = partial(self._full, chunk), self.clipping.bounds(chunk.device)
         try:
-            weighted = per_sample_weighted_sum(
-                chunk.loss,
-                chunk.params,
-                *chunk.batch_of(torch.where(counted, places, records[0])),
-                weights=weights,
-                memory=self.memory,
-                bounded=True,
-                counted=counted,
-                **chunk.options,
-            )
+            if self.programs is None:
+                found = compute(batch, counted, bounds)
+            else:
+                found = self.programs(self._made_for(chunk), compute, batch, counted, bounds)
         except SamplesDisagree as disagreement:
             groups = [group[counted[group]] for group in disagreement.groups]
             groups = [group for group in groups if len(group)]
             return ClippedSum.of_groups([self._together(chunk, group) for group in groups], groups)
-        sums, columns = weighted.sums, chosen[0].columns(weighted.norms.losses).at(records.cpu())
+        sums, losses, norms, factors, cancelling = found
+        chosen = _ClippedNorms(self.clipping, bounds, norms, factors)
+        columns = chosen.columns(losses).at(records.cpu())
         for place in torch.nonzero(cancelling[records]).flatten().tolist():
             alone = int(records[place])
             one = _alone(self.clipping, chunk.part(alone, alone + 1).gradients())
             sums = {name: value.add_(one.sums[name]) for name, value in sums.items()}
             columns = columns.with_record(place, one.records)
         return ClippedSum(sums, columns)
+
+    def _full(
+        self, chunk: _RecordChunk, batch: tuple[Any, ...], counted: torch.Tensor, bounds: torch.Tensor
+    ) -> tuple[Sums, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of a full batch: the sums over the samples that count [n], without those that cancel; losses [n],
+        norms and factors [groups, n], and which samples cancel [n].
+        """
+        chosen: list[_ClippedNorms] = []
+        cancelling = counted
+
+        def weights(norms: SquareNorms) -> dict[str, torch.Tensor]:
+            nonlocal cancelling
+            chosen.append(_ClippedNorms.of(self.clipping, norms.by_parameter, bounds))
+            cancelling = chosen[0].cancelling(norms.absolute)
+            return self.clipping.by_parameter(chosen[0].factors.masked_fill(cancelling, 0.0))
+
+        weighted = per_sample_weighted_sum(
+            chunk.loss,
+            chunk.params,
+            *batch,
+            weights=weights,
+            memory=self.memory,
+            bounded=True,
+            counted=counted,
+            **chunk.options,
+        )
+        return weighted.sums, weighted.norms.losses, chosen[0].norms, chosen[0].factors, cancelling
+
+    def _made_for(self, chunk: _RecordChunk) -> Any:
+        """What `_full` depends on beside its arguments, and the loss, and the values of parameters."""
+        clipping = self.clipping
+        groups = tuple(group.parameters for group in clipping.groups)
+        options = repr(sorted(chunk.options.items()))
+        return groups, clipping.rule, clipping.stability, options, self.memory, self._autocast
 
 
 class _RecordChunk:
@@ -317,7 +350,8 @@ def _alone(clipping: Clipping, gradients: PerSampleGradients) -> ClippedSum:
     computed alone: kernels round the gradients of a batch by its size.
     """
     values = {name: _in_float64(gradient) for name, gradient in gradients.gradients.items()}
-    chosen = _ClippedNorms.of(clipping, {name: square_norm(value) for name, value in values.items()})
+    squares = {name: square_norm(value) for name, value in values.items()}
+    chosen = _ClippedNorms.of(clipping, squares, clipping.bounds(gradients.losses.device))
     factors = clipping.by_parameter(chosen.factors)
     sums = {
         name: torch.where(factors[name] == 0, 0.0, value * factors[name])[0] for name, value in values.items()
@@ -329,44 +363,40 @@ def _alone(clipping: Clipping, gradients: PerSampleGradients) -> ClippedSum:
 
 @dataclass(frozen=True)
 class _ClippedNorms:
-    """The norms [groups, n] of some records, and their factors [groups, n]."""
+    """The bounds [groups, 1], the norms [groups, n] of some records, and their factors [groups, n]."""
 
     clipping: Clipping
+    bounds: torch.Tensor
     norms: torch.Tensor
     factors: torch.Tensor
 
     @classmethod
-    def of(cls, clipping: Clipping, square_norms: Mapping[str, torch.Tensor]) -> _ClippedNorms:
+    def of(
+        cls, clipping: Clipping, square_norms: Mapping[str, torch.Tensor], bounds: torch.Tensor
+    ) -> _ClippedNorms:
         """The factors of these norms. On a grid sums are exact, so only a record's own rounding needs a
         margin.
         """
         norms = clipping.group_norms(square_norms)
         return cls(
             clipping,
+            bounds,
             norms,
-            clipping.factors(norms, rounded=False, margin=MARGIN if clipping.grid is None else None),
+            clipping.factors(
+                norms, rounded=False, margin=MARGIN if clipping.grid is None else None, bounds=bounds
+            ),
         )
 
     def cancelling(self, absolute: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """[n] bool: the records whose clipped absolute sums, given by parameter, are too large beside their
         bounds.
         """
-        places = self.clipping.by_parameter(torch.arange(len(self.clipping.groups)))
-        sums = torch.zeros_like(self.norms).index_add_(
-            0,
-            torch.stack([places[name] for name in absolute]).to(self.norms.device),
-            torch.stack(list(absolute.values())),
-        )
-        small = (sums * self.factors <= MOST_ABSOLUTE * self._bounds) & (sums <= _LARGEST)
+        sums = self.clipping.group_sums(absolute)
+        small = (sums * self.factors <= MOST_ABSOLUTE * self.bounds) & (sums <= _LARGEST)
         return ~small.all(0) & torch.isfinite(self.norms).all(0)
 
-    @property
-    def _bounds(self) -> torch.Tensor:
-        """[groups, 1]"""
-        return self.norms.new_tensor([group.bound for group in self.clipping.groups]).unsqueeze(1)
-
     def columns(self, losses: torch.Tensor) -> RecordColumns:
-        below = (self.norms <= self._bounds).all(0)
+        below = (self.norms <= self.bounds).all(0)
         return RecordColumns(
             torch.linalg.vector_norm(self.norms, dim=0).cpu(),
             losses.detach().double().cpu(),

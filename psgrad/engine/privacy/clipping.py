@@ -187,11 +187,11 @@ class Clipping:
 
         Raises ConfigError where these are of other parameters than the groups'.
         """
-        places = {name: place for place, group in enumerate(self.groups) for name in group.parameters}
-        if places.keys() != square_norms.keys():
+        grouped = set(self.parameters)
+        if grouped != square_norms.keys():
             kinds = {
-                "in no group": square_norms.keys() - places.keys(),
-                "without gradient": places.keys() - square_norms.keys(),
+                "in no group": square_norms.keys() - grouped,
+                "without gradient": grouped - square_norms.keys(),
             }
             raise ConfigError(
                 "the clipping groups are not of the parameters that have gradients; "
@@ -201,11 +201,20 @@ class Clipping:
                 expected="every parameter that is trained in one group, and no other",
                 cause="groups that were made for another model, or before some of its parameters were frozen",
             )
-        squares = torch.stack([norms.double() for norms in square_norms.values()])  # [parameters, n]
+        return self.group_sums(square_norms).sqrt_()
+
+    def group_sums(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """[groups, n] float64: the sums over the parameters of each group, from name -> [n]."""
+        each = torch.stack([value.double() for value in values.values()])  # [parameters, n]
         if len(self.groups) == 1:
-            return squares.sum(0, keepdim=True).sqrt_()
-        index = torch.tensor([places[name] for name in square_norms], device=squares.device)
-        return squares.new_zeros(len(self.groups), squares.shape[1]).index_add_(0, index, squares).sqrt_()
+            return each.sum(0, keepdim=True)
+        places = {name: place for place, group in enumerate(self.groups) for name in group.parameters}
+        index = torch.tensor([places[name] for name in values], device=each.device)
+        return each.new_zeros(len(self.groups), each.shape[1]).index_add_(0, index, each)
+
+    def bounds(self, device: torch.device) -> torch.Tensor:
+        """[groups, 1] float64: the bound of each group."""
+        return torch.tensor([[group.bound] for group in self.groups], dtype=torch.float64, device=device)
 
     def factors(
         self,
@@ -214,15 +223,16 @@ class Clipping:
         *,
         rounded: bool = True,
         margin: float | None = None,
+        bounds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[groups, n] float64: the factor of each record in each group, from the norms [groups, n].
 
         precision: the type in which gradients are multiplied and summed, float32 or float64. rounded: whether
             the factors are numbers of this type, rounded towards zero. margin: the relative reduction of the
-            bound; None for that of this precision.
+            bound; None for that of this precision. bounds: as `bounds` gives them.
         """
         room = 1 - (_MARGIN[precision] if margin is None else margin)
-        bounds = group_norms.new_tensor([group.bound for group in self.groups]).unsqueeze(1) * room
+        bounds = (self.bounds(group_norms.device) if bounds is None else bounds) * room
         factors = (
             bounds / (group_norms + self.stability)
             if self.rule == "automatic"

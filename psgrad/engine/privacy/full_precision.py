@@ -33,15 +33,24 @@ def with_autocast_inside(loss: Callable[..., Any], device: torch.device) -> Call
     """The loss under the autocast that is on where this is called, if any, for callers that turn it off
     around the loss.
     """
-    if not torch.is_autocast_enabled(device.type):
+    dtype = _autocast_on(device)
+    if dtype is None:
         return loss
-    dtype = torch.get_autocast_dtype(device.type)
 
     def cast(*args: Any) -> Any:
         with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
             return loss(*args)
 
     return cast
+
+
+def autocast_around(params: Mapping[str, torch.Tensor]) -> torch.dtype | None:
+    """The dtype of the autocast that is on, on the device of the parameters; None where it is off."""
+    return _autocast_on(next(iter(params.values())).device)
+
+
+def _autocast_on(device: torch.device) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.refusals import require_tail
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.step import PrivateTraining, private_sum
+from psgrad.engine.privacy.sum_programs import SumPrograms
 from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import ConfigError, LossError, ModelError
 
@@ -136,6 +137,7 @@ class _Loop:
         self.objective, self.generator, self._state = objective, generator, state
         self._expected = expected  # records of a batch
         self._samples: int | None = None  # how many are computed together
+        self._programs, self._version = SumPrograms(), state.version
         self.drawn: int | None = None
         self.called: tuple[tuple[Tensor, ...], Any] | None = None
         self._batch: tuple[tuple[Tensor, ...], Any] | None = None
@@ -204,7 +206,10 @@ class _Loop:
                     self._samples = independent_samples(
                         loss, params, inputs, target, expected=self._expected, **options
                     )
-                return batch_source(loss, params, inputs, target, samples=self._samples, **options)(clipping)
+                if state.version != self._version:  # programs have the former state
+                    self._programs, self._version = SumPrograms(), state.version
+                options |= {"samples": self._samples, "programs": self._programs}
+                return batch_source(loss, params, inputs, target, **options)(clipping)
 
         return source
 

@@ -29,6 +29,7 @@ from psgrad.engine.privacy.kept_values import (
     place_of,
 )
 from psgrad.engine.privacy.reached import reached
+from psgrad.engine.transforms.private_torch import DisableTorchFunction
 from psgrad.errors import ModelError
 
 
@@ -48,15 +49,19 @@ class ModelState:
     ctypes). Writes by `.data` or numpy into tensors on a GPU or above 64 MiB are found at the end of a batch
     (`unwritten`). Random generators are `record_draws.py`'s.
 
+    Attributes:
+        version: how often `renew` found another state.
+
     Raises ModelError for an iterator of Python's own among them, whose place can't be put back.
     """
 
     def __init__(self, *roots: object) -> None:
-        self._roots = roots
+        self._roots, self._kept, self.version = roots, list[tuple[str, Kept]](), 0
         self.renew()
 
     def renew(self) -> None:
         """Takes the present state as the one to restore."""
+        self.version += bool(self.changes())
         self._kept, self._parameters = _found(self._roots)
 
     def changes(self) -> list[str]:
@@ -77,14 +82,17 @@ class ModelState:
         """A context that begins and ends with the stored state. Raises ModelError if a parameter was written
         into.
         """
-        self.restore()
-        before = [place_of(parameter) for _, parameter in self._parameters]
+        with DisableTorchFunction():  # a recorder would take this for reads of the loss
+            self.restore()
+            before = [place_of(parameter) for _, parameter in self._parameters]
         try:
             yield
         finally:
-            self.restore()
-        for (where, parameter), was in zip(self._parameters, before, strict=True):
-            if place_of(parameter) != was:
+            with DisableTorchFunction():
+                self.restore()
+                after = [place_of(parameter) for _, parameter in self._parameters]
+        for (where, _), was, now in zip(self._parameters, before, after, strict=True):
+            if now != was:
                 raise _written(where, "")
 
     @contextmanager

@@ -143,6 +143,8 @@ def begin_run(draws: StepDraws, label: torch.Tensor) -> None:
     """Prepares the draws of a run of the model on the row with this label [] (or the batched rows): operators
     draw by it, and global generators start as in each run.
     """
+    if _watch.begins_none:
+        return
     labels = innermost(label)
     if not isinstance(labels, FakeTensor):  # else the run has no values: it predicts memory
         if _watch.seeded:
@@ -236,12 +238,22 @@ def _no_draws_by_record(arrived: str) -> ModelError:
     )
 
 
+@contextmanager
+def beginning_no_runs() -> Iterator[None]:
+    """A context in which `begin_run` does nothing: what draws there, draws by its operators."""
+    before, _watch.begins_none = _watch.begins_none, True
+    try:
+        yield
+    finally:
+        _watch.begins_none = before
+
+
 class _SeedWatch:
-    """Whether `drawing_by_record` watches the global generators, whether a run has seeded them since, and by
-    what the last run did: they belong to the process, not to a thread.
+    """Whether runs are not begun, whether `drawing_by_record` watches the global generators, whether a run
+    has seeded them since, and by what the last run did: they belong to the process, not to a thread.
     """
 
-    watching = seeded = False
+    watching = seeded = begins_none = False
     run: tuple[StepDraws, int] | None = None
 
 

@@ -150,8 +150,11 @@ def zero_where_lost(norms: torch.Tensor, left: torch.Tensor, right: torch.Tensor
     left, right: the largest square in each factor, [n].
 
     Squares near the smallest number of a type have lost digits, which a large second factor would hide. The
-    caller computes a norm of zero again in a wider type. NaN (zero times infinity) is not changed.
+    caller computes a norm of zero again in a wider type, which there is none of for float64. NaN (zero times
+    infinity) is not changed.
     """
+    if norms.dtype == torch.float64:
+        return norms
     kind = torch.finfo(norms.dtype)
     return norms.masked_fill((torch.minimum(left, right) < kind.tiny / kind.eps) & ~norms.isnan(), 0)
 

@@ -1,0 +1,132 @@
+"""Clipped sums of chunks by programs: the second chunk of a kind is recorded, the program is compared with
+the computation itself on the third, and later chunks are replayed.
+
+A chunk that is not replayed is computed as it always was, also the recorded one, and a program must give its
+bits. So no record's numbers depend on whether its chunk is replayed. Samples that need another computation
+(they cancel, or their numbers leave a type's range) set a flag, and so does a sample that is left out; then
+the chunk is computed itself. A loss that draws random numbers is never replayed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from psgrad import random_state
+from psgrad.engine.execution.memory import is_out_of_memory
+from psgrad.engine.gradients.terms.numerics import flagging
+from psgrad.engine.privacy.record_draws import beginning_no_runs, drawn_outside_of_torch
+from psgrad.engine.transforms.capture import MOST_PROGRAMS, Call, Captured, Entry, agree
+
+
+class SumPrograms:
+    """The programs of the chunks of one loss, by their shapes and by what else they were made for.
+
+    The loss must not depend on Python values that change from call to call.
+
+    Args:
+        say: called with the reason why chunks are not replayed.
+
+    Attributes:
+        chunks: how many were replayed.
+    """
+
+    def __init__(self, say: Callable[[str], None] = lambda _: None) -> None:
+        self.say, self.chunks = say, 0
+        self._captured: OrderedDict[Any, Captured] = OrderedDict()
+
+    def __call__(self, made_for: Any, compute: Callable[..., Any], *arguments: Any) -> Any:
+        """`compute(*arguments)`, by a program where there is one.
+
+        made_for: what `compute` depends on beside its arguments; anything that can be a key.
+        """
+        captured = self._captured.get(made_for)
+        if captured is None:
+            captured = self._captured[made_for] = Captured(
+                compute, "none", lambda why: self.say(f"chunks are not replayed: {why}")
+            )
+            if len(self._captured) > MOST_PROGRAMS:
+                self._captured.popitem(last=False)
+        captured.function = compute
+        try:
+            return self._found(captured, captured.call(*arguments), arguments)
+        finally:
+            captured.function = _nothing  # what is computed holds the chunk
+
+    def _found(self, captured: Captured, call: Call | None, arguments: tuple[Any, ...]) -> Any:
+        compute = captured.function
+        if call is None or call.entry.ended:
+            return compute(*arguments)
+        entry = call.entry
+        if entry.program is not None:
+            found = self._replayed(captured, call)
+            return compute(*arguments) if found is None else found
+        if entry.recording is not None:
+            return captured.compare(call, compute, lambda found, again: _same(entry, found, again))
+        found = compute(*arguments)
+        if entry.met:
+            _record(captured, call)
+        entry.met = True
+        return found
+
+    def _replayed(self, captured: Captured, call: Call) -> Any:
+        """What a program finds; None where the chunk must be computed itself."""
+        try:
+            done, values = captured.replay(call)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            captured.end(call.entry, "memory ran out")
+            return None
+        if not done:
+            return None
+        found, flag = values
+        if _is_set(flag):
+            call.entry.count_failure()
+            return None
+        self.chunks += 1
+        return found
+
+
+def _record(captured: Captured, call: Call) -> None:
+    """Record a call once more after it was computed; its result is not used."""
+    if drawn_outside_of_torch():
+        captured.end(call.entry, _DRAWS)
+        return
+    compute = captured.function
+
+    def flagged(*arguments: Any) -> tuple[Any, Any]:
+        with flagging() as flags:
+            found = compute(*arguments)
+        return found, flags.any()
+
+    captured.function = flagged
+    try:
+        with random_state.restored(), beginning_no_runs():
+            captured.record(call)
+    except Exception as error:  # the call itself went well
+        captured.end(call.entry, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+    recording = call.entry.recording
+    if recording is not None and any(kernel.draws for kernel in recording.kernels):
+        captured.end(call.entry, _DRAWS)
+
+
+_DRAWS = "the model or the loss draws random numbers"
+
+
+def _same(entry: Entry, found: Any, again: tuple[Any, Any]) -> bool | None:
+    """Whether a program gave the bits of the computation itself; None where it was flagged."""
+    values, flag = again
+    if _is_set(flag):
+        entry.count_failure()
+        return None
+    return agree(found, values, 0.0)
+
+
+def _is_set(flag: Any) -> bool:
+    return flag is not None and bool(flag)
+
+
+def _nothing(*_: Any) -> Any:
+    raise AssertionError("a program's function is given with each call")
