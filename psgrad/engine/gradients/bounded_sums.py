@@ -103,7 +103,7 @@ def _sums_of_values(
         )
         limited = weights[block]
         if norms is not None:
-            limited = _limited(limited, norms[block], square_norm(value).sqrt())
+            limited = reduced(limited, norms[block], square_norm(value).sqrt())
         # `limited @ value` squeezes its result in place, which a recorder refuses
         yield torch.mm(limited.unsqueeze(0), value).reshape(gradient.shape)
 
@@ -118,7 +118,7 @@ def _sums_of_products(
         exact = in_type(gradient, piece, torch.float64)
         limited = weights[piece]
         if norms is not None:
-            limited = _limited(limited, norms[piece], square_norms([exact])[0].sqrt())
+            limited = reduced(limited, norms[piece], square_norms([exact])[0].sqrt())
         yield exact.weighted_sum(limited)
 
 
@@ -128,7 +128,7 @@ def in_type(gradient: DeferredGradient, samples: slice, kind: torch.dtype) -> De
     return DeferredGradient(terms, gradient.shape, kind, gradient.device)
 
 
-def _limited(weights: torch.Tensor, norms: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
+def reduced(weights: torch.Tensor, norms: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
     """The weights, reduced where the computed norm is more than the given one."""
     return torch.where(measured > norms, weights * (norms / measured), weights)
 

@@ -10,7 +10,7 @@ import torch
 
 from psgrad import random_state
 from psgrad.engine.free_memory import free_memory
-from psgrad.engine.gradients.bounded_sums import bounded_sum, single_product
+from psgrad.engine.gradients.bounded_sums import bounded_sum, reduced, single_product, summed_square_norms
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.per_sample import (
     BatchPass,
@@ -224,6 +224,10 @@ class _ParameterSum:
                 gradient, weights, square_norms = gradient.at(chosen), weights[chosen], square_norms[chosen]
         if not self._bounded:
             return gradient.weighted_sum(weights)
+        if measured and current_flags() is None:  # in a program nothing runs between the norms and the sum
+            product = single_product(gradient)
+            assert product is not None
+            weights = reduced(weights, square_norms.sqrt(), summed_square_norms(product).sqrt())
         return bounded_sum(gradient, weights, None if measured else square_norms.sqrt())
 
 
