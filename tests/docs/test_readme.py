@@ -303,3 +303,12 @@ def test_the_overhead_table_is_the_stored_result() -> None:
         ratios = ["refused" if rival is None else f"{each / rival:.2f}" for each in further.values()]
         expected.append([name, *ratios, f"{further['512'] / found['plain']:.2f}"])
     assert table(COSTS, "| network, further chunks of") == expected
+    steps = []
+    for name, found in stored["networks"].items():
+        if "private steps" in found:
+            taken = found["private steps"]
+            rivals = {way: seconds for way, seconds in taken.items() if way.startswith("Opacus")}
+            best = min(rivals, key=rivals.__getitem__)
+            words = f"{rivals[best] / taken['plain']:.2f} ({best.removeprefix('Opacus ')})"
+            steps.append([name, f"{taken['psgrad'] / taken['plain']:.2f}", words])
+    assert table(COSTS, "| network, a private step of") == steps
