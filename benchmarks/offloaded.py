@@ -6,15 +6,13 @@
 
 A checkpoint of GPT-2 XL's shape (1.5 billion parameters) with random weights is
 written to a temporary folder, and the norms of all its parameters' gradients are computed for 8 rows of 128
-tokens, four ways:
+tokens, three ways:
 
     resident             all weights in memory
     resident, recompute  the same, each block run again in the backward pass
-    offloaded            weights read from the file when an operator needs them, blocks run again
-                         but for 256 MiB of products that are kept; in a process under a limit of 2 GiB
-                         on its memory (RLIMIT_DATA: all but mappings of files)
-    offloaded, scratch   the same, and the other products wait in files beside the checkpoint, whose pages
-                         leave the system's memory once they are written (engine.scratch)
+    offloaded            weights read from the file when an operator needs them, blocks run again,
+                         in a process under a limit of 2 GiB on its memory (RLIMIT_DATA: all but mappings of
+                         files)
 
 The first needs about 17 GB at the full size; `--ways` leaves it out. What it gives back to the system is
 slower to take for the way that follows (on a virtual machine by a tenth of the whole). The ways take turns,
@@ -48,13 +46,11 @@ from norms import machine
 Facts = dict[str, Any]
 ROWS, TOKENS, HEADS = 8, 128, 64
 LIMIT = 2 << 30
-KEPT = 256 << 20  # bytes of results that blocks keep until they run again
 TIMES, APART = 1.3, 1e-5
 WAYS = {
     "resident": ("resident", False),
     "resident, recompute": ("resident", True),
     "offloaded": ("offloaded", True),
-    "offloaded, scratch": ("scratch", True),
 }
 
 
@@ -96,7 +92,7 @@ def serve(folder: Path, where: str) -> None:
     supply = Supply(device, 128 << 20) if offloaded else None
     loaded = load_model(ModelConfig(pretrained=str(folder), task="causal-lm"), Path(), in_files=offloaded)
     model = place(loaded.model, device, torch.float32, "as-saved", supply)
-    again = Recompute(False, room=KEPT if offloaded else 0, scratch=folder if where == "scratch" else None)
+    again = Recompute(False)
     again.add(model)
     objective = Objective(
         model,
@@ -220,7 +216,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), metavar="WAY")
     parser.add_argument("--small", action="store_true", help="tiny shapes: shows that the script runs")
-    parser.add_argument("--serve", choices=["resident", "offloaded", "scratch"], help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=["resident", "offloaded"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help="of the checkpoint, which stays there for the next time")
     arguments = parser.parse_args()
     if arguments.serve:

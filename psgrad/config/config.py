@@ -135,12 +135,7 @@ class EngineConfig(ConfigSection):
     recompute: Literal["auto", "none", "blocks"] | Annotated[list[str], Field(min_length=1)] = "auto"
     """Whether the modules that repeat run again in the backward pass, so that the pass holds the values
     of one of them; auto for weights that are offloaded or sharded, and when a row does not fit into memory.
-    Patterns such as `encoder.layer.*` name other modules to run again. A quarter of a chunk's memory holds
-    matrix products and convolutions that are not computed again.
-    """
-    scratch: FilePath | None = None
-    """A folder on a fast disk for those of them that this memory does not hold: each chunk writes them once
-    and reads them once. They are computed again without it, which on a GPU is faster.
+    Patterns such as `encoder.layer.*` name other modules to run again.
     """
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
     """Precision; auto is the one in which model.pretrained is saved, float32 for float16 and for other

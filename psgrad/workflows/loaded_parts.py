@@ -15,7 +15,7 @@ from torch import nn
 
 from psgrad.config import Config, DataConfig, ModelConfig
 from psgrad.config.model import TASK_LOSSES
-from psgrad.engine.execution.memory import give_freed_memory_back, kept_budget
+from psgrad.engine.execution.memory import give_freed_memory_back
 from psgrad.engine.execution.objective import Forward
 from psgrad.engine.execution.placement import place
 from psgrad.engine.execution.recompute import Recompute
@@ -230,8 +230,6 @@ def load(
         recompute = Recompute(
             engine.recompute != "auto" or residence.supply is not None,
             engine.recompute if isinstance(engine.recompute, list) else (),
-            room=kept_budget(device, residence.memory(engine.memory), engine.chunk_size == "auto"),
-            scratch=None if engine.scratch is None else config.base / engine.scratch,
         )
         recompute.add(model)
     criterion = resolve_loss(config.loss, config.base)

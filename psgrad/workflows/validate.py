@@ -99,7 +99,6 @@ class _Checks:
         self._influence()
         self._privacy()
         self._gate()
-        self._engine()
         self._output()
 
     def _code(
@@ -299,16 +298,6 @@ class _Checks:
             from psgrad.quality.gate_limits import undecided_rules
 
             self.found.notes += undecided_rules(gate, outliers, rows, self.trusted)
-
-    def _engine(self) -> None:
-        engine = self.sections.get("engine")
-        if engine is None:
-            return
-        if engine.scratch is not None:
-            from psgrad.engine.transforms.scratch_file import ScratchFolder
-
-            with self.found.problems_at("engine.scratch"):
-                ScratchFolder(self.base / engine.scratch)
 
     def _output(self) -> None:
         output: Path | None = self.sections.get("output")

@@ -386,7 +386,6 @@ def test_a_large_file_is_not_read(workplace: Workplace) -> None:
             {"influence": {"queries": {"path": "gone.npz", "inputs": "x", "target": "y"}}},
             "there is no dataset gone.npz",
         ),
-        ({"engine": {"scratch": "gone"}}, "engine.scratch: no file can be made in gone: No such file"),
         ({"loss": "losses.py:mine"}, "there is no file losses.py"),
     ],
 )

@@ -25,7 +25,6 @@ from psgrad.engine.execution.loading import Loader
 from psgrad.engine.execution.weight_sources import WeightFile
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.privacy.generators import make_generator
-from psgrad.engine.transforms.scratch_file import ScratchFile
 from tests.hugging_face import tiny_model
 from tests.influence_workplace import InfluenceWorkplace
 from tests.private_workplace import EXACT, PrivateWorkplace
@@ -103,46 +102,6 @@ def test_pretrained_model_has_the_same_numbers_and_identity(
     assert manifests[1]["engine"]["parameters"] == "offloaded"
     assert manifests[1]["engine"]["recomputed"]
     assert manifests[0]["hashes"] == manifests[1]["hashes"]
-
-
-BLOCKS = """
-import torch
-from torch import nn
-
-def make():
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(3)]
-    return nn.Sequential(nn.Sequential(*blocks), nn.Linear(64, 3))
-"""
-
-
-@pytest.mark.long
-def test_results_that_wait_on_a_disk(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.py").write_text(BLOCKS)
-    draw = np.random.default_rng(0)
-    np.savez("data.npz", x=draw.normal(size=(2000, 64)).astype("float32"), y=draw.integers(0, 3, 2000))
-    places, write = [], ScratchFile.write
-    monkeypatch.setattr(
-        ScratchFile, "write", lambda file, each: places.append(write(file, each)) or places[-1]
-    )
-    for name, engine in {"none": {}, "blocks": {"memory": "1MiB", "scratch": "."}}.items():
-        config = {
-            "version": 1,
-            "model": {"factory": "model.py:make"},
-            "data": {"path": "data.npz", "inputs": "x", "target": "y"},
-            "loss": "cross_entropy",
-            "engine": {"chunk_size": 2000, "recompute": name, "parameters": "offloaded", **engine},
-            "output": name,
-        }
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-        outcome = run_command(monkeypatch, capfd, "analyze", "config.yaml", "--no-report")
-        assert outcome.code == 0, outcome.err
-    assert len(places) == 3
-    assert None not in places
-    assert_same_bits(tmp_path / "none", tmp_path / "blocks", "samples.parquet", "parameters.parquet")
 
 
 @pytest.mark.long

@@ -16,8 +16,6 @@ from psgrad.engine.free_memory import free_memory
 
 # A chunk may take the free memory divided by this: other programs need some, and no estimate is exact.
 CHUNK_SHARE = 4
-# Results of blocks that run again may take a chunk's memory divided by this.
-KEPT_SHARE = 4
 # On a CPU larger chunks save no time: a chunk of this size is far larger than the caches.
 _CPU_CHUNK_BYTES = 128 << 20
 
@@ -51,16 +49,6 @@ def chunk_budget(device: torch.device, allowed: int | None = None) -> int:
     """
     budget = free_memory(device) // CHUNK_SHARE if allowed is None else allowed
     return min(budget, _CPU_CHUNK_BYTES) if device.type == "cpu" else budget
-
-
-def kept_budget(device: torch.device, allowed: int | None, automatic: bool) -> int:
-    """The part of a chunk's bytes that is for results which blocks keep until they run again.
-
-    allowed: see chunk_budget. automatic: whether the chunk is as large as its memory allows. If more results
-    were kept, such a chunk would be much smaller, and weights would be moved to the device more often.
-    """
-    most = chunk_budget(device, allowed) if automatic or allowed is None else allowed
-    return most // KEPT_SHARE
 
 
 @cache

@@ -7,16 +7,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from psgrad.engine.transforms.checkpoint import checkpoint
-from psgrad.engine.transforms.kept_results import Room, is_left_out
 from psgrad.engine.transforms.private_torch import make_fx_runs, tree_leaves
-from psgrad.engine.transforms.scratch_file import ScratchFolder
 from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.tracer import innermost
 from psgrad.errors import ConfigError, ModelError
@@ -27,15 +24,10 @@ class Recompute:
     """Whether blocks of a run's models run again in the backward pass of a transform.
 
     patterns: of the blocks' names, as in a shell; without any they are the modules that repeat.
-    room: bytes of results that are kept until the backward pass, so that they are not computed again.
-    scratch: a folder on a disk, for results that the room does not hold; None computes them again.
     """
 
-    def __init__(
-        self, on: bool, patterns: Sequence[str] = (), room: int = 0, scratch: Path | None = None
-    ) -> None:
+    def __init__(self, on: bool, patterns: Sequence[str] = ()) -> None:
         self.on, self.patterns = on, tuple(patterns)
-        self.room = Room(room, None if scratch is None else ScratchFolder(scratch))
         self.modules: list[str] = []
 
     def add(self, model: nn.Module) -> nn.Module:
@@ -50,11 +42,10 @@ class Recompute:
         return model
 
     def switch_on(self) -> bool:
-        """Keep as little as possible, as memory has run out. Whether this makes a difference: it was off, or
-        results were kept, and there are repeated modules.
+        """Run blocks again from now on, as memory has run out. Whether this makes a difference: it was off,
+        and there are repeated modules.
         """
-        before, self.on = self.on and not self.room, True
-        self.room.size = 0
+        before, self.on = self.on, True
         return bool(self.modules) and not before
 
 
@@ -108,9 +99,7 @@ class RecomputedForward:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             results = self.forward(*args, **kwargs)
-            # What is left out was made of the same as the first time.
-            leaves = [x for x in tree_leaves(results) if isinstance(x, torch.Tensor)]
-            found = [None if is_left_out(x) else innermost(x) for x in leaves]
+            found = [innermost(x) for x in tree_leaves(results) if isinstance(x, torch.Tensor)]
             if not first:
                 first[:] = found
             elif not make_fx_runs():
@@ -118,7 +107,7 @@ class RecomputedForward:
             return results
 
         through = lambda args, kwargs: run(*args, **kwargs)  # with names that checkpoint has, too
-        return checkpoint(through, args, kwargs, room=self.recompute.room)
+        return checkpoint(through, args, kwargs)
 
     def _require_same(self, first: list[Any], second: list[Any]) -> None:
         """Raises ModelError if the second run found something else, from which a gradient would be wrong."""

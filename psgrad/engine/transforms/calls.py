@@ -126,8 +126,6 @@ def process(level: ActiveLevel, call: Call, args: Flat) -> Flat:
     inputs = [(i, x) for i, x in level.inputs(tuple(args)) if isinstance(i, int) and is_differentiable(x)]
     if level.reads is not None:
         level.reads.note(tensors_in(args, {}))
-    if level.kept is not None:
-        level.kept.read(tensors_in(level.unwrap(args), {}))
     followed = level.is_on() and (level.reads is None or level.reads.follows)
     if not followed or not (inputs or call.follows_captured):
         return call.run_without_derivative(level, args)

@@ -24,7 +24,6 @@ from psgrad.engine.transforms.calls import (
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, creation_numbers
 from psgrad.engine.transforms.forward import ForwardLevel
 from psgrad.engine.transforms.functional import current_swaps, swapped_again
-from psgrad.engine.transforms.kept_results import KeptResults, Room, StandInRead
 from psgrad.engine.transforms.private_torch import (
     DisableTorchFunction,
     make_fx_runs,
@@ -40,9 +39,7 @@ from psgrad.engine.transforms.tracer import map_tracers, on_active_levels
 from psgrad.errors import TransformError
 
 
-def checkpoint(
-    func: Callable[..., Any], *args: Any, settle: bool = False, room: Room | None = None, **kwargs: Any
-) -> Any:
+def checkpoint(func: Callable[..., Any], *args: Any, settle: bool = False, **kwargs: Any) -> Any:
     """`func(*args, **kwargs)`; reverse mode saves only its arguments, not its intermediate values.
 
     In the backward pass `func` runs again, with the same random draws, autocast settings and swapped
@@ -52,10 +49,6 @@ def checkpoint(
 
     settle: whether cotangents of the arguments are materialised where they would be deferred, as factors that
     take more memory.
-
-    room: for results of the first run that the second one takes: those of matrix products and convolutions,
-    in a pass of one derivative (`grad`, not under others, `vjp`, PyTorch's autograd or make_fx). Elsewhere
-    all are computed again.
 
     `func` must compute the same when it runs again: values that it reads from elsewhere must not change. It
     must not write in place into its arguments, nor into values that it closes over.
@@ -71,9 +64,7 @@ def checkpoint(
 
     return tree_unflatten(
         dispatch_call(
-            RecomputedCall(
-                f"checkpoint({getattr(func, '__name__', func)!s})", function, settle=settle, room=room
-            ),
+            RecomputedCall(f"checkpoint({getattr(func, '__name__', func)!s})", function, settle=settle),
             flat,
         ),
         out_spec,
@@ -84,7 +75,7 @@ class RecomputedCall(Call):
     """A call whose derivative is that of its function, which runs again in the backward pass.
 
     value: another function with the same results, which computes them the first time.
-    settle, room: see checkpoint.
+    settle: see checkpoint.
     """
 
     follows_captured = True
@@ -95,10 +86,9 @@ class RecomputedCall(Call):
         function: Callable[[Flat], Flat],
         value: Callable[[Flat], Flat] | None = None,
         settle: bool = False,
-        room: Room | None = None,
     ) -> None:
         super().__init__(name)
-        self.function, self.value, self.settle, self.room = function, value or function, settle, room
+        self.function, self.value, self.settle = function, value or function, settle
 
     def run(self, args: Flat) -> Flat:
         return self.value(args)
@@ -110,7 +100,6 @@ class RecomputedCall(Call):
             function,
             self._through(mapped, self.value) if self.value is not self.function else None,
             self.settle,
-            self.room,
         )
 
     def _through(self, mapped: Mapped, function: Callable[[Flat], Flat]) -> Callable[[Flat], Flat]:
@@ -133,8 +122,7 @@ class RecomputedCall(Call):
         return [level.unwrap(x) for x in outs], [x.tangent if level.owns(x) else None for x in outs]
 
     def differentiate(self, level: GradLevel, values: Flat, needed: list[int]) -> TapedCall:
-        kept = KeptResults(self.room) if self.room is not None and self._may_keep(level) else None
-        watch, settings = OutsideValues(level, self.name, kept), CallSettings()
+        watch, settings = OutsideValues(level, self.name), CallSettings()
         # both runs of a function must treat fresh tensors alike; another function for the value runs alone
         below = without_adoption(level) if self.value is not self.function else nullcontext()
         with watch.over_first_run(), settings.noted(), read_only(values), below:
@@ -155,8 +143,6 @@ class RecomputedCall(Call):
                 again = map_tracers(
                     on_active_levels, self.function([leaves.get(i, x) for i, x in enumerate(values)])
                 )
-                if kept is not None:
-                    kept.end_second_run()
                 if [getattr(x, "shape", None) for x in again] != shapes:
                     raise changed(self.name)
                 ends = [
@@ -167,12 +153,7 @@ class RecomputedCall(Call):
                 return ends, [leaf.node for leaf in leaves.values()] + nodes  # type: ignore[return-value]
 
         def pull(cotangents: Cotangents) -> Cotangents:
-            try:
-                ends, starts = run_again(cotangents)
-            except StandInRead:
-                assert kept is not None
-                kept.forget()
-                ends, starts = run_again(cotangents)
+            ends, starts = run_again(cotangents)
             cotangents_of_inputs = pull_back(ends, starts, keep=False, attached=level.attached)
             if self.settle:  # no operator on two of them is deferred
                 cotangents_of_inputs = [g if g is None else torch.maximum(g, g) for g in cotangents_of_inputs]
@@ -180,12 +161,6 @@ class RecomputedCall(Call):
             return [of_args.get(i) for i in range(len(values))] + cotangents_of_inputs[len(needed) :]
 
         return TapedCall(outs, pull, captured)
-
-    def _may_keep(self, level: GradLevel) -> bool:
-        """Whether results of the first run at a level may be those of the second."""
-        alone = sum(isinstance(each, DerivativeLevel) for each in state.stack) == 1
-        runs_as_is = self.value is self.function and not state.attached and not make_fx_runs()
-        return alone and runs_as_is and level.saved is None
 
 
 def _position(tracer: GradTracer) -> TapePosition:
@@ -207,9 +182,8 @@ class OutsideValues:
     not recorded, and in the second.
     """
 
-    def __init__(self, level: GradLevel, name: str, kept: KeptResults | None = None) -> None:
-        self.level, self.name, self.kept = level, name, kept
-        self.outer: KeptResults | None = None  # of a call in which this one is
+    def __init__(self, level: GradLevel, name: str) -> None:
+        self.level, self.name = level, name
         self.reads: dict[int, DerivativeTracer] = {}
         self.follows = False
         self.since = 0
@@ -225,10 +199,6 @@ class OutsideValues:
     def _keep(self, tracer: DerivativeTracer) -> None:
         self.level.refresh(tracer)
         self.reads[id(tracer)] = tracer
-        if self.outer is not None:
-            self.outer.read([tracer.value])
-        if self.kept is not None and tracer.varies:
-            self.kept.note_constant(tracer.value)
         while tracer is not None:
             tracer.read_by = self.name
             tracer = tracer.view_of[0] if tracer.view_of is not None else None  # type: ignore[assignment]
@@ -240,8 +210,6 @@ class OutsideValues:
     def over_first_run(self) -> Iterator[None]:
         with self._watching(follows=False):
             yield
-        if self.kept is not None:
-            self.kept.end_first_run()
 
     @contextmanager
     def over_second_run(self, captured: Sequence[GradTracer]) -> Iterator[list[Node]]:
@@ -261,16 +229,12 @@ class OutsideValues:
 
     @contextmanager
     def _watching(self, *, follows: bool) -> Iterator[None]:
-        before = self.level.reads, self.level.kept
-        self.outer = self.level.kept
-        self.level.reads, self.level.kept = self, self.kept
+        before, self.level.reads = self.level.reads, self
         self.follows, self.since = follows, next(creation_numbers)
-        if self.kept is not None:
-            self.kept.follows = follows
         try:
             yield
         finally:
-            self.level.reads, self.level.kept = before
+            self.level.reads = before
 
 
 class CallSettings:

@@ -16,8 +16,7 @@ import torch
 
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.adoption import AdoptingLevel
-from psgrad.engine.transforms.interpreter import InterpretedTracer, run_definition
-from psgrad.engine.transforms.kept_results import COMPOSED, KeptResults
+from psgrad.engine.transforms.interpreter import InterpretedTracer
 from psgrad.engine.transforms.operators import (
     Op,
     aten,
@@ -106,7 +105,6 @@ class DerivativeLevel(AdoptingLevel):
 
     tracer: ClassVar[type[DerivativeTracer]]
     reads: Reads | None = None  # set while a function runs that will run again
-    kept: KeptResults | None = None  # the same, where results are kept from the first run
     has_outside: bool = False  # whether a tracer stands for a tensor from outside
 
     def constant(self, value: torch.Tensor) -> DerivativeTracer:
@@ -193,8 +191,6 @@ class DerivativeLevel(AdoptingLevel):
             _require_view(*args)
             below = aten.reshape.default
         if not follows:
-            if self.kept is not None and op in COMPOSED:
-                return decompose(op, args, kwargs)
             result = self.lower(below, values, self.unwrap(kwargs) if kwargs else kwargs)
             result = (
                 self.constant(result)
@@ -212,11 +208,6 @@ class DerivativeLevel(AdoptingLevel):
             if result is None:
                 result = self.apply(rule, below, values, self.unwrap(kwargs) if kwargs else kwargs, inputs)
         return self.note_views(op, args, kwargs, result) if operator.facts.is_view else result
-
-    def process_untraced(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.kept is not None and op in COMPOSED:
-            return run_definition(decomposition_of(op), args, kwargs)  # type: ignore[arg-type]
-        return super().process_untraced(op, args, kwargs)
 
     def inputs(self, args: tuple[Any, ...]) -> list[tuple[Position, Any]]:
         """The tracers of this level with a derivative among an operator's arguments, each with its

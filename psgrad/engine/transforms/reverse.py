@@ -67,11 +67,6 @@ class GradLevel(DerivativeLevel):
         return torch.is_grad_enabled()
 
     def lower(self, op: Op, values: Any, kwargs: Any) -> Any:
-        if self.kept is not None:
-            return self.kept.result(op, values, kwargs, self._lower)
-        return self._lower(op, values, kwargs)
-
-    def _lower(self, op: Op, values: Any, kwargs: Any) -> Any:
         if self.callers_grad_mode or not torch.is_grad_enabled():
             return dispatch(top_level(values, kwargs), op, values, kwargs, self)
         with torch.set_grad_enabled(False):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution import memory
-from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory, kept_budget
+from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
 from psgrad.engine.execution.recompute import Recompute
 from psgrad.engine.free_memory import free_host_memory, free_memory
 
@@ -209,25 +209,11 @@ def in_a_process(script: str) -> list[int]:
     return [int(word) for word in done.stdout.split()]
 
 
-@pytest.mark.sweep
-@pytest.mark.skipif(sys.platform != "linux", reason="limits on the address space are Linux's")
-def test_results_of_blocks_get_a_share_of_a_chunks_memory() -> None:
-    """A chunk of one's own size leaves them a share of all that it was given."""
-    cpu, given = torch.device("cpu"), 8 << 30
-    assert (
-        kept_budget(cpu, given, automatic=True)
-        == chunk_budget(cpu, given) // 4
-        < kept_budget(cpu, given, automatic=False)
-    )
-    assert kept_budget(cpu, given, automatic=False) == given // 4
-    assert kept_budget(cpu, None, automatic=False) == chunk_budget(cpu) // 4
-
-
-def test_blocks_keep_nothing_when_memory_has_run_out() -> None:
-    recompute = Recompute(True, room=1 << 20)
+def test_blocks_run_again_when_memory_has_run_out() -> None:
+    recompute = Recompute(False)
     recompute.add(nn.Sequential(nn.Sequential(*[nn.Sequential(nn.Linear(2, 2)) for _ in range(2)])))
     assert recompute.switch_on()
-    assert not recompute.room
+    assert recompute.on
     assert not recompute.switch_on()
 
 

@@ -347,12 +347,6 @@ def test_memory_of_a_pass_is_flat_in_depth_where_blocks_run_again(device: torch.
             measured = allocated(partial(way, objective.params, (x,), x), device)
             assert planned == pytest.approx(measured, rel=0.15)
             beyond[again].append(measured - layers * rows * tokens * width * 4)
-        before, recompute.room.size = measured, 1 << 30  # the products of all blocks are kept
-        planned = plan_chunk(way, objective.params, (x,), x).peak_bytes
-        measured = allocated(partial(way, objective.params, (x,), x), device)
-        assert planned == pytest.approx(measured, rel=0.15)
-        kept = (layers - 1) * rows * tokens * 5 * width * 4
-        assert measured == pytest.approx(before + kept, rel=0.15)
     assert beyond[True][1] <= 1.1 * beyond[True][0]  # each block keeps a generator's state, 5 KB
     assert beyond[False][1] > 3 * beyond[False][0]
 

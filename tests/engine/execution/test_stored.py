@@ -29,7 +29,6 @@ from psgrad.engine.gradients import (
     per_sample_square_norms,
     per_sample_weighted_sum,
 )
-from psgrad.engine.transforms import kept_results
 from psgrad.engine.transforms.private_torch import tree_leaves
 from psgrad.errors import CheckpointError, ConfigError, ModelError, TransformError
 from psgrad.inputs.models.checkpoints import load_into
@@ -353,16 +352,11 @@ def test_repeated_modules_are_the_layers_of_stacks() -> None:
 
 
 @pytest.mark.every(7)
-@pytest.mark.parametrize("room", [0, 1 << 22])
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
-def test_blocks_that_run_again_give_the_same_numbers(
-    architecture: Architecture, room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kept_results, "FEWEST", 1)
+def test_blocks_that_run_again_give_the_same_numbers(architecture: Architecture) -> None:
     model = architecture.build()
     expected = found_by(model, architecture, torch.float32)
-    recompute = Recompute(True, room=room)
-    recompute.add(model)
+    Recompute(True).add(model)
     for one, other in zip(found_by(model, architecture, torch.float32), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
@@ -432,7 +426,6 @@ class Counting(nn.Module):
         return self.block(self.layer, x, self.runs)
 
 
-@pytest.mark.parametrize("room", [0, 1 << 22])
 @pytest.mark.parametrize(
     "block",
     [
@@ -457,11 +450,10 @@ class Counting(nn.Module):
     ],
 )
 def test_a_block_that_computes_something_else_the_second_time_is_refused(
-    block: Callable[[nn.Linear, Tensor, int], Tensor], room: int, monkeypatch: pytest.MonkeyPatch
+    block: Callable[[nn.Linear, Tensor, int], Tensor],
 ) -> None:
-    monkeypatch.setattr(kept_results, "FEWEST", 1)
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(Counting(block), Counting(block)))
-    Recompute(True, room=room).add(model)
+    Recompute(True).add(model)
     objective = Objective(model, lambda output, target: (output - target).square().sum())
     x = torch.randn(2, 3)
     with pytest.raises(
