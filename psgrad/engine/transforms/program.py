@@ -72,7 +72,8 @@ def _without_repeats(recording: Recording) -> tuple[list[Kernel], list[int]]:
     for position, kernel in enumerate(recording.kernels):
         kernel = _renamed(kernel, names)
         made = list(_numbers(kernel.results))
-        equal = [views.setdefault((memory[n], recording.views[n]), n) for n in made]
+        there = (views.setdefault((memory[n], recording.views[n]), n) for n in made)
+        equal = [names.get(n, n) for n in there]
         # What is returned stays a tensor of its own: the caller may write into it.
         if kernel.value is not None or kernel.writes or kernel.draws or not made or returned & set(made):
             kept.append(kernel)
