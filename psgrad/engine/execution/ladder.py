@@ -85,9 +85,9 @@ def _filled(
 
 def _pieces(places: Numbers, longest: Numbers, ragged: RaggedAxes, most: int | None) -> list[Bucket]:
     """Buckets of a power of two of rows, of at most `most` positions."""
-    size = max(int(positions_of(longest[None], ragged)[0]), 1)
-    largest = _power_of_two(len(places)) if most is None else _power_of_two(max(1, most // size) + 1) // 2
-    largest = max(1, min(largest, _power_of_two(len(places))))
+    size, largest = int(positions_of(longest[None], ragged)[0]), _power_of_two(len(places))
+    while most is not None and largest > 1 and largest * size > most:
+        largest //= 2
     lengths = tuple(longest.tolist())
     return [
         Bucket(torch.from_numpy(piece), _power_of_two(len(piece)), lengths)
