@@ -59,6 +59,8 @@ def summed_square_norms(term: Term) -> torch.Tensor:
         term.at(block, torch.float64).square_norms()
         for block in blocks(term.samples, 3 * torch.float64.itemsize * elements, term.device)
     ]
+    if not parts:  # every sample of the chunk is excluded
+        return torch.zeros(0, dtype=torch.float64, device=term.device)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
