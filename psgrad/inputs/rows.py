@@ -222,16 +222,26 @@ def unique_ids(ids: Sequence[Any] | Array, name: str) -> Array:
 
 
 def _ids(series: pd.Series[Any], name: str) -> Array:
-    if series.isna().any():
+    values = series.to_numpy()
+    # A text of nothing but blanks is no id, as in csv: the rows of all who have none would be one person's.
+    blank = [isinstance(value, str) and not value.replace("\0", "").strip() for value in values]
+    missing = np.flatnonzero(series.isna().to_numpy() | np.array(blank, dtype=bool))
+    if len(missing):
         raise DataError(
-            f"the id in row {int(np.flatnonzero(series.isna())[0])} of {name!r} is missing",
+            f"the id in row {missing[0]} of {name!r} is missing",
             expected="one id per row",
         )
-    values = series.to_numpy()
     if values.dtype.kind in "iu":
         return values.astype(np.int64)
     if all(isinstance(value, str) for value in values):
-        return values.astype(np.str_)
+        found: Array = values.astype(np.str_)
+        cut = np.flatnonzero(found != values)
+        if len(cut):  # NumPy drops NUL characters at the end, and two ids might become one
+            raise DataError(
+                f"the id in row {cut[0]} of {name!r} ends with a NUL character",
+                expected="text without it",
+            )
+        return found
     raise DataError(
         f"the ids in {name!r} are of type {type(values[0]).__name__}", expected="texts or whole numbers"
     )

@@ -58,17 +58,21 @@ NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[int]:
+def _replacing(target: Path, mode: int | None = None) -> Iterator[int]:
     """The descriptor of a file that is at its place when the block ends, whole, and never before: temporary
-    file, fsync, rename, fsync of the folder.
+    file, fsync, rename, fsync of the folder. mode: of the file; None for that of the process.
 
     Raises OSError; then, and where the block raises, the file is as it was, and no temporary file is left.
     """
     temporary = temporary_for(target)
     try:
         crash_point()
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        descriptor = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666 if mode is None else mode
+        )
         try:
+            if mode is not None:
+                os.fchmod(descriptor, mode)  # also of a temporary file that was there
             yield descriptor
             sync(descriptor)
         finally:
@@ -81,13 +85,13 @@ def _replacing(target: Path) -> Iterator[int]:
     sync_folder(target.parent)
 
 
-def write_atomically(target: Path, data: bytes | memoryview) -> None:
+def write_atomically(target: Path, data: bytes | memoryview, mode: int | None = None) -> None:
     """Write a file so that at every moment, a crash included, it is as before or whole: temporary file,
-    fsync, rename, fsync of the folder.
+    fsync, rename, fsync of the folder. mode: of the file; None for that of the process.
 
     Raises OSError; the file is then as it was, and no temporary file is left.
     """
-    with _replacing(target) as descriptor:
+    with _replacing(target, mode) as descriptor:
         write_all(descriptor, data)
 
 

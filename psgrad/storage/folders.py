@@ -262,8 +262,9 @@ class RunFolder:
         text = json.dumps(json_values(content), indent=2, ensure_ascii=False, allow_nan=False)
         self.write_bytes(name, (text + "\n").encode("utf-8", "backslashreplace"))
 
-    def write_bytes(self, name: str, data: bytes | memoryview) -> None:
-        """Write one file of the run, in a folder below if `name` has slashes.
+    def write_bytes(self, name: str, data: bytes | memoryview, mode: int | None = None) -> None:
+        """Write one file of the run, in a folder below if `name` has slashes. mode: of the file; None for
+        that of the process.
 
         Raises:
             OutputError: the disk is full, or the file can't be written; the file is then as it was before.
@@ -271,7 +272,7 @@ class RunFolder:
         target = self.path / name
         try:
             durable_files.make_folder(target.parent)
-            durable_files.write_atomically(target, data)
+            durable_files.write_atomically(target, data, mode)
         except OSError as error:
             raise self._explain(error, target, len(data)) from error
 

@@ -174,18 +174,22 @@ class PrivateRunFolder(RunFolder):
         """Write private/NOT_PRIVATE_{name}; a picture should have the warning (`WARNING`) in it, too."""
         self.write_bytes(f"{PRIVATE}/{PREFIX}{name}", data)
 
-    def write_bytes(self, name: str, data: bytes | memoryview) -> None:
-        """As of any run folder. The private folder is readable by its owner only, and each file's name in it
-        must begin with NOT_PRIVATE_; else ValueError.
+    def write_bytes(self, name: str, data: bytes | memoryview, mode: int | None = None) -> None:
+        """As of any run folder. The private folder and its files are for their owner alone, also in a run
+        folder that others may enter, and each file's name in it must begin with NOT_PRIVATE_; else
+        ValueError.
         """
         if name.startswith(f"{PRIVATE}/"):
             if not name.startswith(f"{PRIVATE}/{PREFIX}") or name.count("/") > 1:
                 raise ValueError(f"{name}: a private file's name begins with {PREFIX}")
             try:
                 durable_files.make_folder(self.path / PRIVATE, 0o700)
+                if (self.path / PRIVATE).stat().st_mode & 0o077:
+                    (self.path / PRIVATE).chmod(0o700)
             except OSError as error:
                 raise self._explain(error, self.path / PRIVATE, 0) from error
-        super().write_bytes(name, data)
+            mode = 0o600
+        super().write_bytes(name, data, mode)
 
     def _kept(self) -> str:
         return "the ledger and the last checkpoint"

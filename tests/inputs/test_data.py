@@ -5,6 +5,7 @@ with its row.
 from __future__ import annotations
 
 import errno
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -334,6 +335,26 @@ def test_a_row_that_belongs_to_nobody(tmp_path: Path) -> None:
     for config in (csv, parquet):
         with pytest.raises(DataError, match="the id in row 1 of 'user' is missing"):
             load_data(config, tmp_path, unit="user")
+
+
+@pytest.mark.parametrize("suffix", ["npz", "parquet", "jsonl"])
+@pytest.mark.parametrize("blank", ["", " ", "\u00a0\t"])
+def test_users_whose_ids_are_blank_are_not_one_user(tmp_path: Path, suffix: str, blank: str) -> None:
+    users = ["a", blank, "b", blank]
+    write_npz(tmp_path, x=np.zeros(4), user=np.array(users))
+    write_parquet(tmp_path, {"x": np.zeros(4), "user": users})
+    lines = [json.dumps({"x": 0.0, "user": user}) for user in users]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    for unit, id in (("user", None), (None, "user")):
+        config = DataConfig(path=Path(f"data.{suffix}"), inputs="x", id=id)
+        with pytest.raises(DataError, match="the id in row 1 of 'user' is missing"):
+            load_data(config, tmp_path, unit=unit)
+
+
+def test_users_whose_ids_differ_in_a_nul_at_their_end_are_not_one_user(tmp_path: Path) -> None:
+    write_parquet(tmp_path, {"x": [0.0, 0.0], "user": ["a", "a\0"]})
+    with pytest.raises(DataError, match="the id in row 1 of 'user' ends with a NUL character"):
+        load_data(DataConfig(path=Path("data.parquet"), inputs="x"), tmp_path, unit="user")
 
 
 # -- CSV -----------------------------------------------------------------------------------------------------

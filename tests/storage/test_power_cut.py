@@ -207,7 +207,7 @@ def without(name: str) -> types.SimpleNamespace:
     return types.SimpleNamespace(**{**vars(durable_files), name: nothing})
 
 
-def unsynced_write(target: Path, data: bytes) -> None:
+def unsynced_write(target: Path, data: bytes, mode: int | None = None) -> None:
     """What write_atomically would be without its fsync."""
     temporary = durable_files.temporary_for(target)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

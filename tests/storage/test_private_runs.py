@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from psgrad.errors import ConfigError, OutputError, OutputExistsError
-from psgrad.storage import Ledger, PrivateRunFolder, RunFolder
+from psgrad.storage import Ledger, PrivateRunFolder, RunFolder, durable_files
 from psgrad.storage.private_runs import WARNING
 
 FACTS = {
@@ -111,6 +111,28 @@ def test_private_run_permissions(tmp_path: Path) -> None:
         os.umask(before)
     assert (folder.path / "private").stat().st_mode & 0o777 == 0o700
     assert folder.path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("private_too", [False, True])
+def test_private_run_permissions_in_a_folder_that_was_open_to_all(tmp_path: Path, private_too: bool) -> None:
+    """Whatever the folders were, and whatever the umask."""
+    before = os.umask(0)
+    try:
+        (tmp_path / "run").mkdir(0o777)
+        if private_too:
+            (tmp_path / "run" / "private").mkdir(0o777)
+            leftover = durable_files.temporary_for(tmp_path / "run" / "private" / "NOT_PRIVATE_x.json")
+            leftover.touch(0o666)
+        folder = a_run(tmp_path / "run")
+        folder.write_private_json("x.json", {})
+        folder.write_private_table("t.parquet", pd.DataFrame({"norm": [1.0]}))
+        folder.write_public_json("step.json", {})
+    finally:
+        os.umask(before)
+    private = folder.path / "private"
+    assert private.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in private.iterdir()} == {0o600}
+    assert (folder.path / "public" / "step.json").stat().st_mode & 0o777 == 0o666
 
 
 @pytest.mark.parametrize("kind", [RunFolder, PrivateRunFolder])
