@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -119,11 +120,11 @@ def test_private_run_permissions_in_a_folder_that_was_open_to_all(tmp_path: Path
     before = os.umask(0)
     try:
         (tmp_path / "run").mkdir(0o777)
-        if private_too:
-            (tmp_path / "run" / "private").mkdir(0o777)
-            leftover = durable_files.temporary_for(tmp_path / "run" / "private" / "NOT_PRIVATE_x.json")
-            leftover.touch(0o666)
         folder = a_run(tmp_path / "run")
+        if private_too:
+            shutil.rmtree(folder.path / "private")
+            (folder.path / "private").mkdir(0o777)
+            durable_files.temporary_for(folder.path / "private" / "NOT_PRIVATE_x.json").touch(0o666)
         folder.write_private_json("x.json", {})
         folder.write_private_table("t.parquet", pd.DataFrame({"norm": [1.0]}))
         folder.write_public_json("step.json", {})
