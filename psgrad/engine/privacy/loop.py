@@ -1,51 +1,63 @@
 """Differentially private training in your own loop, with the arguments of Opacus's make_private.
 
     model, optimizer, criterion, loader = make_private(
-        model, optimizer, loader, criterion=nn.CrossEntropyLoss(), noise_multiplier=1.1, max_grad_norm=1.0
+        model, optimizer, loader, criterion=nn.CrossEntropyLoss(), noise_multiplier=1.1, max_grad_norm=1.0,
+        sample_rate=0.01, expected_batch_size=128,
     )
     for inputs, target in loader:
         optimizer.zero_grad()
         loss = criterion(model(inputs), target)
         loss.backward()
         optimizer.step()
-    print(optimizer.epsilon(1e-5))
+    print(optimizer.statement(1e-5))
 
 The loss is that of psgrad, which sums clipped gradients of single records, and not a tensor of autograd's.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import math
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from psgrad.engine.execution.objective import Objective
+from psgrad.engine.privacy.account import Account, StepLedger
 from psgrad.engine.privacy.accounting import StepEvent, epsilon_pld
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, batch_source
 from psgrad.engine.privacy.clipping import Clipping
-from psgrad.engine.privacy.drawn_rows import DrawnRow, RecordsApart, RowsApart
+from psgrad.engine.privacy.drawn_rows import RowsApart
 from psgrad.engine.privacy.fixed_chunks import independent_samples
 from psgrad.engine.privacy.generators import Generator, make_generator
+from psgrad.engine.privacy.loop_loader import DrawnBatch, LoopSampling, PrivateLoader
 from psgrad.engine.privacy.model_state import ModelState
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.record_draws import OwnGenerators, RecordDraws
 from psgrad.engine.privacy.record_separation import require_separate_records
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.refusals import require_tail
-from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.step import PrivateTraining, private_sum
 from psgrad.engine.privacy.sum_programs import SumPrograms
 from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import ConfigError, LossError, ModelError
 
 _CHECKED = 4  # rows of the first batch that are checked for a model that mixes records
+_ACCOUNT = (
+    "privacy"  # of an optimiser's first group: the account, which goes where the optimiser's state goes
+)
+_TRAINED: WeakSet[nn.Module] = WeakSet()  # modules that a private step has changed
+_NEIGHBOURS: dict[Relation, str] = {
+    "add_or_remove_one": "differ by one record that is added or removed",
+    "zero_out": "have the same number of records, one of which has no gradient in one of them",
+    "replace_one": "have the same number of records, one of which is another",
+}
 
 
 class PrivateParts(NamedTuple):
@@ -65,80 +77,106 @@ def make_private(
     criterion: Callable[[Any, Any], Tensor],
     noise_multiplier: float,
     max_grad_norm: float,
+    sample_rate: float | None = None,
+    expected_batch_size: float | None = None,
     poisson_sampling: bool = True,
     generator: Generator | None = None,
+    ledger: StepLedger | None = None,
 ) -> PrivateParts:
     """The parts of a private training loop, in the order (module, optimizer, criterion, data_loader).
 
+    THE NUMBER OF RECORDS IS PUBLIC without `sample_rate` and `expected_batch_size`: it follows from the sizes
+    of the steps, and neighbouring datasets then have the same number of records (zero_out). With both, which
+    must be chosen without looking at the data, it is protected, too (add_or_remove_one).
+
     Args:
         module: its parameters that require a gradient are trained, in place.
-        optimizer: over these parameters.
-        data_loader: of a dataset with a length. Its sampler is replaced.
+        optimizer: over these parameters. An account in its state goes on.
+        data_loader: of a dataset with a length, in its own order or shuffled: all of its records are drawn
+            from, by a sampler that takes the place of the loader's.
         criterion: of a batch's output and target, a mean or a sum over the batch; it is called with batches
             of one record.
         noise_multiplier: standard deviation of the noise on the sum of clipped gradients, as a multiple of
-            its sensitivity: max_grad_norm where a record may be added or removed, twice that where it may be
-            replaced.
+            its sensitivity: max_grad_norm, and twice that where a record may be replaced.
         max_grad_norm: what each record's gradient is clipped to.
-        poisson_sampling: each step draws each record with probability 1 / len(data_loader), and neighbours
-            differ by one record; else each step draws data_loader.batch_size records without replacement,
+        sample_rate: the probability with which each step draws each record; None for 1 / len(data_loader). An
+            epoch is about 1 / sample_rate steps.
+        expected_batch_size: what the sum is divided by; None for sample_rate times the number of records.
+        poisson_sampling: if it is False, each step draws data_loader.batch_size records without replacement,
             neighbours differ by a record that is replaced, and no amplification is accounted.
         generator: of draws and noise; by default a cryptographic one.
+        ledger: gets a line for each step before anything of it is released, and has those of earlier
+            processes, such as psgrad.storage.Ledger.
+
+    A batch that was drawn is stepped: the loader refuses to go on after one that a loop left out.
 
     What a model or a loss keeps while it runs on records (a buffer, an attribute) is put back each time. What
     a dataset draws at random for a row follows from a secret key, the batch and the row alone.
 
-    Raises ConfigError for a loader whose rows can't be drawn, and for an optimiser of other parameters;
-    DataError for rows that are others when they are read again; ModelError for a model that keeps an
-    iterator.
+    Raises ConfigError for a loader whose rows can't be drawn or whose sampler chooses among them, and for an
+    optimiser of other parameters; DataError for rows that are others when they are read again; ModelError for
+    a model that keeps an iterator.
     """
-    _require_drawable(data_loader, poisson_sampling)
-    records = len(data_loader.dataset)  # type: ignore[arg-type]
-    rate = 1 / len(data_loader)
-    relation: Relation = "add_or_remove_one" if poisson_sampling else "replace_one"
-    sampling = (
-        Sampling("poisson", sample_rate=rate)
-        if poisson_sampling
-        else Sampling("fixed", batch_size=data_loader.batch_size)
-    )
+    drawn = LoopSampling.of(data_loader, poisson_sampling, sample_rate, expected_batch_size)
+    account = _account(module, optimizer, ledger)
     objective = Objective(module, _of_one(criterion))
     noise = Noise(noise_multiplier)
     generator = generator or make_generator("aes")
-    expected = records * rate if poisson_sampling else float(data_loader.batch_size or 1)
-    loop = _Loop(objective, ModelState(module, criterion), generator, expected)
+    loop = _Loop(objective, ModelState(module, criterion), drawn.expected)
     dataset = data_loader.dataset
     rows = RowsApart(dataset, RecordDraws(generator, OwnGenerators(dataset, data_loader.collate_fn)))
     training = PrivateTraining(
         {name: module.get_parameter(name) for name in objective.params},
         loop.source,
-        records,
+        len(dataset),  # type: ignore[arg-type]
         clipping=Clipping.flat(objective.params, max_grad_norm),
         noise=lambda _: noise,
-        sampling=sampling,
-        relation=relation,
-        expected_batch_size=expected,
+        sampling=drawn.sampling,
+        relation=drawn.relation,
+        expected_batch_size=drawn.expected,
         optimizer=optimizer,
-        generator=loop.generator,
+        generator=generator,
     )
     return PrivateParts(
         PrivateModule(module, loop),
-        PrivateOptimizer(training, loop),
+        PrivateOptimizer(training, loop, account, drawn),
         PrivateCriterion(criterion, loop),
-        PrivateLoader(data_loader, rows, training, loop),
+        PrivateLoader(data_loader, rows, drawn, generator, loop.drawn),
+    )
+
+
+def _account(module: nn.Module, optimizer: torch.optim.Optimizer, ledger: StepLedger | None) -> Account:
+    """The account of earlier steps. Warns of parts that were trained without one."""
+    if isinstance(module, PrivateModule) or isinstance(optimizer, PrivateOptimizer):
+        raise ConfigError(
+            "make_private was given what it made before",
+            expected="the module and the optimiser themselves: `.module` and `.original_optimizer`",
+        )
+    account = Account(ledger)
+    account.add(optimizer.param_groups[0].get(_ACCOUNT, {}))
+    if (optimizer.state or module in _TRAINED) and not account.events:
+        _warn_of_no_account("the model and the optimiser")
+    return account
+
+
+def _warn_of_no_account(what: str) -> None:
+    warnings.warn(
+        f"{what} come from steps of which no account is here: epsilon will be that of the steps from here on."
+        " If the steps before were on the same private data, load the state_dict() of the private optimiser"
+        " that took them, or give make_private their ledger",
+        stacklevel=4,
     )
 
 
 class _Loop:
     """What the parts of one loop know of the batch that is trained on."""
 
-    def __init__(
-        self, objective: Objective, state: ModelState, generator: Generator, expected: float
-    ) -> None:
-        self.objective, self.generator, self._state = objective, generator, state
+    def __init__(self, objective: Objective, state: ModelState, expected: float) -> None:
+        self.objective, self._state = objective, state
         self._expected = expected  # records of a batch
         self._samples: int | None = None  # how many are computed together
         self._programs, self._version = SumPrograms(), state.version
-        self.drawn: int | None = None
+        self.drawn = DrawnBatch()
         self.called: tuple[tuple[Tensor, ...], Any] | None = None
         self._batch: tuple[tuple[Tensor, ...], Any] | None = None
         self._checked = False
@@ -167,15 +205,15 @@ class _Loop:
         the second.
         """
         rows = len(inputs[0])
-        if self.drawn is None or self._batch is not None:
+        if self.drawn.size is None or self._batch is not None:
             raise ConfigError(
                 "a step was to have a batch that was not drawn for it",
                 expected="one batch of the private loader for each step, and one backward() for each batch",
                 cause="a batch that is used twice, gradients that are accumulated, or another loader",
             )
-        if rows != self.drawn:
+        if rows != self.drawn.size:
             raise ConfigError(
-                f"the model was called with {rows} rows, and the loader drew {self.drawn} records",
+                f"the model was called with {rows} rows, and the loader drew {self.drawn.size} records",
                 expected="one row for each record",
                 cause="rows were added, left out or taken from elsewhere",
             )
@@ -194,7 +232,7 @@ class _Loop:
                 expected="loss.backward() of a private loss before each step",
             )
         inputs, target = self._batch
-        self._batch = self.drawn = self.called = None
+        self._batch = self.drawn.size = self.called = None
         params = self.objective.params
         dims = (0, None if target is None else 0)
 
@@ -272,18 +310,24 @@ class PrivateLoss:
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
-    """The optimiser: a step clips each record's gradient, adds noise, and updates. `events` are the steps
-    that were taken, as accountants read them.
+    """The optimiser: a step clips each record's gradient, adds noise, and updates. Its state_dict has the
+    account of the steps, and loading one adds its account to what was spent here.
     """
 
-    def __init__(self, training: PrivateTraining, loop: _Loop) -> None:  # no super(): all is the inner one's
-        self._training, self._loop = training, loop
+    def __init__(  # no super(): all is the inner one's
+        self, training: PrivateTraining, loop: _Loop, account: Account, drawn: LoopSampling
+    ) -> None:
+        self._training, self._loop, self._account, self._drawn = training, loop, account, drawn
         self.original_optimizer = training.optimizer
-        self.events: list[StepEvent] = []
 
     param_groups = property(lambda self: self.original_optimizer.param_groups)  # type: ignore[assignment]
     state = property(lambda self: self.original_optimizer.state)  # type: ignore[assignment]
     defaults = property(lambda self: self.original_optimizer.defaults)  # type: ignore[assignment]
+
+    @property
+    def events(self) -> list[StepEvent]:
+        """The steps that were taken, those of earlier processes too, as accountants read them."""
+        return self._account.events
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
@@ -295,10 +339,15 @@ class PrivateOptimizer(torch.optim.Optimizer):
             training.noise(training.taken),
             training.relation,
             training.generator,
-            pay=lambda: self.events.append(training.event()),
+            pay=self._pay,
         )
         training.update(noisy.sums)
         training.taken += 1
+
+    def _pay(self) -> None:
+        self._account.pay(self._training.event())
+        self.param_groups[0][_ACCOUNT] = self._account.content()
+        _TRAINED.add(self._loop.objective.model)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.original_optimizer.zero_grad(set_to_none)
@@ -307,10 +356,34 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return self.original_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        account = state_dict["param_groups"][0].get(_ACCOUNT)
+        self._account.add(account or {})
         self.original_optimizer.load_state_dict(state_dict)
+        self.param_groups[0][_ACCOUNT] = self._account.content()
+        if account is None:
+            _warn_of_no_account("the loaded state")
 
     def __repr__(self) -> str:
-        return f"PrivateOptimizer({self.original_optimizer!r}, {len(self.events):,} private steps)"
+        return (
+            f"PrivateOptimizer({type(self.original_optimizer).__name__}, {len(self.events):,} private steps)"
+        )
+
+    def statement(self, delta: float) -> str:
+        """The guarantee of the steps so far, in words."""
+        epsilon, told_by = self.epsilon(delta), self._drawn.told_by
+        promised = (
+            f"the result of {len(self.events):,} steps is ({epsilon:.4g}, {delta:g})-differentially private"
+            if math.isfinite(epsilon)
+            else "there is no guarantee, as a step had no noise"
+        )
+        public = (
+            f" The number of records is public: the {told_by} of each step follows from it. sample_rate and"
+            " expected_batch_size, chosen without looking at the data, protect it."
+        )
+        return (
+            f"{promised}, where neighbouring datasets {_NEIGHBOURS[self._training.relation]}."
+            f"{public if told_by else ''}"
+        )
 
     def epsilon(self, delta: float) -> float:
         """What the steps so far have spent, an upper bound by privacy loss distributions; infinite without
@@ -325,56 +398,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return found
 
 
-class PrivateLoader:
-    """Batches of records that are drawn for each step; an epoch is as many as the loader had. An empty batch
-    is a batch.
-    """
-
-    def __init__(
-        self, loader: DataLoader[Any], rows: RowsApart, training: PrivateTraining, loop: _Loop
-    ) -> None:
-        self._loop, self._sizes, self.dataset = loop, deque[int](), loader.dataset
-        self._batches, self._drawn = len(loader), 0
-
-        def draws() -> Iterator[list[DrawnRow]]:
-            for _ in range(self._batches):
-                drawn = training.sampling.draw(training.records, training.generator).tolist()
-                self._sizes.append(len(drawn))
-                yield [DrawnRow(self._drawn, row) for row in drawn]
-                self._drawn += 1
-
-        self._inner: DataLoader[Any] = DataLoader(
-            rows,
-            batch_sampler=_Batches(draws, self._batches),
-            collate_fn=RecordsApart(loader.collate_fn, partial(loader.dataset.__getitem__, 0)),
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            worker_init_fn=loader.worker_init_fn,
-        )
-
-    def __len__(self) -> int:
-        return self._batches
-
-    def __iter__(self) -> Iterator[Any]:
-        self._sizes.clear()
-        for batch in self._inner:
-            self._loop.drawn = self._sizes.popleft()
-            yield batch
-
-
-class _Batches:
-    """The rows of each batch, drawn anew in each epoch."""
-
-    def __init__(self, draws: Callable[[], Iterator[list[DrawnRow]]], count: int) -> None:
-        self._draws, self._count = draws, count
-
-    def __iter__(self) -> Iterator[list[DrawnRow]]:
-        return self._draws()
-
-    def __len__(self) -> int:
-        return self._count
-
-
 def _of_one(criterion: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
     """The loss of one record, by a loss of batches."""
 
@@ -384,14 +407,3 @@ def _of_one(criterion: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Ten
         return value.squeeze(0) if isinstance(value, Tensor) and value.shape == (1,) else value
 
     return loss
-
-
-def _require_drawable(loader: DataLoader[Any], poisson: bool) -> None:
-    dataset: Sequence[Any] | Any = loader.dataset
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not len(dataset):
-        raise ConfigError(
-            f"the loader's dataset is of type {type(dataset).__name__}",
-            expected="a dataset with a length and rows by number, of which each step draws some",
-        )
-    if not poisson and loader.batch_size is None:
-        raise ConfigError("the loader has no batch_size", expected="one, for batches of a fixed size")
