@@ -31,6 +31,8 @@ def write_audit(result: DPAuditResult, style: str, stream: TextIO) -> None:
     if result.pairs:
         stream.write("\n")
         print_table(pairs_table(result), stream)
+    untested = "".join(f"\n  {each}" for each in result.untested)
+    stream.write(f"\nnot tested{untested}\n")
     stream.write("\n" + "\n".join(verdict_lines(result)) + f"\n{result.file}\n")
 
 
@@ -74,14 +76,10 @@ def noise_words(result: DPAuditResult) -> str:
     noise = result.noise
     if not noise.numbers:
         return "none is declared"
-    alarms = (
-        f"; ALARM: {', '.join(noise.alarms)}"
-        if noise.alarms
-        else "; no number in it that repeats another, no other shape, none off its grid"
-    )
+    found = f"; ALARM: {', '.join(noise.alarms)}" if noise.alarms else ""
     return (
         f"{noise.spread:.4f} of the declared standard deviation, over"
-        f" {count(noise.numbers, 'number')}{alarms}"
+        f" {count(noise.numbers, 'number')}{found}; tested: {', '.join(noise.p_values)}"
     )
 
 

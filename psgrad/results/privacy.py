@@ -166,8 +166,8 @@ class AuditBound:
 
 @dataclass(frozen=True)
 class NoiseAudit:
-    """The results of the noise check: how many numbers, their standard deviation over the declared one,
-    question -> p-value, and alarms.
+    """The results of the check of what is drawn: how many numbers of noise, their standard deviation over the
+    declared one, question -> p-value, and alarms.
     """
 
     numbers: int
@@ -215,6 +215,7 @@ class DPAuditResult(ShortRepr):
         bounds: epsilon by each method.
         noise: the results of the noise check.
         pairs: neighbours; none if only canaries took part.
+        untested: what the audit did not look at, and may be wrong still.
         records: records of the dataset that took part, 0 for canaries alone. If there are any, this result is
             NOT PRIVATE.
         relation, scheme, unit, mechanism: of the guarantee.
@@ -235,6 +236,7 @@ class DPAuditResult(ShortRepr):
     bounds: list[AuditBound]
     noise: NoiseAudit
     pairs: list[NeighbourPair]
+    untested: list[str]
     records: int
     relation: str
     scheme: str
@@ -249,7 +251,7 @@ class DPAuditResult(ShortRepr):
         result = []
         if not self.declared:
             result.append(f"canaries are told apart better than the declared steps allow: {self._excess()}")
-        result += [f"the noise is not as declared: {alarm}" for alarm in self.noise.alarms]
+        result += [f"what is drawn is not as declared: {alarm}" for alarm in self.noise.alarms]
         for pair in self.pairs:
             if not pair.holds:
                 result.append(f"{pair.pair}: {_broken(pair)}")

@@ -153,6 +153,7 @@ def dp_audit(
             ],
             noise=NoiseAudit(noise.numbers, noise.spread, noise.p_values, noise.alarms),
             pairs=pairs,
+            untested=untested(privacy, played.steps, canaries_only),
             records=0 if canaries_only else len(setup.records),
             relation=privacy.relation,
             scheme=setup.sampling.scheme,
@@ -181,6 +182,24 @@ def written(result: DPAuditResult, folder: PrivateRunFolder) -> DPAuditResult:
         return dataclasses.replace(result, file=folder.path / "private" / f"NOT_PRIVATE_{FILE}")
     folder.write_public_json(FILE, audit_content(result))
     return dataclasses.replace(result, file=folder.path / "public" / FILE)
+
+
+def untested(privacy: PrivacyConfig, steps: int, canaries_only: bool) -> list[str]:
+    """What an audit of so many steps leaves open, in words."""
+    left = [
+        "the optimiser's update, and that the files of a run hold nothing else of the records",
+        "noise that repeats other noise in another order, or so far apart that it is in no part that is kept",
+        "what code keeps of a record outside of the model's own attributes; running times; the generator's key",
+    ]
+    if privacy.sampling.scheme != "poisson":
+        left.append("which records a batch has: only how many they are")
+    if steps < privacy.steps:
+        left.append(f"the steps after the first {steps:,} of {privacy.steps:,}")
+    if canaries_only:
+        left.append("the dataset: how its records are clipped, and all neighbours")
+    else:
+        left.append("neighbours of other batches, and by records that are not in the list above")
+    return left
 
 
 def coins() -> np.random.Generator:

@@ -95,6 +95,7 @@ def test_an_audit_prints_the_bound_beside_the_accounted_epsilon(private: Workpla
     assert "ALARM" not in lines[4]
     assert "the record with the longest gradient goes" in outcome.out
     assert "VIOLATION" not in outcome.out
+    assert "  the steps after the first 2 of 12" in lines[lines.index("not tested") :]
     assert lines[-2] == "consistent: nothing contradicts the declared guarantee, which is no proof of it"
     assert lines[-1] == str(Path("out-audit/private/NOT_PRIVATE_audit.json"))
     assert outcome.err.splitlines()[-1].startswith(
@@ -291,7 +292,7 @@ def test_half_the_noise_is_a_violation(private: Workplace, monkeypatch: pytest.M
     outcome = audited(private, "--steps", "4")
     assert outcome.code == 1
     assert "VIOLATION: the declared guarantee does not hold" in outcome.out
-    assert "the noise is not as declared: spread" in outcome.out
+    assert "what is drawn is not as declared: spread" in outcome.out
     noise = next(line for line in outcome.out.splitlines() if line.startswith("noise "))
     assert float(noise.split()[1]) == pytest.approx(0.5, abs=0.05)
 
@@ -337,7 +338,7 @@ def test_half_a_bound_too_much_in_bfloat16_is_a_violation(
 def test_a_replayed_stream_is_a_violation(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dp_audit, "make_generator", lambda kind: make_generator(kind, seed=3))
     assert (
-        "the noise is not as declared: alike in two steps"
+        "what is drawn is not as declared: a part that repeats another"
         in as_json(private, "--canaries-only")["violations"]
     )
 
@@ -573,5 +574,5 @@ def test_audit_finds_sums_that_are_not_rounded(private: Workplace, monkeypatch: 
 
     monkeypatch.setattr("psgrad.engine.privacy.noise.noisy", unrounded)
     assert as_json(private, "--steps", "1")["violations"] == [
-        "the noise is not as declared: off the public grid"
+        "what is drawn is not as declared: off the public grid"
     ]

@@ -30,8 +30,9 @@ RESULT = DPAuditResult(
         AuditBound("less noise", 0.83, 1.5, "a threshold"),
         AuditBound("nothing", 0.0, math.inf, "another"),
     ],
-    noise=NoiseAudit(5000, 0.9987, {"spread": 0.8}, []),
+    noise=NoiseAudit(5000, 0.9987, {"spread": 0.8, "how many records are drawn": 0.1}, []),
     pairs=[NeighbourPair("record \x1b[31m3 goes", 0.9999, 1.0, 0.9999, [], True, True)],
+    untested=["the optimiser's update", "the steps after the first 20 of 150"],
     records=1438,
     relation="add_or_remove_one",
     scheme="poisson",
@@ -58,13 +59,19 @@ def test_what_holds_is_reported() -> None:
         "epsilon   at least 0.83 with 0.95 confidence, at delta 1e-05; accounted for these steps: 1.25 (PLD)",
         "guesses   180 of 250 right, in the attack that needs no assumption",
         (
-            "noise     0.9987 of the declared standard deviation, over 5,000 numbers; no number in it that"
-            " repeats another, no other shape, none off its grid"
+            "noise     0.9987 of the declared standard deviation, over 5,000 numbers; tested: spread, how many"
+            " records are drawn"
         ),
     ]
     assert [line.split()[:2] for line in lines[7:10]] == [["0.4", "any"], ["0.83", "150%"], ["0", "any"]]
     assert "record \\x1b[31m3 goes" in lines[12]
     assert "99.9900%" in lines[12]
+    assert lines[-6:-2] == [
+        "not tested",
+        "  the optimiser's update",
+        "  the steps after the first 20 of 150",
+        "",
+    ]
     assert lines[-2:] == [
         "consistent: nothing contradicts the declared guarantee, which is no proof of it",
         "runs/audit.json",
@@ -91,7 +98,7 @@ BROKEN_PAIR = NeighbourPair("a record comes", 2.5, 1.0, 2.5, [], True, False)
         ),
         (
             replace(RESULT, noise=NoiseAudit(10, 0.5, {"spread": 0.0}, ["spread"])),
-            "the noise is not as declared: spread",
+            "what is drawn is not as declared: spread",
         ),
         (
             replace(RESULT, pairs=[BROKEN_PAIR]),

@@ -359,6 +359,15 @@ class AdaptiveBound:
         factor = math.exp(min(max(-self.learning_rate * (share - self.quantile), -_FARTHEST), _FARTHEST))
         return replace(self, bound=min(max(self.bound * factor, _SMALLEST), _LARGEST))
 
+    def noisy_count(self, following: float, expected_batch_size: float) -> float | None:
+        """The noised count from which `updated` made the bound `following`; None where it is at the end of a
+        range.
+        """
+        moved = math.log(following / self.bound)
+        if following in (_SMALLEST, _LARGEST) or abs(moved) >= _FARTHEST:
+            return None
+        return (self.quantile - moved / self.learning_rate - 0.5) * expected_batch_size
+
     def next(
         self, below: torch.Tensor, expected_batch_size: float, relation: Relation, generator: Generator
     ) -> AdaptiveBound:

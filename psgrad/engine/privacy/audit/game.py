@@ -32,7 +32,7 @@ from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import Sampling
-from psgrad.engine.privacy.step import private_sum
+from psgrad.engine.privacy.step import NoisySum, private_sum
 from psgrad.errors import ConfigError
 
 # A spike as a multiple of its group's bound.
@@ -292,20 +292,23 @@ def play(
     scores = np.zeros(canaries.count)
     simulated = np.zeros(_SIMULATED)
     generator = run.generator()
+    known = 0 if source is None else records
+    population = _population(run.sampling, canaries.count, known)
     for step in range(steps):
         if step == (steps + 1) // 2:
             generator = run.generator()
-        drawn, others = _drawn(run.sampling, canaries.count, records if source is not None else 0, generator)
+        rows = run.sampling.draw(population, generator) if population else np.empty(0, dtype=np.int64)
+        log.add_batch(rows)
+        drawn, others = _apart(rows, run.sampling, population, canaries.count, known)
         who = drawn if replaced else drawn[inside[drawn]]
         signs = np.where(inside[who], 1.0, -1.0)
         rest = None if source is None else StoringSource(source(others))
         stored = StoringSource(with_canaries(rest, canaries, who, signs))
-        noise = run.noise(step)
         now = clipping if adaptive is None else clipping.with_bound(adaptive.bound)
         noisy = private_sum(
             stored,
             clipping,
-            noise,
+            run.noise(step),
             run.relation,
             generator,
             adaptive=adaptive,
@@ -327,19 +330,44 @@ def play(
         simulated += evidence(_as_declared(random, rate, multiplier, near), rate, multiplier, far, near)
         if multiplier > 0:
             log.add(noisy.sums, stored.last.sums, multiplier * sensitivity, now.grid)
+            if adaptive is not None:
+                log.add_count(_count_noise(adaptive, noisy, run, stored.last.records.counted))
         adaptive = noisy.following
         tell(step + 1)
-    return Played(scores, inside, simulated, log.check(), reach, steps)
+    noise = log.check(run.sampling if population else None, population)
+    return Played(scores, inside, simulated, noise, reach, steps)
 
 
-def _drawn(sampling: Sampling, canaries: int, records: int, generator: Generator) -> tuple[Array, Array]:
-    """(the canaries, the records) of one step's batch."""
+def _count_noise(
+    adaptive: AdaptiveBound, noisy: NoisySum, run: AuditedRun, counted: torch.Tensor
+) -> float | None:
+    """The noise of a step's count in units of its declared deviation, by what is public: the bound before and
+    after the step. None where the bound is at the end of its range.
+    """
+    assert run.expected_batch_size is not None
+    assert noisy.following is not None
+    count = adaptive.noisy_count(noisy.following.bound, run.expected_batch_size)
+    if count is None:
+        return None
+    return (count - adaptive.count(counted)) / adaptive.standard_deviation(run.relation)
+
+
+def _population(sampling: Sampling, canaries: int, records: int) -> int:
+    """How many records and canaries batches are drawn from. Fixed batches have all canaries beside what is
+    drawn.
+    """
     if sampling.scheme == "fixed":
-        others = sampling.draw(records, generator) if records else np.empty(0, dtype=np.int64)
-        return np.arange(canaries), others
-    total = records + canaries if sampling.dataset_size is None else sampling.dataset_size
-    rows = sampling.draw(total, generator)
-    first = total - canaries
+        return records
+    return records + canaries if sampling.dataset_size is None else sampling.dataset_size
+
+
+def _apart(
+    rows: Array, sampling: Sampling, population: int, canaries: int, records: int
+) -> tuple[Array, Array]:
+    """(the canaries, the records) of a batch; canaries come last in the population."""
+    if sampling.scheme == "fixed":
+        return np.arange(canaries), rows
+    first = population - canaries
     return rows[rows >= first] - first, rows[rows < min(first, records)]
 
 

@@ -1,5 +1,6 @@
-"""A check of the noise that a step adds against the declared one: its standard deviation, its shape, no
-number used twice, and no released number off its public grid.
+"""A check of what steps draw against what is declared: the noise's standard deviation, its shape, parts of it
+that are used twice, released numbers off their public grid, the noise of an adaptive bound's count, and how
+many records are drawn.
 
 The auditor knows the clipped sums, so the noise is the difference, and no canary is needed. Each question is
 a test whose probability of a false alarm is known.
@@ -17,14 +18,15 @@ import torch
 from torch import Tensor
 
 from psgrad.engine.privacy.rounding import grid_of
+from psgrad.engine.privacy.sampling import Sampling
 
 Array = np.ndarray[Any, Any]
 
-# The probability that noise as declared raises an alarm, over all questions together.
+# The probability that what is drawn as declared raises an alarm, over all questions together.
 FALSE_ALARM = 1e-6
 # How many numbers of a step are kept; after how many in all fewer are kept of each step, and how many then;
 # and how many of each tensor for the comparison of tensors. Wrong noise is wrong everywhere.
-_KEPT, _ENOUGH, _KEPT_LATER, _KEPT_OF_A_TENSOR = 1 << 16, 1 << 23, 1 << 12, 512
+_KEPT, _ENOUGH, _KEPT_LATER, _KEPT_OF_A_TENSOR = 1 << 21, 1 << 22, 1 << 12, 512
 # Tensors with fewer numbers are not compared, and at most this number of pieces are compared with one
 # another.
 _SMALLEST_PIECE, _MOST_PIECES = 32, 2000
@@ -32,12 +34,12 @@ _SMALLEST_PIECE, _MOST_PIECES = 32, 2000
 
 @dataclass(frozen=True)
 class NoiseCheck:
-    """The results of the tests of the noise of some steps.
+    """The results of the tests of what some steps drew.
 
     Attributes:
-        numbers: how many numbers were tested. 0: there is no noise.
+        numbers: how many numbers of noise were tested. 0: there is no noise.
         spread: their standard deviation over the declared one.
-        p_values: question -> the probability of a result as extreme as this, if the noise is as declared.
+        p_values: question -> the probability of a result as extreme as this, if all is as declared.
     """
 
     numbers: int
@@ -53,11 +55,13 @@ class NoiseCheck:
 
 
 class NoiseLog:
-    """Gathers the noise of steps, in units of the declared standard deviation."""
+    """Gathers what steps draw: the noise, in units of the declared standard deviation, and the batches."""
 
     def __init__(self) -> None:
         self._steps: list[Array] = []
         self._pieces: list[Array] = []
+        self._counts: list[float] = []
+        self._batches: list[Array] = []
         self._coarsest = 0.0
         self._off_grid = False
 
@@ -85,22 +89,35 @@ class NoiseLog:
         if grid is not None:
             self._coarsest = max(self._coarsest, grid / std)
 
-    def check(self) -> NoiseCheck:
-        """The results for all steps that were added. Steps are not distinguished: their noise should all be
-        of one distribution.
+    def add_count(self, noise: float | None) -> None:
+        """Adds the noise of one step's count of an adaptive bound, in units of its standard deviation; None
+        where it is not known.
         """
-        from scipy.stats import chi2, kstest, norm
+        self._counts += [] if noise is None else [noise]
 
+    def add_batch(self, rows: Array) -> None:
+        """Adds the records that one step drew."""
+        self._batches.append(rows)
+
+    def check(self, sampling: Sampling | None = None, records: int = 0) -> NoiseCheck:
+        """The results for all steps that were added. Steps are not distinguished: their noise should all be
+        of one distribution. sampling: what the batches were drawn by, of how many records.
+        """
+        from scipy.stats import kstest, norm
+
+        p_values = {} if sampling is None else _batch_p_values(self._batches, sampling, records)
+        if self._counts:
+            p_values["spread of the adaptive count"] = _spread_p_value(np.array(self._counts))
         if not self._steps:
-            return NoiseCheck(0, math.nan, {})
+            return NoiseCheck(0, math.nan, p_values)
         numbers = np.concatenate(self._steps)
         n, squares = len(numbers), float(np.square(numbers).sum())
         if not math.isfinite(squares):
-            return NoiseCheck(n, squares, {"spread": 0.0})
-        p_values = {
-            "spread": _two_sided(float(chi2.cdf(squares, n)), float(chi2.sf(squares, n))),
+            return NoiseCheck(n, squares, {**p_values, "spread": 0.0})
+        p_values |= {
+            "spread": _spread_p_value(numbers),
             "mean": 2 * float(norm.sf(abs(float(numbers.sum())) / math.sqrt(n))),
-            "alike in two steps": _most_alike(self._steps),
+            "a part that repeats another": _repetition_p_value(numbers),
             "alike in two tensors": _most_alike(self._pieces),
             "off the public grid": 0.0 if self._off_grid else 1.0,  # which no rounded number is
         }
@@ -110,8 +127,68 @@ class NoiseLog:
         return NoiseCheck(n, math.sqrt(squares / n), p_values)
 
 
-def _two_sided(below: float, above: float) -> float:
-    return min(1.0, 2 * min(below, above))
+def _spread_p_value(numbers: Array) -> float:
+    """The probability of a sum of squares as far out, of independent normal numbers."""
+    from scipy.stats import chi2
+
+    squares = float(np.square(numbers).sum())
+    return min(1.0, 2 * min(float(chi2.cdf(squares, len(numbers))), float(chi2.sf(squares, len(numbers)))))
+
+
+def _repetition_p_value(numbers: Array) -> float:
+    """A bound on the probability that independent normal numbers are as like themselves, moved by some lag,
+    as these are at the worst of all lags.
+
+    The sum of the m products at a lag is a quadratic form of Frobenius norm sqrt(m / 2) and spectral norm 1
+    at most, which is beyond sqrt(2 m t) + 2 t with a probability of at most 2 exp(-t) (Laurent and Massart,
+    2000, lemma 1); times the number of lags, for the choice.
+    """
+    from scipy.fft import irfft, next_fast_len, rfft
+
+    n = len(numbers)
+    if n < 2:
+        return 1.0
+    size = next_fast_len(2 * n, real=True)
+    products = np.abs(irfft(np.square(np.abs(rfft(numbers, size))), size)[1:n])
+    terms = np.arange(n - 1, 0, -1)
+    roots = (np.sqrt(2 * terms + 8 * products) - np.sqrt(2 * terms)) / 4  # of t
+    return min(1.0, 2 * (n - 1) * math.exp(-(float(roots.max()) ** 2)))
+
+
+def _batch_p_values(batches: list[Array], sampling: Sampling, records: int) -> dict[str, float]:
+    """How many records are drawn in all, and how many in both of two successive steps: exact probabilities,
+    of a batch of too many records and of one that comes again; a shuffled epoch has none in both.
+    """
+    drawn = sum(map(len, batches))
+    rate, question = sampling.sample_rate, "how many records are drawn"
+    if rate is None:
+        return {question: float(all(len(batch) == sampling.batch_size for batch in batches))}
+    if sampling.max_batch_size is not None:
+        most = sampling.max_batch_size
+        kept = all(len(batch) <= most for batch in batches)
+        return {question: _truncated_p_value(drawn, records, rate, most, len(batches)) if kept else 0.0}
+    pairs = list(zip(batches[::2], batches[1::2], strict=False))
+    both = sum(len(np.intersect1d(*pair)) for pair in pairs)
+    return {
+        question: _binomial_p_value(drawn, records * len(batches), rate),
+        "records that come again in the next step": _binomial_p_value(both, records * len(pairs), rate**2),
+    }
+
+
+def _binomial_p_value(count: int, trials: int, rate: float) -> float:
+    from scipy.stats import binom
+
+    return min(1.0, 2 * min(float(binom.cdf(count, trials, rate)), float(binom.sf(count - 1, trials, rate))))
+
+
+def _truncated_p_value(count: int, records: int, rate: float, most: int, steps: int) -> float:
+    """The same for batches of at most `most` records, whose sizes add up over the steps."""
+    from scipy.stats import binom
+
+    sizes = binom.pmf(np.arange(most + 1), records, rate)
+    sizes[most] += binom.sf(most, records, rate)
+    sums = np.fft.irfft(np.fft.rfft(sizes, steps * most + 2) ** steps, steps * most + 2)
+    return min(1.0, 2 * float(min(sums[: count + 1].sum(), sums[count:].sum())))
 
 
 def _most_alike(rows: list[Array]) -> float:

@@ -162,7 +162,7 @@ class Repeating:
 
 
 def test_audit_game_finds_repeated_noise() -> None:
-    assert "alike in two steps" in Game(FLAT, generator=Repeating(), steps=2).play().noise.alarms
+    assert "a part that repeats another" in Game(FLAT, generator=Repeating(), steps=2).play().noise.alarms
 
 
 def test_audit_game_finds_equal_noise_of_two_tensors() -> None:

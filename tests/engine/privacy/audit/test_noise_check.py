@@ -52,7 +52,7 @@ def test_noise_check_declared_noise_no_alarm() -> None:
         assert result.min() > 1e-4
         assert 15 <= np.count_nonzero(result < 0.5) <= 45
     for question in (
-        "alike in two steps",
+        "a part that repeats another",
         "alike in two tensors",
     ):  # these pay for the choice among many pairs
         assert np.count_nonzero(np.array([check.p_values[question] for check in checks]) < 0.5) <= 45
@@ -68,14 +68,14 @@ OTHERS: dict[str, tuple[Draw, str]] = {
     "not finite": (lambda random, shape: np.full(shape, np.nan), "spread"),
     "the same in each step": (
         lambda random, shape: np.random.default_rng(len(shape)).normal(size=shape),
-        "alike in two steps",
+        "a part that repeats another",
     ),
     "a tenth repeated": (
         lambda random, shape: (
             0.95 * random.normal(size=shape)
             + math.sqrt(1 - 0.95**2) * np.random.default_rng(5).normal(size=shape)
         ),
-        "alike in two steps",
+        "a part that repeats another",
     ),
     "the same in each tensor": (
         lambda random, shape: np.random.default_rng(int(random.bit_generator.seed_seq.entropy)).normal(
@@ -94,7 +94,7 @@ def test_noise_check_other_noise_alarm(draw: Draw, question: str) -> None:
 def test_noise_check_repetition_with_opposite_sign() -> None:
     signs = iter([1.0, -1.0] * len(SHAPES) * 2)
     kept = {shape: np.random.default_rng(sum(shape)).normal(size=shape) for shape in SHAPES.values()}
-    assert "alike in two steps" in logged(lambda _, shape: next(signs) * kept[shape], steps=2).alarms
+    assert "a part that repeats another" in logged(lambda _, shape: next(signs) * kept[shape], steps=2).alarms
 
 
 def test_noise_check_one_step_of_one_tensor() -> None:
@@ -102,7 +102,10 @@ def test_noise_check_one_step_of_one_tensor() -> None:
     clean: dict[str, Tensor] = {"only": torch.zeros(500, dtype=torch.float64)}
     log.add({"only": on_grid(torch.from_numpy(random.normal(size=500)), 1.0)}, clean, 1.0)
     check = log.check()
-    assert (check.p_values["alike in two steps"], check.p_values["alike in two tensors"]) == (1.0, 1.0)
+    assert (check.p_values["a part that repeats another"], check.p_values["alike in two tensors"]) == (
+        1.0,
+        1.0,
+    )
     assert check.alarms == []
 
 
