@@ -12,6 +12,7 @@ from psgrad.engine.privacy.accounting import (
     Events,
     StepEvent,
     coarse_epsilon_pld,
+    composition,
     curve_accountant,
     epsilon_curve,
     epsilon_pld,
@@ -91,6 +92,29 @@ def test_calibration_calls_pld_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
         looks.clear()
         noise_multiplier_for(target, 1e-5, steps_of(lambda z: poisson(z, 0.05), 200))
         assert 1 <= len(looks) <= 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("rate", "steps", "target"), [(0.1, 150, 3.0), (0.01, 1000, 2.0), (0.004, 14040, 1.0)]
+)
+def test_noise_calibration_composes_few_loss_distributions(
+    monkeypatch: pytest.MonkeyPatch, rate: float, steps: int, target: float
+) -> None:
+    """Also where the epsilon of the plan is asked for afterwards: a run's start waits for them."""
+    composed: list[Any] = []
+    plain = composition.pld_epsilon
+    monkeypatch.setattr(
+        composition, "pld_epsilon", lambda *numbers: composed.append(numbers) or plain(*numbers)
+    )
+    composition._composed.cache_clear()
+
+    planned = steps_of(lambda z: poisson(z, rate), steps)
+    multiplier = noise_multiplier_for(target, 1e-5, planned)
+    epsilon = epsilon_pld(planned(multiplier), 1e-5).value
+    assert epsilon is not None
+    assert 0.9995 * target <= epsilon <= target
+    assert len(composed) <= 6
 
 
 @pytest.mark.sweep

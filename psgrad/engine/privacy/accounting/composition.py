@@ -8,6 +8,7 @@ is taken.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -97,8 +98,16 @@ def _epsilon(events: Iterable[tuple[StepEvent, int]], delta: float, coarse: bool
         counts, note = rounded_down(gathered(counts))
     coarse = coarse or len(counts) > _FEW
     interval = interval_for(counts, coarse)
-    value = pld_epsilon(counts, delta - rounding if rounding > _UNSEEN * delta else delta, interval)
+    value = _composed(
+        tuple(counts.items()), delta - rounding if rounding > _UNSEEN * delta else delta, interval
+    )
     return Epsilon(value, interval=interval, note=note)
+
+
+@functools.lru_cache(maxsize=256)
+def _composed(counts: tuple[tuple[StepEvent, int], ...], delta: float, interval: float) -> float:
+    """`pld_epsilon`, once for the same numbers: a plan, its figure and its statement ask for the same."""
+    return pld_epsilon(dict(counts), delta, interval)
 
 
 def why_not_pld(event: StepEvent) -> str | None:
@@ -149,12 +158,12 @@ def interval_for(counts: Mapping[StepEvent, int], coarse: bool = False) -> float
     # epsilon, for which RDP of plain sampling is near enough.
     least = min(event.pld_multiplier for event in counts)
     width = 2 * (_TAILS * least + 1) / least**2
-    plain = [(_plainly_sampled(event), number) for event, number in counts.items()]
+    plain = [(plainly_sampled(event), number) for event, number in counts.items()]
     reach = epsilon_of(total_moments(plain), 1e-9).value or 0.0
     return _tidy(max(interval, width / _POINTS, reach / _POINTS if math.isfinite(reach) else 0.0))
 
 
-def _plainly_sampled(event: StepEvent) -> StepEvent:
+def plainly_sampled(event: StepEvent) -> StepEvent:
     """The step by Poisson sampling under addition or removal of a record, for which RDP is known."""
     return StepEvent(
         event.noise_multiplier, Sampling("poisson", sample_rate=event.sample_rate), "add_or_remove_one"

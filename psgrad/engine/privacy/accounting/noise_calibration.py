@@ -6,16 +6,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 
-from psgrad.engine.privacy.accounting.composition import coarse_epsilon_pld, epsilon_pld
+from psgrad.engine.privacy.accounting.composition import coarse_epsilon_pld, epsilon_pld, plainly_sampled
 from psgrad.engine.privacy.accounting.epsilon import Epsilon, assert_delta, epsilon_rdp, why_not_rdp
 from psgrad.engine.privacy.accounting.events import Events, merged
 from psgrad.errors import ConfigError
 
 # Noise multipliers that are tried: beyond these, a target can't be met, or is met by next to no noise.
 _LEAST, _MOST = 1e-3, 1e6
-# How far below the target epsilon may stay, relative to it; for a first guess, and in the end.
-_GUESS, _CLOSE = 1e-3, 5e-4
+# How far below the target epsilon may stay, relative to it; for a start, a first guess, and in the end.
+_ROUGH, _GUESS, _CLOSE = 5e-2, 1e-3, 5e-4
+# How much smaller a multiplier's logarithm is where that of epsilon is larger by one, in most runs.
+_SLOPE = 0.7
 # A multiplier has this number of digits, so that the printed number is the solution itself.
 _DIGITS = 6
 
@@ -25,8 +28,8 @@ def noise_multiplier_for(target_epsilon: float, delta: float, events_for: Callab
     it.
 
     The epsilon that is compared with the target is that of loss distributions (PLD), which is reported in the
-    end, and of RDP for noise that PLD does not cover. A coarse grid is searched first; it takes a few
-    seconds.
+    end, and of RDP for noise that PLD does not cover. The search begins where RDP leads, and goes over a
+    coarse grid.
 
     events_for: the steps of a run, by the noise multiplier (of a schedule, its base).
 
@@ -43,15 +46,25 @@ def noise_multiplier_for(target_epsilon: float, delta: float, events_for: Callab
             expected="at least one step",
             cause="privacy.steps is 0",
         )
-    by_moments = not any(why_not_rdp(event) for event in kinds)
-    losses = coarse_epsilon_pld(events_for(1.0), delta)
-    by_losses = losses.value is not None
-    if not by_moments and not by_losses:
-        raise ConfigError(f"there is no epsilon for these steps: {losses.why_not}")
-    if not by_losses:
-        return _solved(epsilon_rdp, events_for, target_epsilon, delta, 1.0, _CLOSE)
-    guess = _solved(coarse_epsilon_pld, events_for, target_epsilon, delta, 1.0, _GUESS)
-    return _solved(epsilon_pld, events_for, target_epsilon, delta, guess, _CLOSE)
+    start = _start(target_epsilon, delta, events_for)
+    losses = coarse_epsilon_pld(events_for(start[0]), delta)
+    if losses.value is None:
+        if any(why_not_rdp(event) for event in kinds):
+            raise ConfigError(f"there is no epsilon for these steps: {losses.why_not}")
+        return _solved(epsilon_rdp, events_for, target_epsilon, delta, start, _CLOSE)[0]
+    guess = _solved(coarse_epsilon_pld, events_for, target_epsilon, delta, start, _GUESS)
+    return _solved(epsilon_pld, events_for, target_epsilon, delta, guess, _CLOSE)[0]
+
+
+def _start(target: float, delta: float, events_for: Callable[[float], Events]) -> tuple[float, float]:
+    """A multiplier by moments, some percent too large, and the slope there: they cost next to nothing."""
+
+    def plain(multiplier: float) -> Events:
+        return [(plainly_sampled(event), steps) for event, steps in events_for(multiplier)]
+
+    with suppress(ConfigError):  # a target that is out of reach is so for the accountant that counts
+        return _solved(epsilon_rdp, plain, target, delta, (1.0, _SLOPE), _ROUGH)
+    return 1.0, _SLOPE
 
 
 def _solved(
@@ -59,28 +72,34 @@ def _solved(
     events_for: Callable[[float], Events],
     target: float,
     delta: float,
-    guess: float,
+    start: tuple[float, float],
     close: float,
-) -> float:
-    """The multiplier at which this accountant gives between (1 - close) * target and target, by secants of
-    log epsilon over log multiplier.
+) -> tuple[float, float]:
+    """(the multiplier at which this accountant gives between (1 - close) * target and target, the slope
+    there), by secants of log epsilon over log multiplier.
+
+    start: a multiplier, and a slope: the logarithm of a multiplier falls by it where that of epsilon grows by
+    one.
     """
     aim = target * (1 - close / 2)
     low: tuple[float, float] | None = None  # (multiplier, epsilon) with too little noise
     high: tuple[float, float] | None = None  # with enough
-    multiplier = guess
+    before: tuple[float, float] | None = None  # the last one
+    multiplier, slope = start
     for attempt in range(200):
         multiplier = float(f"{multiplier:.{_DIGITS}g}")
         value = accountant(events_for(multiplier), delta).value
         epsilon = math.inf if value is None else value
+        slope = _slope(before, (multiplier, epsilon), slope)
+        before = multiplier, epsilon
         if epsilon <= target:
             if epsilon >= target * (1 - close):
-                return multiplier
+                return multiplier, slope
             high = (multiplier, epsilon)
         else:
             low = (multiplier, epsilon)
         if low is None:
-            multiplier *= max((epsilon / aim) ** 0.7, 0.25)
+            multiplier *= max((epsilon / aim) ** slope, 0.25)
             if multiplier < _LEAST:
                 raise ConfigError(
                     f"an epsilon of {target:g} at delta {delta:g} is met without noise to speak of (a noise"
@@ -92,7 +111,7 @@ def _solved(
                     next_step="choose a delta below one over the number of records, and a smaller target",
                 )
         elif high is None:
-            multiplier *= min((epsilon / aim) ** 0.7, 4.0)
+            multiplier *= min((epsilon / aim) ** slope, 4.0)
             if multiplier > _MOST:
                 raise ConfigError(
                     f"an epsilon of {target:g} at delta {delta:g} needs a noise multiplier above {_MOST:g}",
@@ -100,10 +119,19 @@ def _solved(
                     next_step="take fewer steps, draw fewer records a step, or allow a larger epsilon",
                 )
         elif high[0] <= low[0] * (1 + 10.0 ** (2 - _DIGITS)):
-            return high[0]
+            return high[0], slope
         else:
             multiplier = _between(low, high, aim, bisect=attempt % 4 == 3)
     raise AssertionError("a bracket that is halved every fourth time closes")  # pragma: no cover
+
+
+def _slope(before: tuple[float, float] | None, now: tuple[float, float], usual: float) -> float:
+    """The slope through two points (multiplier, epsilon); the usual one where they give none."""
+    if before is None or not 0 < min(before[1], now[1]) <= max(before[1], now[1]) < math.inf:
+        return usual
+    fallen = math.log(before[1] / now[1])
+    found = math.log(now[0] / before[0]) / fallen if fallen else 0.0
+    return found if 0.1 < found < 3 else usual
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], aim: float, bisect: bool) -> float:
