@@ -130,6 +130,11 @@ class PrivacyConfig(ConfigSection):
     """Patterns of parameter names that are trained; null for all trainable ones."""
     loss_scaling: Annotated[Literal["none"], BeforeValidator(_loss_scaling)] = "none"
     """none is the only value: gradients here need no scaling."""
+    on_error: Literal["end", "zero"] = "end"
+    """What a record does on which the model, the loss or the reading of it fails: end the run before the step
+    is paid for, or add zero to the sum, as a record without a finite gradient does. How many such records
+    there are is private.
+    """
     checkpoint_every: Annotated[int | str, BeforeValidator(_interval)] = "30s"
     """A number of steps, or a time such as 30s, 5min or 1h."""
 

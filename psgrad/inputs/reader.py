@@ -29,6 +29,7 @@ class CheckedReader:
         with_lengths: compute `lengths`.
         with_unreadable: go on where a row can't be read: its fractions are NaN, so that it has no finite
             loss.
+        targets_later: check targets when their rows are read, also those that are at hand.
 
     Attributes:
         unreadable: row -> what is wrong with it.
@@ -37,8 +38,8 @@ class CheckedReader:
         contents: [n], a digest of each row's values; empty text for rows that are not read yet.
         lengths: [n], how many positions of each row count; zero for rows that are not read yet.
 
-    Targets that are at hand are checked at once. Raises DataError and LossError for targets that do not fit,
-    and DataError for rows of a file that was changed since the dataset was loaded.
+    Targets that are at hand are checked at once, unless `targets_later`. Raises DataError and LossError for
+    targets that do not fit, and DataError for rows of a file that was changed since the dataset was loaded.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class CheckedReader:
         with_digests: bool = False,
         with_lengths: bool = False,
         with_unreadable: bool = False,
+        targets_later: bool = False,
     ) -> None:
         self.samples, self.criterion, self.classes = samples, criterion, classes
         self.targets = samples.targets
@@ -57,9 +59,9 @@ class CheckedReader:
         self.lengths = np.zeros(len(samples), np.int64) if with_lengths else None
         self._goes_on = with_unreadable
         self.unreadable: dict[int, str] = {}
-        self._known = samples.targets is not None
+        self._known = samples.targets is not None and not targets_later
         self._noted = np.zeros(len(samples), bool)
-        if samples.targets is not None:
+        if self._known:
             check_targets(criterion, torch.as_tensor(samples.targets), classes, samples.row_name)
 
     def __call__(self, start: int, stop: int) -> Block:
@@ -96,7 +98,7 @@ class CheckedReader:
 
     def targets_at(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
         """The targets of these rows; None where there are none, or not all of the rows have been read."""
-        if self.targets is None or not (self._known or self._noted[rows].all()):
+        if self.targets is None or (self.samples.targets is None and not self._noted[rows].all()):
             return None
         found: np.ndarray[Any, Any] = self.targets[rows]
         return found
@@ -125,7 +127,7 @@ class CheckedReader:
         return replace(like, inputs=inputs, target=target)
 
     def _note(self, rows: slice | np.ndarray[Any, Any], target: torch.Tensor | None) -> None:
-        if target is None or target.dim() != 1:
+        if target is None or target.dim() != 1 or self.samples.targets is not None:
             return
         if self.targets is None:
             self.targets = np.zeros(len(self.samples), target.numpy().dtype)

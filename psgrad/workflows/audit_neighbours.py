@@ -217,6 +217,7 @@ def with_extreme_records(setup: PrivateSetup) -> PrivateSetup:
         lambda loss, read: setup.run.stream(lambda _: None, loss, read),
         randomness=setup.run.randomness,
         expected=setup.streams.expected,
+        zero_on_error=setup.streams.zero_on_error,
         **setup.streams.options,
     )
     return dataclasses.replace(setup, records=streams.records, streams=streams)

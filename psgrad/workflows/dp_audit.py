@@ -189,7 +189,7 @@ def untested(privacy: PrivacyConfig, steps: int, canaries_only: bool) -> list[st
     left = [
         "the optimiser's update, and that the files of a run hold nothing else of the records",
         "noise that repeats other noise in another order, or so far apart that it is in no part that is kept",
-        "what code keeps of a record outside of the model's own attributes; running times; the generator's key",
+        "what code keeps of a record outside of the model's attributes; running times; the generator's key",
     ]
     if privacy.sampling.scheme != "poisson":
         left.append("which records a batch has: only how many they are")

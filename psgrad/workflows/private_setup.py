@@ -175,7 +175,7 @@ def set_up_privately(
     # A row of a record must draw anew in each step.
     loaded = replace(loaded, samples=loaded.samples.anew())
     began = Began(loaded.model, loaded.criterion)
-    run = setup_of(loaded)
+    run = setup_of(loaded, targets_later=privacy.on_error == "zero")
     if unit is None or run.samples.units is None:
         records = Records.of_rows(len(run.samples))
     else:
@@ -198,6 +198,7 @@ def set_up_privately(
         lambda loss, read: run.stream(once, loss, read),
         randomness=run.randomness,
         expected=privacy.expected_batch_size / (1 if processes is None else processes.size),
+        zero_on_error=privacy.on_error == "zero",
         combine="mean" if unit is None else unit.combine,
         augment=augment,
         copies=1 if augmentation is None else augmentation.copies,
@@ -233,19 +234,35 @@ def refuse(setup: PrivateSetup) -> None:
     require_small_delta(privacy.delta, len(setup.records))
     require_expected_batch_size(privacy.expected_batch_size, setup.sampling, len(setup.records))
     setup.sampling.require_drawable(len(setup.records))
-    count = len(run.samples)
-    looked_at = run.reader.take(
-        np.linspace(0, count - 1, min(count, _ROWS_LOOKED_AT), dtype=np.int64)
-    )  # from all over the data
+    chosen = _looked_at(setup)
+    looked_at = run.reader.take(np.array([setup.records.rows_of(int(record))[0] for record in chosen]))
     inputs, target = to_device(looked_at.inputs, looked_at.target, run.device, run.dtype)
     require_separate_records(run.objective, inputs, target)
     if run.samples.code or privacy.augmentation is not None:  # rows from files are the same each time
         reader = RecordReader(setup.records, run.reader.take, **setup.streams.options)
-        reader.require_memoryless(
-            np.unique(np.linspace(0, len(setup.records) - 1, _ROWS_LOOKED_AT, dtype=np.int64))
-        )
+        reader.require_memoryless(chosen)
     if run.model.training:  # operators that can't draw for each record by itself are refused when they run
-        setup.source(np.arange(1))(setup.clipping)
+        setup.source(chosen[:1])(setup.clipping)
+
+
+def _looked_at(setup: PrivateSetup) -> np.ndarray:
+    """Some records from all over the data. Where errors of records count as zero, records that have none;
+    raises the error where all of these have one, which is then the model's and not a record's.
+    """
+    count = len(setup.records)
+    chosen = np.unique(np.linspace(0, count - 1, _ROWS_LOOKED_AT, dtype=np.int64))
+    if not setup.streams.zero_on_error:
+        return chosen
+    sound = [
+        record
+        for record in chosen
+        if setup.source(np.array([record]))(setup.clipping).records.norms.isfinite().all()
+    ]
+    if not sound:
+        setup.streams.zero_on_error = False
+        setup.source(chosen[:1])(setup.clipping)
+        setup.streams.zero_on_error = True
+    return np.array(sound or chosen)
 
 
 def require_possible_steps(setup: PrivateSetup, base: float) -> None:

@@ -140,9 +140,9 @@ def set_up(config: Config, kept: Path | None = None, ranks: Ranks | None = None)
     return setup_of(load(config, trained=trained, kept=kept, ranks=ranks))
 
 
-def setup_of(parts: Loaded) -> Setup:
+def setup_of(parts: Loaded, targets_later: bool = False) -> Setup:
     """The parts of a run of what was loaded. The first row goes through the model, for the number of
-    classes.
+    classes. targets_later: as for the reader.
     """
     criterion = parts.criterion
     summary = summary_for(criterion.kind, criterion.ignore_index)
@@ -151,7 +151,7 @@ def setup_of(parts: Loaded) -> Setup:
     )
     classes = parts.class_count(criterion)
     parts.require_names_of_outputs(classes)
-    reader = CheckedReader(parts.samples, criterion, classes)
+    reader = CheckedReader(parts.samples, criterion, classes, targets_later=targets_later)
     _check_padding(parts, objective)
     if parts.samples.ungrouped is not None:
         objective = GroupObjective(objective)

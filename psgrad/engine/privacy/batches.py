@@ -9,6 +9,7 @@ read in streams of records of about the same length, so that a user of two rows 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from psgrad.engine.execution.loading import Read
+from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients.per_sample import BatchPass
 from psgrad.engine.privacy.clipped_sums import ClippedSum as ClippedSum
@@ -193,6 +195,8 @@ class RecordStreams:
         make: a record's loss and its reader to a stream.
         randomness: of the rows of a record among each other, as for vmap.
         expected: records of a batch, as far as they are computed here: a public number.
+        zero_on_error: whether a record that can't be read or computed adds zero, as one whose gradient is not
+            finite does, and no error is raised.
 
     Attributes:
         options: as given.
@@ -210,9 +214,11 @@ class RecordStreams:
         *,
         randomness: str = "error",
         expected: float | None = None,
+        zero_on_error: bool = False,
         **options: Any,
     ) -> None:
         self.records, self.params, self.expected = records, params, expected
+        self.zero_on_error = zero_on_error
         self._take, self._loss, self._make, self._randomness, self.options = (
             take,
             loss,
@@ -237,16 +243,30 @@ class RecordStreams:
         def source(clipping: Clipping) -> ClippedSum:
             total = Total(clipping, self.params)
             for width, part in parts:
-                samples = self._together(width)
-                reader, stream = self._stream(width)
-                reader.draw(part, step)
-                if width not in self._programs and stream.replays:
-                    self._programs[width] = SumPrograms()
-                programs = self._programs.get(width)
-                total.add(stream_source(stream, len(part), samples, programs)(clipping))
+                total.add(self._sum(width, part, step, clipping))
             return total.result()
 
         return source
+
+    def _sum(self, width: int, part: RowNumbers, step: int, clipping: Clipping) -> ClippedSum:
+        """The clipped sum of records of one width."""
+        try:
+            samples = self._together(width)
+            reader, stream = self._stream(width)
+            reader.draw(part, step)
+            if width not in self._programs and stream.replays:
+                self._programs[width] = SumPrograms()
+            return stream_source(stream, len(part), samples, self._programs.get(width))(clipping)
+        except Exception as error:
+            if not self.zero_on_error or any(map(is_out_of_memory, (error, error.__cause__ or error))):
+                raise
+        # Outside the handler, where the tensors of the attempt are free. The record is in one of the halves.
+        total = Total(clipping, self.params)
+        if len(part) == 1:
+            return replace(total.result(), records=RecordColumns.without_gradient(len(clipping.groups)))
+        for half in np.array_split(part, 2):
+            total.add(self._sum(width, half, step, clipping))
+        return total.result()
 
     def _parts(self, drawn: RowNumbers) -> list[tuple[int, RowNumbers]]:
         """(width, records) of each stream that takes part, the widest first."""
@@ -263,8 +283,13 @@ class RecordStreams:
             alike = np.flatnonzero(self._widths(np.arange(len(self.records))) == width)[:ROWS_TRIED]
             reader.draw(alike)
             expected = None if self.expected is None else self.expected * self._copies / width
-            with without_draws() if stream.draws is None else drawing_by_record(stream.draws):
-                self._samples[width] = choose_samples(stream, len(alike), expected)
+            try:
+                with without_draws() if stream.draws is None else drawing_by_record(stream.draws):
+                    self._samples[width] = choose_samples(stream, len(alike), expected)
+            except Exception:
+                if not self.zero_on_error:
+                    raise
+                self._samples[width] = 1
         return self._samples[width]
 
     def _stream(self, width: int) -> tuple[RecordReader, Stream]:

@@ -105,6 +105,12 @@ class RecordColumns:
             )
         )
 
+    @classmethod
+    def without_gradient(cls, groups: int) -> RecordColumns:
+        """Those of one record that has no finite gradient."""
+        nan = torch.full((1,), torch.nan, dtype=torch.float64)
+        return cls(nan, nan, torch.zeros(1, groups, dtype=torch.float64), torch.zeros(1, dtype=torch.bool))
+
     def at(self, places: torch.Tensor) -> RecordColumns:
         """The columns of the records at these indices."""
         return RecordColumns(
