@@ -68,6 +68,7 @@ def facts(result: DPAuditResult) -> list[tuple[str, str]]:
         ),
         ("guesses", f"{result.right:,} of {result.guesses:,} right, in the attack that needs no assumption"),
         ("noise", noise_words(result)),
+        ("tested", ", ".join(result.noise.p_values)),
     ]
 
 
@@ -79,7 +80,7 @@ def noise_words(result: DPAuditResult) -> str:
     found = f"; ALARM: {', '.join(noise.alarms)}" if noise.alarms else ""
     return (
         f"{noise.spread:.4f} of the declared standard deviation, over"
-        f" {count(noise.numbers, 'number')}{found}; tested: {', '.join(noise.p_values)}"
+        f" {count(noise.numbers, 'number')}{found}"
     )
 
 

@@ -4,7 +4,12 @@ neighbouring datasets.
 
 from psgrad.engine.privacy.audit.bounds import METHODS, AuditVerdict, Bound, judge
 from psgrad.engine.privacy.audit.game import AuditedRun, Canaries, Played, play, with_canaries
-from psgrad.engine.privacy.audit.neighbour_step import DrawLog, DrawsDiffer, Replayed, compare_neighbours
+from psgrad.engine.privacy.audit.neighbour_step import (
+    DrawsDiffer,
+    LoggedGenerator,
+    Replayed,
+    compare_neighbours,
+)
 from psgrad.engine.privacy.audit.noise_check import FALSE_ALARM, NoiseCheck, NoiseLog
 
 __all__ = [
@@ -14,8 +19,8 @@ __all__ = [
     "AuditedRun",
     "Bound",
     "Canaries",
-    "DrawLog",
     "DrawsDiffer",
+    "LoggedGenerator",
     "NoiseCheck",
     "NoiseLog",
     "Played",

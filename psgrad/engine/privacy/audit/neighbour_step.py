@@ -8,7 +8,6 @@ declared sensitivity, and nothing else that is published may differ.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,67 +33,44 @@ class DrawsDiffer(PsgradError):
     """
 
 
-class DrawLog:
-    """The random numbers of one step, in order."""
+class LoggedGenerator(Generator):
+    """Gives the numbers of a generator, and logs them. `again` gives a generator of the same numbers, which
+    raises DrawsDiffer for other requests.
+    """
 
-    def __init__(self) -> None:
-        self._drawn: list[tuple[tuple[Any, ...], Any]] = []
-
-    def logging(self, generator: Generator) -> Generator:
-        """The generator, whose numbers are logged."""
-        return _LoggingGenerator(generator, self._drawn)
-
-    def replaying(self) -> _ReplayingGenerator:
-        """A generator that gives the same numbers again, and raises DrawsDiffer for other requests."""
-        return _ReplayingGenerator(self._drawn)
-
-
-class _LoggedGenerator(Generator):
-    """A generator each of whose draws is one call of `_give(request, draw)`."""
-
-    def __init__(self, name: str, secure: bool, reach: float) -> None:
+    def __init__(self, generator: Generator, log: list[tuple[Any, Any]] | None = None) -> None:
         super().__init__()
-        self.name, self.secure, self.reach = name, secure, reach
+        self.name, self.secure, self.reach = generator.name, generator.secure, generator.reach
+        self._generator, self._replays, self._next = generator, log is not None, 0
+        self._log: list[tuple[Any, Any]] = [] if log is None else log  # requests and numbers
+
+    def again(self) -> LoggedGenerator:
+        """A generator that gives the logged numbers from the first one on."""
+        return LoggedGenerator(self._generator, self._log)
+
+    @property
+    def left(self) -> int:
+        """The number of logged draws that were not requested again."""
+        return len(self._log) - self._next
 
     def uint64(self, n: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        drawn: np.ndarray[Any, np.dtype[np.uint64]] = self._give(("uint64", n)).copy()
+        drawn: np.ndarray[Any, np.dtype[np.uint64]] = self._give("uint64", n).copy()
         return drawn
 
     def uniform(self, n: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        drawn: np.ndarray[Any, np.dtype[np.float64]] = self._give(("uniform", n)).copy()
+        drawn: np.ndarray[Any, np.dtype[np.float64]] = self._give("uniform", n).copy()
         return drawn
 
     def normal(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Tensor:
-        drawn: Tensor = self._give(("normal", tuple(shape), dtype, str(torch.device(device)))).clone()
+        drawn: Tensor = self._give("normal", tuple(shape), dtype, str(torch.device(device))).clone()
         return drawn
 
-    @abstractmethod
-    def _give(self, request: tuple[Any, ...]) -> Any: ...
-
-    def _in_a_fork(self) -> None:
-        pass  # the logged numbers are not secret, and are repeated on purpose
-
-
-class _LoggingGenerator(_LoggedGenerator):
-    def __init__(self, generator: Generator, drawn: list[tuple[tuple[Any, ...], Any]]) -> None:
-        super().__init__(generator.name, generator.secure, generator.reach)
-        self._generator, self._drawn = generator, drawn
-
-    def _give(self, request: tuple[Any, ...]) -> Any:
-        numbers = getattr(self._generator, request[0])(*request[1:])
-        self._drawn.append((request, numbers))
-        return numbers
-
-
-class _ReplayingGenerator(_LoggedGenerator):
-    def __init__(self, drawn: list[tuple[tuple[Any, ...], Any]]) -> None:
-        super().__init__("replayed", secure=False, reach=math.inf)
-        self._drawn, self._next = drawn, 0
-
-    def _give(self, request: tuple[Any, ...]) -> Any:
-        logged = self._drawn[self._next] if self._next < len(self._drawn) else (None, None)
+    def _give(self, *request: Any) -> Any:
+        if not self._replays:
+            self._log.append((request, getattr(self._generator, request[0])(*request[1:])))
+        logged = self._log[self._next] if self.left else (None, None)
         if logged[0] != request:
             raise DrawsDiffer(
                 f"draw {self._next + 1} of the step on the neighbour is {request}, and was"
@@ -105,10 +81,8 @@ class _ReplayingGenerator(_LoggedGenerator):
         self._next += 1
         return logged[1]
 
-    @property
-    def left(self) -> int:
-        """The number of logged draws that were not requested again."""
-        return len(self._drawn) - self._next
+    def _in_a_fork(self) -> None:
+        pass  # the logged numbers are not secret, and are repeated on purpose
 
 
 @dataclass(frozen=True)
@@ -189,12 +163,12 @@ def compare_neighbours(
     The other arguments are those of `private_sum`. An adaptive bound follows from a noised count, so it is
     the count that is measured.
     """
-    log = DrawLog()
-    replaying = log.replaying()
+    logged = LoggedGenerator(generator)
+    replayed = logged.again()
     sources = StoringSource(source), StoringSource(neighbour)
     outcomes: list[NoisySum] = []
     differing: list[str] = []
-    for stored, numbers in zip(sources, (log.logging(generator), replaying), strict=True):
+    for stored, numbers in zip(sources, (logged, replayed), strict=True):
         try:
             noisy = private_sum(
                 stored,
@@ -211,7 +185,7 @@ def compare_neighbours(
         outcomes.append(noisy)
     seen = [stored.last for stored in sources]
     if len(outcomes) == 2:
-        if replaying.left:
+        if replayed.left:
             differing.append("the random draws")
         differing += _differing(*({**_shapes(outcome), **public(outcome)} for outcome in outcomes))
     effective = clipping if adaptive is None else clipping.with_bound(adaptive.bound)

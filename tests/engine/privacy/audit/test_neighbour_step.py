@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psgrad.engine.privacy.audit import DrawLog, DrawsDiffer, Replayed, compare_neighbours
+from psgrad.engine.privacy.audit import DrawsDiffer, LoggedGenerator, Replayed, compare_neighbours
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, batch_source
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
 from psgrad.engine.privacy.discrete import default_grid
@@ -254,33 +254,33 @@ def numbers_of(generator: Generator) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["aes", "torch"])
 def test_draw_log_replays_numbers(kind: Any) -> None:
-    log = DrawLog()
-    first = numbers_of(log.logging(make_generator(kind)))
+    logged = LoggedGenerator(make_generator(kind))
+    first = numbers_of(logged)
     for _ in range(2):
-        replaying = log.replaying()
-        assert numbers_of(replaying) == first
-        assert replaying.left == 0
+        again = logged.again()
+        assert numbers_of(again) == first
+        assert again.left == 0
 
 
 def test_draw_log_keeps_copies() -> None:
-    log = DrawLog()
-    drawn = log.logging(make_generator("aes")).normal((5,))
+    logged = LoggedGenerator(make_generator("aes"))
+    drawn = logged.normal((5,))
     kept = drawn.clone()
     drawn.zero_()
-    assert torch.equal(log.replaying().normal((5,)), kept)
+    assert torch.equal(logged.again().normal((5,)), kept)
 
 
 def test_draw_log_other_draws_refused() -> None:
-    log = DrawLog()
-    log.logging(make_generator("aes")).uint64(3)
+    logged = LoggedGenerator(make_generator("aes"))
+    logged.uint64(3)
     with pytest.raises(DrawsDiffer, match=r"draw 1 of the step on the neighbour is \('uint64', 4\)"):
-        log.replaying().uint64(4)
-    replaying = log.replaying()
-    replaying.uint64(3)
+        logged.again().uint64(4)
+    again = logged.again()
+    again.uint64(3)
     with pytest.raises(DrawsDiffer, match="was none on the dataset"):
-        replaying.uniform(1)
+        again.uniform(1)
 
 
 def test_draw_log_seeded_generator() -> None:
-    plain, logged = make_generator("aes", seed=1), DrawLog().logging(make_generator("aes", seed=1))
+    plain, logged = make_generator("aes", seed=1), LoggedGenerator(make_generator("aes", seed=1))
     assert np.array_equal(plain.uint64(8), logged.uint64(8))
