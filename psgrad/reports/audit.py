@@ -79,8 +79,7 @@ def noise_words(result: DPAuditResult) -> str:
         return "none is declared"
     found = f"; ALARM: {', '.join(noise.alarms)}" if noise.alarms else ""
     return (
-        f"{noise.spread:.4f} of the declared standard deviation, over"
-        f" {count(noise.numbers, 'number')}{found}"
+        f"{noise.spread:.4f} of the declared standard deviation, over {count(noise.numbers, 'number')}{found}"
     )
 
 

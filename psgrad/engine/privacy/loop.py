@@ -49,9 +49,8 @@ from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import ConfigError, LossError, ModelError
 
 _CHECKED = 4  # rows of the first batch that are checked for a model that mixes records
-_ACCOUNT = (
-    "privacy"  # of an optimiser's first group: the account, which goes where the optimiser's state goes
-)
+# The key of an optimiser's first group that has the account: it goes where the optimiser's state goes.
+_ACCOUNT = "privacy"
 _TRAINED: WeakSet[nn.Module] = WeakSet()  # modules that a private step has changed
 _NEIGHBOURS: dict[Relation, str] = {
     "add_or_remove_one": "differ by one record that is added or removed",
@@ -371,9 +370,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def statement(self, delta: float) -> str:
         """The guarantee of the steps so far, in words."""
         epsilon, told_by = self.epsilon(delta), self._drawn.told_by
+        spent = f"({_rounded_up(epsilon)}, {delta:g})" if math.isfinite(epsilon) else ""
         promised = (
-            f"the result of {len(self.events):,} steps is ({epsilon:.4g}, {delta:g})-differentially private"
-            if math.isfinite(epsilon)
+            f"the result of {len(self.events):,} steps is {spent}-differentially private"
+            if spent
             else "there is no guarantee, as a step had no noise"
         )
         public = (
@@ -389,13 +389,21 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """What the steps so far have spent, an upper bound by privacy loss distributions; infinite without
         noise. It holds against those who do not know the generator's seed, if it has one.
 
-        Raises ConfigError for a noise multiplier that is too small for the generator's tail at this delta.
+        Raises ConfigError for a noise multiplier that is too small for the generator's tail at this delta,
+        and for a delta that loss distributions are not exact to.
         """
         multipliers = [(event.noise_multiplier, 1) for event in self.events]
         require_tail(multipliers, delta, self._training.generator.reach)
-        found = epsilon_pld([(event, 1) for event in self.events], delta).value
-        assert found is not None  # both schemes are covered
-        return found
+        found = epsilon_pld([(event, 1) for event in self.events], delta)
+        if found.value is None:
+            raise ConfigError(f"there is no epsilon for these steps: {found.why_not}")
+        return found.value
+
+
+def _rounded_up(epsilon: float) -> str:
+    """Epsilon with four digits, never less than it is."""
+    nearest = float(f"{epsilon:.4g}")
+    return f"{nearest if nearest >= epsilon else nearest + 10.0 ** (math.floor(math.log10(nearest)) - 3):.4g}"
 
 
 def _of_one(criterion: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:

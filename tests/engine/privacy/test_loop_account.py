@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from torch.utils.data import (
 )
 
 from psgrad.engine.privacy import StepEvent, epsilon_pld, make_generator
-from psgrad.engine.privacy.loop import PrivateParts, make_private
+from psgrad.engine.privacy.loop import PrivateParts, _rounded_up, make_private
 from psgrad.engine.privacy.rounding import grid_of
 from psgrad.errors import ConfigError, LedgerError
 from psgrad.storage import Ledger
@@ -136,12 +137,20 @@ def test_loop_statement_has_the_epsilon_of_the_steps() -> None:
     trained(parts)
     event = StepEvent(2.0, parts.optimizer.events[0].sampling, "add_or_remove_one")
     epsilon = epsilon_pld([(event, 2)], 1e-5).value
-    assert f"the result of 2 steps is ({epsilon:.4g}, 1e-05)-differentially private" in (
-        parts.optimizer.statement(1e-5)
+    assert epsilon is not None
+    said = re.match(
+        r"the result of 2 steps is \((.*), 1e-05\)-differentially private", parts.optimizer.statement(1e-5)
     )
+    assert said is not None
+    assert epsilon <= float(said[1]) <= 1.001 * epsilon, "rounded, and never down"
     silent = parts_of(noise_multiplier=0.0, **PUBLIC)
     trained(silent)
     assert "there is no guarantee" in silent.optimizer.statement(1e-5)
+
+
+@pytest.mark.parametrize("epsilon", [0.012341, 1.2344999, 9.9996, 99.99501, 3.0, 1.0005e-7])
+def test_loop_statement_rounds_no_epsilon_down(epsilon: float) -> None:
+    assert epsilon <= float(_rounded_up(epsilon)) <= epsilon * 1.001
 
 
 @pytest.mark.parametrize(
@@ -383,3 +392,10 @@ def test_loop_of_infinite_records_takes_its_steps() -> None:
     trained(parts)
     assert len(parts.optimizer.events) == 2
     assert all(value.isfinite().all() for value in parts.module.module.state_dict().values())
+
+
+def test_loop_epsilon_at_a_delta_that_can_not_be_told_is_refused() -> None:
+    parts = parts_of(noise_multiplier=40.0)
+    trained(parts)
+    with pytest.raises(ConfigError, match="there is no epsilon for these steps: delta is 1e-16"):
+        parts.optimizer.epsilon(1e-16)
