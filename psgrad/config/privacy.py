@@ -128,6 +128,14 @@ class PrivacyConfig(ConfigSection):
     """The optimiser that uses the noisy gradient."""
     trainable: ParameterPatterns = None
     """Patterns of parameter names that are trained; null for all trainable ones."""
+    records: Literal["together", "alone"] = "together"
+    """alone computes each record by itself: slower, and the guarantee needs no word on how kernels round a
+    record beside others.
+    """
+    preflight: Literal["stand_ins", "rows"] = "stand_ins"
+    """What the model is run on before the first step, to find a layer that mixes records: rows finds more,
+    and whether the run begins then depends on the data.
+    """
     loss_scaling: Annotated[Literal["none"], BeforeValidator(_loss_scaling)] = "none"
     """none is the only value: gradients here need no scaling."""
     checkpoint_every: Annotated[int | str, BeforeValidator(_interval)] = "30s"
