@@ -105,7 +105,7 @@ def dp_step(
         hosts = agree(setup, hashes, processes)
     with clock("self-check"):
         check = setup.run.self_check(setup.run.stream(lambda _: None))
-        setup.unchanged.require_bits()
+        setup.unchanged.require(by_bits=True)
     manifest = replace(describe_run("dp-step", setup.run, check), hashes=hashes)
     optimizer = make_optimizer(privacy.optimizer.name, privacy.optimizer.kwargs, setup.parameters.values())
     if before is None:

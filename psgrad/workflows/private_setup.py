@@ -5,12 +5,10 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from psgrad.config import Config, PrivacyConfig
@@ -25,9 +23,9 @@ from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.preflight import (
     NotRun,
-    require_no_batch_statistics,
     require_separate_records,
     stand_ins,
+    warm_up,
 )
 from psgrad.engine.privacy.records import RecordReader, Records
 from psgrad.engine.privacy.refusals import require_expected_batch_size, require_small_delta, require_tail
@@ -35,7 +33,7 @@ from psgrad.engine.privacy.sampling import Sampling, Schedule
 from psgrad.engine.privacy.unchanged import Unchanged
 from psgrad.errors import ConfigError
 from psgrad.user_code import resolve
-from psgrad.workflows.loaded_parts import Loaded, Trained, load
+from psgrad.workflows.loaded_parts import Trained, load
 from psgrad.workflows.residence import Ranks
 from psgrad.workflows.setup import Setup, require_precision_of_all, setup_of
 
@@ -153,7 +151,9 @@ def set_up_privately(
     loaded = load(config, trained=trained, unit=column, updates=True, ranks=Ranks.of(processes))
     # A row of a record must draw anew in each step.
     loaded = replace(loaded, samples=loaded.samples.anew())
-    _warm_up(loaded)
+    rows = loaded.samples if loaded.samples.ungrouped is None else loaded.samples.ungrouped
+    inputs, _ = to_device(rows.read(0, 1).inputs, None, loaded.device, loaded.dtype)
+    warm_up(loaded.model, lambda: loaded.forward(loaded.model, *stand_ins(inputs)[0]))
     unchanged = Unchanged(loaded.model, loaded.criterion.function)
     run = setup_of(loaded)
     if unit is None or run.samples.units is None:
@@ -208,14 +208,6 @@ def set_up_privately(
     return replace(setup, preflight=refuse(setup))
 
 
-def _warm_up(loaded: Loaded) -> None:
-    """Run the model on a stand-in, so that what it sets up on its first run does not come from a record."""
-    samples = loaded.samples if loaded.samples.ungrouped is None else loaded.samples.ungrouped
-    inputs, _ = to_device(samples.read(0, 1).inputs, None, loaded.device, loaded.dtype)
-    with torch.no_grad(), suppress(Exception):  # `refuse` tells of a model that does not run on stand-ins
-        loaded.forward(loaded.model, *stand_ins(inputs)[0])
-
-
 def refuse(setup: PrivateSetup) -> str:
     """Refuse settings that would void the guarantee, before anything is drawn. How the model was checked, in
     words. What is looked at here only ever stops a run.
@@ -224,7 +216,6 @@ def refuse(setup: PrivateSetup) -> str:
     require_small_delta(privacy.delta, len(setup.records))
     require_expected_batch_size(privacy.expected_batch_size, setup.sampling, len(setup.records))
     setup.sampling.require_drawable(len(setup.records))
-    require_no_batch_statistics(run.model)
     count = len(run.samples)
     block = run.reader.take(
         np.linspace(0, count - 1, min(count, _ROWS_LOOKED_AT), dtype=np.int64)
@@ -244,7 +235,7 @@ def refuse(setup: PrivateSetup) -> str:
             words = f"checked on {len(block)} stand-ins of the shapes of rows"
         except NotRun as error:
             words = f"not checked: {error.arrived}"
-    setup.unchanged.require_bits()
+    setup.unchanged.require(by_bits=True)
     return words
 
 

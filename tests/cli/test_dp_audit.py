@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from psgrad.engine.privacy.record_draws import RUN, StepDraws
 
 from psgrad.config import PrivacyConfig
 from psgrad.engine.gradients import weighted_sums
@@ -23,7 +24,6 @@ from psgrad.engine.privacy import clipped_sums, records
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.record_draws import RUN, StepDraws
 from psgrad.workflows import audit_neighbours, dp_audit, private_setup
 from tests.workplace import Outcome, Workplace
 

@@ -23,6 +23,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from psgrad.engine.privacy.record_draws import RecordDraws
 from safetensors.torch import load_file
 
 from psgrad.engine.execution import rank_tensors
@@ -30,7 +31,6 @@ from psgrad.engine.execution.process_group import RankGroup
 from psgrad.engine.privacy import rank_steps
 from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.engine.privacy.rank_steps import LeadingRank
-from psgrad.engine.privacy.record_draws import RecordDraws
 from psgrad.engine.privacy.snapshot import Snapshot
 from psgrad.engine.privacy.step import PrivateTraining
 from psgrad.errors import EXIT_RUNTIME, EXIT_TERMINATED, DataError

@@ -255,9 +255,8 @@ class Clipper:
         chosen = _ClippedNorms(self.clipping, bounds, norms, factors)
         columns = chosen.columns(losses).at(records.cpu())
         for place in torch.nonzero(cancelling[records]).flatten().tolist():
-            with self.coins.of_chunk(
-                self.coins.next(), 1
-            ):  # whether it cancels depends on its own coins alone
+            # With new coins: whether a record cancels depends on its own ones alone.
+            with self.coins.of_chunk(self.coins.next(), 1):
                 one = _alone(self.clipping, chunk.of_record(int(records[place])).gradients())
             sums = {name: value.add_(one.sums[name]) for name, value in sums.items()}
             columns = columns.with_record(place, one.records)

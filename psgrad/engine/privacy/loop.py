@@ -15,7 +15,6 @@ The loss is that of psgrad, which sums clipped gradients of single records, and 
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,7 @@ from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.privacy.drawn_rows import DrawnRow, RecordsApart, RowsWithCoins
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.preflight import NotRun, require_separate_records, stand_ins
+from psgrad.engine.privacy.preflight import NotRun, require_separate_records, stand_ins, warm_up
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.refusals import require_tail
 from psgrad.engine.privacy.sampling import Sampling
@@ -147,8 +146,7 @@ class _Loop:
         """
         if not self._warm:
             self._warm = True
-            with contextlib.suppress(Exception):  # a model that does not run on them is told of by `_check`
-                self.objective.model(*stand_ins(inputs)[0])
+            warm_up(self.objective.model, lambda: self.objective.model(*stand_ins(inputs)[0]))
         self._state.renew()
 
     def inputs_of(self, output: Any) -> tuple[Tensor, ...]:
@@ -185,7 +183,7 @@ class _Loop:
     def _check(self, inputs: tuple[Tensor, ...], target: Any) -> None:
         """Require a model that keeps records apart, by stand-ins of the shapes of a few rows."""
         self._checked = True
-        self._state.require_bits()
+        self._state.require(by_bits=True)
         few = stand_ins([x[:_CHECKED] for x in inputs], None if target is None else target[:_CHECKED])
         try:
             require_separate_records(self.objective, *few)
@@ -214,7 +212,7 @@ class _Loop:
                 self._programs, self._version = SumPrograms(), self._state.version
             options |= {"coins": self._coins, "programs": self._programs}
             found = batch_source(loss, params, inputs, target, **options)(clipping)
-            self._state.require_bits()
+            self._state.require(by_bits=True)
             return found
 
         return source

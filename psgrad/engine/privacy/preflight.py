@@ -6,6 +6,7 @@ or, where the user says so, on a few rows. Its messages are for the owner of the
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,6 +47,36 @@ def stand_ins(
         return torch.randint(0, 2, x.shape, dtype=x.dtype, generator=generator).to(x.device)
 
     return tuple(map(like, inputs)), None if target is None else like(target)
+
+
+def warm_up(model: nn.Module, run: Callable[[], Any]) -> None:
+    """Run the model on stand-ins, so that what it sets up on its first run does not come from a record. A
+    model that does not run on them is told of by `require_separate_records`.
+
+    Raises ModelError for layers that read or keep statistics of a batch, and where the run changes a
+    parameter or a buffer.
+    """
+    require_no_batch_statistics(model)
+    state, names = Unchanged(model), _names(model)
+    with torch.no_grad(), random_state.restored(), contextlib.suppress(Exception):
+        run()
+    _require_no_update(model, state, names)
+
+
+def _names(model: nn.Module) -> set[str]:
+    return {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _require_no_update(model: nn.Module, state: Unchanged, names: set[str] | None = None) -> None:
+    """Raises ModelError where a forward pass has changed something of these names; of any for None."""
+    changed = [name for name in state.changes(by_bits=True) if names is None or name in names]
+    if changed:
+        name = changed[0]
+        layer = model.get_submodule(name.partition("[")[0].rpartition(".")[0])
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        raise _updates(
+            f"a forward pass changes {name}{more} of the layer {_of(name.rpartition('.')[0], layer)}", layer
+        )
 
 
 def require_separate_records(objective: Objective, inputs: Sequence[Tensor], target: Tensor | None) -> None:
@@ -144,19 +175,10 @@ class _FewRows:
     def require_no_update(self) -> None:
         """No parameter and no buffer changes in a forward pass, and after the first one, no attribute."""
         model = self.objective.model
-        tensors = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-        state = Unchanged(model)
+        state, names = Unchanged(model), _names(model)
         for row in range(len(self)):
             self.alone(row)
-            changed = state.changes() if row else [name for name in state.changes() if name in tensors]
-            if changed:
-                name = changed[0]
-                layer = model.get_submodule(name.rpartition(".")[0])
-                more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-                raise _updates(
-                    f"a forward pass changes {name}{more} of the layer {_of(name.rpartition('.')[0], layer)}",
-                    layer,
-                )
+            _require_no_update(model, state, None if row else names)
             state.renew()
 
     def require_no_memory(self) -> None:

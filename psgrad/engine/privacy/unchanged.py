@@ -66,29 +66,36 @@ class Unchanged:
                 if has_bits(tensor)
             }
 
-    def changes(self) -> list[str]:
-        """The names of values that are others, and of tensors that were written into, by PyTorch's counts."""
+    def changes(self, by_bits: bool = False) -> list[str]:
+        """The names of values that are others, and of tensors that were written into, by PyTorch's counts, or
+        by their bits, too, which also shows writes that PyTorch does not count.
+        """
         with DisableTorchFunction():
             places, _ = _snapshot(self._owners)
-        if places == self._places:
-            return []
-        names = dict.fromkeys((*self._places, *places))
-        return [name for name in names if self._places.get(name, _ABSENT) != places.get(name, _ABSENT)]
+            names = [] if places == self._places else [*self._places, *places]
+            changed = [name for name in names if self._places.get(name, _ABSENT) != places.get(name, _ABSENT)]
+            if by_bits:
+                changed += [
+                    name
+                    for name, bits in self._bits.items()
+                    if not bits.same(BitSums.of(self._tensors[name]))
+                ]
+        return list(dict.fromkeys(changed))
 
-    def require(self) -> None:
+    def require(self, by_bits: bool = False) -> None:
         """Raises ModelError where there are `changes`."""
-        changed = self.changes()
+        changed = self.changes(by_bits)
         if changed:
-            raise _written(changed[0])
-
-    def require_bits(self) -> None:
-        """Raises ModelError where a value or a bit of a tensor has changed, also by a write that PyTorch does
-        not count.
-        """
-        self.require()
-        for where, bits in self._bits.items():
-            if not bits.same(BitSums.of(self._tensors[where])):
-                raise _written(where)
+            raise ModelError(
+                f"the model or the loss wrote into {changed[0]} while records were computed; nothing was paid"
+                " for or released",
+                expected="a gradient of each record that depends on no other record",
+                cause=(
+                    "a running statistic, a memory of what was seen, a cache that grows, or a first pass that"
+                    " sets the model up from the data"
+                ),
+                next_step="compute it from what is public, or keep nothing from one call to the next",
+            )
 
     def checked(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """The loss; after each run of it `require` is called."""
@@ -103,25 +110,12 @@ class Unchanged:
 
     @contextmanager
     def throughout(self) -> Iterator[None]:
-        """A context, around the sum of a batch, at whose end `require_bits` is called. It begins with the
+        """A context, around the sum of a batch, at whose end bits are compared. It begins with the
         present state: what the optimiser has changed is no change.
         """
         self.renew()
         yield
-        self.require_bits()
-
-
-def _written(where: str) -> ModelError:
-    return ModelError(
-        f"the model or the loss wrote into {where} while records were computed; nothing was paid for or"
-        " released",
-        expected="a gradient of each record that depends on no other record",
-        cause=(
-            "a running statistic, a memory of what was seen, a cache that grows, or a first pass that sets"
-            " the model up from the data"
-        ),
-        next_step="compute it from what is public, or keep nothing from one call to the next",
-    )
+        self.require(by_bits=True)
 
 
 def _owners(roots: tuple[object, ...]) -> list[tuple[str, object]]:
