@@ -221,6 +221,7 @@ def refuse(setup: PrivateSetup) -> str:
         np.linspace(0, count - 1, min(count, _ROWS_LOOKED_AT), dtype=np.int64)
     )  # from all over the data
     inputs, target = to_device(block.inputs, block.target, run.device, run.dtype)
+    setup.unchanged.require(by_bits=True)
     if privacy.preflight == "rows":
         require_separate_records(run.objective, inputs, target)
         if setup.streams.options["coins"] is not None:  # rows from files are the same each time
@@ -228,6 +229,7 @@ def refuse(setup: PrivateSetup) -> str:
             reader.require_memoryless(
                 np.unique(np.linspace(0, len(setup.records) - 1, _ROWS_LOOKED_AT, dtype=np.int64))
             )
+        setup.unchanged.require(by_bits=True)
         words = f"checked on {len(block)} rows of the data"
     else:
         try:
@@ -235,7 +237,7 @@ def refuse(setup: PrivateSetup) -> str:
             words = f"checked on {len(block)} stand-ins of the shapes of rows"
         except NotRun as error:
             words = f"not checked: {error.arrived}"
-    setup.unchanged.require(by_bits=True)
+        setup.unchanged.renew()  # what was set up on stand-ins is public
     return words
 
 

@@ -59,7 +59,13 @@ class Unchanged:
         with DisableTorchFunction():
             self._places, self._tensors = _snapshot(self._owners)
             self.version += _without_counts(before) != _without_counts(self._places)
-            same = {where for where in bits if before[where] == self._places.get(where)}
+            # Of frozen parameters, which are most of a large model. Others may share memory with what the
+            # optimiser writes into, which their own counts do not show.
+            same = {
+                where
+                for where in bits
+                if _is_frozen(self._tensors.get(where)) and before[where] == self._places[where]
+            }
             self._bits = {
                 where: bits[where] if where in same else BitSums.of(tensor)
                 for where, tensor in self._tensors.items()
@@ -193,6 +199,10 @@ def _snapshot(owners: list[tuple[str, object]]) -> tuple[Places, dict[str, Tenso
 def _count(tensor: Tensor) -> Any:
     """PyTorch's count of writes into a tensor, and where its memory is."""
     return (tensor._version, tensor.data_ptr(), tensor.shape) if has_bits(tensor) else None
+
+
+def _is_frozen(tensor: Tensor | None) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def has_bits(tensor: Tensor) -> bool:
