@@ -84,15 +84,6 @@ def seed_all(of_torch: int, of_numpy: int, of_python: int) -> None:
         numpy.random.seed([of_numpy & 0xFFFFFFFF, of_numpy >> 32])
 
 
-def torch_has_drawn() -> bool:
-    """Whether one of PyTorch's generators has drawn after its last seed was set."""
-    for generator, now in states():
-        seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
-        if not torch.equal(now, state_of(seeded)):
-            return True
-    return False
-
-
 def cpu_states() -> tuple[Any, ...]:
     """The states of the generators that a dataset may share with a model, on the CPU: Python's, NumPy's and
     PyTorch's; for comparison.

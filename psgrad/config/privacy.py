@@ -128,12 +128,21 @@ class PrivacyConfig(ConfigSection):
     """The optimiser that uses the noisy gradient."""
     trainable: ParameterPatterns = None
     """Patterns of parameter names that are trained; null for all trainable ones."""
+    records: Literal["together", "alone"] = "together"
+    """alone computes each record by itself: slower, and the guarantee needs no word on how kernels round a
+    record beside others.
+    """
+    preflight: Literal["stand_ins", "rows"] = "stand_ins"
+    """What the model is run on before the first step, to find a layer that mixes records: rows finds more,
+    and whether the run begins then depends on the data.
+    """
     loss_scaling: Annotated[Literal["none"], BeforeValidator(_loss_scaling)] = "none"
     """none is the only value: gradients here need no scaling."""
     on_error: Literal["end", "zero"] = "end"
     """What a record does on which the model, the loss or the reading of it fails: end the run before the step
     is paid for, or add zero to the sum, as a record without a finite gradient does. How many such records
-    there are is private.
+    there are is private. Where the model or code that reads rows draws at random, zero computes each record
+    alone.
     """
     checkpoint_every: Annotated[int | str, BeforeValidator(_interval)] = "30s"
     """A number of steps, or a time such as 30s, 5min or 1h."""

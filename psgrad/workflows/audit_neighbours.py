@@ -20,9 +20,9 @@ from psgrad.engine.execution.loading import to_device
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.privacy.audit import Replayed, compare_neighbours
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams, batch_source
+from psgrad.engine.privacy.clipped_sums import Total
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
-from psgrad.engine.privacy.record_draws import RecordDraws, by_record, drawing_by_record, labels_of
 from psgrad.engine.privacy.records import Records, record_loss
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.errors import DataError
@@ -142,14 +142,14 @@ Contributions = dict[int, dict[str, Tensor]]
 
 
 def contributions(setup: PrivateSetup) -> Contributions:
-    """What a few records add to the sum, each by itself, with its draws of step 0."""
+    """What a few records add to the sum, each by itself, with its own coins."""
     chosen = np.unique(np.linspace(0, len(setup.records) - 1, _REPEATED, dtype=np.int64))
-    return {int(record): dict(setup.source(record[None])(setup.clipping).sums) for record in chosen}
+    return {int(record): dict(_by_record(setup, record[None])(setup.clipping).sums) for record in chosen}
 
 
 def audited_state(setup: PrivateSetup, before: Contributions, processes: Processes) -> list[NeighbourPair]:
     """Whether records still add to the sum what they added before other records were computed, and whether
-    the published values besides the weights are unchanged. Rank 0 has the worst result of all processes; the
+    the state of the model and the loss is unchanged. Rank 0 has the worst result of all processes; the
     other ranks have none.
 
     before: `contributions` of before. A model or a loss that keeps what it saw shows here.
@@ -172,7 +172,7 @@ def _state_of_one(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
     ]
     distance = math.sqrt(max(squares, default=0.0)) * steps
     sensitivity = setup.clipping.sensitivity(setup.privacy.relation)
-    differing = [f"the published {name}" for name in setup.began.published.differing()]
+    differing = setup.unchanged.changes()
     holds = distance <= _AGAIN * sensitivity and not differing  # not so for NaN
     finite = math.isfinite(distance)
     return NeighbourPair(
@@ -215,12 +215,31 @@ def with_extreme_records(setup: PrivateSetup) -> PrivateSetup:
         setup.loss,
         setup.run.objective.params,
         lambda loss, read: setup.run.stream(lambda _: None, loss, read),
+        coins=setup.streams.coins,
+        reads_by_code=setup.streams.options["coins"] is not None,
+        alone=setup.streams.alone,
         randomness=setup.run.randomness,
-        expected=setup.streams.expected,
         zero_on_error=setup.streams.zero_on_error,
-        **setup.streams.options,
+        **{key: value for key, value in setup.streams.options.items() if key != "coins"},
     )
     return dataclasses.replace(setup, records=streams.records, streams=streams)
+
+
+def _by_record(setup: PrivateSetup, records: np.ndarray) -> GradientSource:
+    """The clipped sum of these records; where something draws, each is computed alone with coins of its own,
+    which are the same in each batch. A guarantee holds for any coins that two batches share.
+    """
+    if not setup.draws:
+        return setup.source(records)
+
+    def source(clipping: Clipping) -> ClippedSum:
+        total = Total(clipping, setup.run.objective.params)
+        for record in records:
+            with setup.unchanged.throughout():
+                total.add(setup.streams.source(record[None], 0, 0, int(record))(clipping))
+        return total.result()
+
+    return source
 
 
 def has_floats(setup: PrivateSetup) -> bool:
@@ -323,7 +342,7 @@ def _compared(
 
     # Records are drawn when they are asked for: there is one source at a time.
     first, second = (
-        lambda clipping, records=records: mixed.source(records)(clipping)
+        lambda clipping, records=records: _by_record(mixed, records)(clipping)
         for records in (neighbours.first, neighbours.second)
     )
     return _as_pair(compare_neighbours(first, second, **arguments, pair=neighbours.pair, public=public))
@@ -375,18 +394,16 @@ def _compared_with_none(setup: PrivateSetup, base: float, record: _CancellingRec
 
 
 def _cancelling_source(setup: PrivateSetup, record: _CancellingRecord, count: int) -> GradientSource:
-    """The clipped sum of one record, or of none. A row that comes twice draws the same both times."""
+    """The clipped sum of one record, or of none."""
     objective, block = setup.run.objective, setup.run.reader.take(record.rows)
     device = next(iter(objective.params.values())).device
     rows, target = to_device(block.inputs, block.target, device, setup.run.dtype)
-    labels = torch.from_numpy(labels_of(record.rows, 1)[:, 0])
     weights = torch.tensor(record.weights, dtype=torch.float64)
-    inputs = tuple(x.to(device)[None][:count] for x in (*rows, labels, weights))
+    inputs = tuple(x.to(device)[None][:count] for x in (*rows, weights))
     target = None if target is None else target[None][:count]
-    draws: RecordDraws = setup.streams.options["draws"]
-    loss = record_loss(by_record(setup.loss, lambda: draws.at(0)), randomness=setup.run.randomness)
+    loss = record_loss(setup.loss, randomness=setup.run.randomness)
     dims = (0, None if target is None else 0)
-    summed = batch_source(
+    return batch_source(
         loss,
         objective.params,
         inputs,
@@ -394,11 +411,5 @@ def _cancelling_source(setup: PrivateSetup, record: _CancellingRecord, count: in
         in_dims=dims,
         has_aux=True,
         randomness=setup.run.randomness,
-        samples=2,  # as beside another record; records that are computed alone are compared too
+        coins=setup.streams.coins,
     )
-
-    def source(clipping: Clipping) -> ClippedSum:
-        with drawing_by_record(draws):
-            return summed(clipping)
-
-    return source

@@ -105,7 +105,7 @@ def dp_step(
         hosts = agree(setup, hashes, processes)
     with clock("self-check"):
         check = setup.run.self_check(setup.run.stream(lambda _: None))
-        setup.began.require_unwritten()
+        setup.unchanged.require(by_bits=True)
     manifest = replace(describe_run("dp-step", setup.run, check), hashes=hashes)
     optimizer = make_optimizer(privacy.optimizer.name, privacy.optimizer.kwargs, setup.parameters.values())
     if before is None:
@@ -117,11 +117,8 @@ def dp_step(
         was = require_same_data(folder, hashes)
         snapshot = last_snapshot(folder, before)
         if snapshot is not None:
-            restore = snapshot.restore
             setup = with_bound_of(setup, snapshot)
-            setup.began.resume(
-                lambda: restore(tensors_of(setup.run.model), optimizer, str(folder.checkpoint))
-            )
+            snapshot.restore(tensors_of(setup.run.model), optimizer, str(folder.checkpoint))
         require_same(before.header, header, f"the ledger {folder.ledger}")
         require_same_code(folder, was, hashes)
         manifest = replace(manifest, hashes=was)

@@ -19,7 +19,6 @@ from psgrad.config import Config
 from psgrad.engine.execution.ranks import Arrays, Processes
 from psgrad.engine.execution.stored import as_stored
 from psgrad.engine.privacy.rank_steps import FollowingRank, LeadingRank
-from psgrad.engine.privacy.record_draws import RecordDraws
 from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.errors import DistributedError
 from psgrad.results import Progress, Say
@@ -32,11 +31,10 @@ from psgrad.workflows.run_manifest import facts_of_all
 from psgrad.workflows.run_progress import without_interrupts
 
 _LOADED, _AGREED = "loaded", "agreed"  # where ranks meet
-_KEY, _DIGEST = "key", "digest."
 
 
 def agree(setup: PrivateSetup, hashes: Mapping[str, Any], processes: Processes) -> list[str]:
-    """Require that all ranks have loaded the same, and give them the key of rank 0 for what records draw.
+    """Require that all ranks have loaded the same.
 
     hashes: `private_hashes` of this rank. Returns the hosts of the ranks, on rank 0. Raises DistributedError.
     """
@@ -44,25 +42,17 @@ def agree(setup: PrivateSetup, hashes: Mapping[str, Any], processes: Processes) 
         return [socket.gethostname()]
     processes.meet(_LOADED)
     digests = _digests(setup, hashes)
-    draws: RecordDraws = setup.streams.options["draws"]
-
-    def exchange(own: bytes) -> bytes:
-        message = {_KEY: _tensor(own)} | {_DIGEST + name: _tensor(each) for name, each in digests.items()}
-        of_first = {
-            name: bytes(value.tolist()) for name, value in processes.broadcast(_AGREED, message).items()
-        }
-        others = [name for name, each in digests.items() if of_first[_DIGEST + name] != each]
-        if others:
-            raise DistributedError(
-                f"rank {processes.rank} on {socket.gethostname()} has loaded another"
-                f" {' and another '.join(others)} than rank 0",
-                expected="the same config, files, code and versions in all processes; no step was taken",
-                cause="machines with copies of their own, or a file that was changed in between",
-                next_step="give all machines the same files, and run again",
-            )
-        return of_first[_KEY]
-
-    draws.share(exchange)
+    message = {name: torch.frombuffer(bytearray(each), dtype=torch.uint8) for name, each in digests.items()}
+    of_first = {name: bytes(value.tolist()) for name, value in processes.broadcast(_AGREED, message).items()}
+    others = [name for name, each in digests.items() if of_first[name] != each]
+    if others:
+        raise DistributedError(
+            f"rank {processes.rank} on {socket.gethostname()} has loaded another"
+            f" {' and another '.join(others)} than rank 0",
+            expected="the same config, files, code and versions in all processes; no step was taken",
+            cause="machines with copies of their own, or a file that was changed in between",
+            next_step="give all machines the same files, and run again",
+        )
     return processes.texts(_AGREED, socket.gethostname())
 
 
@@ -83,10 +73,6 @@ def _digests(setup: PrivateSetup, hashes: Mapping[str, Any]) -> dict[str, bytes]
     }
 
 
-def _tensor(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
 @contextmanager
 def leading(setup: PrivateSetup, processes: Processes) -> Iterator[LeadingRank | None]:
     """Rank 0 of several, which lets the others end when the block ends, also by Ctrl-C; None for a process
@@ -98,7 +84,7 @@ def leading(setup: PrivateSetup, processes: Processes) -> Iterator[LeadingRank |
         yield None
         return
     trained = {name: as_stored(parameter) for name, parameter in setup.parameters.items()}
-    lead = LeadingRank(processes, setup.records, trained, setup.source, lambda: setup.began.tensors()[0])
+    lead = LeadingRank(processes, setup.records, trained, setup.source, lambda: tensors_of(setup.run.model))
     try:
         yield lead
     except KeyboardInterrupt:
@@ -137,7 +123,7 @@ def follow(
     found = before(setup)
 
     def begin(tensors: Arrays) -> None:
-        setup.began.resume(lambda: _copy(tensors, tensors_of(setup.run.model)))
+        _copy(tensors, tensors_of(setup.run.model))
 
     def take(weights: Arrays) -> None:
         _copy(weights, {name: as_stored(parameter) for name, parameter in setup.parameters.items()})
@@ -151,12 +137,9 @@ def follow(
         progress(Progress(0, 0, "steps", f"step {step + 1}"))
         messages.begin()
 
-    def require_unchanged() -> None:
-        setup.began.tensors()
-
     follower = FollowingRank(processes, setup.clipping, setup.source, begin, take, told)
     with without_interrupts(processes.hurry):  # rank 0 decides when to end: else a step would lose its share
-        follower.serve(require_unchanged)
+        follower.serve()
     return setup, found
 
 

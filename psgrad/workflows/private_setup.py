@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.loading import to_device
@@ -17,57 +17,28 @@ from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.privacy.accounting import Events, StepEvent, noise_multiplier_for
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
+from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.privacy.discrete import default_grid
 from psgrad.engine.privacy.generators import make_generator
-from psgrad.engine.privacy.model_state import ModelState
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.record_draws import OwnGenerators, RecordDraws
-from psgrad.engine.privacy.record_separation import require_separate_records
+from psgrad.engine.privacy.preflight import (
+    NotRun,
+    require_separate_records,
+    stand_ins,
+    warm_up,
+)
 from psgrad.engine.privacy.records import RecordReader, Records
 from psgrad.engine.privacy.refusals import require_expected_batch_size, require_small_delta, require_tail
 from psgrad.engine.privacy.sampling import Sampling, Schedule
-from psgrad.engine.privacy.snapshot import PublishedTensors
+from psgrad.engine.privacy.unchanged import Unchanged
 from psgrad.errors import ConfigError
-from psgrad.inputs.loss import Criterion
 from psgrad.user_code import resolve
 from psgrad.workflows.loaded_parts import Trained, load
 from psgrad.workflows.residence import Ranks
-from psgrad.workflows.setup import Loss, Setup, require_precision_of_all, setup_of
+from psgrad.workflows.setup import Setup, require_precision_of_all, setup_of
 
 # The number of rows that are run through the model to check that it keeps them apart.
 _ROWS_LOOKED_AT = 4
-
-
-class Began:
-    """A model and its loss before any record was read: the state that each record is computed with, and the
-    tensors that are published.
-    """
-
-    def __init__(self, model: nn.Module, criterion: Criterion) -> None:
-        self.state = ModelState(model, criterion.function)
-        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self.published = PublishedTensors(model, trained)
-
-    def require_unwritten(self) -> None:
-        """Raises ModelError where rows that went through the model before the first step wrote into a
-        parameter that is trained.
-        """
-        self.state.restore()
-        self.published.require_unwritten()
-
-    def resume(self, restore: Callable[[], None]) -> None:
-        """Put the state back, read a checkpoint into it, and take that for what it was."""
-        self.state.restore()
-        restore()
-        self.state.renew()
-        self.published.renew()
-
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(parameters and buffers, state dict), as they may be published. Raises ModelError where one that is
-        not trained has changed.
-        """
-        self.state.restore()
-        return self.published.checked()
 
 
 @dataclass(frozen=True)
@@ -75,7 +46,8 @@ class PrivateSetup:
     """What a private run is made of, before anything was drawn.
 
     `parameters` are those that are trained, by name. `adaptive` is where an adaptive bound starts, None for a
-    bound that stays. `began` is the model before any record was read.
+    bound that stays. `unchanged` is the state of the model and the loss from before any record was read;
+    `rank` that of this process. `preflight` says how the model was checked before the first step.
     """
 
     run: Setup
@@ -86,18 +58,20 @@ class PrivateSetup:
     clipping: Clipping
     adaptive: AdaptiveBound | None
     sampling: Sampling
-    began: Began
+    unchanged: Unchanged
+    rank: int
+    preflight: str = ""
 
     def source(self, records: np.ndarray, step: int = 0) -> GradientSource:
         """The clipped sum of these records, chunk by chunk. One source at a time: the next one's records take
         the place of this one's.
 
-        step: to which the records' random draws belong.
+        step: to which the records' coins belong.
         """
-        inner, state = self.streams.source(records, step), self.began.state
+        inner = self.streams.source(records, step, self.rank)
 
         def source(clipping: Clipping) -> ClippedSum:
-            with state.unwritten():
+            with self.unchanged.throughout():
                 return inner(clipping)
 
         return source
@@ -119,11 +93,14 @@ class PrivateSetup:
         }
 
     @property
-    def loss(self) -> Loss:
-        """(loss, summary) of one row, with the model and the loss in the state of before any record
-        was read.
-        """
-        return self.began.state.holding(self.run.objective.loss)
+    def loss(self) -> Callable[..., Any]:
+        """(loss, summary) of one row; it requires that the state of the model and the loss stays."""
+        return self.unchanged.checked(self.run.objective.loss)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the model may draw, or code that reads or changes rows."""
+        return self.run.model.training or self.streams.options["coins"] is not None
 
     @property
     def trainable(self) -> dict[str, int]:
@@ -174,7 +151,10 @@ def set_up_privately(
     loaded = load(config, trained=trained, unit=column, updates=True, ranks=Ranks.of(processes))
     # A row of a record must draw anew in each step.
     loaded = replace(loaded, samples=loaded.samples.anew())
-    began = Began(loaded.model, loaded.criterion)
+    rows = loaded.samples if loaded.samples.ungrouped is None else loaded.samples.ungrouped
+    inputs, _ = to_device(rows.read(0, 1).inputs, None, loaded.device, loaded.dtype)
+    warm_up(loaded.model, lambda: loaded.forward(loaded.model, *stand_ins(inputs)[0]))
+    unchanged = Unchanged(loaded.model, loaded.criterion.function)
     run = setup_of(loaded, targets_later=privacy.on_error == "zero")
     if unit is None or run.samples.units is None:
         records = Records.of_rows(len(run.samples))
@@ -182,7 +162,7 @@ def set_up_privately(
         records = Records.of_units(run.samples.units, unit.max_rows)
     augmentation = privacy.augmentation
     augment = None if augmentation is None else resolve(augmentation.function, config.base)
-    own = OwnGenerators(run.model, run.criterion.function, augment, *run.samples.code)
+    draws = run.model.training or bool(run.samples.code) or augment is not None
     told: set[str] = set()
 
     def once(message: str) -> None:
@@ -193,19 +173,25 @@ def set_up_privately(
     streams = RecordStreams(
         records,
         run.reader.take,
-        began.state.holding(run.objective.loss),
+        unchanged.checked(run.objective.loss),
         run.objective.params,
         lambda loss, read: run.stream(once, loss, read),
+        # with a seed, they follow from the seed, the step and the rank: also when resumed
+        coins=Coins(
+            make_generator("aes", seed=privacy.noise.seed),
+            run.model,
+            run.criterion.function,
+            augment,
+            *run.samples.code,
+        ),
+        reads_by_code=bool(run.samples.code),
+        alone=privacy.records == "alone" or (privacy.on_error == "zero" and draws),
         randomness=run.randomness,
-        expected=privacy.expected_batch_size / (1 if processes is None else processes.size),
         zero_on_error=privacy.on_error == "zero",
         combine="mean" if unit is None else unit.combine,
         augment=augment,
         copies=1 if augmentation is None else augmentation.copies,
         source="privacy.augmentation.function" if augmentation is None else augmentation.function,
-        draws=RecordDraws(
-            make_generator("aes", seed=privacy.noise.seed), own
-        ),  # with a seed, of the step's number alone: also when resumed
     )
     parameters = {name: run.model.get_parameter(name) for name in run.objective.params}
     clipping = clipping_of(privacy, parameters)
@@ -218,31 +204,39 @@ def set_up_privately(
         clipping=clipping,
         adaptive=adaptive_of(privacy, clipping),
         sampling=sampling_of(privacy),
-        began=began,
+        unchanged=unchanged,
+        rank=0 if processes is None else processes.rank,
     )
-    refuse(setup)
-    return setup
+    return replace(setup, preflight=refuse(setup))
 
 
-def refuse(setup: PrivateSetup) -> None:
-    """Refuse settings that would void the guarantee, before anything is drawn. What is looked at here only
-    ever stops a run.
+def refuse(setup: PrivateSetup) -> str:
+    """Refuse settings that would void the guarantee, before anything is drawn. How the model was checked, in
+    words. What is looked at here only ever stops a run.
     """
     privacy, run = setup.privacy, setup.run
-    # first: the checks below find a model that has set itself up, and changes no more
-    setup.began.require_unwritten()
     require_small_delta(privacy.delta, len(setup.records))
     require_expected_batch_size(privacy.expected_batch_size, setup.sampling, len(setup.records))
     setup.sampling.require_drawable(len(setup.records))
     chosen = _looked_at(setup)
-    looked_at = run.reader.take(np.array([setup.records.rows_of(int(record))[0] for record in chosen]))
-    inputs, target = to_device(looked_at.inputs, looked_at.target, run.device, run.dtype)
-    require_separate_records(run.objective, inputs, target)
-    if run.samples.code or privacy.augmentation is not None:  # rows from files are the same each time
-        reader = RecordReader(setup.records, run.reader.take, **setup.streams.options)
-        reader.require_memoryless(chosen)
-    if run.model.training:  # operators that can't draw for each record by itself are refused when they run
-        setup.source(chosen[:1])(setup.clipping)
+    block = run.reader.take(np.array([setup.records.rows_of(int(record))[0] for record in chosen]))
+    inputs, target = to_device(block.inputs, block.target, run.device, run.dtype)
+    setup.unchanged.require(by_bits=True)
+    if privacy.preflight == "rows":
+        require_separate_records(run.objective, inputs, target)
+        if setup.streams.options["coins"] is not None:  # rows from files are the same each time
+            reader = RecordReader(setup.records, run.reader.take, **setup.streams.options)
+            reader.require_memoryless(chosen)
+        setup.unchanged.require(by_bits=True)
+        words = f"checked on {len(block)} rows of the data"
+    else:
+        try:
+            require_separate_records(run.objective, *stand_ins(inputs, target))
+            words = f"checked on {len(block)} stand-ins of the shapes of rows"
+        except NotRun as error:
+            words = f"not checked: {error.arrived}"
+        setup.unchanged.renew()  # what was set up on stand-ins is public
+    return words
 
 
 def _looked_at(setup: PrivateSetup) -> np.ndarray:
@@ -250,7 +244,7 @@ def _looked_at(setup: PrivateSetup) -> np.ndarray:
     raises the error where all of these have one, which is then the model's and not a record's.
     """
     count = len(setup.records)
-    chosen = np.unique(np.linspace(0, count - 1, _ROWS_LOOKED_AT, dtype=np.int64))
+    chosen = np.unique(np.linspace(0, count - 1, min(count, _ROWS_LOOKED_AT), dtype=np.int64))
     if not setup.streams.zero_on_error:
         return chosen
     sound = [

@@ -26,7 +26,7 @@ from psgrad.engine.privacy.accounting import (
     merged,
     pld_curve,
 )
-from psgrad.engine.privacy.snapshot import Snapshot
+from psgrad.engine.privacy.snapshot import Snapshot, published_tensors, tensors_of
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
 from psgrad.errors import DistributedError
 from psgrad.inputs.models.adapters import adapter_files
@@ -121,7 +121,7 @@ class PrivateRun:
         this order the statement counts each step that is released, and a run that goes on from this state
         has the sum: it can't be drawn again.
         """
-        training, (tensors, _) = self.training, self.setup.began.tensors()
+        training, tensors = self.training, tensors_of(self.setup.run.model)
         self.folder.write_public_json(STATEMENT, self.statement.step(self.ledger, final=False))
         if self._latest:
             sums = {name: value.cpu().contiguous() for name, value in self._latest.items()}
@@ -180,10 +180,9 @@ class PrivateRun:
         return save(self._state())
 
     def _state(self) -> dict[str, torch.Tensor]:
-        _, state = self.setup.began.tensors()
         return {
             name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for name, value in state.items()
+            for name, value in published_tensors(self.setup.run.model).items()
         }
 
     def _published_step(self) -> int | None:

@@ -13,8 +13,10 @@ import yaml
 from torch import nn
 
 from psgrad.config import load_config
+from psgrad.engine.privacy import coins
 from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.engine.privacy.batches import RecordStreams
+from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.step import private_sum
@@ -79,9 +81,9 @@ def test_dp_step_does_not_reveal_a_member_to_one_with_the_seed_of_the_factory(
             lambda loss, read: run.stream(lambda _: None, loss, read),
             randomness="different",
         )
-        as_the_factory_leaves_it()
-        with pytest.MonkeyPatch.context() as patch:  # psgrad refuses draws that belong to no record
-            patch.setattr("psgrad.engine.privacy.batches.without_draws", nullcontext)
+        with pytest.MonkeyPatch.context() as patch:  # not seeded from the secret stream
+            patch.setattr(Coins, "seed", lambda self, seeds: as_the_factory_leaves_it())
+            patch.setattr(coins, "_seed_watched", lambda seed: nullcontext())
             sums = streams.source(records)(setup.clipping).sums
         return torch.cat([sums[name].flatten() for name in objective.params])
 
@@ -115,34 +117,19 @@ def test_seeded_draws_are_the_same_in_another_run_and_after_a_resume(private: Pr
         assert not torch.equal(value, first[name])
 
 
-def test_draws_that_can_not_be_made_by_record_stop_the_run_before_its_ledger(
-    private: PrivateWorkplace,
-) -> None:
-    private.workplace.use_model(
-        "class Model(nn.Linear):\n    def __init__(self):\n        super().__init__(4, 3)\n"
-        "    def forward(self, x):\n        return super().forward(x) + torch.poisson(torch.ones(3))\n"
-    )
-    private.config["model"]["mode"] = "train"
-    private.refused(
-        3,
-        "the random operator aten::poisson can't draw for each record separately",
-        "next step: write it with these",
-    )
-    assert not private.run_folder.exists()
-
-
 @pytest.mark.long
-def test_a_model_that_draws_by_numpy_is_run_on_one_record_at_a_time(private: PrivateWorkplace) -> None:
+def test_a_model_that_draws_by_numpy_is_run_with_records_alone(private: PrivateWorkplace) -> None:
     private.workplace.use_model(
         "import numpy as np\n\n\n"
         "class Model(nn.Linear):\n    def __init__(self):\n        super().__init__(4, 3)\n"
         "    def forward(self, x):\n        return super().forward(x) * np.random.rand()\n"
     )
     private.config["model"]["mode"] = "train"
-    assert (
-        "the model draws random numbers by NumPy or Python's random, so records are computed one by one, each"
-        " with numbers of its own" in private.succeeded("--steps", "1").err
-    )
+    private.refused(3, "the records of a chunk share such a number", "privacy.records: alone")
+    assert private.ledger("step") == []
+    private.privacy["records"] = "alone"
+    private.config["output"] = "alone"
+    private.succeeded("--steps", "1")
 
 
 @pytest.mark.long
@@ -175,10 +162,6 @@ class Rows:
         self.reads += 1
         return self.x[row] + {drawn}, self.y[row]
 """
-AUGMENT = (
-    "import torch\n\nRNG = torch.Generator().manual_seed(0)\n\n\ndef jittered(x):\n    return x +"
-    " torch.rand(4, generator=RNG)\n"
-)
 
 
 def own(private: PrivateWorkplace, drawn: str, top: str = "") -> None:
@@ -186,37 +169,9 @@ def own(private: PrivateWorkplace, drawn: str, top: str = "") -> None:
     private.config["data"] = {"factory": "rows.py:Rows"}
 
 
-@pytest.mark.parametrize("kept", ["self.rng.random()", "RNG.random()", "augmentation"])
-def test_rows_drawn_by_a_generator_of_ones_own_depend_on_no_other_record(
-    private: PrivateWorkplace, kept: str
-) -> None:
-    """Whoever reads the code knows its seed; which number a record draws told how many records were read
-    before it.
-    """
-    if kept == "augmentation":
-        (private.folder / "augment.py").write_text(AUGMENT)
-        private.privacy["augmentation"] = {"function": "augment.py:jittered", "copies": 2}
-    else:
-        own(private, kept, "RNG = np.random.default_rng(0)")
-    private.privacy["noise"] = {"multiplier": 2.0, "seed": 1}
-    (private.folder / "config.yaml").write_text(yaml.safe_dump(private.config))
-    setup = set_up_privately(load_config(private.folder / "config.yaml"))
-
-    def total(records: list[int], step: int = 0) -> torch.Tensor:
-        return torch.cat(
-            [value.flatten() for value in setup.source(np.array(records), step)(setup.clipping).sums.values()]
-        )
-
-    alone = {record: total([record]) for record in (3, 4, 9, 15)}
-    for records in ([3, 4, 9, 15], [4, 15], [9, 3]):
-        torch.testing.assert_close(
-            total(records), sum(alone[record] for record in records), rtol=0, atol=1e-9
-        )
-    assert (total([3], step=1) - alone[3]).norm() > 1e-6
-
-
 def test_rows_that_follow_from_what_was_read_before_are_refused(private: PrivateWorkplace) -> None:
     own(private, "self.reads")
+    private.privacy["preflight"] = "rows"
     private.refused(
         3,
         "record 0 of the records looked at is another one when it is read again, after others",

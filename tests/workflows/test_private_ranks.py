@@ -29,15 +29,15 @@ from psgrad.engine.execution import rank_tensors
 from psgrad.engine.execution.process_group import RankGroup
 from psgrad.engine.privacy import rank_steps
 from psgrad.engine.privacy.accounting import Epsilon
+from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.privacy.rank_steps import LeadingRank
-from psgrad.engine.privacy.record_draws import RecordDraws
 from psgrad.engine.privacy.snapshot import Snapshot
 from psgrad.engine.privacy.step import PrivateTraining
 from psgrad.errors import EXIT_RUNTIME, EXIT_TERMINATED, DataError
 from psgrad.storage import Ledger, PrivateRunFolder
 from psgrad.storage.ledger_lines import has_begun
 from psgrad.storage.private_runs import WARNING
-from psgrad.workflows import private_ranks, private_setup, private_steps
+from psgrad.workflows import private_ranks, private_steps
 from tests.forked_ranks import EndedRank, Plant, die, hasty, run_ranks
 from tests.private_workplace import EXACT, PrivateWorkplace
 from tests.workflows.test_processes import alive, wait_for_ranks
@@ -180,41 +180,31 @@ class Model(nn.Sequential):
 
 
 @pytest.mark.sweep
-def test_records_draw_by_the_key_of_rank_0(
+def test_coins_of_ranks_follow_from_secrets_that_are_in_no_file(
     private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank would have a key of its own. The factory's weights differ in each process, too. The key is in
-    no file.
-    """
+    """With a seed two runs are alike; without one each rank has a secret of its own."""
     private.workplace.use_model(DROPOUT)
     private.config["model"] |= {"mode": "train"}
     private.privacy.update(EXACT)
+    begin = Coins.begin
+
+    def noted(self: Coins, *place: int) -> None:
+        begin(self, *place)
+        (private.folder / f"key-{place[-1]}").write_bytes(self._key)
 
     def plant(rank: int) -> None:
-        if rank:
-            make = private_setup.make_generator
-            monkeypatch.setattr(
-                private_setup, "make_generator", lambda kind, seed: make(kind, seed=seed + rank)
-            )
-        torch.manual_seed(7 + rank)
-        share = RecordDraws.share
+        monkeypatch.setattr(Coins, "begin", noted)
 
-        def noted(self: RecordDraws, exchange: Any) -> None:
-            share(self, exchange)
-            (private.folder / f"key-{rank}").write_bytes(self._key)
-
-        monkeypatch.setattr(RecordDraws, "share", noted)
-
-    succeeded(private, 2, "--steps", "2", "--output", "two", *SEEDED, plant=plant)
-    torch.manual_seed(7)
-    private.succeeded("--steps", "2", "--output", "one", *SEEDED)
-    assert_released_alike(private.folder / "one", private.folder / "two", 1e-12)
+    for name in ("two", "again"):
+        succeeded(private, 2, "--steps", "2", "--output", name, *SEEDED, plant=plant)
+    assert_released_alike(private.folder / "two", private.folder / "again", 1e-12)
+    succeeded(private, 2, "--steps", "2", "--output", "secret", plant=plant)
     keys = [(private.folder / f"key-{rank}").read_bytes() for rank in range(2)]
-    assert keys[0] == keys[1]
-    for file in (path for path in (private.folder / "two").rglob("*") if path.is_file()):
+    assert keys[0] != keys[1]
+    for file in (path for path in (private.folder / "secret").rglob("*") if path.is_file()):
         content = file.read_bytes()
-        assert keys[0] not in content
-        assert keys[0].hex().encode() not in content
+        assert all(key not in content and key.hex().encode() not in content for key in keys)
 
 
 @pytest.mark.sweep

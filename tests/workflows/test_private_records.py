@@ -149,9 +149,12 @@ def test_what_does_not_fit_the_data_or_the_model_stops_the_run_before_its_ledger
         ),
         (
             "self.seen += x.mean().detach()\n        return self.net(x)",
-            "a forward pass changes the buffer seen",
+            "a forward pass changes seen",
         ),
-        ("self.last, x = x.detach(), x + self.last\n        return self.net(x)", "once others have passed"),
+        (
+            "self.last, x = x.detach(), x + self.last\n        return self.net(x)",
+            "wrote into last while records were computed",
+        ),
     ],
 )
 def test_a_model_whose_records_are_not_apart_stops_the_run(

@@ -114,23 +114,24 @@ class RaggedChunks:
     def computed(
         self,
         block: Block,
-        run: Callable[[Block], Any],
+        run: Callable[[Block, int], Any],
         keeps_factors: bool,
         out_of_memory: Callable[[], None],
-        replay: Callable[[Block], Any] | None = None,
+        filled: Callable[[Block, int], Any] | None = None,
     ) -> Any:
-        """What `run` finds of each bucket, joined in the order of the rows.
+        """What `run` finds of each bucket, joined in the order of the rows. It gets the bucket's rows, and
+        how many of the first ones count.
 
         A bucket that memory runs out on is halved, and the others stay done; where what was found of those
-        fills the memory, the whole chunk fails. out_of_memory: called before the halves are tried. replay: as
-        `run`, for buckets of few shapes, of which there are many.
+        fills the memory, the whole chunk fails. out_of_memory: called before the halves are tried. filled: as
+        `run`, for buckets of few shapes, which are filled with copies of a row.
         """
         assert block.ragged is not None
         assert block.lengths is not None
         most = self.tokens
         if most is not None and self.by_factors and not keeps_factors:
             most *= _BUCKETS_OF_FACTORS
-        if replay is None:
+        if filled is None:
             planned = plan_buckets(block.lengths, block.ragged, once=self.once, most=most)
             waiting = [Bucket(places) for places in planned][::-1]
         else:
@@ -138,15 +139,14 @@ class RaggedChunks:
         parts, groups = [], []
         while waiting:
             bucket = waiting.pop()
-            places, filled = bucket.places, bucket.rows is not None
-            some = block
+            places, some = bucket.places, block
             if bucket.rows is not None and bucket.lengths is not None:
                 some = block.filled(places, bucket.rows, bucket.lengths)
             elif len(places) < len(block):
                 some = block.at(places, _SPARE)
             try:
-                found = replay(some) if replay is not None and filled else run(some)
-                parts.append(found.first(len(places)) if filled else found)
+                compute = run if bucket.rows is None or filled is None else filled
+                parts.append(compute(some, len(places)))
             except Exception as error:
                 if len(places) == 1 or (parts and keeps_factors) or not is_out_of_memory(error):
                     raise

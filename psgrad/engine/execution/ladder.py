@@ -95,6 +95,12 @@ def _pieces(places: Numbers, longest: Numbers, ragged: RaggedAxes, most: int | N
     ]
 
 
+def rung(count: int) -> int:
+    """The least of two numbers for each power of two that is not less: 1, 2, 3, 4, 6, 8, 12, ..."""
+    whole = _power_of_two(count)
+    return 3 * whole // 4 if whole >= 4 and count <= 3 * whole // 4 else whole
+
+
 def _power_of_two(count: int) -> int:
     """The least power of two that is not less."""
     return 1 << max(count - 1, 0).bit_length()

@@ -50,7 +50,7 @@ class RowComputation:
     Attributes:
         retries: how often memory ran out.
         at_need: called when it does, to give back what others keep.
-        draws: the reader's random draws by record (see privacy/record_draws.py); None without.
+        draws: whether reading rows draws random numbers from the generators that the model draws from.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RowComputation:
         self.at_need: list[Callable[[], None]] = []
         self._said_split = False
         self._read, self._reading = read, threading.Lock()
-        self.draws: Any = getattr(read, "draws", None)
+        self.draws = bool(getattr(read, "draws", False))
 
     def gradients(self, start: int, stop: int) -> PerSampleGradients:
         """The deferred gradients of the rows start, ..., stop - 1, all at once."""
@@ -123,16 +123,24 @@ class RowComputation:
         """
         if block.ragged is None:
             return self.pass_of(how)(self.params, block.inputs, block.target)
-        of_block = getattr(how, "of_block", lambda _: how)  # a way that takes single rows needs their lengths
+        of_rows = getattr(how, "of_rows", None)  # a way that adds rows up needs to know which are copies
 
-        def run(some: Block) -> Any:
-            return self.pass_of(of_block(some))(self.params, some.inputs, some.target)
+        def run(some: Block, rows: int) -> Any:
+            compute = how if of_rows is None else of_rows(rows)
+            return self.pass_of(compute)(self.params, some.inputs, some.target)
 
         def out_of_memory() -> None:
             self.retries += 1
             self.give_back()
 
-        return self.ragged.computed(block, run, keeps_factors(how), out_of_memory, replay)
+        def replayed(some: Block, rows: int) -> Any:
+            assert replay is not None
+            return replay(some).first(rows)
+
+        few_shapes = None if replay is None else replayed
+        if getattr(how, "few_shapes", False):
+            few_shapes = run
+        return self.ragged.computed(block, run, keeps_factors(how), out_of_memory, few_shapes)
 
     def pass_of(self, how: Callable[..., Any]) -> Callable[..., Any]:
         """per_sample_gradients or per_sample_square_norms, as a function of the parameters and a chunk."""

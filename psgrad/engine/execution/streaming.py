@@ -213,7 +213,7 @@ class Stream(RowComputation):
         waiting: list[Chunk | range] = []  # rows to go on with, read or not, the next ones last
         reached = start
         with Loader(self.read, self.device, self.dtype, self.say, self._nothing_is_read) as loader:
-            loader.ahead = self.draws is None  # else reader and model would seed the same generators at once
+            loader.ahead = not self.draws  # else reader and model would seed the same generators at once
             while waiting or reached < count:
                 rows = waiting.pop() if waiting else range(reached, min(reached + self.chunk_size, count))
                 chunk = rows if isinstance(rows, Chunk) else self._taken(loader, rows)

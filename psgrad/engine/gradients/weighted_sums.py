@@ -78,11 +78,14 @@ def per_sample_weighted_sum(
     this the norm of the numbers that are summed is computed, also in a second pass. A sample whose weights
     are all 0 is left out, also if it is not finite. `norms.absolute` is computed for use by `weights`.
 
-    The other arguments are those of `per_sample_gradients`.
+    counted: [n] bool, the samples that count: others add nothing. Where those disagree on a branch,
+    SamplesDisagree is raised, and others follow them on it. The other arguments are those of
+    `per_sample_gradients`.
     """
     stored = _StoredGradients(memory, next(iter(params.values())).device)
     before = random_state.states() if randomness != "error" else None
     job = BatchPass(loss, params, batch, in_dims, has_aux, randomness)
+    job.level.counted = counted
     norms_by_name = NormsByName(absolute=bounded)
 
     def complete(name: str, gradient: DeferredGradient) -> None:
@@ -262,6 +265,7 @@ def _summed_again(
         places: torch.Tensor = some[-1]
         sums: dict[str, torch.Tensor] = {}
         job = BatchPass(of_one, params, some, **{**first.settings, "in_dims": dims})
+        job.level.counted = None if first.level.counted is None else first.level.counted[places]
         try:
             job.run(lambda name, gradient: sums.__setitem__(name, summing.of(name, gradient, places)))
         except Divergence as divergence:

@@ -17,10 +17,9 @@ from psgrad.engine.privacy.batches import (
     stream_source,
 )
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
-from psgrad.engine.privacy.fixed_chunks import independent_samples
+from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.record_draws import RecordDraws
 from psgrad.engine.privacy.records import RecordReader, Records, Relation, record_loss
 from psgrad.engine.privacy.sampling import Sampling, Schedule
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining, private_sum
@@ -29,6 +28,7 @@ __all__ = [
     "AdaptiveBound",
     "ClippedSum",
     "Clipping",
+    "Coins",
     "Generator",
     "GradientSource",
     "Group",
@@ -36,7 +36,6 @@ __all__ = [
     "NoisySum",
     "PrivateTraining",
     "RecordColumns",
-    "RecordDraws",
     "RecordReader",
     "Records",
     "Relation",
@@ -46,7 +45,6 @@ __all__ = [
     "batch_source",
     "epsilon_pld",
     "epsilon_rdp",
-    "independent_samples",
     "make_generator",
     "noise_multiplier_for",
     "private_sum",

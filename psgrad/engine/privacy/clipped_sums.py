@@ -21,12 +21,9 @@ Together the sum moves by at most (1 - MARGIN) * C + (MOST_ABSOLUTE + 2 * N * R)
 is at most C as long as N * R * k <= 2^30: with k = ROWS = 2^11, half a million records.
 
 All this is of the record that comes or goes. The factors of the others (what the forward and backward pass
-computes) must stay what they are, to the last bit: where a unit of the model is at a kink, as of ReLU, a last
-digit changes the gradient by as much as C. Kernels round by the size of a batch, so a chunk always has
-`Clipper.samples` samples: fewer records are filled up with copies of one of them, which add nothing. With a
-size that was checked (fixed_chunks.py), no record's numbers depend on the others. Where a chunk is split, as
-records disagree on a branch, each part is filled up again. Rows of unequal length, and records on a grid, are
-computed one by one.
+computes) may be rounded in another way at another place of a chunk, or in a chunk of another size: where a
+unit of the model is at a kink, as of ReLU, a last digit changes a gradient. Chunks of one record each
+(`privacy.records: alone`) have no such places.
 
 A record whose gradient is not finite adds nothing, and none of its numbers reaches the sum of the others.
 """
@@ -40,7 +37,8 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.execution.memory import is_out_of_memory, keep_freed_memory
+from psgrad.engine.execution.ladder import rung
+from psgrad.engine.execution.memory import keep_freed_memory
 from psgrad.engine.gradients import (
     PerSampleGradients,
     SquareNorms,
@@ -52,10 +50,10 @@ from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.per_sample import BatchPass, SamplesDisagree
 from psgrad.engine.gradients.terms import square_norm
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
+from psgrad.engine.privacy.coins import Coins, Seeds
 from psgrad.engine.privacy.discrete import round_to_grid, tightened
 from psgrad.engine.privacy.full_precision import autocast_around, in_full_precision
 from psgrad.engine.privacy.sum_programs import SumPrograms
-from psgrad.ragged import Block
 
 Sums = dict[str, torch.Tensor]
 
@@ -188,13 +186,11 @@ class Clipper:
     """The computation of a chunk, for a stream or by itself: its clipped sum.
 
     Args:
-        samples: how many are computed together, whatever the number of records, which is not larger.
+        coins: of the run; they seed the generators for each chunk.
         memory: as for `per_sample_weighted_sum`.
-        programs: of the loss that it is called with; None for none.
-        block: the records, where they differ in length: they are computed one by one then, not padded.
-
-    Attributes:
-        samples: halved where memory ran out.
+        programs: of the loss that it is called with; None for none. With them, chunks are filled up with
+            copies of a record, which add nothing, so that they have few sizes.
+        rows: how many of a chunk's first records count; None for all.
     """
 
     keeps_factors = False  # what is found of a chunk is no larger for more records
@@ -202,17 +198,23 @@ class Clipper:
     def __init__(
         self,
         clipping: Clipping,
-        samples: int,
+        coins: Coins,
         memory: float | None = None,
         programs: SumPrograms | None = None,
-        block: Block | None = None,
+        rows: int | None = None,
     ) -> None:
-        self.clipping, self.samples, self.memory, self.block = clipping, samples, memory, block
-        self.programs = programs
+        self.clipping, self.coins, self.memory, self.programs, self.rows = (
+            clipping,
+            coins,
+            memory,
+            programs,
+            rows,
+        )
+        self.few_shapes = programs is not None
 
-    def of_block(self, block: Block) -> Clipper:
-        """A clipper for these records, which a stream computes together."""
-        return Clipper(self.clipping, 1, self.memory, block=block)
+    def of_rows(self, rows: int) -> Clipper:
+        """A clipper of chunks of which so many of the first records count."""
+        return Clipper(self.clipping, self.coins, self.memory, self.programs, rows)
 
     @torch.no_grad()
     def __call__(
@@ -228,54 +230,40 @@ class Clipper:
         keep_freed_memory()
         options = {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
         self._autocast = autocast_around(params)
-        with in_full_precision(loss, params) as loss:
+        with in_full_precision(loss, params) as loss, self.coins.kept():
             chunk = _RecordChunk(loss, params, batch, options)
-            if self.clipping.grid is not None:
-                inside, total = _inside_the_grid(self.clipping, params), Total(self.clipping, params)
-                for place in range(chunk.records):
-                    total.add(_alone(inside, chunk.part(place, place + 1, self.block).gradients()))
-                return total.result()
-            while True:
-                try:
-                    return self._sum(chunk)
-                except Exception as error:
-                    if not is_out_of_memory(error) or self.samples == 1:
-                        raise
-                    self.samples = (self.samples + 1) // 2
-                    if chunk.records > self.samples:
-                        raise
+            records = torch.arange(self.rows or chunk.records, device=chunk.device)
+            return self._together(chunk, records, self.coins.next(), len(records))
 
-    def _sum(self, chunk: _RecordChunk) -> ClippedSum:
-        if chunk.records <= self.samples:
-            return self._together(chunk, torch.arange(chunk.records, device=chunk.device))
-        total = Total(self.clipping, chunk.params)
-        for start in range(0, chunk.records, self.samples):
-            total.add(self._sum(chunk.part(start, start + self.samples, self.block)))
-        return total.result()
-
-    def _together(self, chunk: _RecordChunk, records: torch.Tensor) -> ClippedSum:
-        """The clipped sum of these records [k] of a chunk in one pass, but for those that are computed alone;
-        in a pass for the records of each outcome where they disagree on a branch.
+    def _together(self, chunk: _RecordChunk, records: torch.Tensor, seeds: Seeds, of: int) -> ClippedSum:
+        """The clipped sum of these records [k], out of `of` in a chunk, in one pass, but for those that are
+        computed alone; in a pass for the records of each outcome where they disagree on a branch. These
+        passes have the coins of the first one: whether records disagree depends on the coins of all.
         """
-        places = torch.arange(self.samples, device=chunk.device)
+        samples = rung(chunk.records) if self.few_shapes else chunk.records
+        places = torch.arange(samples, device=chunk.device)
         counted = torch.isin(places, records)
         batch = chunk.batch_of(torch.where(counted, places, records[0]))
         compute, bounds = partial(self._full, chunk), self.clipping.bounds(chunk.device)
         try:
-            if self.programs is None:
-                found = compute(batch, counted, bounds)
-            else:
-                found = self.programs(self._made_for(chunk), compute, batch, counted, bounds)
+            with self.coins.of_chunk(seeds, of):
+                if self.programs is None:
+                    found = compute(batch, counted, bounds)
+                else:
+                    made_for = self._made_for(chunk)
+                    found = self.programs(made_for, self.coins.shared, compute, batch, counted, bounds)
         except SamplesDisagree as disagreement:
             groups = [group[counted[group]] for group in disagreement.groups]
             groups = [group for group in groups if len(group)]
-            return ClippedSum.of_groups([self._together(chunk, group) for group in groups], groups)
+            parts = [self._together(chunk, group, seeds, of) for group in groups]
+            return ClippedSum.of_groups(parts, groups)
         sums, losses, norms, factors, cancelling = found
         chosen = _ClippedNorms(self.clipping, bounds, norms, factors)
         columns = chosen.columns(losses).at(records.cpu())
         for place in torch.nonzero(cancelling[records]).flatten().tolist():
-            alone = int(records[place])
-            one = _alone(self.clipping, chunk.part(alone, alone + 1).gradients())
+            # With new coins: whether a record cancels depends on its own ones alone.
+            with self.coins.of_chunk(self.coins.next(), 1):
+                one = _alone(self.clipping, chunk.of_record(int(records[place])).gradients())
             sums = {name: value.add_(one.sums[name]) for name, value in sums.items()}
             columns = columns.with_record(place, one.records)
         return ClippedSum(sums, columns)
@@ -332,16 +320,9 @@ class _RecordChunk:
             return self.batch
         return self._pass.batch_of(records)
 
-    def part(self, start: int, stop: int, block: Block | None = None) -> _RecordChunk:
-        """The records from start to before stop as a chunk of their own. block: the records, where they
-        differ in length.
-        """
-        places = torch.arange(start, min(stop, self.records), device=self.device)
-        if block is None:
-            batch = self.batch_of(places)
-        else:
-            own = block.at(places.tolist())
-            batch = (own.inputs, own.target)
+    def of_record(self, record: int) -> _RecordChunk:
+        """This record as a chunk of its own."""
+        batch = self.batch_of(torch.tensor([record], device=self.device))
         return _RecordChunk(self.loss, self.params, batch, self.options)
 
     def gradients(self) -> PerSampleGradients:

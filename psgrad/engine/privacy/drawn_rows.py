@@ -1,5 +1,5 @@
-"""The rows of a training loop of the user's own: each is read, drawn at random and put into a batch apart
-from the others.
+"""The rows of a training loop of the user's own: read with coins of the run, and put into a batch apart from
+the others.
 """
 
 from __future__ import annotations
@@ -8,17 +8,14 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from psgrad import random_state
-from psgrad.engine.privacy.kept_values import BitSums, has_bits
-from psgrad.engine.privacy.record_draws import ROW, RecordDraws, StepDraws, labels_of
+from psgrad.engine.privacy.coins import Coins
+from psgrad.engine.privacy.unchanged import BitSums, has_bits
 from psgrad.engine.transforms.private_torch import tree_leaves, tree_map
 from psgrad.errors import DataError
-
-_CHECKED = 4  # rows that are read twice
 
 
 class DrawnRow(NamedTuple):
@@ -28,17 +25,13 @@ class DrawnRow(NamedTuple):
     row: int
 
 
-class RowsApart(Dataset[Any]):
-    """A dataset, of which what is drawn at random for a row follows from the key of `draws`, the batch and
-    the row alone; in worker processes, too.
-
-    Raises DataError for a row that is another one when it is read again.
+class RowsWithCoins(Dataset[Any]):
+    """A dataset whose rows are read with coins of the run, by the number of the batch; in worker processes,
+    too.
     """
 
-    def __init__(self, dataset: Any, draws: RecordDraws) -> None:
-        self._dataset, self._draws = dataset, draws
-        self._drawing = False  # whether rows were seen to be drawn as they are read
-        self._require_memoryless()
+    def __init__(self, dataset: Any, coins: Coins) -> None:
+        self._dataset, self._coins = dataset, coins
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -47,43 +40,16 @@ class RowsApart(Dataset[Any]):
         """The rows of a batch."""
         if not drawn:
             return []
-        step, rows = self._draws.at(drawn[0].batch), [each.row for each in drawn]
-        with step.kept():
-            if not self._drawing:
-                before = step.states()
-                items = self._read(rows)
-                self._drawing = step.states() != before
-                if not self._drawing:
-                    return items
-            return [self._alone(step, row) for row in rows]
-
-    def _read(self, rows: list[int]) -> list[Any]:
+        rows = [each.row for each in drawn]
         together = getattr(self._dataset, "__getitems__", None)
-        return list(together(rows)) if together else [self._dataset[row] for row in rows]
-
-    def _alone(self, step: StepDraws, row: int) -> Any:
-        step.seed(int(labels_of([row], 1)[0, 0]), ROW)
-        return self._read([row])[0]
-
-    def _require_memoryless(self) -> None:
-        rows = np.unique(np.linspace(0, len(self) - 1, _CHECKED, dtype=np.int64)).tolist()
-        step = self._draws.at(0)
-        with step.kept():
-            first = {row: self._alone(step, row) for row in rows}
-            for row in reversed(rows):
-                if not _same(first[row], self._alone(step, row)):
-                    raise DataError(
-                        f"row {row} of the loader's dataset is another one when it is read again, after"
-                        " others",
-                        expected="rows that depend on no other row, and on nothing that was read before",
-                        cause="something that is kept from call to call (a counter, a running maximum)",
-                        next_step="keep nothing from one call to the next; draw with torch, numpy or random",
-                    )
+        self._coins.begin(drawn[0].batch)
+        with self._coins.seeded():
+            return list(together(rows)) if together else [self._dataset[row] for row in rows]
 
 
 class RecordsApart:
     """A loader's collate function, whose batches have rows that depend on no other row, as far as the first
-    batch of several rows shows it; and the empty batch.
+    batch of several rows shows it; and the empty batch. It may end a loop that has released nothing yet.
 
     Raises DataError for one that draws at random, or whose rows depend on others.
     """

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -33,18 +32,17 @@ from psgrad.engine.privacy.account import Account, StepLedger
 from psgrad.engine.privacy.accounting import StepEvent, epsilon_pld
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, batch_source
 from psgrad.engine.privacy.clipping import Clipping
-from psgrad.engine.privacy.drawn_rows import RowsApart
-from psgrad.engine.privacy.fixed_chunks import independent_samples
+from psgrad.engine.privacy.coins import Coins
+from psgrad.engine.privacy.drawn_rows import RowsWithCoins
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.loop_loader import DrawnBatch, LoopSampling, PrivateLoader
-from psgrad.engine.privacy.model_state import ModelState
 from psgrad.engine.privacy.noise import Noise
-from psgrad.engine.privacy.record_draws import OwnGenerators, RecordDraws
-from psgrad.engine.privacy.record_separation import require_separate_records
+from psgrad.engine.privacy.preflight import NotRun, require_separate_records, stand_ins, warm_up
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.refusals import require_tail
 from psgrad.engine.privacy.step import PrivateTraining, private_sum
 from psgrad.engine.privacy.sum_programs import SumPrograms
+from psgrad.engine.privacy.unchanged import Unchanged
 from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import ConfigError, LossError, ModelError
 
@@ -109,21 +107,21 @@ def make_private(
 
     A batch that was drawn is stepped: the loader refuses to go on after one that a loop left out.
 
-    What a model or a loss keeps while it runs on records (a buffer, an attribute) is put back each time. What
-    a dataset draws at random for a row follows from a secret key, the batch and the row alone.
+    A model or a loss that keeps something while it runs on records (a buffer, an attribute) ends the step
+    before anything is released. The model, the loss and the dataset draw from generators that are seeded
+    from a secret stream.
 
     Raises ConfigError for a loader whose rows can't be drawn or whose sampler chooses among them, and for an
-    optimiser of other parameters; DataError for rows that are others when they are read again; ModelError for
-    a model that keeps an iterator.
+    optimiser of other parameters; ModelError for a generator in an attribute that can't be seeded.
     """
     drawn = LoopSampling.of(data_loader, poisson_sampling, sample_rate, expected_batch_size)
     account = _account(module, optimizer, ledger)
     objective = Objective(module, _of_one(criterion))
     noise = Noise(noise_multiplier)
     generator = generator or make_generator("aes")
-    loop = _Loop(objective, ModelState(module, criterion), drawn.expected)
+    loop = _Loop(objective, Unchanged(module, criterion), generator)
     dataset = data_loader.dataset
-    rows = RowsApart(dataset, RecordDraws(generator, OwnGenerators(dataset, data_loader.collate_fn)))
+    rows = RowsWithCoins(dataset, Coins(generator, dataset, data_loader.collate_fn))
     training = PrivateTraining(
         {name: module.get_parameter(name) for name in objective.params},
         loop.source,
@@ -170,24 +168,24 @@ def _warn_of_no_account(what: str) -> None:
 class _Loop:
     """What the parts of one loop know of the batch that is trained on."""
 
-    def __init__(self, objective: Objective, state: ModelState, expected: float) -> None:
+    def __init__(self, objective: Objective, state: Unchanged, generator: Generator) -> None:
         self.objective, self._state = objective, state
-        self._expected = expected  # records of a batch
-        self._samples: int | None = None  # how many are computed together
+        self._coins = Coins(generator, objective.model, objective.loss_of)
         self._programs, self._version = SumPrograms(), state.version
         self.drawn = DrawnBatch()
         self.called: tuple[tuple[Tensor, ...], Any] | None = None
         self._batch: tuple[tuple[Tensor, ...], Any] | None = None
-        self._checked = False
+        self._checked = self._warm = False
 
-    @contextmanager
-    def unchanged(self) -> Iterator[ModelState]:
-        """A context that restores at its end the state of the model and the loss: values that are written in
-        it come from records.
+    def begin(self, inputs: tuple[Tensor, ...]) -> None:
+        """Take the state of the model and the loss for what it is to be at the end of the step: values that
+        are written from here on come from records. What the model sets up on its first run comes from
+        stand-ins.
         """
+        if not self._warm:
+            self._warm = True
+            warm_up(self.objective.model, lambda: self.objective.model(*stand_ins(inputs)[0]))
         self._state.renew()
-        with self._state.held():
-            yield self._state
 
     def inputs_of(self, output: Any) -> tuple[Tensor, ...]:
         """The inputs that the model was called with for this output. Raises LossError for another object."""
@@ -217,11 +215,21 @@ class _Loop:
                 cause="rows were added, left out or taken from elsewhere",
             )
         if not self._checked and rows > 1:
-            few = tuple(x[:_CHECKED] for x in inputs)
-            with self.unchanged():
-                require_separate_records(self.objective, few, None if target is None else target[:_CHECKED])
-            self._checked = True
+            self._check(inputs, target)
         self._batch = inputs, target
+
+    def _check(self, inputs: tuple[Tensor, ...], target: Any) -> None:
+        """Require a model that keeps records apart, by stand-ins of the shapes of a few rows."""
+        self._checked = True
+        self._state.require(by_bits=True)
+        few = stand_ins([x[:_CHECKED] for x in inputs], None if target is None else target[:_CHECKED])
+        try:
+            require_separate_records(self.objective, *few)
+        except NotRun as error:
+            warnings.warn(
+                f"whether the model keeps records apart was not checked: {error.arrived}", stacklevel=4
+            )
+        self._state.renew()
 
     def source(self, _: np.ndarray) -> GradientSource:
         """The clipped sum of the batch that was kept. Raises ConfigError where there is none."""
@@ -236,17 +244,14 @@ class _Loop:
         dims = (0, None if target is None else 0)
 
         def source(clipping: Clipping) -> ClippedSum:
-            with self.unchanged() as state, state.unwritten():
-                loss = state.holding(self.objective.loss)
-                options: dict[str, Any] = {"in_dims": dims, "has_aux": True}
-                if self._samples is None and len(inputs[0]):
-                    self._samples = independent_samples(
-                        loss, params, inputs, target, expected=self._expected, **options
-                    )
-                if state.version != self._version:  # programs have the former state
-                    self._programs, self._version = SumPrograms(), state.version
-                options |= {"samples": self._samples, "programs": self._programs}
-                return batch_source(loss, params, inputs, target, **options)(clipping)
+            loss = self._state.checked(self.objective.loss)
+            options: dict[str, Any] = {"in_dims": dims, "has_aux": True, "randomness": "different"}
+            if self._state.version != self._version:  # programs have the former state
+                self._programs, self._version = SumPrograms(), self._state.version
+            options |= {"coins": self._coins, "programs": self._programs}
+            found = batch_source(loss, params, inputs, target, **options)(clipping)
+            self._state.require(by_bits=True)
+            return found
 
         return source
 
@@ -267,7 +272,8 @@ class PrivateModule(nn.Module):
             return self.module(*inputs)
         if not inputs or not all(isinstance(x, Tensor) for x in inputs):
             raise ModelError("the model was called without tensors", expected="tensors with a row a record")
-        with torch.no_grad(), self._loop[0].unchanged():
+        with torch.no_grad():
+            self._loop[0].begin(inputs)
             output = self.module(*inputs)
         self._loop[0].called = inputs, output
         return output
@@ -281,7 +287,7 @@ class PrivateCriterion:
 
     def __call__(self, output: Any, target: Any) -> PrivateLoss:
         inputs = self._loop.inputs_of(output)
-        with torch.no_grad(), self._loop.unchanged():
+        with torch.no_grad():
             value = self._criterion(output, target)
         return PrivateLoss(value, lambda: self._loop.take(inputs, target))
 

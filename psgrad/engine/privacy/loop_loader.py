@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from psgrad.engine.privacy.drawn_rows import DrawnRow, RecordsApart, RowsApart
+from psgrad.engine.privacy.drawn_rows import DrawnRow, RecordsApart, RowsWithCoins
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import Sampling
@@ -80,7 +80,7 @@ class PrivateLoader:
     def __init__(
         self,
         loader: DataLoader[Any],
-        rows: RowsApart,
+        rows: RowsWithCoins,
         sampling: LoopSampling,
         generator: Generator,
         drawn: DrawnBatch,

@@ -32,7 +32,7 @@ from psgrad.errors import DistributedError
 
 RowNumbers = np.ndarray[Any, np.dtype[np.int64]]
 Source = Callable[[RowNumbers, int], Callable[[Clipping], ClippedSum]]
-"""Record numbers and a step to the clipped sum of these records, with their draws of the step."""
+"""Record numbers and a step to the clipped sum of these records, with their coins of the step."""
 
 _STEP, _SUMS = "private step", "private sums"  # what is sent to all, and what comes back
 _COLUMNS = ("norms", "losses", "factors", "below")
@@ -155,7 +155,7 @@ class LeadingRank:
         return found
 
     def end(self) -> None:
-        """Let the others end, and wait until they have found their models as they were; only once."""
+        """Let the others end, and wait for them; only once."""
         if (
             self._ended or self._sending
         ):  # after a second Ctrl-C in the middle of a message no rank is waited for
@@ -199,14 +199,13 @@ class FollowingRank:
     take: Callable[[Arrays], None]
     on_step: Callable[[int], None] = lambda _: None
 
-    def serve(self, check: Callable[[], None] = lambda: None) -> None:
-        """Compute shares until rank 0 ends. check: called then, while rank 0 waits."""
+    def serve(self) -> None:
+        """Compute shares until rank 0 ends."""
         take, rank = self.begin, self.processes.rank
         while True:
             message = self.processes.broadcast(_STEP, {})
             step = int(message["step"])
             if step == _ENDED:
-                check()
                 self.processes.meet(_STEP)
                 return
             self.on_step(step)

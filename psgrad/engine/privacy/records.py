@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from psgrad.engine.privacy.record_draws import COPY, ROW, RecordDraws, StepDraws, by_record, labels_of
+from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.transforms import vmap
 from psgrad.errors import DataError
 from psgrad.ragged import Block, joined
@@ -107,11 +107,8 @@ class RecordReader:
         source: the name of `augment` in messages.
         width: rows that every record is filled up to, at least as many as one has with its copies; 1 has no
             axis of rows. None fills up to the longest record that is read at once.
-        draws: of the run. With them, what is read depends neither on the chunks in which it is read nor on
-            other records, also where `take` or `augment` draw from the global generators of PyTorch, NumPy or
-            Python, which are seeded for each row and copy and set back, or from those that the draws know as
-            the code's own; and the loss draws by record. Without, these draw as they would anyway, and a
-            private sum of records that draw has no bound.
+        coins: seed the generators before rows are read and changed, for code that draws from them; None for
+            rows that are the same each time.
 
     Attributes:
         copies: of each row; 1 where there is no augmentation.
@@ -131,11 +128,11 @@ class RecordReader:
         copies: int = 1,
         source: str = "the augmentation",
         width: int | None = None,
-        draws: RecordDraws | None = None,
+        coins: Coins | None = None,
     ) -> None:
         self.records, self._take, self._combine = records, take, combine
-        self.draws, self._now = draws, None if draws is None else draws.at(0)
-        self._take_draws = False  # whether rows were seen to be drawn as they are read
+        self.draws = coins is not None
+        self._coins = coins
         self.inputs_of_model: int | None = None
         self._augment, self.copies, self._source = augment, copies if augment is not None else 1, source
         self._width = width
@@ -147,16 +144,14 @@ class RecordReader:
         """Whether records have an axis of rows."""
         return (self.records.longest * self.copies if self._width is None else self._width) > 1
 
-    def draw(self, records: npt.ArrayLike, step: int = 0) -> None:
-        """The records to read from now on, and the step to which their random draws belong. They are read
-        longest first, as in `drawn`.
+    def draw(self, records: npt.ArrayLike) -> None:
+        """The records to read from now on. They are read longest first, as in `drawn`.
 
         Records of about one length come together then, which fills up least, and what fits in memory is known
         from the first chunk.
         """
         drawn = np.asarray(records, dtype=np.int64)
         self.drawn = drawn[np.argsort(-self.records.sizes[drawn], kind="stable")]
-        self._now = None if self.draws is None else self.draws.at(step)
 
     def require_memoryless(self, records: npt.ArrayLike) -> None:
         """Raises DataError if one of these records changes when it is read again, after the others. `drawn`
@@ -171,7 +166,7 @@ class RecordReader:
                 expected="records that depend on no other record, and on nothing that was read before",
                 cause=(
                     "a dataset or an augmentation that keeps something from call to call (a counter, a cache"
-                    " of what it drew), or draws from a source of random numbers that psgrad does not find"
+                    " of what it drew), or draws from a generator outside of its attributes"
                 ),
                 next_step=(
                     "keep nothing from one call to the next; draw with torch, numpy or random, or from a"
@@ -180,8 +175,10 @@ class RecordReader:
             )
 
     def _alone(self, record: int) -> list[bytes]:
-        """A record, read alone."""
+        """A record, read alone, with the same coins each time."""
         self.draw([record])
+        if self._coins is not None:
+            self._coins.begin(0, int(record))
         batch = self(0, 1)
         return [x.contiguous().numpy().tobytes() for x in (*batch.inputs, batch.target) if x is not None]
 
@@ -189,8 +186,6 @@ class RecordReader:
         """The loss of a record, as a stream calls it, from that of one row: (params, inputs, target) to
         (loss, aux).
         """
-        if self.draws is not None:
-            loss = by_record(loss, self._draws_now)
         return record_loss(loss, randomness=randomness) if self.several else loss
 
     def __call__(self, start: int, stop: int) -> Block:
@@ -198,24 +193,21 @@ class RecordReader:
 
         If every record is one row: each tensor [n, ...]. Else [n, k, ...], k the reader's width or the most
         rows of a record among these, with the weights [n, k] of the rows as the last of the inputs: 1 / rows
-        for an average, 1 for a sum, and 0 for padding, which repeats the record's own last row. A reader with
-        draws has the rows' labels, [n] or [n, k], before the weights.
+        for an average, 1 for a sum, and 0 for padding, which repeats the record's own last row.
         """
         chosen = self.drawn[start:stop]
-        rows = self._rows(chosen)
-        if self._augment is not None:
-            rows = self._augmented(rows, chosen)
+        with nullcontext() if self._coins is None else self._coins.seeded():
+            rows = self._take(self.records.rows_of_each(chosen))
+            if self._augment is not None:
+                rows = self._augmented(rows)
         self.inputs_of_model = len(rows.inputs)
         if not self.several:
-            if self.draws is None:
-                return rows
-            return rows.with_inputs(after=[torch.from_numpy(labels_of(chosen, 1)[:, 0])])
+            return rows
         sizes = self.records.sizes[chosen] * self.copies
         width = int(sizes.max()) if self._width is None else self._width
         places, weights = _padded(sizes, width, None if self._combine == "mean" else 1.0 / self.copies)
-        labels = () if self.draws is None else (torch.from_numpy(labels_of(chosen, width)),)
         self._require_like_rows(rows, places, chosen)
-        return rows.grouped(places).with_inputs(after=[*labels, weights])
+        return rows.grouped(places).with_inputs(after=[weights])
 
     def _require_like_rows(self, rows: Block, places: Tensor, chosen: RowNumbers) -> None:
         """Raises DataError where the rows of a record differ in length, and the model would see padding."""
@@ -232,43 +224,11 @@ class RecordReader:
                 next_step="let each row be a record, or give the model a mask as an input",
             )
 
-    def _draws_now(self) -> StepDraws:
-        assert self._now is not None
-        return self._now
-
-    def _labels(self, chosen: RowNumbers, copies: int) -> RowNumbers:
-        """The labels of the records' rows, one record's after another's; of as many copies of each."""
-        sizes = self.records.sizes[chosen] * copies
-        labels = labels_of(chosen, int(sizes.max(initial=0)))
-        return labels[np.arange(labels.shape[1]) < sizes[:, None]]
-
-    def _rows(self, chosen: RowNumbers) -> Block:
-        """The rows of these records, one record's after another's; each alone if reading draws random
-        numbers.
-        """
-        rows = self.records.rows_of_each(chosen)
-        if self._now is None:
-            return self._take(rows)
-        with self._now.kept():
-            if not self._take_draws:
-                before = self._now.states()
-                together = self._take(rows)
-                self._take_draws = self._now.states() != before
-                if not self._take_draws:
-                    return together
-            parts = []
-            for row, label in zip(rows, self._labels(chosen, 1), strict=True):
-                self._now.seed(int(label), ROW)
-                parts.append(self._take(row[None]))
-        return joined(parts)
-
-    def _augmented(self, rows: Block, chosen: RowNumbers) -> Block:
+    def _augmented(self, rows: Block) -> Block:
         made = []
-        with nullcontext() if self._now is None else self._now.kept():
-            for place, label in enumerate(self._labels(chosen, self.copies)):
-                if self._now is not None:
-                    self._now.seed(int(label), COPY)
-                row = rows.at(slice(place // self.copies, place // self.copies + 1))
+        for place in range(len(rows)):
+            row = rows.at(slice(place, place + 1))
+            for _ in range(self.copies):
                 if row.ragged is not None:
                     self._shapes = [tuple(x.shape[1:]) for x in row.inputs]
                 copy = self._copy([x[0] for x in row.inputs])

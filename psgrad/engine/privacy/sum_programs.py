@@ -2,9 +2,10 @@
 the computation itself on the third, and later chunks are replayed.
 
 A chunk that is not replayed is computed as it always was, also the recorded one, and a program must give its
-bits. So no record's numbers depend on whether its chunk is replayed. Samples that need another computation
-(they cancel, or their numbers leave a type's range) set a flag, and so does a sample that is left out; then
-the chunk is computed itself. A loss that draws random numbers is never replayed.
+bits: it draws what the computation draws, from the same seeds. So no record's numbers depend on whether its
+chunk is replayed. Samples that need another computation (they cancel, or their numbers leave a type's range)
+set a flag, and so does a sample that is left out; then the chunk is computed itself. A loss that draws from
+NumPy's or Python's generators is not replayed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 from psgrad import random_state
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.gradients.terms.numerics import flagging
-from psgrad.engine.privacy.record_draws import beginning_no_runs, drawn_outside_of_torch
 from psgrad.engine.transforms.capture import MOST_PROGRAMS, Call, Captured, Entry, agree
 
 
@@ -36,10 +36,13 @@ class SumPrograms:
         self.say, self.chunks = say, 0
         self._captured: OrderedDict[Any, Captured] = OrderedDict()
 
-    def __call__(self, made_for: Any, compute: Callable[..., Any], *arguments: Any) -> Any:
+    def __call__(
+        self, made_for: Any, shared: Callable[[], bool], compute: Callable[..., Any], *arguments: Any
+    ) -> Any:
         """`compute(*arguments)`, by a program where there is one.
 
-        made_for: what `compute` depends on beside its arguments; anything that can be a key.
+        made_for: what `compute` depends on beside its arguments; anything that can be a key. shared: whether
+        `compute` has drawn from generators that no program draws from.
         """
         captured = self._captured.get(made_for)
         if captured is None:
@@ -50,11 +53,13 @@ class SumPrograms:
                 self._captured.popitem(last=False)
         captured.function = compute
         try:
-            return self._found(captured, captured.call(*arguments), arguments)
+            return self._found(captured, captured.call(*arguments), shared, arguments)
         finally:
             captured.function = _nothing  # what is computed holds the chunk
 
-    def _found(self, captured: Captured, call: Call | None, arguments: tuple[Any, ...]) -> Any:
+    def _found(
+        self, captured: Captured, call: Call | None, shared: Callable[[], bool], arguments: tuple[Any, ...]
+    ) -> Any:
         compute = captured.function
         if call is None or call.entry.ended:
             return compute(*arguments)
@@ -65,25 +70,30 @@ class SumPrograms:
         if entry.recording is not None:
             return captured.compare(call, compute, lambda found, again: _same(entry, found, again))
         found = compute(*arguments)
-        if entry.met:
+        if shared():
+            captured.end(entry, "the model or the loss draws from NumPy's or Python's random generators")
+        elif entry.met:
             _record(captured, call)
         entry.met = True
         return found
 
     def _replayed(self, captured: Captured, call: Call) -> Any:
         """What a program finds; None where the chunk must be computed itself."""
+        before = random_state.states() if call.entry.program and call.entry.program.draws else []
         try:
             done, values = captured.replay(call)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             captured.end(call.entry, "memory ran out")
+            random_state.restore(before)
             return None
         if not done:
             return None
         found, flag = values
         if _is_set(flag):
             call.entry.count_failure()
+            random_state.restore(before)
             return None
         self.chunks += 1
         return found
@@ -91,9 +101,6 @@ class SumPrograms:
 
 def _record(captured: Captured, call: Call) -> None:
     """Record a call once more after it was computed; its result is not used."""
-    if drawn_outside_of_torch():
-        captured.end(call.entry, _DRAWS)
-        return
     compute = captured.function
 
     def flagged(*arguments: Any) -> tuple[Any, Any]:
@@ -103,16 +110,10 @@ def _record(captured: Captured, call: Call) -> None:
 
     captured.function = flagged
     try:
-        with random_state.restored(), beginning_no_runs():
+        with random_state.restored():
             captured.record(call)
     except Exception as error:  # the call itself went well
         captured.end(call.entry, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
-    recording = call.entry.recording
-    if recording is not None and any(kernel.draws for kernel in recording.kernels):
-        captured.end(call.entry, _DRAWS)
-
-
-_DRAWS = "the model or the loss draws random numbers"
 
 
 def _same(entry: Entry, found: Any, again: tuple[Any, Any]) -> bool | None:

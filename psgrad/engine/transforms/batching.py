@@ -33,7 +33,6 @@ from psgrad.engine.transforms.operators import (
     reshapes_in_place,
 )
 from psgrad.engine.transforms.private_torch import count_write, make_wrapper, write_count
-from psgrad.engine.transforms.random_draws import Drawer
 from psgrad.engine.transforms.refused_writes import refuse_overlapping_memory
 from psgrad.engine.transforms.rules.registry import batching_rule, decompose, rules_of, shared_draw
 from psgrad.engine.transforms.state import state
@@ -56,10 +55,16 @@ class Deferral(Protocol):
 
 
 class BatchLevel(SampleAxis):
-    """vmap: `size` samples; `randomness` decides how random operators draw for them."""
+    """vmap: `size` samples; `randomness` decides how random operators draw for them.
 
-    axis_name: str | None = None  # by which named_axis.py finds it
-    drawer: Drawer | None = None  # draws by label, if each sample has a label
+    Attributes:
+        axis_name: by which named_axis.py finds it.
+        counted: [size] bool, the samples whose numbers Python code reads where they agree; the others follow
+            them. None for all.
+    """
+
+    axis_name: str | None = None
+    counted: torch.Tensor | None = None
 
     def __init__(self, size: int, randomness: str = "error", deferral: Deferral | None = None) -> None:
         super().__init__(size, randomness)
@@ -242,8 +247,6 @@ class BatchLevel(SampleAxis):
                 cause="a dropout layer in training mode, or noise inside the loss",
                 next_step="call model.eval(), or pass randomness='different' or 'same'",
             )
-        if self.drawer is not None:
-            return self.drawer.run(op, args, kwargs)
         mapped = any(self.owns(a) for a in args)
         rule = batching_rule(op)
         if rule is None:

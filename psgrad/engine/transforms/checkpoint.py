@@ -245,11 +245,6 @@ class CallSettings:
     def __init__(self) -> None:
         with without_modes():
             self.generators = random_state.states()
-        self.drawers = [
-            (drawer, drawer.number)
-            for level in state.stack
-            if (drawer := getattr(level, "drawer", None)) is not None
-        ]
         self.autocast = [
             (device, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
             for device in _AUTOCAST_DEVICES
@@ -295,9 +290,6 @@ class CallSettings:
                 self._refuse_to_be_recorded()
                 random_state.restore(self.generators)
                 exits.callback(random_state.restore, now)
-            for drawer, number in self.drawers:
-                exits.callback(setattr, drawer, "number", drawer.number)
-                drawer.number = number
             yield
 
     def _refuse_to_be_recorded(self) -> None:

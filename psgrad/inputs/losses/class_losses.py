@@ -11,7 +11,6 @@ relative precision.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -39,13 +38,9 @@ class _OfClasses(Loss):
     weight: ClassWeights = None
     ignore_index: IgnoreIndex = None
 
-    @cached_property
-    def _weights(self) -> Tensor | None:
-        return None if self.weight is None else torch.tensor(self.weight)
-
     def _weights_for(self, output: Tensor) -> Tensor | None:
         """[c] on the device and in the type of the output."""
-        return None if self._weights is None else self._weights.to(output.device, output.dtype)
+        return None if self.weight is None else torch.tensor(self.weight).to(output.device, output.dtype)
 
     @property
     def _ignored(self) -> int:

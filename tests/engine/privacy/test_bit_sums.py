@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from psgrad.engine.privacy.kept_values import BitSums, has_bits
+from psgrad.engine.privacy.unchanged import BitSums, has_bits
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.complex64, torch.bool]
 SHAPES = [(), (0,), (3,), (4097, 9), (8192, 8)]

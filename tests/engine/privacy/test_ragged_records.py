@@ -4,6 +4,7 @@ length.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,18 +21,26 @@ from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.privacy.batches import RecordStreams, stream_source
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.records import RecordReader, Records
+from psgrad.engine.privacy.sum_programs import SumPrograms
 from psgrad.errors import DataError
 from psgrad.ragged import Block
 from tests.engine.execution.ragged_models import Case, Row, case, flat
 
-LARGE = ModelSize(1, 10**12)
+LARGE, SMALL = ModelSize(1, 10**12), ModelSize(10**9, 1)
 LENGTHS = [3, 9, 2, 3, 7, 12, 1, 5]
 KINDS = ["mean", "gpt2", "lstm"]
 
 
-def clipped(ragged: Case, rows: Sequence[Row], clipping: Clipping, **options: Any) -> Any:
+def clipped(
+    ragged: Case,
+    rows: Sequence[Row],
+    clipping: Clipping,
+    alone: bool = False,
+    programs: SumPrograms | None = None,
+    **options: Any,
+) -> Any:
     stream = ragged.stream(rows, **{"model_size": LARGE, **options})
-    return stream_source(stream, len(rows))(clipping)
+    return stream_source(stream, len(rows), None, programs, alone)(clipping)
 
 
 def as_row(sums: dict[str, Tensor]) -> Tensor:
@@ -85,36 +94,34 @@ def test_ragged_record_adds_no_more_than_its_bound(
 
 
 @pytest.mark.long
-def test_ragged_record_on_a_grid_is_the_same_in_any_company() -> None:
-    """It is computed alone, and not padded to the others."""
+def test_ragged_records_alone_are_the_same_in_any_company() -> None:
     ragged = case("gpt2", torch.float32)
     rows = ragged.rows(LENGTHS)
-    clipping = replace(Clipping.flat(ragged.objective.params, 0.5), grid=2.0**-31)
-    whole = clipped(ragged, rows, clipping, chunk_size=8, model_size=ModelSize(10**9, 1)).sums
-    alone = [clipped(ragged, [row], clipping, chunk_size=1).sums for row in rows]
-    for name, value in whole.items():
-        assert torch.equal(value, torch.stack([each[name] for each in alone]).sum(0))
-
-
-def test_ragged_record_that_cancels_is_computed_without_the_others_padding(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from psgrad.engine.privacy import clipped_sums
-
-    ragged = case("mean", torch.float32)
-    rows = ragged.rows([2, 9])
-    shapes: list[tuple[int, ...]] = []
-    alone = clipped_sums.per_sample_gradients
-
-    def watched(loss: Any, params: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
-        shapes.append(tuple(inputs[0].shape))
-        return alone(loss, params, inputs, *rest, **options)
-
-    monkeypatch.setattr(clipped_sums, "per_sample_gradients", watched)
-    monkeypatch.setattr(clipped_sums, "MOST_ABSOLUTE", 0.0)  # all records are taken for such ones
     clipping = Clipping.flat(ragged.objective.params, 0.5)
-    clipped(ragged, rows, clipping, chunk_size=2, model_size=ModelSize(10**9, 1))
-    assert shapes == [(1, 2), (1, 9)]
+    whole = clipped(ragged, rows, clipping, alone=True).sums
+    each = [clipped(ragged, [row], clipping, alone=True).sums for row in rows]
+    for name, value in whole.items():
+        assert torch.equal(value, functools.reduce(torch.add, (sums[name] for sums in each)))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_ragged_records_of_few_shapes_are_replayed(kind: str) -> None:
+    """Filled and padded chunks give the sums of a loop, whatever is drawn in a step."""
+    plain = case(kind)
+    ragged = replace(plain, ragged=replace(plain.ragged, limit=16))
+    programs, replayed = SumPrograms(), []
+    for step in range(8):
+        rows = ragged.rows([1 + (step + 3 * place) % 7 for place in range(5 + step % 3)])
+        gradients = flat(ragged.gradients(rows))
+        norms = gradients.norm(dim=1)
+        bound = 0.5
+        factors = ((1 - MARGIN) * bound / norms).clamp(max=1)
+        clipping = Clipping.flat(ragged.objective.params, bound)
+        found = clipped(ragged, rows, clipping, programs=programs, chunk_size=8, model_size=SMALL)
+        torch.testing.assert_close(as_row(found.sums), factors @ gradients, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found.records.losses, ragged.losses(rows), rtol=1e-9, atol=0)
+        replayed.append(programs.chunks)
+    assert replayed[-1] >= 4
 
 
 # -- records of several rows ---------------------------------------------------------------------------------

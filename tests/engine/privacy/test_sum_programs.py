@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from psgrad.engine.execution.ladder import rung
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.privacy.batches import ClippedSum, RecordStreams, batch_source
 from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.loop import make_private
-from psgrad.engine.privacy.record_draws import RecordDraws
 from psgrad.engine.privacy.records import Records
 from psgrad.engine.privacy.sum_programs import SumPrograms
 from psgrad.inputs.rows import Block
@@ -86,6 +87,13 @@ class Scaled(nn.Module):
         return self.layer(x) * self.scale  # type: ignore[no-any-return]
 
 
+class Computed(SumPrograms):
+    """Takes the place of programs, and computes each chunk."""
+
+    def __call__(self, made_for: Any, shared: Any, compute: Any, *arguments: Any) -> Any:
+        return compute(*arguments)
+
+
 class Twins:
     """Two equal models; the sums of one are computed with programs, those of the other without."""
 
@@ -107,7 +115,7 @@ class Twins:
                 samples=TOGETHER,
                 programs=own,
             )(clipping)
-            for objective, own in zip(self._objectives, (self.programs, None), strict=True)
+            for objective, own in zip(self._objectives, (self.programs, Computed()), strict=True)
         )
         for name, value in expected.sums.items():
             assert torch.equal(found.sums[name], value), name
@@ -134,9 +142,16 @@ def flat(model: nn.Module, bound: float = 0.3, **options: Any) -> Clipping:
 def test_replayed_sums_have_the_bits_of_others_while_parameters_change(build: Any, clip: Any) -> None:
     twins = Twins(build)
     clipping = clip(dict(twins.model.named_parameters()), 0.3)
-    for records in (8, 5, 8, 1, 7, 13):  # the last in two chunks
+    for records in (8, 7, 8, 7, 8, 15):  # the last in two chunks
         twins.step(clipping, *draw(records))
     assert twins.programs.chunks == 4
+
+
+@pytest.mark.parametrize(
+    ("count", "rows"), [(1, 1), (2, 2), (4, 4), (5, 6), (7, 8), (9, 12), (13, 16), (17, 24)]
+)
+def test_chunks_are_filled_to_few_sizes(count: int, rows: int) -> None:
+    assert rung(count) == rows
 
 
 def test_replayed_sums_by_the_automatic_rule() -> None:
@@ -245,12 +260,12 @@ def streams_of(model: nn.Module, rows: Block, capture: Any = "auto") -> RecordSt
             loss, objective.params, read, chunk_size=1, randomness="different", capture=capture
         ),
         randomness="different",
-        draws=RecordDraws(make_generator("aes", seed=3)),
+        coins=Coins(make_generator("aes", seed=3)),
     )
 
 
-@pytest.mark.parametrize(("dropout", "replayed"), [(0.0, 8 * 6 - 3), (0.5, 0)])
-def test_steps_of_a_run_are_replayed_unless_the_model_draws(dropout: float, replayed: int) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_steps_of_a_run_are_replayed(dropout: float) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), *[nn.Dropout(dropout)] * (dropout > 0))
     model.append(nn.Linear(5, CLASSES))
@@ -269,8 +284,7 @@ def test_steps_of_a_run_are_replayed_unless_the_model_draws(dropout: float, repl
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.sub_(expected.sums[name].float())
-    assert [programs.chunks for programs in streams._programs.values()] == [replayed]
-    assert not plain._programs
+    assert (streams.replayed, plain.replayed) == (8 * 6 - 3, 0)
 
 
 def test_a_value_that_a_loop_changes_between_steps_is_read_again() -> None:

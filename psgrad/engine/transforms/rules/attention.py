@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.transforms.operators import is_random
-from psgrad.engine.transforms.random_draws import drawing_by_label
 from psgrad.engine.transforms.rules.families import aten
 from psgrad.engine.transforms.rules.registry import Op, define
 from psgrad.engine.transforms.state import state
@@ -17,8 +15,6 @@ def _attention(*args: Any, **kwargs: Any) -> Any:
     """Attention with a derivative, computed as [batch, heads, t, d], the only layout with fused kernels."""
     query, key, value = args[:3]
     rest, rank = list(args[3:]), max(query.dim(), key.dim(), value.dim())
-    if drawing_by_label() and is_random(aten.scaled_dot_product_attention.default, args, kwargs):
-        return by_matrix_products(*args, **kwargs)  # fused kernels draw for a whole batch
     if rank == 4 and query.dim() == key.dim() == value.dim():
         return aten.scaled_dot_product_attention.default.decompose(query, key, value, *rest, **kwargs)
     if rank > 4 or rank < 2:

@@ -82,8 +82,10 @@ def shared_number(batch: Any, op: Op, values: torch.Tensor) -> Any:
     """The Python number that all of `values` [n] are; if they differ, an error or a split of the batch."""
     if not batch.size:
         return aten._local_scalar_dense.default(values.new_zeros(()))
-    first = values[0]
-    if bool(((values == first) | ((values != values) & (first != first))).all()):
+    counted = batch.level.counted
+    first = values[0] if counted is None else values.index_select(0, counted.int().argmax().reshape(1))[0]
+    same = (values == first) | ((values != values) & (first != first))
+    if bool((same if counted is None else same | ~counted).all()):
         return aten._local_scalar_dense.default(first)
     if values.dtype.is_floating_point or values.dtype.is_complex:
         raise TransformError(

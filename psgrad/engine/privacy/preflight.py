@@ -1,11 +1,12 @@
 """A check of a model before its first private step: no record may influence the output or loss of another.
 
-It reads a few rows of the private data, and can only stop a run that has released nothing yet. Its messages
-are for the owner of the data.
+It runs on stand-ins, made of the shapes of rows alone, so that nothing of the records decides its outcome;
+or, where the user says so, on a few rows. Its messages are for the owner of the data.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,14 +17,8 @@ from torch import Tensor, nn
 
 from psgrad import random_state
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.transforms.private_torch import (
-    BatchNormBase,
-    NormBase,
-    buffer_store,
-    parameter_store,
-    tree_leaves,
-    tree_map,
-)
+from psgrad.engine.privacy.unchanged import Unchanged
+from psgrad.engine.transforms.private_torch import BatchNormBase, NormBase, tree_leaves, tree_map
 from psgrad.errors import ModelError, PsgradError
 
 # As a share of an output's largest entry: kernels for batches of other sizes round differently, layers that
@@ -32,11 +27,63 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _TOLERANCE_OF_HALVES = 5e-2
 
 
+class NotRun(ModelError):
+    """The model or the loss does not run on the rows that it is checked with."""
+
+
+def stand_ins(
+    inputs: Sequence[Tensor], target: Tensor | None = None
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """(inputs, target) of these shapes and types with other content, which does not depend on theirs: normal
+    numbers, whole numbers 0 and 1, and True.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def like(x: Tensor) -> Tensor:
+        if x.is_floating_point() or x.is_complex():
+            return torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device)
+        if x.dtype == torch.bool:
+            return torch.ones_like(x)
+        return torch.randint(0, 2, x.shape, dtype=x.dtype, generator=generator).to(x.device)
+
+    return tuple(map(like, inputs)), None if target is None else like(target)
+
+
+def warm_up(model: nn.Module, run: Callable[[], Any]) -> None:
+    """Run the model on stand-ins, so that what it sets up on its first run does not come from a record. A
+    model that does not run on them is told of by `require_separate_records`.
+
+    Raises ModelError for layers that read or keep statistics of a batch, and where the run changes a
+    parameter or a buffer.
+    """
+    require_no_batch_statistics(model)
+    state, names = Unchanged(model), _names(model)
+    with torch.no_grad(), random_state.restored(), contextlib.suppress(Exception):
+        run()
+    _require_no_update(model, state, names)
+
+
+def _names(model: nn.Module) -> set[str]:
+    return {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _require_no_update(model: nn.Module, state: Unchanged, names: set[str] | None = None) -> None:
+    """Raises ModelError where a forward pass has changed something of these names; of any for None."""
+    changed = [name for name in state.changes(by_bits=True) if names is None or name in names]
+    if changed:
+        name = changed[0]
+        layer = model.get_submodule(name.partition("[")[0].rpartition(".")[0])
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        raise _updates(
+            f"a forward pass changes {name}{more} of the layer {_of(name.rpartition('.')[0], layer)}", layer
+        )
+
+
 def require_separate_records(objective: Objective, inputs: Sequence[Tensor], target: Tensor | None) -> None:
     """Raises ModelError if the model's output or the loss of a record depends on other records.
 
     Args:
-        inputs, target: a few rows of the dataset, [n, ...] each, on the model's device; at least two; four or
+        inputs, target: a few stand-ins or rows, [n, ...] each, on the model's device; at least two; four or
             more find more.
 
     In plain forward passes, one row at a time and all together: no buffer and no parameter may change (batch
@@ -44,17 +91,17 @@ def require_separate_records(objective: Objective, inputs: Sequence[Tensor], tar
     after other rows (a memory bank, a running average); and a row's output must be the same beside any other
     rows, because psgrad computes each alone and the model would silently be another one (a loss over the
     batch, an axis of samples that is not the first). Effects that begin after many rows, such as a memory
-    bank that has to fill up first, are not found. The model, and all global random generators, are restored.
+    bank that has to fill up first, are not found here. All global random generators are restored; what a
+    model sets up on its first run (a cache) remains.
     """
     rows = _FewRows(objective, tuple(inputs), target)
-    _require_no_batch_statistics(objective.model)
-    with _put_back(objective.model) as state:
-        rows.require_no_update(state)
-        rows.require_no_memory(state)
-        rows.require_no_mixing()
+    require_no_batch_statistics(objective.model)
+    rows.require_no_update()
+    rows.require_no_memory()
+    rows.require_no_mixing()
 
 
-def _require_no_batch_statistics(model: nn.Module) -> None:
+def require_no_batch_statistics(model: nn.Module) -> None:
     """Refuses layers that are known to read a batch or to keep statistics of it, whether or not the few rows
     use them.
     """
@@ -120,39 +167,24 @@ class _FewRows:
                 raise
             except Exception as error:
                 first_line = next(iter(str(error).splitlines()), "")
-                raise ModelError(
+                raise NotRun(
                     f"the model or the loss raised {type(error).__name__} on {what}: {first_line}",
                     next_step="call the model on one row, with a batch axis of one, to see why",
                 ) from error
 
-    def require_no_update(self, state: _FormerState) -> None:
-        """No parameter and no buffer changes in a forward pass; what is new (a cache) is the same after any
-        row.
-        """
-        added: dict[str, Tensor] | None = None
+    def require_no_update(self) -> None:
+        """No parameter and no buffer changes in a forward pass, and after the first one, no attribute."""
+        model = self.objective.model
+        state, names = Unchanged(model), _names(model)
         for row in range(len(self)):
             self.alone(row)
-            changed, new = state.changes()
-            state.restore()
-            if added is not None:
-                changed += [name for name in new if name in added and not _same(new[name], added[name])]
-            added = new if added is None else added
-            if changed:
-                name = changed[0]
-                layer = self.objective.model.get_submodule(name.rpartition(".")[0])
-                more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-                what = "buffer" if state.is_buffer(name) else "parameter"
-                raise _updates(
-                    f"a forward pass changes the {what} {name}{more} of the layer"
-                    f" {_of(name.rpartition('.')[0], layer)}",
-                    layer,
-                )
+            _require_no_update(model, state, None if row else names)
+            state.renew()
 
-    def require_no_memory(self, state: _FormerState) -> None:
+    def require_no_memory(self) -> None:
         """A row's loss is the same again, after the others and in another order."""
         first = [self.alone(row)[0] for row in range(len(self))]
         again = [self.alone(row)[0] for row in reversed(range(len(self)))][::-1]
-        state.restore()
         for row, (before, after) in enumerate(zip(first, again, strict=True)):
             if self._apart(after, before) > self._tolerance():
                 raise ModelError(
@@ -277,68 +309,6 @@ class _FewRows:
                 size = b[b.isfinite()].abs().max() if bool(b.isfinite().any()) else torch.tensor(0.0)
                 worst = max(worst, float(difference / size) if size > 0 else float(difference))
         return worst
-
-
-# -- The model's state ---------------------------------------------------------------------------------------
-
-
-class _FormerState:
-    """A model's parameters and buffers, with their former values."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._kept = {name: (tensor, tensor.detach().clone()) for name, tensor in self._now().items()}
-        self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-
-    def _now(self) -> dict[str, Tensor]:
-        named = [
-            *self._model.named_parameters(remove_duplicate=False),
-            *self._model.named_buffers(remove_duplicate=False),
-        ]
-        return dict(named)
-
-    def is_buffer(self, name: str) -> bool:
-        return name in self._buffers or name not in self._kept
-
-    def changes(self) -> tuple[list[str], dict[str, Tensor]]:
-        """(names of changed values, new values)."""
-        now = self._now()
-        changed = [
-            name
-            for name, (_, before) in self._kept.items()
-            if name not in now or not _same(now[name], before)
-        ]
-        return changed, {
-            name: tensor.detach().clone() for name, tensor in now.items() if name not in self._kept
-        }
-
-    def restore(self) -> None:
-        now = self._now()
-        for name in now.keys() - self._kept.keys():
-            owner, _, leaf = name.rpartition(".")
-            delattr(self._model.get_submodule(owner), leaf)
-        with torch.no_grad():
-            for name, (tensor, before) in self._kept.items():
-                if name in now and now[name] is tensor and _same(tensor, before):
-                    continue
-                owner, _, leaf = name.rpartition(".")
-                tensor.copy_(before)
-                module = self._model.get_submodule(owner)
-                store = buffer_store if name in self._buffers else parameter_store
-                store(module)[leaf] = tensor
-
-
-@contextmanager
-def _put_back(model: nn.Module) -> Iterator[_FormerState]:
-    state = _FormerState(model)
-    try:
-        yield state
-    finally:
-        state.restore()
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _tensors(tree: Any) -> list[Tensor]:

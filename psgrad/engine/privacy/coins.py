@@ -1,0 +1,254 @@
+"""Coins: the random numbers of a private run besides its noise and its batches, as of dropout, noise layers
+and augmentations.
+
+Operators and user code draw from the generators of PyTorch, NumPy and Python. These are seeded from a secret
+stream for each chunk of records, so that coins are secret, and independent and identically distributed over
+the places of a chunk: neighbouring datasets can be coupled so that every common record has the same coins
+(docs/explanation/dp.md has the proof). Two things would break this, and end the run: a model that seeds
+PyTorch's generator itself, and a model that draws from NumPy's or Python's generators, whose numbers all
+records of a chunk share. A chunk of one record may do both: its coins are its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from psgrad import random_state
+from psgrad.engine.privacy.generators import Generator, SecureGenerator, make_generator
+from psgrad.engine.transforms import diagnostics
+from psgrad.engine.transforms.private_torch import DisableTorchFunction
+from psgrad.engine.transforms.state import state
+from psgrad.errors import ModelError
+
+Seeds = list[int]
+"""A whole number from 0 to 2^64 - 1 for each generator."""
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+# Containers with more parts are rows of a dataset, which hold no generators.
+_MOST_PARTS = 10_000
+
+
+class Coins:
+    """The coins of a run, from AES-256 with a key of their own.
+
+    Args:
+        generator: gives the key, and coins are as secret as its numbers; None for a cryptographic one.
+        roots: the model, the loss, the dataset, an augmentation: generators of PyTorch, NumPy and Python in
+            their attributes are seeded with the global ones.
+
+    Raises ModelError for a generator that can't be seeded.
+    """
+
+    def __init__(self, generator: Generator | None = None, *roots: object) -> None:
+        generator = generator or make_generator("aes")
+        self._key = hashlib.sha256(b"psgrad coins" + generator.uint64(4).tobytes()).digest()
+        self._own = generators_of(*roots)
+        self._stream: SecureGenerator | None = None
+        self._host: tuple[Any, ...] = ()  # states of the generators on the CPU that operators don't use
+
+    def begin(self, *place: int) -> None:
+        """Begin the stream of a step, or of a rank and a step, as one or two whole numbers."""
+        numbers = b"".join(number.to_bytes(8, "little") for number in place)
+        self._stream = SecureGenerator(hashlib.sha256(self._key + numbers).digest(), "coins")
+
+    def next(self) -> Seeds:
+        """The next seeds of the stream."""
+        if self._stream is None:
+            self.begin(0)
+        assert self._stream is not None
+        return [int(number) for number in self._stream.uint64(3 + len(self._own))]
+
+    def seed(self, seeds: Seeds) -> None:
+        """Seed all generators."""
+        with DisableTorchFunction():
+            random_state.seed_all(*seeds[:3])
+            for generator, number in zip(self._own, seeds[3:], strict=True):
+                _seed(generator, number)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A context at whose end all generators are as they were before."""
+        with random_state.restored(), _kept(self._own):
+            yield
+
+    @contextmanager
+    def seeded(self) -> Iterator[None]:
+        """`kept`, beginning with the next seeds."""
+        with self.kept():
+            self.seed(self.next())
+            yield
+
+    @contextmanager
+    def of_chunk(self, seeds: Seeds, records: int) -> Iterator[None]:
+        """A context, around the computation of a chunk of so many records, that begins with these seeds.
+
+        Raises ModelError where the coins of several records are not independent.
+        """
+        self.seed(seeds)
+        self._host = self._host_states()
+        if records == 1:
+            yield
+            return
+        with _seed_watched(seeds[0]):
+            yield
+        if self.shared():
+            raise _shared_numbers()
+
+    def shared(self) -> bool:
+        """Whether something was drawn in this chunk that its records share."""
+        return self._host != self._host_states()
+
+    def _host_states(self) -> tuple[Any, ...]:
+        numpy = np.random.get_state(legacy=False)
+        own = [_comparable(_state(each)) for each in self._own if not isinstance(each, torch.Generator)]
+        return random.getstate(), _comparable(numpy), own
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A loader's workers take a copy, and begin a stream for each batch. A stream itself has no copies.
+        return {**self.__dict__, "_stream": None}
+
+
+@contextmanager
+def _seed_watched(seed: int) -> Iterator[None]:
+    """A context in which each draw of an operator from PyTorch's own generators, and its end, require this
+    seed.
+    """
+
+    def require(generator: torch.Generator | None) -> None:
+        if generator is None and any(own.initial_seed() != seed for own in random_state.generators()):
+            raise _seeded_by_the_model()
+
+    before = state.draws
+    state.draws = (*before, require)
+    try:
+        yield
+    finally:
+        state.draws = before
+    require(None)
+
+
+def _seeded_by_the_model() -> ModelError:
+    return ModelError(
+        f"the model or the loss seeds PyTorch's random generator while records are computed"
+        f"{diagnostics.where()}",
+        expected="secret random numbers for each record, from generators that psgrad has seeded",
+        cause="torch.manual_seed, or a state that is set, in a forward pass",
+        next_step="leave the seed out; draw a number that stays the same where the model is built",
+    )
+
+
+def _shared_numbers() -> ModelError:
+    return ModelError(
+        "the model or the loss draws from NumPy's or Python's random generators while records are computed,"
+        " and the records of a chunk share such a number",
+        expected="random numbers of PyTorch's operators, which are drawn for each record",
+        cause="random.random or numpy.random in a forward pass, as for a layer that is left out",
+        next_step="draw with torch.rand and its like, or set privacy.records: alone",
+    )
+
+
+# -- generators in attributes --------------------------------------------------------------------------------
+
+
+def generators_of(*roots: object) -> list[Any]:
+    """The random generators in the attributes of some objects, and of the objects in these. Those that draw
+    from the operating system are left out.
+
+    Raises ModelError for one that can't be seeded.
+    """
+    found: list[Any] = []
+    seen: dict[int, object] = {}
+    waiting = list(roots)
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value  # kept, so that its number stays its own
+        if isinstance(value, _GENERATORS):
+            if not isinstance(value, random.SystemRandom):
+                _require_seedable(value)
+                found.append(value)
+        elif isinstance(value, dict) and len(value) <= _MOST_PARTS:
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set) and len(value) <= _MOST_PARTS:
+            waiting += value
+        elif isinstance(value, partial):
+            waiting += [value.func, value.args, value.keywords]
+        elif isinstance(value, MethodType):
+            waiting.append(value.__self__)
+        elif not isinstance(value, type | ModuleType | FunctionType | torch.Tensor | np.ndarray):
+            waiting += getattr(value, "__dict__", {}).values()
+    return found
+
+
+def _require_seedable(generator: Any) -> None:
+    before = _state(generator)
+    try:
+        _seed(generator, 0)
+        _restore(generator, before)
+    except Exception as error:
+        raise ModelError(
+            f"a random generator of type {type(generator).__name__} is among the attributes of the model, the"
+            f" loss or the dataset, and can't be seeded: {error}",
+            expected="generators of PyTorch, NumPy and Python, whose numbers are drawn from a secret seed",
+            next_step="use torch.Generator, numpy.random.default_rng or random.Random",
+        ) from error
+
+
+@contextmanager
+def _kept(generators: list[Any]) -> Iterator[None]:
+    """The generators' states are restored at the end."""
+    before = [_state(generator) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, own in zip(generators, before, strict=True):
+            _restore(generator, own)
+
+
+def _comparable(value: Any) -> Any:
+    """A state of NumPy's with its arrays as bytes."""
+    if isinstance(value, Mapping):
+        return tuple((key, _comparable(item)) for key, item in value.items())
+    return value.tobytes() if isinstance(value, np.ndarray) else value
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return random_state.state_of(generator)
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
+
+
+def _restore(generator: Any, own: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(own)
+    elif isinstance(generator, random.Random):
+        generator.setstate(own)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = own
+    else:
+        generator.set_state(own)
+
+
+def _seed(generator: Any, number: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(number)
+    elif isinstance(generator, random.Random):
+        generator.seed(number)
+    else:
+        legacy = isinstance(generator, np.random.RandomState)
+        bits = type(generator._bit_generator if legacy else generator.bit_generator)
+        _restore(generator, bits(number).state)

@@ -1,0 +1,153 @@
+"""The state of a model and its loss while records are computed: each kind of write ends the step before it is
+paid for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.privacy.batches import batch_source
+from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.step import private_sum
+from psgrad.engine.privacy.unchanged import Unchanged
+from psgrad.errors import PsgradError
+from tests.models import ARCHITECTURES, Architecture
+
+
+class Writing(nn.Module):
+    """A model that writes somewhere while it runs; nothing for None."""
+
+    def __init__(self, write: Callable[[Any, Tensor], Any] | None) -> None:
+        super().__init__()
+        self.last, self.write = nn.Linear(4, 3), write
+        self.register_buffer("buffer", torch.zeros(4))
+        self.frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.count, self.seen, self.cache, self.names = 0, [], {"a": torch.zeros(2)}, {1}
+        self.array, self.nested, self.nothing = np.zeros(3), [{"x": [torch.zeros(2)]}], None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.write is not None:
+            self.write(self, x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def as_numpy(tensor: Tensor) -> Any:
+    return tensor.detach().numpy()
+
+
+WRITES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "buffer in place": lambda m, x: m.buffer.add_(1),
+    "buffer replaced": lambda m, x: setattr(m, "buffer", m.buffer + 1),
+    "buffer by data": lambda m, x: m.buffer.data.add_(1),
+    "buffer by numpy": lambda m, x: as_numpy(m.buffer).fill(1),
+    "frozen parameter": lambda m, x: m.frozen.data.add_(1),
+    "counter": lambda m, x: setattr(m, "count", m.count + 1),
+    "list": lambda m, x: m.seen.append(1),
+    "dict": lambda m, x: m.cache.update(b=1),
+    "tensor in a dict": lambda m, x: m.cache["a"].add_(1),
+    "set": lambda m, x: m.names.add(2),
+    "array": lambda m, x: m.array.fill(1),
+    "nested tensor by numpy": lambda m, x: as_numpy(m.nested[0]["x"][0]).fill(1),
+    "new attribute": lambda m, x: setattr(m, "added", 1),
+    "attribute that goes": lambda m, x: m.__dict__.pop("nothing", None),
+    "attribute of a layer": lambda m, x: setattr(m.last, "seen", 1.0),
+}
+
+
+def paid(model: nn.Module, loss: Any = F.cross_entropy, write: Any = None) -> list[str]:
+    """What was paid for by one step of the model on four records. write: called once in the sum."""
+    objective, steps = Objective(model, loss), []
+    state = Unchanged(model, loss)
+    inner = batch_source(
+        state.checked(objective.loss),
+        objective.params,
+        (torch.ones(4, 4),),
+        torch.arange(4) % 3,
+        has_aux=True,
+    )
+
+    def source(clipping: Clipping) -> Any:
+        with state.throughout():
+            found = inner(clipping)
+            if write is not None:
+                write()
+            return found
+
+    try:
+        private_sum(
+            source,
+            Clipping.flat(objective.params, 1.0),
+            Noise(1.0),
+            "add_or_remove_one",
+            make_generator("aes"),
+            pay=lambda: steps.append("paid"),
+        )
+    except PsgradError as error:
+        steps.append(str(error))
+    return steps
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_state_that_is_written_ends_the_step_before_it_is_paid_for(write: Any) -> None:
+    (message,) = paid(Writing(write))
+    assert "wrote into" in message or "writes in place" in message
+
+
+def test_trained_parameter_that_is_written_by_numpy_ends_the_step() -> None:
+    model = Writing(None)
+    weight = as_numpy(model.last.weight)
+    (message,) = paid(model, write=lambda: weight.fill(1))
+    assert "wrote into last.weight" in message
+
+
+def test_state_of_a_loss_that_is_written_ends_the_step() -> None:
+    class Loss:
+        seen = 0.0
+
+        def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+            self.seen = self.seen + 1.0
+            return F.cross_entropy(output, target)
+
+    (message,) = paid(Writing(None), Loss())
+    assert "wrote into Loss.seen" in message
+
+
+def test_state_that_is_not_written_passes() -> None:
+    assert paid(Writing(None)) == ["paid"]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_state_of_architectures_is_unchanged_by_a_forward_pass(architecture: Architecture) -> None:
+    """From the second pass on: the first may set a cache up."""
+    model = architecture.build().eval()
+    inputs, _ = architecture.batch(2)
+    with torch.no_grad():
+        model(*inputs)
+        state = Unchanged(model)
+        model(*inputs)
+    state.require(by_bits=True)
+
+
+def test_state_that_an_optimiser_changes_between_steps_is_taken() -> None:
+    model = Writing(None)
+    state = Unchanged(model)
+    with state.throughout():
+        pass
+    with torch.no_grad():
+        model.last.weight.add_(1.0)
+    with state.throughout():
+        pass
+    assert state.version == 1
+    model.count = 3
+    state.renew()
+    assert state.version == 2
