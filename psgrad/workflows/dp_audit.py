@@ -196,7 +196,7 @@ def untested(privacy: PrivacyConfig, steps: int, canaries_only: bool) -> list[st
     if steps < privacy.steps:
         left.append(f"the steps after the first {steps:,} of {privacy.steps:,}")
     if canaries_only:
-        left.append("the dataset: how its records are clipped, and all neighbours")
+        left.append("the dataset: how its records are clipped, and what one of them changes")
     else:
         left.append("neighbours of other batches, and by records that are not in the list above")
     return left
