@@ -81,7 +81,12 @@ def seed_all(of_torch: int, of_numpy: int, of_python: int) -> None:
         generator.manual_seed(of_torch)
     random.seed(of_python)
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed([of_numpy & 0xFFFFFFFF, of_numpy >> 32])
+        numpy.random.seed(numpy_seed(of_numpy))
+
+
+def numpy_seed(number: int) -> list[int]:
+    """The seed of NumPy's older generator for a whole number from 0 to 2^64 - 1."""
+    return [number & 0xFFFFFFFF, number >> 32]
 
 
 def cpu_states() -> tuple[Any, ...]:

@@ -244,14 +244,22 @@ class Clipper:
         places = torch.arange(samples, device=chunk.device)
         counted = torch.isin(places, records)
         batch = chunk.batch_of(torch.where(counted, places, records[0]))
-        compute, bounds = partial(self._full, chunk), self.clipping.bounds(chunk.device)
+        bounds = self.clipping.bounds(chunk.device)
+
+        def compute(batch: tuple[Any, ...], counted: torch.Tensor, bounds: torch.Tensor) -> Any:
+            found = self._full(chunk, batch, counted, bounds)
+            if of > 1:
+                self.coins.require_own(seeds)
+            return found
+
         try:
             with self.coins.of_chunk(seeds, of):
                 if self.programs is None:
                     found = compute(batch, counted, bounds)
                 else:
                     made_for = self._made_for(chunk)
-                    found = self.programs(made_for, self.coins.shared, compute, batch, counted, bounds)
+                    drew = partial(self.coins.shared, seeds)
+                    found = self.programs(made_for, drew, compute, batch, counted, bounds)
         except SamplesDisagree as disagreement:
             groups = [group[counted[group]] for group in disagreement.groups]
             groups = [group for group in groups if len(group)]

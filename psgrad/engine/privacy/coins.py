@@ -33,6 +33,7 @@ Seeds = list[int]
 """A whole number from 0 to 2^64 - 1 for each generator."""
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_CHUNKS = 16  # whose seeds are drawn at a time
 # Containers with more parts are rows of a dataset, which hold no generators.
 _MOST_PARTS = 10_000
 
@@ -53,19 +54,23 @@ class Coins:
         self._key = hashlib.sha256(b"psgrad coins" + generator.uint64(4).tobytes()).digest()
         self._own = generators_of(*roots)
         self._stream: SecureGenerator | None = None
-        self._host: tuple[Any, ...] = ()  # states of the generators on the CPU that operators don't use
+        self._drawn: list[int] = []  # of the stream, and not used yet
 
     def begin(self, *place: int) -> None:
         """Begin the stream of a step, or of a rank and a step, as one or two whole numbers."""
         numbers = b"".join(number.to_bytes(8, "little") for number in place)
-        self._stream = SecureGenerator(hashlib.sha256(self._key + numbers).digest(), "coins")
+        self._stream, self._drawn = SecureGenerator(hashlib.sha256(self._key + numbers).digest(), "coins"), []
 
     def next(self) -> Seeds:
         """The next seeds of the stream."""
         if self._stream is None:
             self.begin(0)
-        assert self._stream is not None
-        return [int(number) for number in self._stream.uint64(3 + len(self._own))]
+        each = 3 + len(self._own)
+        if not self._drawn:
+            assert self._stream is not None
+            self._drawn = self._stream.uint64(_CHUNKS * each).tolist()
+        seeds, self._drawn = self._drawn[:each], self._drawn[each:]
+        return seeds
 
     def seed(self, seeds: Seeds) -> None:
         """Seed all generators."""
@@ -91,30 +96,47 @@ class Coins:
     def of_chunk(self, seeds: Seeds, records: int) -> Iterator[None]:
         """A context, around the computation of a chunk of so many records, that begins with these seeds.
 
-        Raises ModelError where the coins of several records are not independent.
+        Raises ModelError where PyTorch's generators are seeded again in a chunk of several records.
         """
         self.seed(seeds)
-        self._host = self._host_states()
         if records == 1:
             yield
             return
         with _seed_watched(seeds[0]):
             yield
-        if self.shared():
-            raise _shared_numbers()
 
-    def shared(self) -> bool:
-        """Whether something was drawn in this chunk that its records share."""
-        return self._host != self._host_states()
+    def shared(self, seeds: Seeds) -> bool:
+        """Whether something has drawn from generators of NumPy or Python since they were seeded: all records
+        of a chunk share such a number.
+        """
+        of_numpy, of_python = (
+            np.random.RandomState(random_state.numpy_seed(seeds[1])),
+            random.Random(seeds[2]),
+        )
+        if random.getstate() != of_python.getstate():
+            return True
+        if _comparable(np.random.get_state(legacy=False)) != _comparable(of_numpy.get_state(legacy=False)):
+            return True
+        return any(
+            _comparable(_state(own)) != _comparable(_seeded_state(own, number))
+            for own, number in zip(self._own, seeds[3:], strict=True)
+            if not isinstance(own, torch.Generator)
+        )
 
-    def _host_states(self) -> tuple[Any, ...]:
-        numpy = np.random.get_state(legacy=False)
-        own = [_comparable(_state(each)) for each in self._own if not isinstance(each, torch.Generator)]
-        return random.getstate(), _comparable(numpy), own
+    def require_own(self, seeds: Seeds) -> None:
+        """Raises ModelError where numbers are `shared`."""
+        if self.shared(seeds):
+            raise ModelError(
+                "the model or the loss draws from NumPy's or Python's random generators while records are"
+                " computed, and the records of a chunk share such a number",
+                expected="random numbers of PyTorch's operators, which are drawn for each record",
+                cause="random.random or numpy.random in a forward pass, as for a layer that is left out",
+                next_step="draw with torch.rand and its like, or set privacy.records: alone",
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         # A loader's workers take a copy, and begin a stream for each batch. A stream itself has no copies.
-        return {**self.__dict__, "_stream": None}
+        return {**self.__dict__, "_stream": None, "_drawn": []}
 
 
 @contextmanager
@@ -143,16 +165,6 @@ def _seeded_by_the_model() -> ModelError:
         expected="secret random numbers for each record, from generators that psgrad has seeded",
         cause="torch.manual_seed, or a state that is set, in a forward pass",
         next_step="leave the seed out; draw a number that stays the same where the model is built",
-    )
-
-
-def _shared_numbers() -> ModelError:
-    return ModelError(
-        "the model or the loss draws from NumPy's or Python's random generators while records are computed,"
-        " and the records of a chunk share such a number",
-        expected="random numbers of PyTorch's operators, which are drawn for each record",
-        cause="random.random or numpy.random in a forward pass, as for a layer that is left out",
-        next_step="draw with torch.rand and its like, or set privacy.records: alone",
     )
 
 
@@ -246,9 +258,14 @@ def _restore(generator: Any, own: Any) -> None:
 def _seed(generator: Any, number: int) -> None:
     if isinstance(generator, torch.Generator):
         generator.manual_seed(number)
-    elif isinstance(generator, random.Random):
-        generator.seed(number)
     else:
-        legacy = isinstance(generator, np.random.RandomState)
-        bits = type(generator._bit_generator if legacy else generator.bit_generator)
-        _restore(generator, bits(number).state)
+        _restore(generator, _seeded_state(generator, number))
+
+
+def _seeded_state(generator: Any, number: int) -> Any:
+    """The state of a generator of NumPy or Python with this seed."""
+    if isinstance(generator, random.Random):
+        return random.Random(number).getstate()
+    legacy = isinstance(generator, np.random.RandomState)
+    bits = type(generator._bit_generator if legacy else generator.bit_generator)
+    return bits(number).state
