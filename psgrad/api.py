@@ -268,21 +268,14 @@ def dp_step(
     steps: int | Literal["all"] = 1,
     resume: bool = False,
     overwrite: bool = False,
-    moved: bool = False,
     progress: Say = lambda _: None,
     **objects: Unpack[Objects],
 ) -> DPStepResult:
-    """Take differentially private steps; `psgrad dp-step`. `moved` says that a folder to be resumed was
-    moved, and has no copy.
-    """
+    """Take differentially private steps; `psgrad dp-step`."""
     from psgrad.workflows.dp_step import dp_step as run_dp_step
 
     with config_of(config, objects, resume=resume) as found:
-        return _whole(
-            run_dp_step(
-                found, steps=steps, resume=resume, overwrite=overwrite, moved=moved, progress=progress
-            )
-        )
+        return _whole(run_dp_step(found, steps=steps, resume=resume, overwrite=overwrite, progress=progress))
 
 
 def dp_plan(config: AnyConfig | None = None, **objects: Unpack[Objects]) -> DPPlanResult:

@@ -38,8 +38,8 @@ class StepStatement:
     adapts. rounding: `grid`, of which the latest step's released numbers are multiples (None without noise),
     `formula`, from which it follows, `residual_epsilon`, what floating point may add to epsilon, and
     `unrounded_steps`, how many noisy steps psgrad 0.1 took without a grid. unit: a part of a sentence, "one
-    row". trainable: {"parameters", "tensors", "of_parameters"}. moved: how often the run folder was moved, as
-    its owner said. model_sha256: of public/model.safetensors.
+    row". trainable: {"parameters", "tensors", "of_parameters"}. budget: {"id", "epsilon", "delta"} of all
+    runs on the data, None without one. model_sha256: of public/model.safetensors.
     """
 
     format: int
@@ -74,7 +74,7 @@ class StepStatement:
     rdp_order: float | None
     why_not: dict[str, str]
     accounting_notes: dict[str, str]
-    moved: int
+    budget: dict[str, Any] | None
     ledger: dict[str, Any]
     model_sha256: str | None
 

@@ -180,7 +180,7 @@ class Statement:
                 for key, found in (("epsilon_rdp", rdp), ("epsilon_pld", pld))
                 if found.note is not None
             },
-            moved=sum(bool(line.get("moved")) for line in ledger.lines),
+            budget=ledger.header.get("budget"),
             ledger=ledger.mark(),
             model_sha256=model_sha256,
         )

@@ -55,6 +55,7 @@ class PrivateRun:
     Args:
         base: the base of the noise schedule.
         lost: steps that were paid for before, and of which no checkpoint has what came of them.
+        write: puts the line of a step into the ledger and whatever else it is paid from, on the disk.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class PrivateRun:
         ledger: Ledger,
         training: PrivateTraining,
         lost: int,
+        write: Callable[[dict[str, Any]], None],
     ) -> None:
         self.setup, self.folder, self.ledger, self.training, self.lost = setup, folder, ledger, training, lost
+        self._write = write
         self.statement = Statement(setup, base, training.generator)
         self._spent = merged((event_of(line), 1) for line in ledger.steps)
         self._earlier = folder.private_table(_STEPS)  # of the processes before this one
@@ -113,7 +116,7 @@ class PrivateRun:
 
     def pay(self, event: StepEvent) -> None:
         """Write down what the step costs; nothing of it has been released."""
-        self.ledger.append(self.statement.ledger_line(event, self.training))
+        self._write(self.statement.ledger_line(event, self.training))
         self._spent[event] = self._spent.get(event, 0) + 1
 
     def save(self) -> None:
