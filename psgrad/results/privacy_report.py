@@ -1,4 +1,6 @@
-"""The results of `psgrad dp-budget`, which says what all runs on a dataset spent."""
+"""The results of `psgrad dp-budget`, which says what all runs on a dataset spent, and of `psgrad dp-report`,
+which says what one run guarantees.
+"""
 
 from __future__ import annotations
 
@@ -52,3 +54,33 @@ class BudgetResult(ShortRepr):
     runs: list[BudgetRun]
     lines: int
     sha256: str
+
+
+@dataclass(frozen=True, repr=False)
+class DPReport(ShortRepr):
+    """What a private run guarantees, of its public files alone. Every number is a bound.
+
+    Attributes:
+        step: the content of public/step.json.
+        epsilon: of the ledger's steps, at the run's delta; None where there is none.
+        epsilons: (delta, epsilon) at others, smallest epsilon first.
+        mu: the Gaussian mechanism that is no more private for all deltas from the run's on.
+        attacks: (false-positive rate, the largest true-positive rate of any attack on one record).
+        groups: (records, epsilon for them together at the run's delta).
+        audit: the content of public/audit.json beside the run, None without one.
+        assumptions: {"name", "status", "text"}, status 'checked' or 'assumed'.
+        problems: contradictions between the files, a sentence each.
+    """
+
+    run: Path
+    step: dict[str, Any]
+    epsilon: float | None
+    epsilons: list[tuple[float, float | None]]
+    mu: float | None
+    attacks: list[tuple[float, float]]
+    groups: list[tuple[int, float | None]]
+    audit: dict[str, Any] | None
+    assumptions: list[dict[str, str]]
+    problems: list[str]
+    notes: list[str]
+    page: Path

@@ -20,82 +20,23 @@ of a copy whose original went on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from psgrad.engine.privacy.accounting import (
-    Epsilon,
-    Events,
-    StepEvent,
-    event_of,
-    merged,
-    part_of,
-    tightest_epsilon,
-)
+from psgrad.engine.privacy.accounting import Events, event_of, merged, part_of
+from psgrad.engine.privacy.accounting.budgets import Account, accounts_of, composed
 from psgrad.engine.privacy.refusals import require_small_delta
 from psgrad.errors import ConfigError, LedgerError
 from psgrad.reports.privacy import compact, epsilon
 from psgrad.results.privacy_report import BudgetResult, BudgetRun
 from psgrad.storage import Ledger
-from psgrad.storage.ledger_lines import HEADER, NOTE, STEP, LedgerLines
+from psgrad.storage.ledger_lines import NOTE, LedgerLines
 from psgrad.workflows.private_setup import PrivateSetup, planned_events, unit_in_words
 
 COMMAND = "budget"  # by which the header of a budget differs from that of a run's ledger
-
-
-@dataclass
-class Account:
-    """What one run has spent of a budget.
-
-    Attributes:
-        paid: event -> how many such steps were paid for.
-        ahead: event -> how many more are reserved.
-        digests: of each step, the SHA-256 of its line in the run's ledger.
-    """
-
-    paid: dict[StepEvent, int] = field(default_factory=dict)
-    ahead: dict[StepEvent, int] = field(default_factory=dict)
-    digests: list[str] = field(default_factory=list)
-
-    def take(self, line: Mapping[str, Any]) -> None:
-        """Enter a line of the budget."""
-        if line["kind"] == NOTE:
-            self.ahead = {event_of(each): int(each["steps"]) for each in line["reserved"]}
-            return
-        event = event_of(line)
-        self.paid[event] = self.paid.get(event, 0) + 1
-        self.ahead[event] = max(self.ahead.get(event, 0) - 1, 0)
-        self.digests.append(line["ledger_sha256"])
-
-    def events(self, reserved: bool = True) -> list[tuple[StepEvent, int]]:
-        """All steps; reserved: those that are only reserved, too."""
-        return [*self.paid.items(), *(self.ahead.items() if reserved else ())]
-
-
-def accounts_of(
-    lines: Sequence[Mapping[str, Any]], into: dict[str, Account] | None = None
-) -> dict[str, Account]:
-    """Run -> its account, of the lines of a budget, in order of first appearance. into: those of the lines
-    before.
-
-    Raises ConfigError for a line that holds no step.
-    """
-    accounts = {} if into is None else into
-    for line in lines:
-        if "run" in line and line["kind"] in (STEP, NOTE):
-            accounts.setdefault(line["run"], Account()).take(line)
-    return accounts
-
-
-def composed(accounts: Mapping[str, Account], delta: float, *, reserved: bool = True) -> Epsilon:
-    """What all these runs cost together at delta."""
-    return tightest_epsilon(
-        [each for account in accounts.values() for each in account.events(reserved)], delta
-    )
 
 
 def dp_budget(path: Path) -> BudgetResult:
@@ -331,7 +272,7 @@ def _words(value: float | None) -> str:
 
 
 def _require_budget(content: LedgerLines, path: Path) -> None:
-    if content.lines and (content.lines[0]["kind"], content.header.get("command")) != (HEADER, COMMAND):
+    if content.lines and content.header.get("command") != COMMAND:
         raise LedgerError(
             f"{path} is the ledger of a run and no budget",
             expected="the file that privacy.budget.file names, or a name that is free",

@@ -20,12 +20,13 @@ from dp_accounting import pld
 
 from psgrad.config import load_config
 from psgrad.engine.privacy.accounting import Epsilon
+from psgrad.engine.privacy.accounting.budgets import accounts_of, composed
 from psgrad.engine.privacy.generators import Generator
 from psgrad.errors import LedgerError
 from psgrad.storage import Ledger
 from psgrad.storage.ledger_lines import has_begun
 from psgrad.workflows.dp_step import dp_step
-from psgrad.workflows.private_budget import accounts_of, composed, read_budget
+from psgrad.workflows.private_budget import read_budget
 from tests.crashes import Go, Tell, kill_and_resume, points_of
 from tests.private_workplace import PrivateWorkplace
 from tests.workplace import Workplace

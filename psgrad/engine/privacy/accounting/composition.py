@@ -21,6 +21,7 @@ from psgrad.engine.privacy.accounting.epsilon import (
     assert_delta,
     epsilon_of,
     epsilon_rdp,
+    pld_deltas,
     pld_epsilon,
     step_moments,
     total_moments,
@@ -93,13 +94,32 @@ def _epsilon(events: Iterable[tuple[StepEvent, int]], delta: float, coarse: bool
             f"delta is {delta:g}, and loss distributions of {steps} steps are exact to {10 * rounding:.0e}"
             " only",
         )
-    note = None
-    if coarse or len(counts) > _FEW:
-        counts, note = rounded_down(gathered(counts))
-    coarse = coarse or len(counts) > _FEW
-    interval = interval_for(counts, coarse)
+    counts, interval, note = _composable(counts, coarse)
     value = pld_epsilon(counts, delta - rounding if rounding > _UNSEEN * delta else delta, interval)
     return Epsilon(value, interval=interval, note=note)
+
+
+def _composable(
+    counts: Mapping[StepEvent, int], coarse: bool
+) -> tuple[dict[StepEvent, int], float, str | None]:
+    """(the steps, few enough to be composed; the interval of their grid; a note of what was rounded)."""
+    note, found = None, dict(counts)
+    if coarse or len(counts) > _FEW:
+        found, note = rounded_down(gathered(counts))
+    return found, interval_for(found, coarse or len(found) > _FEW), note
+
+
+def delta_curve(events: Events, epsilons: np.ndarray) -> np.ndarray | None:
+    """[k] float64: delta of steps at epsilons [k] by loss distributions; None where they don't cover the
+    steps, or where a step had no noise.
+    """
+    counts = merged(events)
+    steps = sum(counts.values())
+    uncovered = any(why_not_pld(event) or event.noise_multiplier == 0 for event in counts)
+    if not counts or uncovered or steps > _MOST_STEPS:
+        return None
+    counts, interval, _ = _composable(counts, False)
+    return np.minimum(pld_deltas(counts, epsilons, interval) + _ROUNDING * steps, 1.0)
 
 
 def why_not_pld(event: StepEvent) -> str | None:
