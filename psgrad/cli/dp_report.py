@@ -20,8 +20,7 @@ def dp_report(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Say what a private run guarantees, in the terms of an attacker, of groups and of other deltas, and what it
-    assumes.
+    """Say what a private run guarantees: to an attacker, for groups and at other deltas; and what it assumes.
 
     Reads public/ alone, and writes public/report.html. Exit code 1 if the files contradict each other.
     """

@@ -145,6 +145,10 @@ class PrivacyConfig(ConfigSection):
     """none is the only value: gradients here need no scaling."""
     checkpoint_every: Annotated[int | str, BeforeValidator(_interval)] = "30s"
     """A number of steps, or a time such as 30s, 5min or 1h."""
+    individual_every: Annotated[int, Field(ge=1)] | None = None
+    """Before every so many steps each record's norm is computed, for a private table of what its own norms
+    cost it; 1 for all steps, more for an estimate. Takes a pass over the data each time.
+    """
 
     @property
     def checkpoint_steps(self) -> int | None:
@@ -244,6 +248,17 @@ class PrivacyConfig(ConfigSection):
             raise ValueError(
                 f"expected_batch_size is {divisor:g}, and batches have about {expected:g} records"
                 " (sample_rate * dataset_size, at most max_batch_size); is one of them off?"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _records_have_moments(self) -> PrivacyConfig:
+        scheme = self.sampling.scheme
+        replaced = scheme == "poisson" and self.relation == "replace_one"
+        if self.individual_every is not None and (scheme == "truncated_poisson" or replaced):
+            raise ValueError(
+                f"individual_every: a record is accounted by its moments, which are not known for {scheme}"
+                f" sampling under {self.relation}"
             )
         return self
 

@@ -54,8 +54,8 @@ def facts(report: DPReport) -> list[tuple[str, str]]:
             "audit",
             "; ".join(report.notes)
             if audit is None
-            else f"epsilon at least {number(audit['epsilon'])} with {audit['confidence']:.6g} confidence after"
-            f" {count(audit['steps'], 'step')}, for which {epsilon(audit['accounted'])} is accounted:"
+            else f"epsilon at least {number(audit['epsilon'])} with {audit['confidence']:.6g} confidence"
+            f" after {count(audit['steps'], 'step')}, for which {epsilon(audit['accounted'])} is accounted:"
             f" {audit['verdict']}",
         ),
         ("unit", f"{step['unit']}; {RELATIONS[step['relation']]}"),
@@ -166,9 +166,9 @@ def statement(report: DPReport) -> str:
         f"The model was trained with differentially private gradient descent ({step['optimizer']['name']} on"
         f" clipped and noised sums; {sampling_words(dict(step))}). What is published is"
         f" ({epsilon(report.epsilon)}, {compact(step['delta'])})-differentially private for {step['unit']},"
-        f" where {RELATIONS[step['relation']]}. An attacker who accepts {percent(rate)} false accusations finds"
-        f" {attack_words(found).removesuffix(' are found')}.{together} The data are held by one trusted party,"
-        " which ran the training; the guarantee assumes of it what no program can check:"
+        f" where {RELATIONS[step['relation']]}. An attacker who accepts {percent(rate)} false accusations"
+        f" finds {attack_words(found).removesuffix(' are found')}.{together} One trusted party holds the data"
+        " and ran the training; the guarantee assumes of it what no program can check:"
         f" {', '.join(assumed)}."
     )
 

@@ -74,6 +74,12 @@ def dp_step(
         follow(config, config.output, processes, progress)
         return None
     privacy = require_privacy(config)
+    if privacy.individual_every is not None and processes.size > 1:
+        raise ConfigError(
+            f"privacy.individual_every with {processes.size} processes",
+            expected="one process, which has the norms of all records",
+            next_step="leave privacy.individual_every out, or run one process",
+        )
     require_honest_seed(privacy, insecure_deterministic)
     if resume:
         folder = PrivateRunFolder.open(config.output)

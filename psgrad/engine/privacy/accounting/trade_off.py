@@ -20,15 +20,15 @@ from psgrad.engine.privacy.accounting.events import Events, merged, rounded_down
 Profile = Sequence[tuple[float, float]]
 """Pairs (epsilon, delta) that a run keeps to."""
 
-_POINTS = 2000  # of the curve by loss distributions, from epsilon 0 to that of the smallest delta
+_POINTS = 2000  # of the curve by loss distributions, from epsilon 0 on
 _LEAST_DELTA = 1e-11
 _DELTAS = np.geomspace(1e-60, 0.99, 500)  # of the curve by moments; the smallest are for groups
 _MOST_EPSILON = 700.0  # whose exponential floating point holds
 
 
 def profile_of(events: Events) -> list[tuple[float, float]]:
-    """Pairs (epsilon, delta) of steps, smallest epsilon first: by loss distributions, and beyond their reach by
-    moments. None for steps without noise, or that no accountant covers. Takes a second.
+    """Pairs (epsilon, delta) of steps, smallest epsilon first: by loss distributions, and beyond their reach
+    by moments. None for steps without noise, or that no accountant covers. Takes a second.
     """
     pairs: list[tuple[float, float]] = []
     least = epsilon_pld(events, _LEAST_DELTA).value
