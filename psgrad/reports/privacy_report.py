@@ -4,7 +4,6 @@ templates/privacy.html.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TextIO
 
@@ -78,7 +77,7 @@ def assumption_table(report: DPReport) -> Table:
     return table("assumptions", "Assumptions", columns, report.assumptions)
 
 
-def pitfall_table(step: Mapping[str, Any]) -> Table:
+def pitfall_table(step: dict[str, Any]) -> Table:
     """A row a pitfall, those that are open first."""
     columns = [
         TableColumn("pitfall", lambda row: row["name"]),
@@ -89,64 +88,37 @@ def pitfall_table(step: Mapping[str, Any]) -> Table:
     return table("pitfalls", "Pitfalls", columns, sorted(pitfalls(step), key=lambda row: not row["open"]))
 
 
-def pitfalls(step: Mapping[str, Any]) -> list[dict[str, Any]]:
+def pitfalls(step: dict[str, Any]) -> list[dict[str, Any]]:
     """The common mistakes of private training, {"name", "severity", "open", "text"}, with the severities of
     JAX-Privacy: critical, the stated epsilon does not hold; theoretical, it breaks against an attacker of
     theory; negligible, it is a little larger.
     """
-    budget, rounding, steps = step.get("budget"), step["rounding"], step["steps"]
-    early = steps < step["planned_steps"]
+    budget, early = step.get("budget"), step["steps"] < step["planned_steps"]
+    seed = "a seed of the config" if seeded(step) else "the noise comes from the system's entropy"
+    runs = "a budget composes all runs that name it" if budget else "no budget: what other runs spent adds up"
+    taken = "if results decided that, state what all planned steps cost" if early else "all planned are taken"
+    unrounded = bool(step["rounding"]["unrounded_steps"])
     each = [
-        ("no noise", CRITICAL, step["noise_multiplier"] == 0, "every step has noise"),
-        ("known seed", CRITICAL, seeded(dict(step)), "the noise comes from the operating system's entropy"),
-        ("division by batch size", CRITICAL, False, "the divisor is public, and so is expected_batch_size"),
-        (
-            "sensitivity",
-            CRITICAL,
-            False,
-            "the noise of each step is a multiple of the sensitivity that is clipped to",
-        ),
-        (
-            "accounting of other batches",
-            CRITICAL,
-            False,
-            "the ledger's event is that by which a batch is drawn",
-        ),
+        ("no noise", CRITICAL, step["noise_multiplier"] == 0, f"multiplier {step['noise_multiplier']:g}"),
+        ("known seed", CRITICAL, seeded(step), seed),
+        ("division by batch size", CRITICAL, False, "the divisor is a public number of the config"),
+        ("sensitivity", CRITICAL, False, "the noise is a multiple of what each record is clipped to"),
+        ("accounting of other batches", CRITICAL, False, "the ledger has the scheme that draws the batches"),
         ("private metadata", CRITICAL, False, "sizes, losses and norms are in private/ alone"),
         ("neighbouring relation", CRITICAL, False, f"{step['relation']}, in each line of the ledger"),
-        (
-            "empty batches, NaN",
-            CRITICAL,
-            False,
-            "an empty batch is noise alone; a record without a gradient adds 0",
-        ),
-        ("gradient accumulation", CRITICAL, False, "noise is added once a step, to the sum of all chunks"),
-        ("mixed examples", CRITICAL, False, "no operator mixes records; layers that would are refused"),
-        (
-            "several runs on the data",
-            CRITICAL,
-            budget is None,
-            "a budget composes all runs that name it"
-            if budget
-            else "no budget: what other runs and trials spent on these data adds up",
-        ),
-        (
-            "stopping early",
-            CRITICAL,
-            early,
-            f"{steps} of {step['planned_steps']} planned steps: if results decided"
-            " that, state what all planned steps cost"
-            if early
-            else "all planned steps are taken",
-        ),
+        ("empty batches, NaN", CRITICAL, False, "an empty batch is noise alone; such a record adds 0"),
+        ("gradient accumulation", CRITICAL, False, "noise is added once, to the sum of all chunks"),
+        ("mixed examples", CRITICAL, False, "no operator mixes records"),
+        ("several runs on the data", CRITICAL, budget is None, runs),
+        ("stopping early", CRITICAL, early, taken),
         ("predictable generator", THEORETICAL, "aes" not in step["generator"].lower(), step["generator"]),
+        ("floating point", THEORETICAL, unrounded, "what is released is on a public grid"),
         (
-            "floating point",
-            THEORETICAL,
-            bool(rounding["unrounded_steps"]),
-            "what is released is on a public grid",
+            "rounding",
+            NEGLIGIBLE,
+            False,
+            f"{epsilon(step['rounding']['residual_epsilon'])} of epsilon at most",
         ),
-        ("rounding", NEGLIGIBLE, False, f"at most {epsilon(rounding['residual_epsilon'])} of epsilon"),
     ]
     return [dict(zip(("name", "severity", "open", "text"), row, strict=True)) for row in each]
 
@@ -164,7 +136,7 @@ def statement(report: DPReport) -> str:
     )
     return (
         f"The model was trained with differentially private gradient descent ({step['optimizer']['name']} on"
-        f" clipped and noised sums; {sampling_words(dict(step))}). What is published is"
+        f" clipped and noised sums; {sampling_words(step)}). What is published is"
         f" ({epsilon(report.epsilon)}, {compact(step['delta'])})-differentially private for {step['unit']},"
         f" where {RELATIONS[step['relation']]}. An attacker who accepts {percent(rate)} false accusations"
         f" finds {attack_words(found).removesuffix(' are found')}.{together} One trusted party holds the data"

@@ -40,6 +40,7 @@ _TYPES: dict[str, Any] = {  # of what is taken from step.json alone; the rest is
     },
     **{"rounding": dict, "ledger": dict, "versions": dict, "insecure_deterministic": bool},
 }
+_ROUNDING = ("residual_epsilon", "unrounded_steps")
 _OF_HEADER = ("planned_steps", "delta", "relation", "unit", "sampling", "mechanism", "optimizer", "adaptive")
 
 
@@ -50,7 +51,7 @@ def dp_report(run: Path) -> DPReport:
     """
     ledger = Ledger.read(run / LEDGER)
     said = read_step(run, ledger)
-    step = {**said, **{key: ledger.header[key] for key in _OF_HEADER}}
+    step = {**said, **{key: ledger.header.get(key) for key in (*_OF_HEADER, "budget")}}
     lines, delta = ledger.steps, step["delta"]
     events = list(merged((event_of(line), 1) for line in lines).items())
     profile = profile_of(events)
@@ -96,7 +97,9 @@ def read_step(run: Path, ledger: LedgerContent) -> dict[str, Any]:
         ) from error
     known = {*STEP_KEYS} - {"budget", "assumptions"}
     whole = isinstance(content, dict) and known <= content.keys() and {*_OF_HEADER} <= ledger.header.keys()
-    if not whole or not all(isinstance(content[key], kind) for key, kind in _TYPES.items()):
+    whole = whole and all(isinstance(content[key], kind) for key, kind in _TYPES.items())
+    whole = whole and all(isinstance(each, dict) for each in content.get("assumptions", []))
+    if not whole or not all(isinstance(content["rounding"].get(key), _NUMBER) for key in _ROUNDING):
         raise DataError(
             f"{path} is not what psgrad dp-step writes beside its ledger",
             cause="a file was edited, or another version of psgrad wrote it",
