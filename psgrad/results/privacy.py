@@ -87,10 +87,12 @@ class StepStatement:
 
 
 def assumptions_of(step: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What the guarantee rests on, of the keys of a statement: {"name", "status", "text"}, with the status
-    'checked' for what the run tests while it runs, and 'assumed' for what nobody can test from inside.
+    """What the guarantee rests on, of the keys of a statement, and of `records` and `preflight` of the run:
+    {"name", "status", "text"}, with the status 'checked' for what the run tests while it runs, and 'assumed'
+    for what nobody can test from inside.
     """
     alone = step.get("records") == "alone"
+    preflight = step.get("preflight", "not checked")
     poisson = step["scheme"] != "fixed"
     each = [
         (
@@ -103,8 +105,13 @@ def assumptions_of(step: Mapping[str, Any]) -> list[dict[str, str]]:
             True,
             "parameters, buffers and values of the modules stay the same while records run",
         ),
+        (
+            "no mixing",
+            not preflight.startswith("not checked"),
+            f"no layer, loss, dataset or augmentation mixes records; {preflight}",
+        ),
         ("Python state", False, "the code keeps nothing of a record in globals, files or C objects"),
-        ("coins", True, "PyTorch's, NumPy's and Python's generators are seeded from a secret in each step"),
+        ("coins", True, "PyTorch's, NumPy's and Python's generators are seeded from a secret for each chunk"),
         ("other generators", False, "no other source of random numbers is used while records run"),
         ("grid", True, "sums are float64, and what is released is rounded to a public grid"),
         (

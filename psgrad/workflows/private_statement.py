@@ -181,7 +181,13 @@ class Statement:
                 if found.note is not None
             },
             budget=ledger.header.get("budget"),
-            assumptions=assumptions_of({"scheme": self.setup.sampling.scheme}),
+            assumptions=assumptions_of(
+                {
+                    "scheme": self.setup.sampling.scheme,
+                    "records": privacy.records,
+                    "preflight": self.setup.preflight,
+                }
+            ),
             ledger=ledger.mark(),
             model_sha256=model_sha256,
         )
