@@ -80,6 +80,17 @@ def joined_results(parts: list[Any], groups: list[torch.Tensor]) -> Any:
     return in_order(parts, groups) if join is None else join(parts, groups)
 
 
+def first_rows(found: Any, count: int, of: int) -> Any:
+    """What was found of the first `count` rows, of what was found of `of` rows: as many numbers of each."""
+
+    def first(x: Any) -> Any:
+        return x[: len(x) // of * count]
+
+    if hasattr(type(found), "first"):
+        return found.first(len(found) // of * count)
+    return tree_map(first, found)
+
+
 # What a chunk has of the positions that are computed at once, where rows are as long as the longest, and its
 # least number of rows; and what it has of them where the factors of all buckets are kept, or a bucket where
 # none are.
@@ -138,15 +149,14 @@ class RaggedChunks:
         parts, groups = [], []
         while waiting:
             bucket = waiting.pop()
-            places, filled = bucket.places, bucket.rows is not None
-            some = block
+            places, some = bucket.places, block
             if bucket.rows is not None and bucket.lengths is not None:
                 some = block.filled(places, bucket.rows, bucket.lengths)
             elif len(places) < len(block):
                 some = block.at(places, _SPARE)
             try:
-                found = replay(some) if replay is not None and filled else run(some)
-                parts.append(found.first(len(places)) if filled else found)
+                found = replay(some) if replay is not None and bucket.rows else run(some)
+                parts.append(first_rows(found, len(places), bucket.rows) if bucket.rows else found)
             except Exception as error:
                 if len(places) == 1 or (parts and keeps_factors) or not is_out_of_memory(error):
                     raise
