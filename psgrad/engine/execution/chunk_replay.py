@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from psgrad import random_state
+from psgrad.engine.execution.buckets import Added
 from psgrad.engine.execution.kernel_costs import python_and_kernels
 from psgrad.engine.execution.ladder import pays_to_fill
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
@@ -51,6 +52,7 @@ def _register(kind: type, *tensors: str) -> None:
 _register(PerSampleGradients, "gradients", "losses", "aux")
 _register(SquareNorms, "by_parameter", "losses", "aux", "computed_as")
 _register(ProjectedGradients, "rows", "norms")
+_register(Added, "value")
 _register(DeferredGradient, "terms")
 _register(Placed, "term")
 for _kind in Term.__subclasses__():

@@ -102,7 +102,8 @@ def python_and_kernels(recording: Recording, on: Machine) -> tuple[float, float]
         results = [tensors(Slot(n)) for n in numbers]
         new = [x for n, x in zip(numbers, results, strict=True) if recording.memory[n] == n]
         kwargs = {name: tensors(value) for name, value in kernel.kwargs.items()}
-        seconds += kernel_of(kernel.op, tensors(kernel.args), kwargs, results, sum(map(_bytes, new))).seconds(on)
+        fresh = sum(map(_bytes, new))
+        seconds += kernel_of(kernel.op, tensors(kernel.args), kwargs, results, fresh).seconds(on)
     return count * (on.operator_seconds / _KERNELS_OF_AN_OPERATOR + on.kernel_seconds), seconds
 
 

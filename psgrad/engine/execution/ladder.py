@@ -45,7 +45,7 @@ def buckets_of_few_shapes(
 
     A row has at least one position of padding, as some models take another way without.
     """
-    if why_without_programs(ragged) is not None:
+    if why_without_programs(ragged) is not None or ragged.limit is None:
         return [Bucket(places) for places in plan_buckets(lengths, ragged, once=once, most=most)]
     rows = lengths.numpy()
     padded = _LENGTHS[np.searchsorted(_LENGTHS, rows + 1)]

@@ -331,7 +331,9 @@ class Stream(RowComputation):
         may_be_filled = finds == "rows" and self.randomness == "error"
         if block.ragged is not None:
             replay.ragged_chunks += 1
-            why = why_without_programs(block.ragged) if may_be_filled else "sums of ragged rows are not filled"
+            why = (
+                why_without_programs(block.ragged) if may_be_filled else "sums of ragged rows are not filled"
+            )
             if why is not None:
                 self.counts.add_reason(why)
             if why is not None or max(to_come, replay.ragged_chunks) < PAYS_FROM:
