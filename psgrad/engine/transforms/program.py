@@ -316,6 +316,8 @@ def obstacle_to_cuda_graph(
     recording: Recording, shortened: Shortened, tensors: Sequence[torch.Tensor]
 ) -> str | None:
     """The reason why a program can't be a CUDA graph; None if it can. tensors: of the recorded call."""
+    if any(getattr(x, "supply", None) is not None for x in recording.outside.values()):
+        return "weights are brought to the GPU as kernels need them"
     devices = [x.device for x in (*tensors, *recording.outside.values())]
     for kernel in shortened.kernels:
         devices += [x for x in kernel.kwargs.values() if isinstance(x, torch.device)]
