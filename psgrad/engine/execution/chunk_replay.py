@@ -33,6 +33,8 @@ from psgrad.engine.transforms.recorder import Recording
 # A program pays if so many chunks of its shape are to come: a recording takes about three times a chunk, a
 # comparison one program more.
 PAYS_FROM = 4
+_OTHER_VALUES = "values that it reads differ from chunk to chunk"
+_CANCELLING = "sums that cancel are computed again in too many chunks"
 # Chunks of a shape before it is replayed: an ordinary one, the recorded one, and the compared one.
 NOT_REPLAYED = 3
 
@@ -188,6 +190,9 @@ class ChunkReplay:
         chunk = inputs, target, *given
         call = self._captured.call(*chunk)
         if call is None or call.entry.ended:
+            if not self._captured.warned:
+                self._captured.warned = True
+                self.counts.add_reason(_CANCELLING if self.flags else _OTHER_VALUES)
             return self._unflagged(*chunk)
         entry = call.entry
         draws = entry.program is None or entry.program.draws

@@ -240,7 +240,8 @@ class _Source:
         self.lines: list[str] = []
 
     def add(self, kernel: Kernel) -> None:
-        function = binding(kernel.op) if self.binds else kernel.op
+        # A binding may return another kind of value (torch.result_type a dtype, its operator a number).
+        function = binding(kernel.op) if self.binds and kernel.value is None else kernel.op
         words = [self._word(x) for x in kernel.args]
         words += [f"{name}={self._word(x)}" for name, x in kernel.kwargs.items()]
         call = f"{self._named(function)}({', '.join(words)})"

@@ -175,6 +175,20 @@ def test_flags_in_many_chunks_end_the_replay() -> None:
     run, _ = both(nn.Linear(6, 3, bias=False), rows, chunk_size=5)
     used = run.stream.replays[per_sample_square_norms]
     assert (run.replayed, used.flags) == (1, 3)  # the last three chunks run once
+    assert run.reasons == ["sums that cancel are computed again in too many chunks"]
+
+
+class Weighted(nn.Linear):
+    """A model that reads the largest number of a chunk."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(x.detach().amax())
+
+
+def test_values_that_differ_from_chunk_to_chunk_are_a_reason() -> None:
+    run = Run(Weighted(6, 3), vectors(), chunk_size=1)
+    assert run.replayed == 0
+    assert run.reasons == ["values that it reads differ from chunk to chunk"]
 
 
 def test_a_doubt_does_not_change_what_is_drawn_later() -> None:

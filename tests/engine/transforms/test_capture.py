@@ -379,6 +379,19 @@ def test_capture_item_of_closure_tensor(read):
         torch.testing.assert_close(captured(x), function(x), rtol=0, atol=0, equal_nan=True)
 
 
+def test_capture_reads_the_type_of_a_result():
+    """Rules ask the operator, which returns a number; PyTorch's function returns a dtype."""
+
+    def f(x, y):
+        return x * y if torch.ops.aten.result_type.Tensor(x, y) == 7 else x - y
+
+    captured = capture(f)
+    for _ in range(3):
+        x, y = torch.randn(3), torch.randn(3, dtype=torch.float64)
+        assert torch.equal(captured(x, y), x * y)
+    assert replays(captured) == 2
+
+
 def test_capture_value_read_before_a_write():
     def function(x):
         made = x.clone()
