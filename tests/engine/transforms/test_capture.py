@@ -380,11 +380,11 @@ def test_capture_item_of_closure_tensor(read):
 
 
 def test_capture_reads_the_type_of_a_result():
-    """`where` asks an operator for it, which returns a number; PyTorch's function of that name a dtype."""
-    captured = capture(lambda x: torch.where(x > 0, x, 0))
+    """A rule asks an operator for it, which returns a number; PyTorch's function of that name a dtype."""
+    captured = capture(vmap(torch.mul))
     for _ in range(3):
-        x = torch.randn(3, dtype=torch.float64)
-        assert torch.equal(captured(x), x.clamp(min=0))
+        x, y = torch.randn(4, 3), torch.randn(4, dtype=torch.float64)
+        assert torch.equal(captured(x, y), x * y.float().unsqueeze(1))
     assert replays(captured) == 2
 
 
