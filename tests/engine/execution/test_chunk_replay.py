@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from psgrad.engine.execution import chunk_replay
-from psgrad.engine.execution.chunk_replay import NOT_REPLAYED
+from psgrad.engine.execution.chunk_replay import NOT_REPLAYED, PAYS_FROM
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_square_norms
@@ -137,6 +137,49 @@ def test_dropout_draws_what_it_would_have_drawn(measure: Any) -> None:
     )
     assert run.replayed == ROWS // 4 - NOT_REPLAYED
     assert torch.equal(run.columns["loss"], plain.columns["loss"])
+
+
+class Wide(nn.Linear):
+    """A layer at 96 positions, whose kernels take longer than the Python of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__(600, 600, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.repeat(1, 100).unsqueeze(1).expand(-1, 96, -1)).mean(1)
+
+
+@pytest.mark.long
+def test_a_short_chunk_of_large_kernels_is_not_filled() -> None:
+    run, _ = both(Wide(), vectors(), chunk_size=9)
+    assert run.replayed == ROWS // 9 - NOT_REPLAYED
+    assert ROWS % 9
+
+
+@pytest.mark.parametrize("measure", [GradientNorms, Factors])
+def test_batches_of_varying_size_are_filled(measure: Any) -> None:
+    """As a stream's ranges are where several processes share its rows, or where memory ran out."""
+    model, rows = perceptron(), vectors()
+    found = []
+    for capture in ("auto", "off"):
+        run = Run(model, rows, measure(), chunk_size=6, capture=capture)
+        before, parts, start = run.replayed, [], 0
+        for size in (6, 4, 5, 1, 6, 3, 2, 6, 6, 6, 5):
+            parts += list(run.stream.run(start + size, [measure()], start=start))
+            start += size
+        names = parts[0].values
+        found.append({name: torch.cat([part.values[name] for part in parts]) for name in names})
+        assert run.replayed - before == (11 if capture == "auto" else 0)
+    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+
+
+def test_chunks_that_come_one_by_one_are_recorded_once_many_came() -> None:
+    run, _ = both(perceptron(), vectors(), chunk_size=50)
+    assert run.replayed == 0
+    run.stream.fix_chunk_size(4)
+    for start in range(0, 48, 4):
+        list(run.stream.run(start + 4, [GradientNorms()], start=start))
+    assert run.replayed == 12 - PAYS_FROM - (NOT_REPLAYED - 1)
 
 
 @pytest.mark.parametrize(("chunk_size", "replayed"), [(10, 2), (12, 0)])
