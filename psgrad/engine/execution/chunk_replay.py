@@ -190,7 +190,7 @@ class ChunkReplay:
         chunk = inputs, target, *given
         call = self._captured.call(*chunk)
         if call is None or call.entry.ended:
-            if not self._captured.warned:
+            if call is not None and not self._captured.warned:
                 self._captured.warned = True
                 self.counts.add_reason(_CANCELLING if self.flags else _OTHER_VALUES)
             return self._unflagged(*chunk)

@@ -30,7 +30,7 @@ CHUNKS = -(-ROWS // CHUNK)
 
 
 class Layers(nn.Module):
-    """A table, and layers of which one is used twice, by a view of its weight."""
+    """A table, and layers of which one is used twice, by a value that depends on its weight alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Layers(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         x = self.table(words).mean(1)
         for block in self.blocks:
-            x = x + torch.tanh(block(x)) @ self.blocks[1].weight.t()
+            x = x + torch.tanh(block(x)) @ (2 * self.blocks[1].weight).t()
         found: Tensor = self.head(x)
         return found
 
@@ -99,5 +99,5 @@ def test_chunks_are_replayed_with_weights(kind: str, again: bool, tmp_path: Path
     torch.testing.assert_close(found, expected, rtol=4 * torch.finfo(torch.float32).eps, atol=0)
     assert stream.counts.replayed == CHUNKS - NOT_REPLAYED
     assert not stream.counts.reasons
-    if supply is not None and before is not None:
-        assert 0 < supply.moved <= 1.25 * before.moved
+    if supply is not None and before is not None:  # no weight, and nothing as large, stays with a program
+        assert 0.9 * before.moved <= supply.moved <= 1.25 * before.moved
