@@ -84,7 +84,7 @@ class Entry:
         results, structure: the recorded call's results, flat; `_TENSOR` where the next tensor goes.
         replays, failures: how often a program replaced the function, and how often a guard did not hold.
         ended: whether calls run uncaptured.
-        met: for a caller that records later than the first call: whether there was one.
+        met: for a caller that records later than the first call: how many there were.
     """
 
     recording: Recording | None = None
@@ -94,7 +94,7 @@ class Entry:
     replays: int = 0
     failures: int = 0
     ended: bool = False
-    met: bool = False
+    met: int = 0
 
     def count_failure(self) -> None:
         self.failures += 1

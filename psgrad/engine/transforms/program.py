@@ -240,7 +240,8 @@ class _Source:
         self.lines: list[str] = []
 
     def add(self, kernel: Kernel) -> None:
-        function = binding(kernel.op) if self.binds else kernel.op
+        # A binding may return another kind of value (torch.result_type a dtype, its operator a number).
+        function = binding(kernel.op) if self.binds and kernel.value is None else kernel.op
         words = [self._word(x) for x in kernel.args]
         words += [f"{name}={self._word(x)}" for name, x in kernel.kwargs.items()]
         call = f"{self._named(function)}({', '.join(words)})"
@@ -316,6 +317,8 @@ def obstacle_to_cuda_graph(
     recording: Recording, shortened: Shortened, tensors: Sequence[torch.Tensor]
 ) -> str | None:
     """The reason why a program can't be a CUDA graph; None if it can. tensors: of the recorded call."""
+    if any(getattr(x, "supply", None) is not None for x in recording.outside.values()):
+        return "weights are brought to the GPU as kernels need them"
     devices = [x.device for x in (*tensors, *recording.outside.values())]
     for kernel in shortened.kernels:
         devices += [x for x in kernel.kwargs.values() if isinstance(x, torch.device)]

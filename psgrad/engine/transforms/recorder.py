@@ -180,7 +180,7 @@ class Recorder(DispatchMode):
 
     def _number_outside(self, x: torch.Tensor) -> int:
         """The number of a tensor that lives longer than the call."""
-        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout != torch.strided:
+        if not is_known_kind(x) or x.layout != torch.strided:
             self.refuse(f"it uses a {type(x).__name__} of layout {x.layout}")
         elif x.requires_grad and self._autograd_follows:
             self.refuse(
@@ -220,7 +220,7 @@ class Recorder(DispatchMode):
             return None
         number = self._known_number(x)  # known: written in place
         if number is None:
-            if x.layout != torch.strided or type(x) is not torch.Tensor:
+            if x.layout != torch.strided or not is_known_kind(x):
                 self.refuse(f"{kernel.op} returns a {type(x).__name__} of layout {x.layout}")
                 return None
             storage = _storage(x)
@@ -267,7 +267,16 @@ def record(function: Callable[[], Any], arguments: Sequence[torch.Tensor]) -> tu
         return result, str(error)
 
 
+def is_known_kind(x: torch.Tensor) -> bool:
+    """Whether a tensor is PyTorch's own; or one whose kernels bring its numbers in from elsewhere, which has
+    `memory_key`: equal for tensors that are views of the same numbers.
+    """
+    return type(x) in (torch.Tensor, torch.nn.Parameter) or hasattr(x, "memory_key")
+
+
 def _storage(x: torch.Tensor) -> int:
+    if hasattr(x, "memory_key"):
+        return x.memory_key()  # type: ignore[no-any-return]
     return storage_key(x.untyped_storage()) if x.layout == torch.strided else id(x)
 
 

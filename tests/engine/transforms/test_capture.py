@@ -379,6 +379,15 @@ def test_capture_item_of_closure_tensor(read):
         torch.testing.assert_close(captured(x), function(x), rtol=0, atol=0, equal_nan=True)
 
 
+def test_capture_reads_the_type_of_a_result():
+    """A rule asks an operator for it, which returns a number; PyTorch's function of that name a dtype."""
+    captured = capture(vmap(torch.mul))
+    for _ in range(3):
+        x, y = torch.randn(4, 3), torch.randn(4, dtype=torch.float64)
+        assert torch.equal(captured(x, y), x * y.float().unsqueeze(1))
+    assert replays(captured) == 2
+
+
 def test_capture_value_read_before_a_write():
     def function(x):
         made = x.clone()
