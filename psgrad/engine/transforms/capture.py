@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from psgrad import random_state
-from psgrad.engine.transforms.capture_guard import PLAIN, properties
 from psgrad.engine.transforms.private_torch import (
     autocast_is_on,
     dispatch_modes,
@@ -38,6 +37,8 @@ from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.trees import LEAF, Structure, flatten, unflatten
 from psgrad.errors import TransformError
 
+# The types of values that a captured function may take and return besides tensors.
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 # Programs of a function that are kept: those used last.
 MOST_PROGRAMS = 32
 # If more than one replay in this many fails for a guard, the function is no longer replayed.
@@ -261,7 +262,9 @@ class Captured:
                         " call under no_grad"
                     )
                     return None
-                parts.append((seen.setdefault(id(leaf), len(seen)), *properties(leaf)))
+                place = seen.setdefault(id(leaf), len(seen))
+                views = leaf.is_conj(), leaf.is_neg()
+                parts.append((place, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, *views))
             elif isinstance(leaf, float):
                 parts.append((float, repr(leaf)))  # different: 0.0 and -0.0; equal: NaN
             elif isinstance(leaf, PLAIN):

@@ -17,10 +17,9 @@ from typing import Any, Literal
 import torch
 
 from psgrad import random_state
-from psgrad.engine.transforms.capture_guard import NotCapturable
 from psgrad.engine.transforms.operators import facts
 from psgrad.engine.transforms.private_torch import BelowAutograd, binding, inductor
-from psgrad.engine.transforms.recorder import Kernel, Recording, Slot
+from psgrad.engine.transforms.recorder import Kernel, NotCapturable, Recording, Slot
 
 Compiler = Literal["none", "inductor"]
 # Takes the call's tensors, returns the tensors of its results; None where a guard has another value.
