@@ -80,7 +80,9 @@ class ChunkReplay:
         eps = max(torch.finfo(x.dtype).eps for x in params.values())
         self.rounding = 4 * eps if compile == "none" else COMPILED
         # The parameters are tensors from outside for a program, which makes their views once.
-        self._captured = Captured(self._flagged, compile, lambda why: say(f"chunks are not replayed: {why}"))
+        self._captured = Captured(
+            self._flagged, compile, lambda why: say(f"chunks are not replayed: {why}"), hoists=True
+        )
 
     def _flagged(self, inputs: Any, target: Any) -> tuple[Any, Any]:
         with flagging() as flags:

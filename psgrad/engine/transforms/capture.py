@@ -125,12 +125,18 @@ class Call:
 
 
 class Captured:
-    """A function with its programs, by signature. Made by `capture`."""
+    """A function with its programs, by signature. Made by `capture`. hoists: see `program_of`."""
 
-    def __init__(self, function: Callable[..., Any], compile: Compiler, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        compile: Compiler,
+        say: Callable[[str], None],
+        hoists: bool = False,
+    ) -> None:
         if compile not in ("none", "inductor"):
             raise TransformError(f"capture: compile={compile!r}", expected="'none' or 'inductor'")
-        self.function, self.compile, self.say = function, compile, say
+        self.function, self.compile, self.say, self.hoists = function, compile, say, hoists
         self.entries: OrderedDict[Any, Entry] = OrderedDict()
         self.warned = False
 
@@ -195,7 +201,7 @@ class Captured:
             random_state.restore(before)
             try:
                 assert entry.recording is not None
-                entry.program = program_of(entry.recording, call.tensors, self.compile, binds)
+                entry.program = program_of(entry.recording, call.tensors, self.compile, binds, self.hoists)
                 done, again = self.replay(call)
             except torch.OutOfMemoryError:
                 random_state.restore(after)
@@ -231,6 +237,7 @@ class Captured:
         with contextlib.ExitStack() as exits:
             for kind, _ in _autocast():  # the program holds the casts
                 exits.enter_context(torch.autocast(kind, enabled=False))
+            entry.program.refresh()
             values = entry.program.run(*call.tensors)
         if values is None:
             random_state.restore(before)
