@@ -20,7 +20,7 @@ from psgrad.engine.gradients.deferral import WeightDeferral, deferred_in
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed, in_order, merged, term_of
 from psgrad.engine.gradients.projections.projection import ProjectedRows, Projection
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
-from psgrad.engine.gradients.square_norms import square_norms
+from psgrad.engine.gradients.square_norms import checked_square_norms, square_norms
 from psgrad.engine.gradients.terms import Dense, Product, Term, accumulating_dtype
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.grad import cotangents_and_value
@@ -144,8 +144,10 @@ class NormsByName:
         self.norms: dict[str, torch.Tensor] = {}
         self.absolute: dict[str, torch.Tensor] | None = {} if absolute else None
         self.computed_as: dict[str, str] = {}
-        # Small factors wait: name -> (length, key) of each; length -> key -> the factor [n, length].
+        # Small factors wait: name -> (length, key) of each; length -> key -> the factor [n, length]. And the
+        # terms whose norms are checked.
         self._names: dict[str, list[tuple[int, Any]]] = {}
+        self._terms: dict[str, Term] = {}
         self._waiting: dict[int, dict[Any, torch.Tensor]] = {}
         self._waiting_bytes = 0
 
@@ -158,6 +160,9 @@ class NormsByName:
             return
         if len(terms) == 1 and (small := _small_factors(terms[0].term)):
             self._wait(name, small)
+        elif len(terms) == 1 and _has_small_value(terms[0].term):
+            self._terms[name] = terms[0].term
+            self._wait(name, [terms[0].term.materialise()])
         elif terms:
             self.norms[name] = square_norms([gradient])[0]
         if self.absolute is not None and terms:
@@ -189,7 +194,12 @@ class NormsByName:
         for name, places in self._names.items():
             first, *second = (squares[place] for place in places)
             self.norms[name] = first * second[0] if second else first
+        if self._terms:
+            found = [self.norms[name] for name in self._terms]
+            found = checked_square_norms(list(self._terms.values()), found)
+            self.norms.update(zip(self._terms, found, strict=True))
         self._names.clear()
+        self._terms.clear()
         self._waiting.clear()
         self._waiting_bytes = 0
 
@@ -207,6 +217,8 @@ class NormsByName:
 _SMALL = 1024
 # Bytes of such values that wait for others.
 _MOST_WAITING = 1 << 18
+# Numbers of a parameter's gradients for all samples that are materialised to wait for others.
+_MOST_VALUES = 1 << 14
 
 
 def _small_factors(term: Term) -> Sequence[torch.Tensor]:
@@ -219,6 +231,17 @@ def _small_factors(term: Term) -> Sequence[torch.Tensor]:
     else:
         factors = () if term.stored_value is None else (term.stored_value,)
     return factors if all(f.shape[1:].numel() <= _SMALL for f in factors) else ()
+
+
+def _has_small_value(term: Term) -> bool:
+    """Whether the norm is that of a small value in float32, which its factors do not show to be in range."""
+    size = term.samples * math.prod(term.shape)
+    return (
+        math.prod(term.shape) <= _SMALL
+        and 0 < size <= _MOST_VALUES
+        and term.dtype == torch.float32
+        and term.describe() == "materialise"
+    )
 
 
 class SamplesDisagree(Exception):

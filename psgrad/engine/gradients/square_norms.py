@@ -106,15 +106,17 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
         if norms.dtype != torch.float64 or term.dtype == torch.float64
     ]
     some = [found[place].double() for place in doubtful]
-    if doubtful and not is_unchecked():
-        some = _checked([terms[place] for place in doubtful], some)
+    if doubtful:
+        some = checked_square_norms([terms[place] for place in doubtful], some)
     for place, norms in zip(doubtful, some, strict=True):
         found[place] = norms
     return found
 
 
-def _checked(terms: Sequence[Term], of_terms: list[torch.Tensor]) -> list[torch.Tensor]:
+def checked_square_norms(terms: Sequence[Term], of_terms: list[torch.Tensor]) -> list[torch.Tensor]:
     """As reliable_square_norms; of_terms: [n] float64 for each term, as computed at first."""
+    if is_unchecked():
+        return of_terms
     if (flags := current_flags()) is not None:
         for term, each in zip(terms, of_terms, strict=True):
             flags.add_squares(each, largest_of_factors(term), exact=term.dtype == torch.float64)
