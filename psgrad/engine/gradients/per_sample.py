@@ -185,7 +185,7 @@ class NormsByName:
 
     def _add_waiting(self) -> None:
         """The norms of what waits, of factors of one length together: kernels are what they cost."""
-        squares = {}
+        squares = dict[Any, torch.Tensor]()
         for length, waiting in self._waiting.items():
             factors = list(waiting.values())
             stacked = factors[0].unsqueeze(0) if len(factors) == 1 else torch.stack(factors)

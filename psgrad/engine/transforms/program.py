@@ -274,7 +274,8 @@ def python_function(
     source.lines.append(f"return [{', '.join(f'v{n}' for n in shortened.results)}]")
     head = f"def run({', '.join(f'v{n}' for n in dict.fromkeys(recording.arguments))}):"
     exec(compile("\n    ".join([head, *source.lines]), "<program>", "exec"), names)
-    return names["run"], refresh
+    run: Any = names["run"]
+    return run, refresh
 
 
 class _Refresh:
