@@ -58,7 +58,6 @@ class Deferral(Protocol):
 class BatchLevel(SampleAxis):
     """vmap: `size` samples; `randomness` decides how random operators draw for them."""
 
-    axis_name: str | None = None  # by which named_axis.py finds it
     drawer: Drawer | None = None  # draws by label, if each sample has a label
 
     def __init__(self, size: int, randomness: str = "error", deferral: Deferral | None = None) -> None:
