@@ -26,6 +26,7 @@ from psgrad.engine.transforms.forward import ForwardLevel
 from psgrad.engine.transforms.functional import current_swaps, swapped_again
 from psgrad.engine.transforms.private_torch import (
     DisableTorchFunction,
+    make_fx_runs,
     tree_flatten,
     tree_unflatten,
     without_modes,
@@ -291,12 +292,21 @@ class CallSettings:
                     exits.enter_context(torch.autocast(device, enabled=False))
             exits.enter_context(swapped_again(self.swaps))
             if self.drew:
+                self._refuse_to_be_recorded()
                 random_state.restore(self.generators)
                 exits.callback(random_state.restore, now)
             for drawer, number in self.drawers:
                 exits.callback(setattr, drawer, "number", drawer.number)
                 drawer.number = number
             yield
+
+    def _refuse_to_be_recorded(self) -> None:
+        if make_fx_runs():
+            raise TransformError(
+                "make_fx records a function under checkpoint that draws random numbers",
+                cause="both of its runs would be recorded, and would draw differently when they are replayed",
+                next_step="call the function without checkpoint when it is recorded",
+            )
 
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")

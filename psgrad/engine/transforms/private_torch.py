@@ -69,11 +69,13 @@ try:
         _dispatch_tls_set_dispatch_key_excluded as exclude_layer,  # kernels get computed conjugates
         _ForceDispatchKeyGuard as ForceDispatchKeys,  # guard: the dispatcher as it was outside
         _FunctionBase as FunctionBase,  # the classes of autograd.Function are found from here
+        _get_dispatch_mode as mode_of_kind,  # whether make_fx records the program
         _increment_version as count_write,  # PyTorch counts no writes below autograd
         _is_any_autocast_enabled as autocast_is_on,  # a rule's operator must then go through PyTorch
         _len_torch_dispatch_stack as dispatch_modes,  # the same if a mode gets operators
         _len_torch_function_stack as function_modes,  # a function that a mode gets is not replayed
         _set_grad_enabled as set_grad_enabled,  # without the cost of a context manager
+        _TorchDispatchModeKey as ModeKind,  # PROXY is the mode of make_fx
     )
     from torch._decomp import decomposition_table  # operators without a rule, by others
     from torch._ops import OpOverload as Op  # the type of an operator
@@ -133,6 +135,11 @@ def forward_mode_runs() -> bool:
 def torch_func_runs() -> bool:
     """Whether a transform of torch.func is on, under which psgrad's transforms are refused."""
     return layer_is_included(TORCH_FUNC)
+
+
+def make_fx_runs() -> bool:
+    """Whether make_fx records the operators."""
+    return mode_of_kind(ModeKind.PROXY) is not None
 
 
 _BINDINGS = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)  # type: ignore[attr-defined]

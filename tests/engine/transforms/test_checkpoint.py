@@ -322,3 +322,6 @@ def test_checkpoint_captured_without_draws() -> None:
             torch.manual_seed(k)
             agree(captured(X + k), expected)
         assert next(iter(captured.entries.values())).replays == (3 if dropout == 0 else 0)  # it seeds itself
+    assert torch.fx.experimental.proxy_tensor.make_fx(gradient(0.0))(X) is not None
+    with pytest.raises(TransformError, match="make_fx records"):
+        torch.fx.experimental.proxy_tensor.make_fx(gradient(0.5))(X)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import psgrad
 from psgrad.engine.transforms import private_torch as private
@@ -150,6 +151,12 @@ def fake_values_can_not_be_read() -> bool:
     return isinstance(mode.from_tensor(torch.ones(1)), private.FakeTensor)
 
 
+def make_fx_is_seen() -> bool:
+    seen = []
+    make_fx(lambda x: (seen.append(private.make_fx_runs()), x + 1)[1])(torch.ones(1))
+    return seen == [True] and not private.make_fx_runs()
+
+
 def torch_func_is_seen() -> bool:
     seen = []
     torch.func.vmap(lambda x: (seen.append(private.torch_func_runs()), x + 1)[1])(torch.ones(1))
@@ -227,11 +234,13 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "exclude_layer": marks_are_computed,
     "ForceDispatchKeys": outside_layers_can_be_set_again,
     "FunctionBase": lambda: private.FunctionBase in torch.autograd.Function.__mro__,
+    "mode_of_kind": make_fx_is_seen,
     "count_write": write_is_counted,
     "autocast_is_on": lambda: not private.autocast_is_on(),
     "dispatch_modes": modes_are_left_out,
     "function_modes": function_modes_are_left_out,
     "set_grad_enabled": grad_mode_is_set,
+    "ModeKind": make_fx_is_seen,
     "decomposition_table": lambda: aten.silu_backward.default in private.decomposition_table,
     "Op": lambda: isinstance(aten.add.Tensor, private.Op),
     "OpOverloadPacket": lambda: isinstance(aten.add, private.OpOverloadPacket),
