@@ -26,12 +26,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from contenders import sample_losses
+from psgrad.engine.privacy.fixed_chunks import independent_samples
 from torch import Tensor, nn
 
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.privacy.batches import GradientSource, batch_source
 from psgrad.engine.privacy.clipping import Clipping
-from psgrad.engine.privacy.fixed_chunks import independent_samples
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.sampling import Sampling

@@ -149,7 +149,7 @@ class ChunkReplay:
         eps = max(torch.finfo(x.dtype).eps for x in params.values())
         self.rounding = 4 * eps if compile == "none" else COMPILED
         # The parameters are tensors from outside for a program, which makes their views once.
-        self._captured = Captured(self._flagged, compile, self.counts.add_reason)
+        self._captured = Captured(self._flagged, compile, self.counts.add_reason, hoists=True)
         # rows of a recorded chunk -> its entry, and its recording until it is known what the transforms take
         # beside its rows, in rows
         self._recorded: dict[int, tuple[Entry, Recording | float]] = {}
