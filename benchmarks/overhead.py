@@ -148,7 +148,7 @@ def clipped_sums(case: Tiny, rounds: int) -> dict[str, float]:
         return per_sample_weighted_sum(loss, params, inputs, target, weights=weights, has_aux=True).sums
 
     programs = SumPrograms()
-    ways = {"psgrad": lambda: programs("clipped", compute, case.inputs, case.target)}
+    ways = {"psgrad": lambda: programs("clipped", lambda: False, compute, case.inputs, case.target)}
     if case.in_torch_func:
         gradients, parameters = torch_func_gradients(case)
 
