@@ -7,7 +7,9 @@ from psgrad.engine.privacy.accounting.composition import (
     curve_accountant,
     epsilon_curve,
     epsilon_pld,
+    part_of,
     pld_curve,
+    tightest_epsilon,
 )
 from psgrad.engine.privacy.accounting.epsilon import Epsilon, epsilon_rdp
 from psgrad.engine.privacy.accounting.events import Events, Mechanism, StepEvent, event_of, merged
@@ -27,5 +29,7 @@ __all__ = [
     "event_of",
     "merged",
     "noise_multiplier_for",
+    "part_of",
     "pld_curve",
+    "tightest_epsilon",
 ]
