@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from psgrad.engine.privacy.audit.game import StoringSource
+from psgrad.engine.privacy.audit.canaries import StoringSource
 from psgrad.engine.privacy.batches import GradientSource
 from psgrad.engine.privacy.clipped_sums import ClippedSum
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
