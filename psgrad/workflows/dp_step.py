@@ -170,7 +170,8 @@ def dp_step(
             try:
                 run.take(asked, progress, processes.hurry)
             finally:
-                running.add(ranks=facts_of(lead, hosts, processes))
+                engine = replace(running.manifest.engine, **setup.run.counts.facts())
+                running.add(ranks=facts_of(lead, hosts, processes), engine=engine)
             if lead is not None:
                 lead.end()
         with clock("accounting"):
