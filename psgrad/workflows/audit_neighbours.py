@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.records import Records, record_loss
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
+from psgrad.engine.privacy.unchanged import Unchanged
 from psgrad.errors import DataError
 from psgrad.ragged import Block
 from psgrad.results import NeighbourPair
@@ -137,14 +138,19 @@ def _pair_or_note(
         return f"not compared: {neighbours.pair}, on which {error.arrived}"
 
 
-Contributions = dict[int, dict[str, Tensor]]
-"""Record numbers to their clipped gradients: name -> [*shape]."""
+class Contributions(NamedTuple):
+    """What a few records add to the sum, and the state of the model and the loss then."""
+
+    sums: dict[int, dict[str, Tensor]]  # by the record's number: name -> [*shape]
+    state: Unchanged
 
 
 def contributions(setup: PrivateSetup) -> Contributions:
     """What a few records add to the sum, each by itself, with its own coins."""
     chosen = np.unique(np.linspace(0, len(setup.records) - 1, _REPEATED, dtype=np.int64))
-    return {int(record): dict(_by_record(setup, record[None])(setup.clipping).sums) for record in chosen}
+    _by_record(setup, chosen)(setup.clipping)  # the first computation sizes chunks, which takes coins, too
+    sums = {int(record): dict(_by_record(setup, record[None])(setup.clipping).sums) for record in chosen}
+    return Contributions(sums, Unchanged(setup.run.model, setup.run.criterion.function))
 
 
 def audited_state(setup: PrivateSetup, before: Contributions, processes: Processes) -> list[NeighbourPair]:
@@ -161,18 +167,17 @@ def audited_state(setup: PrivateSetup, before: Contributions, processes: Process
 
 def _state_of_one(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
     """The result of `audited_state` for this process alone."""
-    after = contributions(setup)
-    steps = 1.0 if setup.clipping.grid is None else setup.clipping.grid
+    after = contributions(setup).sums
     squares = [
         sum(
             float((after[record][name].double() - value.double()).square().sum())
             for name, value in sums.items()
         )
-        for record, sums in before.items()
+        for record, sums in before.sums.items()
     ]
-    distance = math.sqrt(max(squares, default=0.0)) * steps
+    distance = math.sqrt(max(squares, default=0.0))
     sensitivity = setup.clipping.sensitivity(setup.privacy.relation)
-    differing = setup.unchanged.changes()
+    differing = before.state.changes(by_bits=True)
     holds = distance <= _AGAIN * sensitivity and not differing  # not so for NaN
     finite = math.isfinite(distance)
     return NeighbourPair(

@@ -101,7 +101,7 @@ def dp_audit(
         running_manifest(folder, describe_run("dp-audit", setup.run, None), clock) as running,
         leading(setup, processes) as lead,
     ):
-        alone = {} if canaries_only else contributions(setup)
+        alone = None if canaries_only else contributions(setup)
         with clock("canaries"):
             # The config's seed is for its run; an audit does not use it.
             mechanism = AuditedRun(
@@ -128,7 +128,7 @@ def dp_audit(
             verdict = judge(played, events, privacy.delta, confidence, accounted)
         with clock("neighbours"):
             pairs, notes = ([], []) if canaries_only else audited_pairs(setup, base, processes)
-            pairs += [] if canaries_only else audited_state(setup, alone, processes)
+            pairs += [] if alone is None else audited_state(setup, alone, processes)
         if privacy.noise.seed is not None:
             notes.append(
                 "the audit drew its noise from the operating system; that of a run with privacy.noise.seed"
@@ -168,9 +168,9 @@ def dp_audit(
 def take_part(config: Config, path: Path, processes: Processes, progress: Say, canaries_only: bool) -> None:
     """The audit on a rank that does not lead: its shares of the batches, and of the neighbours."""
     setup, alone = follow(
-        config, path, processes, progress, lambda setup: {} if canaries_only else contributions(setup)
+        config, path, processes, progress, lambda setup: None if canaries_only else contributions(setup)
     )
-    if not canaries_only:
+    if alone is not None:
         audited_pairs(setup, base_multiplier(setup.privacy), processes)
         audited_state(setup, alone, processes)
 

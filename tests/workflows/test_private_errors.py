@@ -13,9 +13,17 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
+from psgrad.config import load_config
+from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.privacy.accounting import Epsilon
+from psgrad.engine.privacy.batches import RecordStreams
+from psgrad.engine.privacy.clipping import Clipping
+from psgrad.engine.privacy.records import Records
+from psgrad.ragged import Block
+from psgrad.workflows.private_setup import set_up_privately
 from tests.private_workplace import EXACT, PrivateWorkplace
 from tests.workplace import Workplace
 
@@ -156,3 +164,50 @@ def test_private_error_other_values_refused(private: PrivateWorkplace) -> None:
     value: Any = "skip"
     private.privacy["on_error"] = value
     private.refused(2, "on_error")
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_private_error_of_a_model_that_draws_computes_each_record_alone(
+    private: PrivateWorkplace, mode: str
+) -> None:
+    """Else a record that fails would have the others of its chunk draw again, and one of them fail or not."""
+    private.privacy["on_error"] = "zero"
+    private.config["model"]["mode"] = mode
+    (private.folder / "config.yaml").write_text(yaml.safe_dump(private.config))
+    setup = set_up_privately(load_config(private.folder / "config.yaml"))
+    assert setup.streams.alone == (mode == "train")
+    assert setup.streams.zero_on_error
+
+
+@pytest.mark.parametrize("hostile", [(), (1,), (0, 1, 2)], ids=str)
+def test_private_error_where_records_draw_leaves_the_others_one_attempt(hostile: tuple[int, ...]) -> None:
+    attempts: list[int] = []
+
+    def take(rows: np.ndarray) -> Block:
+        attempts.extend(rows.tolist())
+        if set(rows.tolist()) & set(hostile):
+            raise ValueError("a row")
+        return Block((torch.ones(len(rows), 2),), None)
+
+    params = {"w": torch.ones(2)}
+
+    def loss(params: dict[str, torch.Tensor], inputs: Any, target: Any) -> Any:
+        return (params["w"] * inputs[0]).sum(), {}
+
+    streams = RecordStreams(
+        Records.of_rows(6),
+        take,
+        loss,
+        params,
+        lambda loss, read: Stream(loss, params, read),
+        alone=True,
+        zero_on_error=True,
+    )
+    source, clipping = streams.source(np.arange(6)), Clipping.flat(params, 1.0)
+    source(clipping)  # sizes chunks
+    attempts.clear()
+    found = source(clipping)
+    assert sorted(attempts) == list(range(6))
+    assert (~found.records.norms.isfinite()).nonzero().flatten().tolist() == list(hostile)
+    expected = (6 - len(hostile)) / 2**0.5
+    assert found.sums["w"].tolist() == pytest.approx([expected, expected], rel=1e-5)

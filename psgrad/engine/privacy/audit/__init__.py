@@ -3,7 +3,8 @@ neighbouring datasets.
 """
 
 from psgrad.engine.privacy.audit.bounds import METHODS, AuditVerdict, Bound, judge
-from psgrad.engine.privacy.audit.game import AuditedRun, Canaries, Played, play, with_canaries
+from psgrad.engine.privacy.audit.canaries import Canaries, with_canaries
+from psgrad.engine.privacy.audit.game import AuditedRun, Played, play
 from psgrad.engine.privacy.audit.neighbour_step import (
     DrawsDiffer,
     LoggedGenerator,
