@@ -22,13 +22,6 @@ PRIVATE_WARNING = "NOT PRIVATE: what follows depends on single records, and no g
 SHOWN_STEPS = 10
 
 
-_BESIDE_OTHERS = (
-    " a kernel that rounds a record by what other records hold, though it rounded the records that were tried"
-    " alike in each place of a chunk, memory that runs out in the middle of a run, so that chunks are smaller"
-    " from then on (mechanism: discrete_gaussian computes each record alone),"
-)
-
-
 def guarantee(step: dict[str, Any]) -> str:
     """What is promised of all that public/ holds, as one sentence that nothing can be cut from; `step` as in
     STEP_KEYS.
@@ -46,15 +39,14 @@ def guarantee(step: dict[str, Any]) -> str:
         f"; the run folder was moved {count(step['moved'], 'time')}, and that no copy of it went on is its"
         " owner's word"
     )
-    discrete = step["mechanism"] == "discrete_gaussian"
     return (
         f"{promise}, after {count(step['steps'], 'step')}, for {step['unit']}; {RELATIONS[step['relation']]};"
         f" {sampling_words(step)};"
         f" {'seeded, so that no guarantee holds against who knows the seed' if seeded(step) else 'no seed'}"
         f"{moved if step.get('moved') else ''};"
-        f" {rounding_words(step)}; not covered: how long steps take and how much memory they need,"
-        f"{'' if discrete else _BESIDE_OTHERS} and"
-        " what the model's code keeps outside of the model and the loss (global variables, files)"
+        f" {rounding_words(step)}; not covered: how long steps take and how much memory they need, a kernel"
+        " that rounds a record differently beside other records (privacy.records: alone has none beside it),"
+        " and what the model's code keeps outside of the model and the loss (global variables, files)"
     )
 
 
@@ -66,8 +58,6 @@ def rounding_words(step: dict[str, Any]) -> str:
             f"{count(rounding['unrounded_steps'], 'step')} of an earlier version had noise whose"
             " floating-point gaps may tell records"
         )
-    if step["mechanism"] != "gaussian":
-        return "exact noise on a grid of integers"
     residual = epsilon(rounding["residual_epsilon"])
     return (
         "released numbers are rounded to a public grid, and what is left of floating point adds at most"

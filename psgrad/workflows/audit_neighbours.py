@@ -162,7 +162,6 @@ def audited_state(setup: PrivateSetup, before: Contributions, processes: Process
 def _state_of_one(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
     """The result of `audited_state` for this process alone."""
     after = contributions(setup)
-    steps = 1.0 if setup.clipping.grid is None else setup.clipping.grid
     squares = [
         sum(
             float((after[record][name].double() - value.double()).square().sum())
@@ -170,7 +169,7 @@ def _state_of_one(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
         )
         for record, sums in before.items()
     ]
-    distance = math.sqrt(max(squares, default=0.0)) * steps
+    distance = math.sqrt(max(squares, default=0.0))
     sensitivity = setup.clipping.sensitivity(setup.privacy.relation)
     differing = setup.unchanged.changes()
     holds = distance <= _AGAIN * sensitivity and not differing  # not so for NaN

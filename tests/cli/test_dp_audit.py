@@ -174,11 +174,10 @@ def test_a_run_in_the_output_folder_stays_as_it_is(private: Workplace) -> None:
         {"relation": "replace_one", "expected_batch_size": 12} | TRUNCATED,
         {"clipping": {"norm": 0.7, "groups": "parameter"}},
         {"clipping": {"norm": 0.7, "adaptive": {"count_noise_multiplier": 2.0}}},
-        {"noise": {"multiplier": 1.0, "mechanism": "discrete_gaussian"}},
         {"noise": {"multiplier": 1.0, "schedule": {"kind": "exponential", "factor": 1.1}}},
         {"unit": {"column": "user"}},
     ],
-    ids=["fixed", "replace in truncated", "groups", "adaptive", "discrete", "schedule", "user"],
+    ids=["fixed", "replace in truncated", "groups", "adaptive", "schedule", "user"],
 )
 def test_every_kind_of_run_can_be_audited(private: Workplace, change: dict[str, Any]) -> None:
     private.save(user=np.arange(24) // 2)

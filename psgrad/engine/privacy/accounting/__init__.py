@@ -10,13 +10,20 @@ from psgrad.engine.privacy.accounting.composition import (
     pld_curve,
 )
 from psgrad.engine.privacy.accounting.epsilon import Epsilon, epsilon_rdp
-from psgrad.engine.privacy.accounting.events import Events, Mechanism, StepEvent, event_of, merged
+from psgrad.engine.privacy.accounting.events import (
+    MECHANISM,
+    Events,
+    StepEvent,
+    event_of,
+    merged,
+    require_gaussian,
+)
 from psgrad.engine.privacy.accounting.noise_calibration import adaptive_multiplier, noise_multiplier_for
 
 __all__ = [
+    "MECHANISM",
     "Epsilon",
     "Events",
-    "Mechanism",
     "StepEvent",
     "adaptive_multiplier",
     "coarse_epsilon_pld",
@@ -28,4 +35,5 @@ __all__ = [
     "merged",
     "noise_multiplier_for",
     "pld_curve",
+    "require_gaussian",
 ]

@@ -73,9 +73,6 @@ def coarse_epsilon_pld(events: Iterable[tuple[StepEvent, int]], delta: float) ->
 def _epsilon(events: Iterable[tuple[StepEvent, int]], delta: float, coarse: bool) -> Epsilon:
     assert_delta(delta)
     counts = merged(events)
-    for event in counts:
-        if reason := why_not_pld(event):
-            return Epsilon(None, reason)
     if not counts:
         return Epsilon(0.0)
     if any(event.noise_multiplier == 0 for event in counts):
@@ -108,16 +105,6 @@ def _epsilon(events: Iterable[tuple[StepEvent, int]], delta: float, coarse: bool
 def _composed(counts: tuple[tuple[StepEvent, int], ...], delta: float, interval: float) -> float:
     """`pld_epsilon`, once for the same numbers: a plan, its figure and its statement ask for the same."""
     return pld_epsilon(dict(counts), delta, interval)
-
-
-def why_not_pld(event: StepEvent) -> str | None:
-    """Why loss distributions don't cover a step; None if they do."""
-    if event.mechanism == "discrete_gaussian":
-        return (
-            "the losses of noise on the integers have no known distribution in many dimensions; its moments"
-            " (RDP) are known"
-        )
-    return None
 
 
 def gathered(counts: Mapping[StepEvent, int]) -> dict[StepEvent, int]:
@@ -208,12 +195,11 @@ def pld_curve(events: Events, delta: float) -> list[tuple[int, float]]:
     first step, the last one, and some between, densest at first, where epsilon grows the least like the
     square root of the steps.
 
-    Empty where loss distributions don't cover the steps, or where the steps are of more than _ALIKE kinds, as
-    each point takes long then.
+    Empty where the steps are of more than _ALIKE kinds, as each point takes long then.
     """
     runs = [(event, steps) for event, steps in events if merged([(event, steps)])]
     kinds = merged(runs)
-    if not kinds or len(kinds) > _ALIKE or any(why_not_pld(event) for event in kinds):
+    if not kinds or len(kinds) > _ALIKE:
         return []
     total = sum(kinds.values())
     squares = [total * (place / _FEW_POINTS) ** 2 for place in range(1, _FEW_POINTS + 1)]

@@ -167,8 +167,8 @@ def with_canaries(
 ) -> GradientSource:
     """The source's clipped sum with canaries `who` ([n] places) as further records; None for canaries alone.
 
-    They go through the clipping's norms and factors, and onto the grid, as records do. signs: [n] of +1 and
-    -1, what each gradient is multiplied by.
+    They go through the clipping's norms and factors, as records do. signs: [n] of +1 and -1, what each
+    gradient is multiplied by.
     """
     chosen = torch.from_numpy(np.asarray(who, dtype=np.int64))
     turned = (
@@ -189,8 +189,6 @@ def with_canaries(
             here = position[spikes.canaries]
             mine, places = here[here >= 0], spikes.places[here >= 0]
             values = weights[name][mine] * turned[mine] * canaries.sizes[name]
-            if clipping.grid is not None:
-                values = (values / clipping.grid).trunc()  # towards zero, which keeps to the bound
             total = sums[name].clone(memory_format=torch.contiguous_format)
             total.view(-1).index_add_(0, places.to(total.device), values.to(total.device, total.dtype))
             sums[name] = total
@@ -319,17 +317,12 @@ def play(
         if rest is not None and run.sampling.scheme != "truncated_poisson":
             # The auditor knows the other records, and which of them were drawn: the guarantee holds whatever
             # these are. Where batches are truncated, the draws depend on one another, and are left unknown.
-            expected = (
-                rest.last.sums
-                if now.grid is None
-                else {name: value * now.grid for name, value in rest.last.sums.items()}
-            )
-            seen = seen - canaries.read(expected, now)
+            seen = seen - canaries.read(rest.last.sums, now)
         rate = 1.0 if run.sampling.sample_rate is None else run.sampling.sample_rate
         scores += evidence(seen / 2 if replaced else seen, rate, multiplier, far, near)
         simulated += evidence(_as_declared(random, rate, multiplier, near), rate, multiplier, far, near)
         if multiplier > 0:
-            log.add(noisy.sums, stored.last.sums, multiplier * sensitivity, now.grid)
+            log.add(noisy.sums, stored.last.sums, multiplier * sensitivity)
             if adaptive is not None:
                 log.add_count(_count_noise(adaptive, noisy, run, stored.last.records.counted))
         adaptive = noisy.following

@@ -191,10 +191,10 @@ def compare_neighbours(
     effective = clipping if adaptive is None else clipping.with_bound(adaptive.bound)
     counts = None if adaptive is None else [adaptive.count(clipped.records.counted) for clipped in seen]
     sensitivity = effective.sensitivity(relation)
-    groups = [_in_group(group, seen, effective.grid, relation) for group in effective.groups]
+    groups = [_in_group(group, seen, relation) for group in effective.groups]
     return Replayed(
         pair,
-        _distance(seen[0].sums, seen[1].sums, effective.grid),
+        _distance(seen[0].sums, seen[1].sums),
         sensitivity,
         max(apart - allowed for apart, allowed in groups),
         tuple(differing),
@@ -222,17 +222,14 @@ def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]
     ]
 
 
-def _distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor], grid: float | None) -> float:
-    """The L2 distance of two sums; integers are multiples of the grid, and exact."""
-    steps = 1.0 if grid is None else grid
-    apart = [(value - second[name]).double() * steps for name, value in first.items()]
+def _distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+    """The L2 distance of two sums."""
+    apart = [(value - second[name]).double() for name, value in first.items()]
     return math.sqrt(math.fsum(float(torch.linalg.vector_norm(each)) ** 2 for each in apart))
 
 
-def _in_group(
-    group: Group, seen: Sequence[ClippedSum], grid: float | None, relation: Relation
-) -> tuple[float, float]:
+def _in_group(group: Group, seen: Sequence[ClippedSum], relation: Relation) -> tuple[float, float]:
     """(the distance of two sums in a group, infinite if it is not a number; the allowed one)."""
     first, second = ({name: clipped.sums[name] for name in group.parameters} for clipped in seen)
-    apart = _distance(first, second, grid)
+    apart = _distance(first, second)
     return apart if math.isfinite(apart) else math.inf, group.bound * (2 if relation == "replace_one" else 1)

@@ -62,32 +62,25 @@ class NoiseLog:
         self._pieces: list[Array] = []
         self._counts: list[float] = []
         self._batches: list[Array] = []
-        self._coarsest = 0.0
         self._off_grid = False
 
-    def add(
-        self, noisy: Mapping[str, Tensor], clean: Mapping[str, Tensor], std: float, grid: float | None = None
-    ) -> None:
-        """Adds one step: its noisy and its clipped sums, name -> [*shape] (multiples of the grid, if there is
-        one), and the noise's declared standard deviation, above 0.
+    def add(self, noisy: Mapping[str, Tensor], clean: Mapping[str, Tensor], std: float) -> None:
+        """Adds one step: its noisy and its clipped sums, name -> [*shape], and the noise's declared standard
+        deviation, above 0.
         """
-        released_on = grid_of(std) if grid is None else grid
+        grid = grid_of(std)
         step: list[Array] = []
         room = _KEPT if sum(map(len, self._steps)) < _ENOUGH else _KEPT_LATER
         for name, value in noisy.items():
             head = value.detach().flatten()[: max(room, _KEPT_OF_A_TENSOR)].cpu().double()
-            self._off_grid |= not torch.equal((head / released_on).round() * released_on, head)
-            before = clean[name].detach().flatten()[: len(head)].cpu().double() * (
-                1.0 if grid is None else grid
-            )
+            self._off_grid |= not torch.equal((head / grid).round() * grid, head)
+            before = clean[name].detach().flatten()[: len(head)].cpu().double()
             noise: Array = ((head - before) / std).numpy()
             if len(noise) >= _SMALLEST_PIECE and len(self._pieces) < _MOST_PIECES:
                 self._pieces.append(noise[:_KEPT_OF_A_TENSOR])
             step.append(noise[:room])
             room -= len(step[-1])
         self._steps.append(np.concatenate(step))
-        if grid is not None:
-            self._coarsest = max(self._coarsest, grid / std)
 
     def add_count(self, noise: float | None) -> None:
         """Adds the noise of one step's count of an adaptive bound, in units of its standard deviation; None
@@ -120,10 +113,8 @@ class NoiseLog:
             "a part that repeats another": _repetition_p_value(numbers),
             "alike in two tensors": _most_alike(self._pieces),
             "off the public grid": 0.0 if self._off_grid else 1.0,  # which no rounded number is
+            "shape": float(kstest(numbers, "norm").pvalue),
         }
-        # Noise on a grid has steps in its distribution, which a comparison with a smooth one would find.
-        if self._coarsest * math.sqrt(n) < 0.05:
-            p_values["shape"] = float(kstest(numbers, "norm").pvalue)
         return NoiseCheck(n, math.sqrt(squares / n), p_values)
 
 

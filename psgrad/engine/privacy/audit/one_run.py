@@ -256,8 +256,7 @@ def profile_of(events: Events) -> Profile:
     """The guarantee of the steps, all together; some noise in each of them.
 
     Exact for steps without amplification, which are one Gaussian release; else by privacy loss distributions,
-    which err on the safe side. Noise on a grid counts as continuous: at the grids that are used, a record's
-    bound is many thousands of steps of the grid, and no audit can detect the difference.
+    which err on the safe side.
     """
     counts = merged(events)
     mu = distance(events)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class HalfNoise(Noise):
     def add(
         self, sums: dict[str, Tensor], clipping: Clipping, relation: Relation, generator: Generator
     ) -> dict[str, Tensor]:  # type: ignore[override]
-        return replace(Noise(self.multiplier / 2, self.mechanism)).add(sums, clipping, relation, generator)
+        return Noise(self.multiplier / 2).add(sums, clipping, relation, generator)
 
 
 class NoNoise(Noise):
@@ -76,19 +76,18 @@ class Game:
     relation: Relation = "add_or_remove_one"
     generator: Callable[[], Generator] | None = None
     adaptive: AdaptiveBound | None = None
-    mechanism: str = "gaussian"
     steps: int = 1
     canaries: int = 2000
     seed: int = 0
 
     def events(self) -> Events:
-        return [(StepEvent(self.multiplier, self.sampling, self.relation, self.mechanism), self.steps)]  # type: ignore[arg-type]
+        return [(StepEvent(self.multiplier, self.sampling, self.relation), self.steps)]
 
     def play(self, source: Callable[[np.ndarray], GradientSource] | None = None, records: int = 0) -> Played:
         made = iter(range(100))
         mechanism = AuditedRun(
             self.clipping,
-            lambda _: self.noise(self.multiplier, self.mechanism),  # type: ignore[arg-type]
+            lambda _: self.noise(self.multiplier),
             self.sampling,
             self.relation,
             self.generator or (lambda: make_generator("torch", seed=self.seed, position=next(made))),

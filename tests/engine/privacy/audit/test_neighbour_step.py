@@ -18,7 +18,6 @@ from torch import Tensor
 from psgrad.engine.privacy.audit import DrawsDiffer, LoggedGenerator, Replayed, compare_neighbours
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, batch_source
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
-from psgrad.engine.privacy.discrete import default_grid
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.records import Relation, record_loss
@@ -70,7 +69,6 @@ CLIPPINGS: dict[str, Callable[[dict[str, Tensor]], Clipping]] = {
     "flat": lambda params: Clipping.flat(params, 0.3),
     "layer": lambda params: Clipping.per_layer(params, 0.3),
     "automatic": lambda params: Clipping.flat(params, 0.3, rule="automatic"),
-    "grid": lambda params: Clipping.flat(params, 0.3, grid=default_grid(0.3, 100)),
 }
 
 
@@ -85,13 +83,10 @@ def replayed(
     params, (x, y) = parameters(dtype), batch(dtype)
     if empty:
         x, y = x[:0], y[:0]
-    made = clipping(params)
-    noise = options.pop("noise", None) or (
-        NOISE if made.grid is None else replace(NOISE, mechanism="discrete_gaussian")
-    )
+    noise = options.pop("noise", NOISE)
     first, second = batch_source(loss, params, x, y), batch_source(loss, params, *change(x, y))
     return compare_neighbours(
-        first, second, made, noise, relation, make_generator("aes"), pair="a pair", **options
+        first, second, clipping(params), noise, relation, make_generator("aes"), pair="a pair", **options
     )
 
 
