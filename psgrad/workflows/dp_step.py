@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
+from psgrad.engine.privacy.accounting import MECHANISM, require_gaussian
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.engine.privacy.step import PrivateTraining, make_optimizer
@@ -84,6 +85,7 @@ def dp_step(
     if resume:
         folder = PrivateRunFolder.open(config.output)
         before = Ledger.read(folder.ledger)
+        require_gaussian(before.header.get("mechanism", MECHANISM))
         require_known_form(before)
     else:
         PrivateRunFolder.require_free(config.output, overwrite)
