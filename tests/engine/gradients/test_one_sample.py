@@ -81,5 +81,5 @@ def test_gradients_print_three_lines(depth: int) -> None:
 
 def test_per_sample_gradients_complex_parameter_is_refused_by_name() -> None:
     weight = torch.ones(3, dtype=torch.complex64)
-    with pytest.raises(TransformError, match="the parameter weight is complex, of dtype torch.complex64"):
+    with pytest.raises(TransformError, match="the parameter weight is complex"):
         per_sample_gradients(lambda p, x: (p["weight"] * x).abs().sum(), {"weight": weight}, X)
