@@ -75,20 +75,6 @@ def restored() -> Iterator[None]:
                 numpy.random.set_state(of_numpy)
 
 
-def seed_all(of_torch: int, of_numpy: int, of_python: int) -> None:
-    """Seed PyTorch's, NumPy's and Python's generators, by whole numbers from 0 to 2^64 - 1."""
-    for generator in generators():
-        generator.manual_seed(of_torch)
-    random.seed(of_python)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(numpy_seed(of_numpy))
-
-
-def numpy_seed(number: int) -> list[int]:
-    """The seed of NumPy's older generator for a whole number from 0 to 2^64 - 1."""
-    return [number & 0xFFFFFFFF, number >> 32]
-
-
 def cpu_states() -> tuple[Any, ...]:
     """The states of the generators that a dataset may share with a model, on the CPU: Python's, NumPy's and
     PyTorch's; for comparison.

@@ -20,6 +20,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from psgrad import random_state
@@ -29,11 +30,14 @@ from psgrad.engine.transforms.private_torch import DisableTorchFunction
 from psgrad.engine.transforms.state import state
 from psgrad.errors import ModelError
 
-Seeds = list[int]
-"""A whole number from 0 to 2^64 - 1 for each generator."""
+Seeds = npt.NDArray[np.uint64]
+"""Of all generators of a run: `_TORCH` numbers for PyTorch's, and `_EACH` for each of the others."""
 
+# What seeds a generator, in numbers of 64 bits. PyTorch's generator of the CPU takes 32 bits of a seed alone,
+# which could be tried, so it gets all of its state: a number that tells it from others, and 624 words.
+_STATE_WORDS, _EACH = 624, 4
+_TORCH = 1 + _STATE_WORDS // 2
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_CHUNKS = 16  # whose seeds are drawn at a time
 # Containers with more parts are rows of a dataset, which hold no generators.
 _MOST_PARTS = 10_000
 
@@ -54,30 +58,34 @@ class Coins:
         self._key = hashlib.sha256(b"psgrad coins" + generator.uint64(4).tobytes()).digest()
         self._own = generators_of(*roots)
         self._stream: SecureGenerator | None = None
-        self._drawn: list[int] = []  # of the stream, and not used yet
 
     def begin(self, *place: int) -> None:
         """Begin the stream of a step, or of a rank and a step, as one or two whole numbers."""
         numbers = b"".join(number.to_bytes(8, "little") for number in place)
-        self._stream, self._drawn = SecureGenerator(hashlib.sha256(self._key + numbers).digest(), "coins"), []
+        self._stream = SecureGenerator(hashlib.sha256(self._key + numbers).digest(), "coins")
 
     def next(self) -> Seeds:
         """The next seeds of the stream."""
         if self._stream is None:
             self.begin(0)
-        each = 3 + len(self._own)
-        if not self._drawn:
-            assert self._stream is not None
-            self._drawn = self._stream.uint64(_CHUNKS * each).tolist()
-        seeds, self._drawn = self._drawn[:each], self._drawn[each:]
-        return seeds
+        assert self._stream is not None
+        return self._stream.uint64(_TORCH + _EACH * (2 + len(self._own)))
 
     def seed(self, seeds: Seeds) -> None:
         """Seed all generators."""
+        of_torch, of_numpy, of_python, of_own = self._parts(seeds)
         with DisableTorchFunction():
-            random_state.seed_all(*seeds[:3])
-            for generator, number in zip(self._own, seeds[3:], strict=True):
-                _seed(generator, number)
+            for generator in random_state.generators():
+                _seed_torch(generator, of_torch)
+            np.random.seed(_words(of_numpy))
+            random.seed(_whole(of_python))
+            for own, numbers in zip(self._own, of_own, strict=True):
+                _seed(own, numbers)
+
+    def _parts(self, seeds: Seeds) -> tuple[Seeds, Seeds, Seeds, list[Seeds]]:
+        """Of PyTorch's, NumPy's and Python's generators, and of each of the run's own."""
+        each = seeds[_TORCH:].reshape(-1, _EACH)
+        return seeds[:_TORCH], each[0], each[1], list(each[2:])
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -102,24 +110,22 @@ class Coins:
         if records == 1:
             yield
             return
-        with _seed_watched(seeds[0]):
+        with _seed_watched(int(seeds[0])):
             yield
 
     def shared(self, seeds: Seeds) -> bool:
         """Whether something has drawn from generators of NumPy or Python since they were seeded: all records
         of a chunk share such a number.
         """
-        of_numpy, of_python = (
-            np.random.RandomState(random_state.numpy_seed(seeds[1])),
-            random.Random(seeds[2]),
-        )
-        if random.getstate() != of_python.getstate():
+        _, of_numpy, of_python, of_own = self._parts(seeds)
+        if random.getstate() != random.Random(_whole(of_python)).getstate():
             return True
-        if _comparable(np.random.get_state(legacy=False)) != _comparable(of_numpy.get_state(legacy=False)):
+        seeded = np.random.RandomState(_words(of_numpy)).get_state(legacy=False)
+        if _comparable(np.random.get_state(legacy=False)) != _comparable(seeded):
             return True
         return any(
-            _comparable(_state(own)) != _comparable(_seeded_state(own, number))
-            for own, number in zip(self._own, seeds[3:], strict=True)
+            _comparable(_state(own)) != _comparable(_seeded_state(own, numbers))
+            for own, numbers in zip(self._own, of_own, strict=True)
             if not isinstance(own, torch.Generator)
         )
 
@@ -136,7 +142,7 @@ class Coins:
 
     def __getstate__(self) -> dict[str, Any]:
         # A loader's workers take a copy, and begin a stream for each batch. A stream itself has no copies.
-        return {**self.__dict__, "_stream": None, "_drawn": []}
+        return {**self.__dict__, "_stream": None}
 
 
 @contextmanager
@@ -205,7 +211,7 @@ def generators_of(*roots: object) -> list[Any]:
 def _require_seedable(generator: Any) -> None:
     before = _state(generator)
     try:
-        _seed(generator, 0)
+        _seed(generator, np.zeros(_EACH, dtype=np.uint64))
         _restore(generator, before)
     except Exception as error:
         raise ModelError(
@@ -255,17 +261,38 @@ def _restore(generator: Any, own: Any) -> None:
         generator.set_state(own)
 
 
-def _seed(generator: Any, number: int) -> None:
+def _words(numbers: Seeds) -> list[int]:
+    """The numbers as words of 32 bits."""
+    words: list[int] = numbers.view(np.uint32).tolist()
+    return words
+
+
+def _whole(numbers: Seeds) -> int:
+    """The numbers as one."""
+    return int.from_bytes(numbers.tobytes(), "little")
+
+
+def _seed_torch(generator: torch.Generator, numbers: Seeds) -> None:
+    """Seed a generator of PyTorch by `_TORCH` numbers, of which a GPU's takes the first."""
+    generator.manual_seed(int(numbers[0]))
+    if generator.device.type == "cpu":
+        state = random_state.state_of(generator)
+        head, words = 3, torch.from_numpy(numbers[1:].view(np.uint32).astype(np.int64))
+        state.view(torch.int64)[head : head + _STATE_WORDS] = words  # behind its seed and place: the words
+        generator.set_state(state)
+
+
+def _seed(generator: Any, numbers: Seeds) -> None:
     if isinstance(generator, torch.Generator):
-        generator.manual_seed(number)
+        _seed_torch(generator, SecureGenerator(numbers.tobytes(), "coins").uint64(_TORCH))
     else:
-        _restore(generator, _seeded_state(generator, number))
+        _restore(generator, _seeded_state(generator, numbers))
 
 
-def _seeded_state(generator: Any, number: int) -> Any:
+def _seeded_state(generator: Any, numbers: Seeds) -> Any:
     """The state of a generator of NumPy or Python with this seed."""
     if isinstance(generator, random.Random):
-        return random.Random(number).getstate()
+        return random.Random(_whole(numbers)).getstate()
     legacy = isinstance(generator, np.random.RandomState)
     bits = type(generator._bit_generator if legacy else generator.bit_generator)
-    return bits(number).state
+    return bits(_whole(numbers)).state

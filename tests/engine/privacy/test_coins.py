@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -150,8 +151,9 @@ class Drop(nn.Module):
 
 def test_coins_of_records_that_disagree_on_a_drawn_branch_stay() -> None:
     """Whether a chunk runs again depends on all records' coins: new ones would be of another distribution."""
-    torch.manual_seed(secret().next()[0])
-    expected = torch.rand(RECORDS) < 0.5
+    coins = secret()
+    with coins.seeded():
+        expected = torch.rand(RECORDS) < 0.5
     torch.manual_seed(0)
     losses = summed(Drop(), rows()[0], torch.zeros(RECORDS, dtype=torch.long), secret()).records.losses
     dropped = (losses - torch.log(torch.tensor(3.0))).abs() < 1e-6
@@ -176,10 +178,40 @@ def test_coins_of_steps_and_ranks_differ() -> None:
     coins, seeds = secret(), []
     for place in ((0, 0), (0, 1), (1, 0), (0, 0)):
         coins.begin(*place)
-        seeds.append(coins.next())
+        seeds.append(coins.next().tobytes())
     assert seeds[0] == seeds[3]
-    assert len({tuple(each) for each in seeds}) == 3
-    assert Coins().next() != Coins().next()
+    assert len(set(seeds)) == 3
+    assert Coins().next().tobytes() != Coins().next().tobytes()
+
+
+def test_coins_of_pytorch_depend_on_more_than_a_seed_of_32_bits() -> None:
+    """PyTorch's generator of the CPU takes no more of a seed, and so many seeds could be tried."""
+    coins = secret()
+    seeds = coins.next()
+    drawn = []
+    for word in (0, 1, 150, 312):
+        other = seeds.copy()
+        other[word] ^= np.uint64(1 << 40)
+        with coins.kept():
+            coins.seed(other)
+            drawn.append(torch.rand(2000))
+    with coins.kept():
+        coins.seed(seeds)
+        plain = torch.rand(2000)
+        assert torch.default_generator.initial_seed() == int(seeds[0])
+    assert torch.equal(drawn[0], plain)  # the first number names the seed, for a model that sets another
+    assert not any(torch.equal(each, plain) for each in drawn[1:])
+
+
+def test_coins_of_pytorch_are_uniform_and_independent_from_chunk_to_chunk() -> None:
+    coins, drawn = secret(), []
+    for _ in range(200):
+        with coins.seeded():
+            drawn.append(torch.rand(500, dtype=torch.float64))
+    values = torch.stack(drawn)
+    assert scipy.stats.kstest(values.flatten().numpy(), "uniform").pvalue > 1e-4
+    between = np.corrcoef(values.numpy())[np.triu_indices(200, 1)]
+    assert abs(between).max() < 6 / np.sqrt(500)
 
 
 class Reader:
