@@ -126,8 +126,8 @@ def test_each_alternative_of_the_page_is_a_config(tmp_path: Path) -> None:
     assert len(alternatives) == 6
     for index in alternatives:
         name, other = lines[index].strip(" #").split(":")[0], lines[index].replace("# ", "", 1)
-        # A relation that was chosen for one sampler need not go with another.
-        kept = [line for line in lines if not re.match(rf"  (# |{name}:|relation:)", line)]
+        # A relation, or a table by moments, that was chosen for one sampler need not go with another.
+        kept = [line for line in lines if not re.match(rf"  (# |{name}:|relation:|individual_every:)", line)]
         assert getattr(privacy_of("\n".join([*kept, other]), tmp_path), name) is not None
 
 

@@ -16,11 +16,9 @@ The loss is that of psgrad, which sums clipped gradients of single records, and 
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -28,33 +26,23 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from psgrad.engine.execution.objective import Objective
-from psgrad.engine.privacy.account import Account, StepLedger
-from psgrad.engine.privacy.accounting import StepEvent, epsilon_pld
+from psgrad.engine.privacy.account import StepLedger
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, batch_source
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.privacy.drawn_rows import RowsWithCoins
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.loop_loader import DrawnBatch, LoopSampling, PrivateLoader
+from psgrad.engine.privacy.loop_optimizer import PrivateOptimizer, account_of
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.preflight import NotRun, require_separate_records, stand_ins, warm_up
-from psgrad.engine.privacy.records import Relation
-from psgrad.engine.privacy.refusals import require_tail
-from psgrad.engine.privacy.step import PrivateTraining, private_sum
+from psgrad.engine.privacy.step import PrivateTraining
 from psgrad.engine.privacy.sum_programs import SumPrograms
 from psgrad.engine.privacy.unchanged import Unchanged
 from psgrad.engine.transforms.private_torch import tree_map
 from psgrad.errors import ConfigError, LossError, ModelError
 
 _CHECKED = 4  # rows of the first batch that are checked for a model that mixes records
-# The key of an optimiser's first group that has the account: it goes where the optimiser's state goes.
-_ACCOUNT = "privacy"
-_TRAINED: WeakSet[nn.Module] = WeakSet()  # modules that a private step has changed
-_NEIGHBOURS: dict[Relation, str] = {
-    "add_or_remove_one": "differ by one record that is added or removed",
-    "zero_out": "have the same number of records, one of which has no gradient in one of them",
-    "replace_one": "have the same number of records, one of which is another",
-}
 
 
 class PrivateParts(NamedTuple):
@@ -115,7 +103,12 @@ def make_private(
     optimiser of other parameters; ModelError for a generator in an attribute that can't be seeded.
     """
     drawn = LoopSampling.of(data_loader, poisson_sampling, sample_rate, expected_batch_size)
-    account = _account(module, optimizer, ledger)
+    if isinstance(module, PrivateModule) or isinstance(optimizer, PrivateOptimizer):
+        raise ConfigError(
+            "make_private was given what it made before",
+            expected="the module and the optimiser themselves: `.module` and `.original_optimizer`",
+        )
+    account = account_of(module, optimizer, ledger)
     objective = Objective(module, _of_one(criterion))
     noise = Noise(noise_multiplier)
     generator = generator or make_generator("aes")
@@ -136,32 +129,9 @@ def make_private(
     )
     return PrivateParts(
         PrivateModule(module, loop),
-        PrivateOptimizer(training, loop, account, drawn),
+        PrivateOptimizer(training, module, account, drawn),
         PrivateCriterion(criterion, loop),
         PrivateLoader(data_loader, rows, drawn, generator, loop.drawn),
-    )
-
-
-def _account(module: nn.Module, optimizer: torch.optim.Optimizer, ledger: StepLedger | None) -> Account:
-    """The account of earlier steps. Warns of parts that were trained without one."""
-    if isinstance(module, PrivateModule) or isinstance(optimizer, PrivateOptimizer):
-        raise ConfigError(
-            "make_private was given what it made before",
-            expected="the module and the optimiser themselves: `.module` and `.original_optimizer`",
-        )
-    account = Account(ledger)
-    account.add(optimizer.param_groups[0].get(_ACCOUNT, {}))
-    if (optimizer.state or module in _TRAINED) and not account.events:
-        _warn_of_no_account("the model and the optimiser")
-    return account
-
-
-def _warn_of_no_account(what: str) -> None:
-    warnings.warn(
-        f"{what} come from steps of which no account is here: epsilon will be that of the steps from here on."
-        " If the steps before were on the same private data, load the state_dict() of the private optimiser"
-        " that took them, or give make_private their ledger",
-        stacklevel=4,
     )
 
 
@@ -312,104 +282,6 @@ class PrivateLoss:
 
     def __repr__(self) -> str:
         return f"PrivateLoss({self.item():.6g}, NOT PRIVATE)"
-
-
-class PrivateOptimizer(torch.optim.Optimizer):
-    """The optimiser: a step clips each record's gradient, adds noise, and updates. Its state_dict has the
-    account of the steps, and loading one adds its account to what was spent here.
-    """
-
-    def __init__(  # no super(): all is the inner one's
-        self, training: PrivateTraining, loop: _Loop, account: Account, drawn: LoopSampling
-    ) -> None:
-        self._training, self._loop, self._account, self._drawn = training, loop, account, drawn
-        self.original_optimizer = training.optimizer
-
-    param_groups = property(lambda self: self.original_optimizer.param_groups)  # type: ignore[assignment]
-    state = property(lambda self: self.original_optimizer.state)  # type: ignore[assignment]
-    defaults = property(lambda self: self.original_optimizer.defaults)  # type: ignore[assignment]
-
-    @property
-    def events(self) -> list[StepEvent]:
-        """The steps that were taken, those of earlier processes too, as accountants read them."""
-        return self._account.events
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if closure is not None:
-            raise ConfigError("step was given a closure", expected="one gradient a step: no closure")
-        training = self._training
-        noisy = private_sum(
-            self._loop.source(np.arange(0)),
-            training.clipping,
-            training.noise(training.taken),
-            training.relation,
-            training.generator,
-            pay=self._pay,
-        )
-        training.update(noisy.sums)
-        training.taken += 1
-
-    def _pay(self) -> None:
-        self._account.pay(self._training.event())
-        self.param_groups[0][_ACCOUNT] = self._account.content()
-        _TRAINED.add(self._loop.objective.model)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.original_optimizer.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.original_optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        account = state_dict["param_groups"][0].get(_ACCOUNT)
-        self._account.add(account or {})
-        self.original_optimizer.load_state_dict(state_dict)
-        self.param_groups[0][_ACCOUNT] = self._account.content()
-        if account is None:
-            _warn_of_no_account("the loaded state")
-
-    def __repr__(self) -> str:
-        return (
-            f"PrivateOptimizer({type(self.original_optimizer).__name__}, {len(self.events):,} private steps)"
-        )
-
-    def statement(self, delta: float) -> str:
-        """The guarantee of the steps so far, in words."""
-        epsilon, told_by = self.epsilon(delta), self._drawn.told_by
-        spent = f"({_rounded_up(epsilon)}, {delta:g})" if math.isfinite(epsilon) else ""
-        promised = (
-            f"the result of {len(self.events):,} steps is {spent}-differentially private"
-            if spent
-            else "there is no guarantee, as a step had no noise"
-        )
-        public = (
-            f" The number of records is public: the {told_by} of each step follows from it. sample_rate and"
-            " expected_batch_size, chosen without looking at the data, protect it."
-        )
-        return (
-            f"{promised}, where neighbouring datasets {_NEIGHBOURS[self._training.relation]}."
-            f"{public if told_by else ''}"
-        )
-
-    def epsilon(self, delta: float) -> float:
-        """What the steps so far have spent, an upper bound by privacy loss distributions; infinite without
-        noise. It holds against those who do not know the generator's seed, if it has one.
-
-        Raises ConfigError for a noise multiplier that is too small for the generator's tail at this delta,
-        and for a delta that loss distributions are not exact to.
-        """
-        multipliers = [(event.noise_multiplier, 1) for event in self.events]
-        require_tail(multipliers, delta, self._training.generator.reach)
-        found = epsilon_pld([(event, 1) for event in self.events], delta)
-        if found.value is None:
-            raise ConfigError(f"there is no epsilon for these steps: {found.why_not}")
-        return found.value
-
-
-def _rounded_up(epsilon: float) -> str:
-    """Epsilon with four digits, never less than it is."""
-    nearest = float(f"{epsilon:.4g}")
-    return f"{nearest if nearest >= epsilon else nearest + 10.0 ** (math.floor(math.log10(nearest)) - 3):.4g}"
 
 
 def _of_one(criterion: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:

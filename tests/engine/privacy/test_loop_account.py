@@ -28,7 +28,8 @@ from torch.utils.data import (
 )
 
 from psgrad.engine.privacy import StepEvent, epsilon_pld, make_generator
-from psgrad.engine.privacy.loop import PrivateParts, _rounded_up, make_private
+from psgrad.engine.privacy.loop import PrivateParts, make_private
+from psgrad.engine.privacy.loop_optimizer import _rounded_up
 from psgrad.engine.privacy.rounding import grid_of
 from psgrad.errors import ConfigError, LedgerError
 from psgrad.storage import Ledger
