@@ -131,7 +131,7 @@ class Budget:
         try:
             yield
         finally:
-            self._give_back()
+            self._give_back(ledger)
 
     def pay(self, ledger: Ledger, line: Mapping[str, Any]) -> None:
         """Write the line of a step to the run's ledger and to the budget; when this returns both are on the
@@ -169,11 +169,12 @@ class Budget:
         self._file.append({"run": self.run, "reserved": reserved}, NOTE)
         self._enter()
 
-    def _give_back(self) -> None:
+    def _give_back(self, ledger: Ledger) -> None:
         try:
             with self._file.held():
                 self._enter()
-                if any(self._account.ahead.values()):
+                # A step that the ledger has and the budget lacks keeps what is reserved for it.
+                if any(self._account.ahead.values()) and not self._missing(ledger):
                     self._note([])
         except LedgerError:
             pass  # what was reserved stays so, until the run is resumed: nothing is counted too little
