@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from psgrad.engine.privacy.accounting import Events, event_of, merged, part_of
+from psgrad.engine.privacy.accounting import Events, event_of, merged
 from psgrad.engine.privacy.accounting.budgets import Account, accounts_of, composed
 from psgrad.engine.privacy.refusals import require_small_delta
 from psgrad.errors import ConfigError, LedgerError
@@ -34,7 +34,7 @@ from psgrad.reports.privacy import compact, epsilon
 from psgrad.results.privacy_report import BudgetResult, BudgetRun
 from psgrad.storage import Ledger
 from psgrad.storage.ledger_lines import NOTE, LedgerLines
-from psgrad.workflows.private_setup import PrivateSetup, planned_events, unit_in_words
+from psgrad.workflows.private_setup import PrivateSetup, unit_in_words
 
 COMMAND = "budget"  # by which the header of a budget differs from that of a run's ledger
 
@@ -248,11 +248,6 @@ def budget_of(setup: PrivateSetup, data: str, run: str) -> Budget | None:
     """The budget that the config names, None for none. data: the fingerprint of the data."""
     wanted = setup.privacy.budget
     return None if wanted is None else Budget(setup.run.config.base / wanted.file, setup, data, run)
-
-
-def steps_ahead(setup: PrivateSetup, base: float, taken: int, steps: int) -> Events:
-    """What the next steps cost."""
-    return part_of(planned_events(setup.privacy, base), taken, steps)
 
 
 def require_same_budget(header: Mapping[str, Any], budget: Budget | None) -> None:

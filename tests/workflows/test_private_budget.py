@@ -147,6 +147,18 @@ def test_budget_counts_steps_of_earlier_runs_against_a_new_one(private: PrivateW
     assert private.ledger("resume") == []  # nothing was written
 
 
+def test_budget_keeps_what_is_reserved_for_another_run(private: PrivateWorkplace) -> None:
+    private.privacy["budget"]["epsilon"] = composed_by_library([2.0] * 3) * 1.01
+    private.succeeded()
+    event = {key: lines_of(private, "step")[0][key] for key in ("noise_multiplier", "scheme", "sample_rate")}
+    reserved = {**event, "relation": "add_or_remove_one", "mechanism": "gaussian", "steps": 1}
+    file = Ledger.shared(private.folder / "budget.jsonl", {})
+    with file.held():
+        file.append({"run": "another", "reserved": [reserved]}, "note")
+    private.refused(2, "1 steps of other runs are reserved, too", options=("--resume", "--steps", "2"))
+    private.succeeded("--resume")
+
+
 def composed_by_library(multipliers: list[float]) -> float:
     return spent_by_library([{"sample_rate": 0.5, "noise_multiplier": each} for each in multipliers], 0.01)
 
