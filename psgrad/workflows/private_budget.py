@@ -31,6 +31,7 @@ from psgrad.engine.privacy.accounting.budgets import Account, accounts_of, compo
 from psgrad.engine.privacy.refusals import require_small_delta
 from psgrad.errors import ConfigError, LedgerError
 from psgrad.reports.privacy import compact, epsilon
+from psgrad.reports.words import count
 from psgrad.results.privacy_report import BudgetResult, BudgetRun
 from psgrad.storage import Ledger
 from psgrad.storage.ledger_lines import NOTE, LedgerLines
@@ -235,10 +236,10 @@ class Budget:
             held = sum(sum(account.ahead.values()) for account in others.values())
             asked = sum(steps for _, steps in events)
             raise ConfigError(
-                f"{asked:,} {'step' if asked == 1 else 'steps'} of this run would bring what is spent of the"
-                f" budget {self.path} to epsilon {_words(found.value)}, at delta {compact(delta)}",
+                f"{count(asked, 'step')} of this run would bring what is spent of the budget"
+                f" {self.path} to epsilon {_words(found.value)}, at delta {compact(delta)}",
                 expected=f"at most {compact(most)}, of which {_words(spent)} is spent"
-                + (f"; {held:,} steps of other runs are reserved, too" if held else ""),
+                + (f"; {count(held, 'step')} reserved for other runs" if held else ""),
                 next_step=f"take fewer steps, or more noise; psgrad dp-budget {self.path} shows the runs",
             )
         self._fits = (self._file.position, [*missing, *events])

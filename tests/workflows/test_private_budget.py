@@ -155,7 +155,7 @@ def test_budget_keeps_what_is_reserved_for_another_run(private: PrivateWorkplace
     file = Ledger.shared(private.folder / "budget.jsonl", {})
     with file.held():
         file.append({"run": "another", "reserved": [reserved]}, "note")
-    private.refused(2, "1 steps of other runs are reserved, too", options=("--resume", "--steps", "2"))
+    private.refused(2, "1 step reserved for other runs", options=("--resume", "--steps", "2"))
     private.succeeded("--resume")
 
 
