@@ -127,7 +127,7 @@ def speed(make: Callable[[], nn.Module], chunk_size: int) -> dict[str, Any]:
                 pass
 
     def together() -> None:
-        for _ in examples(0).stream.run(n, [CheckpointColumns(0)], ensemble):
+        for _ in examples(0).stream.run(n, [CheckpointColumns(0)], ensemble.columns):
             pass
 
     taken: dict[str, list[float]] = {"alone": [], "together": []}

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.privacy.batches import GradientSource, batch_source
 from psgrad.engine.privacy.clipping import Clipping
-from psgrad.engine.privacy.fixed_chunks import independent_samples
+from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.sampling import Sampling
@@ -123,17 +123,11 @@ def psgrad(training: Training) -> Step:
         generator=generator,
     )
 
-    loss, params, together = objective.loss, objective.params, list[int]()
-    programs = SumPrograms()
+    loss, params = objective.loss, objective.params
+    programs, coins = SumPrograms(), Coins(generator)
 
     def update(inputs: Tensor, target: Tensor) -> None:
-        if not together:
-            together.append(
-                independent_samples(
-                    loss, params, (inputs,), target, has_aux=True, expected=training.expected_batch_size
-                )
-            )
-        options = {"has_aux": True, "samples": together[0], "programs": programs}
+        options = {"has_aux": True, "coins": coins, "programs": programs}
         source = batch_source(loss, params, (inputs,), target, **options)
         private.update(private_sum(source, clipping, noise, "add_or_remove_one", generator).sums)
 

@@ -11,12 +11,16 @@ Each part is a process of its own, so that one that fails or takes too long leav
                   float32 beside torch.func and, where it is installed, Opacus; in TF32; in autocast to
                   bfloat16
     graphs        a recorded chunk (on a GPU a CUDA graph) beside the eager one
-    adapters      Llama's shape of 8 billion parameters in bfloat16 with adapters of rank 16: their norms
+    private       private steps of these four shapes beside steps without privacy, and Opacus's
+    texts         norms of texts of 8 to 512 tokens through BERT's shape: by programs of few lengths, chunk by
+                  chunk, and by torch.func of padded chunks
+    adapters      Llama's shapes of 1 and 8 billion parameters, in bfloat16 and in 4 bits, with adapters of
+                  rank 16: their norms, beside a plain step and torch.func, and tokens a second
     offloaded     the same shape in float32, all of it trained and kept in pinned host memory: its norms
     copies        a pass whose rows come from the host, beside one whose rows are on the device
 
 With --small all shapes are tiny, which shows on any machine that the script runs. It needs torch alone, but
-for the tests.
+for the tests; Opacus and bitsandbytes take part where they are installed.
 """
 
 from __future__ import annotations
@@ -32,7 +36,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,7 +43,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from contenders import RIVALS, Problem, Way
-from models import GPT, Block, Llama, LlamaBlock, cnn
+from gpu_models import (
+    LLAMAS,
+    SMALL,
+    adapters,
+    llama,
+    medians,
+    peak,
+    private_steps,
+    ragged_texts,
+)
+from models import GPT, Block, cnn
 from norms import CASES, Case, Contest, draw_images, draw_tokens, machine, time_in_turn
 from rivals import UntiedGPT, prepared
 from torch import Tensor, nn
@@ -81,7 +94,7 @@ def tutorial(device: torch.device, small: bool) -> Facts:
     ways |= {"dense, recorded": capture(dense), "norms, recorded": recorded(contest)}
     timings = time_in_turn(ways, 3 if small else _ROUNDS, device)
     faster = timings["loop"].median / timings["norms, recorded"].median
-    return {"seconds": _medians(timings), "times faster than the loop": faster, "bars": BARS}
+    return {"seconds": medians(timings), "times faster than the loop": faster, "bars": BARS}
 
 
 def recorded(contest: Contest) -> Way:
@@ -91,7 +104,7 @@ def recorded(contest: Contest) -> Way:
         found = per_sample_square_norms(contest.objective.loss, params, inputs, target, has_aux=True)
         return found.square_norms().sqrt()
 
-    replay = ChunkReplay(norms, contest.objective.params, "none", print)
+    replay = ChunkReplay(norms, contest.objective.params, "none")
 
     def way() -> Any:
         return replay((contest.inputs,), contest.target, PAYS_FROM)
@@ -109,7 +122,7 @@ def networks(device: torch.device, small: bool) -> Facts:
     for name in ["mlp"] if small else CASES:
         contest = Contest(CASES[name], device)
         timings = time_in_turn(contest.ways(), 3 if small else _ROUNDS, device)
-        found[name] = {"errors": contest.errors(), "seconds": _medians(timings)}
+        found[name] = {"errors": contest.errors(), "seconds": medians(timings)}
     return found
 
 
@@ -186,9 +199,9 @@ def transformers(device: torch.device, small: bool) -> Facts:
                 ways |= others
                 found[f"{name}, {precision}"] = {
                     "rivals that are not timed": reasons,
-                    "seconds": _medians(time_in_turn(ways, 3 if small else 5, device)),
+                    "seconds": medians(time_in_turn(ways, 3 if small else 5, device)),
                     "largest difference of norms from float32": ((norms - exact).abs() / exact).max().item(),
-                    "peak bytes": _peak(device, contest.clipped),
+                    "peak bytes": peak(device, contest.clipped),
                 }
                 del ways, others
         del contest
@@ -221,74 +234,23 @@ def graphs(device: torch.device, small: bool) -> Facts:
     for name in ["mlp"] if small else ["cnn", "mlp", "gpt"]:
         contest = Contest(CASES[name], device)
         ways = {"plain": contest.plain, "eager": contest.norms, "recorded": recorded(contest)}
-        found[name] = _medians(time_in_turn(ways, 3 if small else _ROUNDS, device))
+        found[name] = medians(time_in_turn(ways, 3 if small else _ROUNDS, device))
     return found
 
 
-class WithAdapter(nn.Module):
-    """A linear layer that is frozen, and a product of rank 16 that is trained."""
-
-    def __init__(self, layer: nn.Linear, rank: int = 16) -> None:
-        super().__init__()
-        self.layer = layer.requires_grad_(False)
-        options: Facts = {"bias": False, "device": layer.weight.device, "dtype": torch.float32}
-        self.down = nn.Linear(layer.in_features, rank, **options)
-        self.up = nn.Linear(rank, layer.out_features, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layer(x) + self.up(self.down(x))
-        return found
+def private(device: torch.device, small: bool) -> Facts:
+    return private_steps(shapes(small), device, 1 if small else 3)
 
 
-LLAMA = {"vocabulary": 128_256, "width": 4096, "layers": 32, "heads": 32, "keys": 8, "hidden": 14_336}
-SMALL = {"vocabulary": 100, "width": 32, "layers": 2, "heads": 4, "keys": 2, "hidden": 48}
-
-
-def _llama(device: torch.device, small: bool) -> Llama:
-    """Llama's shape of 8 billion parameters, random, in bfloat16; they are drawn on the device, where that is
-    quick.
-    """
-    with torch.device(device):
-        torch.set_default_dtype(torch.bfloat16)
-        model = Llama(**(SMALL if small else LLAMA))
-        torch.set_default_dtype(torch.float32)
-    return model
-
-
-def adapters(device: torch.device, small: bool) -> Facts:
-    """Norms of adapters of rank 16 at the queries and values of a frozen model."""
-    t, n = (8, 2) if small else (256, 4)
-    model = _llama(device, small).requires_grad_(False)
-    for block in model.blocks:
-        assert isinstance(block, LlamaBlock)
-        block.query = WithAdapter(block.query)  # type: ignore[assignment]
-        block.value = WithAdapter(block.value)  # type: ignore[assignment]
-    place(model, device, torch.float32, "as-saved")
-    objective = Objective(model, F.cross_entropy)
-    inputs, target = (value.to(device) for value in draw_tokens(n, t, SMALL["vocabulary"]))
-
-    def norms() -> Any:
-        found = per_sample_gradients(objective.loss, objective.params, (inputs,), target, has_aux=True)
-        return found.square_norms()
-
-    def plain() -> None:
-        with torch.no_grad():
-            model(inputs)
-
-    timings = time_in_turn({"plain": plain, "norms": norms}, 3, device)
-    return {
-        "parameters": sum(each.numel() for each in model.parameters()),
-        "trained": sum(each.numel() for each in objective.params.values()),
-        "seconds (plain: forward alone)": _medians(timings),
-        "peak bytes": _peak(device, norms),
-    }
+def texts(device: torch.device, small: bool) -> Facts:
+    return ragged_texts(device, small)
 
 
 def offloaded(device: torch.device, small: bool) -> Facts:
     """Norms of all parameters of that model, whose float32 weights stay in host memory but for 8 GiB."""
     t, n = (8, 2) if small else (256, 4)
     budget = 1 << 14 if small else 8 << 30
-    model = _llama(device, small).cpu()
+    model = llama(device, SMALL if small else LLAMAS["8 billion"]).cpu()
     gc.collect()
     supply = Supply(device, budget)
     began = time.perf_counter()
@@ -304,7 +266,7 @@ def offloaded(device: torch.device, small: bool) -> Facts:
 
     norms()  # the first pass shows the order of the weights
     before = supply.moved
-    peak = _peak(device, norms)
+    most = peak(device, norms)
     moved = supply.moved - before
     timing = time_in_turn({"plain": norms}, 1 if small else 2, device)["plain"]
     return {
@@ -313,7 +275,7 @@ def offloaded(device: torch.device, small: bool) -> Facts:
         "seconds": timing.median,
         "moved bytes": moved,
         "moved bytes a second": moved / timing.median,
-        "peak bytes": peak,
+        "peak bytes": most,
     }
 
 
@@ -372,25 +334,14 @@ PARTS: dict[str, Callable[[torch.device, bool], Facts]] = {
         networks,
         transformers,
         graphs,
+        private,
+        texts,
         adapters,
         offloaded,
         copies,
         tests,
     )
 }
-
-
-def _medians(timings: dict[str, Any]) -> Facts:
-    return {name: asdict(timing) for name, timing in timings.items()}
-
-
-def _peak(device: torch.device, way: Callable[[], Any]) -> int | None:
-    """Bytes on the GPU at most while `way` runs; None on another device."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats(device)
-    way()
-    return torch.cuda.max_memory_allocated(device)
 
 
 def in_a_process(name: str, arguments: argparse.Namespace, seconds: float) -> Facts:

@@ -10,8 +10,9 @@ right before and after:
     plain        forward and backward of a chunk's mean loss, by autograd
     torch.func   vmap(grad) of the one-sample loss, then the norms
 
-and for the networks that Opacus takes private steps of four rows in expectation, gradients, noise and update,
-as benchmarks/dp_step.py has them.
+then the clipped sum of a chunk, by a program of the first three, beside torch.func's (the gradients, their
+norms, the sum of the clipped ones); and for the networks that Opacus takes, private steps of four rows in
+expectation, gradients, noise and update, as benchmarks/dp_step.py has them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ from tiny import NAMES, ROWS, Tiny, tiny_networks
 from torch import Tensor
 
 import psgrad
+from psgrad.engine.execution.chunk_replay import NOT_REPLAYED
+from psgrad.engine.execution.objective import Objective
+from psgrad.engine.gradients import SquareNorms, per_sample_weighted_sum
+from psgrad.engine.privacy.sum_programs import SumPrograms
 
 # At most so many times torch.func's and plain's time, for each further chunk of a run of so many chunks.
 BARS: dict[int, dict[str, tuple[float | None, float | None]]] = {
@@ -54,6 +59,8 @@ BARS: dict[int, dict[str, tuple[float | None, float | None]]] = {
         "bert": (None, 1.4),
     },
 }
+
+_LONG = 100  # chunks of a run that is measured once
 
 
 def loss_of_one(output: Tensor, target: Tensor) -> Tensor:
@@ -93,6 +100,10 @@ def run_seconds(case: Tiny, chunks: int) -> float:
         )
 
 
+def run_median(case: Tiny, chunks: int, runs: int) -> float:
+    return statistics.median(run_seconds(case, chunks) for _ in range(runs))
+
+
 def plain_pass(case: Tiny) -> Callable[[], Any]:
     def way() -> None:
         case.model.zero_grad(set_to_none=True)
@@ -102,7 +113,8 @@ def plain_pass(case: Tiny) -> Callable[[], Any]:
     return way
 
 
-def torch_func_norms(case: Tiny) -> Callable[[], Any]:
+def torch_func_gradients(case: Tiny) -> tuple[Callable[..., dict[str, Tensor]], dict[str, Tensor]]:
+    """(vmap(grad) of the one-sample loss, the parameters)"""
     parameters = {name: parameter.detach() for name, parameter in case.model.named_parameters()}
     buffers = dict(case.model.named_buffers())
 
@@ -112,13 +124,47 @@ def torch_func_norms(case: Tiny) -> Callable[[], Any]:
             torch.func.functional_call(case.model, (parameters, buffers), batch)[0], target
         )
 
-    gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+    return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0)), parameters
 
-    def way() -> Tensor:
-        found = gradients(parameters, case.inputs, case.target)
-        return torch.stack([g.flatten(1).norm(dim=1) for g in found.values()]).norm(dim=0)
 
-    return way
+def norms_of(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
+
+
+def torch_func_norms(case: Tiny) -> Callable[[], Any]:
+    gradients, parameters = torch_func_gradients(case)
+    return lambda: norms_of(gradients(parameters, case.inputs, case.target))
+
+
+def clipped_sums(case: Tiny, rounds: int) -> dict[str, float]:
+    """Seconds of a chunk's clipped sum, psgrad's by a program."""
+    objective = Objective(case.model, loss_of_one)
+
+    def weights(norms: SquareNorms) -> Tensor:
+        return (1 / norms.square_norms().sqrt()).clamp(max=1)
+
+    def compute(inputs: tuple[Tensor, ...], target: Tensor) -> dict[str, Tensor]:
+        loss, params = objective.loss, objective.params
+        return per_sample_weighted_sum(loss, params, inputs, target, weights=weights, has_aux=True).sums
+
+    programs = SumPrograms()
+    ways = {"psgrad": lambda: programs("clipped", lambda: False, compute, case.inputs, case.target)}
+    if case.in_torch_func:
+        gradients, parameters = torch_func_gradients(case)
+
+        def theirs() -> dict[str, Tensor]:
+            found = gradients(parameters, case.inputs, case.target)
+            factors = (1 / norms_of(found)).clamp(max=1)
+            return {name: torch.einsum("n,n...->...", factors, g) for name, g in found.items()}
+
+        ways["torch.func"] = theirs
+    with torch.no_grad():
+        for _ in range(NOT_REPLAYED):
+            ways["psgrad"]()
+        found = {name: median_of(way, rounds) for name, way in ways.items()}
+    if not programs.chunks:
+        raise RuntimeError("no clipped sum was replayed")
+    return found
 
 
 def measured(case: Tiny, chunks: list[int], rounds: int) -> dict[str, Any]:
@@ -128,8 +174,11 @@ def measured(case: Tiny, chunks: list[int], rounds: int) -> dict[str, Any]:
         ways["torch.func"] = torch_func_norms(case)
     run_seconds(case, 2)  # imports, and what is made once
     before = {name: median_of(way, rounds) for name, way in ways.items()}
-    short = statistics.median(run_seconds(case, 2) for _ in range(3))
-    further = {str(count): (run_seconds(case, count) - short) / (count - 2) for count in chunks}
+    short = run_median(case, 2, 5)
+    further = {
+        str(count): (run_median(case, count, 1 if count > _LONG else 5) - short) / (count - 2)
+        for count in chunks
+    }
     after = {name: median_of(way, rounds) for name, way in ways.items()}
     rivals = {name: statistics.mean([before[name], after[name]]) for name in ways}
     return {"two chunks": short, "each further chunk": further, **rivals}
@@ -162,6 +211,8 @@ def print_network(name: str, found: dict[str, Any]) -> None:
             said = "" if bar is None else f" (at most {bar}: {'pass' if ratio <= bar else 'FAIL'})"
             words.append(f"{ratio:.2f} of {rival}{said}")
         print(f"  {name:<8}{count:>5} chunks  " + ", ".join(words), flush=True)
+    for way, taken in found["clipped sums"].items():
+        print(f"  {name:<8}clipped sum, {way}: {taken / found['plain']:.2f} of plain")
     for way, taken in found.get("private steps", {}).items():
         print(f"  {name:<8}private step, {way}: {taken / found['private steps']['plain']:.2f} of plain")
 
@@ -182,6 +233,7 @@ def main() -> None:
     networks = {}
     for name, case in tiny_networks(tuple(arguments.only)):
         networks[name] = measured(case, arguments.chunks, arguments.rounds)
+        networks[name]["clipped sums"] = clipped_sums(case, arguments.rounds)
         if case.in_opacus and not arguments.no_steps:
             networks[name]["private steps"] = private_steps(case, arguments.rounds)
         print_network(name, networks[name])

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from psgrad.results.findings import BaselineChange, Comparison
     from psgrad.results.influence import EvaluationResult
+    from psgrad.results.privacy_report import BudgetResult, DPReport
     from psgrad.workflows.report import WrittenReport
     from psgrad.workflows.select import Selection
     from psgrad.workflows.validation import Validation
@@ -50,7 +51,9 @@ __all__ = [
     "check",
     "diff",
     "dp_audit",
+    "dp_budget",
     "dp_plan",
+    "dp_report",
     "dp_step",
     "evaluate_influence",
     "influence",
@@ -268,21 +271,14 @@ def dp_step(
     steps: int | Literal["all"] = 1,
     resume: bool = False,
     overwrite: bool = False,
-    moved: bool = False,
     progress: Say = lambda _: None,
     **objects: Unpack[Objects],
 ) -> DPStepResult:
-    """Take differentially private steps; `psgrad dp-step`. `moved` says that a folder to be resumed was
-    moved, and has no copy.
-    """
+    """Take differentially private steps; `psgrad dp-step`."""
     from psgrad.workflows.dp_step import dp_step as run_dp_step
 
     with config_of(config, objects, resume=resume) as found:
-        return _whole(
-            run_dp_step(
-                found, steps=steps, resume=resume, overwrite=overwrite, moved=moved, progress=progress
-            )
-        )
+        return _whole(run_dp_step(found, steps=steps, resume=resume, overwrite=overwrite, progress=progress))
 
 
 def dp_plan(config: AnyConfig | None = None, **objects: Unpack[Objects]) -> DPPlanResult:
@@ -305,3 +301,17 @@ def dp_audit(
 
     with config_of(config, objects) as found:
         return _whole(run_dp_audit(found, overwrite=overwrite, progress=progress))
+
+
+def dp_budget(file: AnyPath) -> BudgetResult:
+    """What all private runs on a dataset spent together; `psgrad dp-budget`."""
+    from psgrad.workflows.private_budget import dp_budget as run_dp_budget
+
+    return run_dp_budget(Path(file))
+
+
+def dp_report(folder: AnyPath) -> DPReport:
+    """What a private run guarantees, of its public files; `psgrad dp-report`."""
+    from psgrad.workflows.dp_report import dp_report as run_dp_report
+
+    return run_dp_report(Path(folder))

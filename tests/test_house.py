@@ -72,7 +72,7 @@ LINES = {
     "reports": (7_184, 4_000),
     "engine/transforms": (18_186, 14_000),
     "engine/gradients": (8_110, 5_500),
-    "engine/execution": (6_709, 4_300),
+    "engine/execution": (6_938, 4_300),
     "engine/measures": (4_907, 3_900),
     "engine/influence": (10_298, 7_500),
     "engine/privacy": (8_720, 5_500),

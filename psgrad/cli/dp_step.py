@@ -11,7 +11,6 @@ from psgrad.cli.command import Panel, command
 from psgrad.cli.options import ConfigPath, Output, Overwrite, Settings, read_config, require_alone
 from psgrad.cli.processes import OPTION, ProcessesOption, require_free, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle
-from psgrad.errors import ConfigError
 
 
 def _steps(text: str | int) -> int | str:
@@ -34,16 +33,6 @@ Plan = Annotated[
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in the run folder.")]
-Moved = Annotated[
-    bool,
-    typer.Option(
-        "--moved",
-        help=(
-            "With --resume: the run folder was moved, and no copy of it will continue; the ledger then"
-            " says so."
-        ),
-    ),
-]
 Seeded = Annotated[
     bool,
     typer.Option(
@@ -69,7 +58,6 @@ def dp_step(
     output: Output = None,
     settings: Settings = None,
     overwrite: Overwrite = False,
-    moved: Moved = False,
     insecure_deterministic: Seeded = False,
     show_private: ShowPrivate = False,
     as_json: AsJson = False,
@@ -96,11 +84,6 @@ def dp_step(
         _say_notes(planned.notes)
         write_plan_of_noise(planned, style, sys.stdout)
         return
-    if moved and not resume:
-        raise ConfigError(
-            "--moved was given without --resume",
-            expected="both, for a run that goes on in a folder that was moved",
-        )
     resolved = read_config(config, settings, output)
     if not resume:
         require_free(resolved.output, overwrite)
@@ -112,7 +95,6 @@ def dp_step(
             steps=steps,
             resume=resume,
             overwrite=overwrite,
-            moved=moved,
             insecure_deterministic=insecure_deterministic,
             progress=progress,
             processes=group,

@@ -262,7 +262,7 @@ def influence_index(
     if result is not None:  # on the first rank
         typer.echo(index_summary(result), err=True)
         if verbose:
-            say_computed({"ranks": result.ranks, "timings": result.timings})
+            say_computed({"ranks": result.ranks, "engine": result.engine, "timings": result.timings})
         typer.echo(str(result.folder))
     elif which is not None:
         typer.echo(str(folder))

@@ -25,7 +25,7 @@ from psgrad.config.mechanism import (
     UnitConfig,
     is_positive,
 )
-from psgrad.config.values import ConfigSection, Finite, ParameterPatterns, described
+from psgrad.config.values import ConfigSection, FilePath, Finite, ParameterPatterns, described
 
 
 class OptimizerConfig(ConfigSection):
@@ -51,6 +51,17 @@ class OptimizerConfig(ConfigSection):
                 "SparseAdam takes sparse gradients, and a noisy gradient is nowhere zero; choose Adam"
             )
         return value
+
+
+class BudgetConfig(ConfigSection):
+    """What all private runs on the same data may cost together; a file has what each of them spent."""
+
+    file: FilePath
+    """The file, relative to the config file: of all runs on these data, and of no others."""
+    epsilon: Annotated[Finite, Field(gt=0)]
+    """The most that all runs may cost together."""
+    delta: Annotated[Finite, Field(gt=0, lt=1)]
+    """The delta of that epsilon; each run may state its own epsilon at another one."""
 
 
 def _loss_scaling(value: object) -> object:
@@ -126,6 +137,8 @@ class PrivacyConfig(ConfigSection):
     """The amount of noise, and its generator."""
     optimizer: OptimizerConfig
     """The optimiser that uses the noisy gradient."""
+    budget: BudgetConfig | None = None
+    """What all private runs on the same data may cost together; a run that would cost more is refused."""
     trainable: ParameterPatterns = None
     """Patterns of parameter names that are trained; null for all trainable ones."""
     records: Literal["together", "alone"] = "together"
@@ -146,6 +159,10 @@ class PrivacyConfig(ConfigSection):
     """
     checkpoint_every: Annotated[int | str, BeforeValidator(_interval)] = "30s"
     """A number of steps, or a time such as 30s, 5min or 1h."""
+    individual_every: Annotated[int, Field(ge=1)] | None = None
+    """Before every so many steps each record's norm is computed, for a private table of what its own norms
+    cost it; 1 for all steps, more for an estimate. Takes a pass over the data each time.
+    """
 
     @property
     def checkpoint_steps(self) -> int | None:
@@ -237,6 +254,26 @@ class PrivacyConfig(ConfigSection):
             raise ValueError(
                 f"expected_batch_size is {divisor:g}, and batches have about {expected:g} records"
                 " (sample_rate * dataset_size, at most max_batch_size); is one of them off?"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _records_have_moments(self) -> PrivacyConfig:
+        scheme = self.sampling.scheme
+        replaced = scheme == "poisson" and self.relation == "replace_one"
+        if self.individual_every is not None and (scheme == "truncated_poisson" or replaced):
+            raise ValueError(
+                f"individual_every: a record is accounted by its moments, which are not known for {scheme}"
+                f" sampling under {self.relation}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_budget_counts_what_is_private(self) -> PrivacyConfig:
+        if self.budget is not None and self.noise.seed is not None:
+            raise ValueError(
+                "budget: a run with noise.seed protects nothing from who knows the seed, and no budget can"
+                " count that; leave one of them out"
             )
         return self
 

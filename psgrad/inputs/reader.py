@@ -146,14 +146,19 @@ def _counted(block: Block, ignore_index: int) -> list[int]:
 
 def digests(block: Block) -> list[str]:
     """For each row 32 hexadecimal digits of its inputs and its target: types, shapes and values."""
+    if block.ragged is not None and len(block) > 1:  # padding is not part of a row
+        return [each for row in range(len(block)) for each in digests(block.at(slice(row, row + 1)))]
+    columns = []
+    for x in (*block.inputs, *([] if block.target is None else [block.target])):
+        values = np.ascontiguousarray((x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy())
+        kind = f"{values.dtype.str}{values.shape[1:]}".encode()
+        columns.append((kind, values.data.cast("B") if values.size else b"", values[:1].nbytes))
     found = []
     for row in range(len(block)):
-        alone = block.at(slice(row, row + 1))  # padding is not part of a row
         digest = hashlib.blake2b(digest_size=16)
-        for x in (*alone.inputs, *([] if alone.target is None else [alone.target])):
-            values = (x[0].view(torch.int16) if x.dtype == torch.bfloat16 else x[0]).numpy()
-            digest.update(f"{values.dtype.str}{values.shape}".encode())
-            digest.update(np.ascontiguousarray(values).data)
+        for kind, content, size in columns:
+            digest.update(kind)
+            digest.update(content[row * size : (row + 1) * size])
         found.append(digest.hexdigest())
     return found
 

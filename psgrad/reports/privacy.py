@@ -5,6 +5,7 @@ is NOT PRIVATE.
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from decimal import ROUND_CEILING, Context
 from typing import Any, TextIO
 
@@ -12,6 +13,7 @@ from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.terminal import facts_lines, print_table, write_json
 from psgrad.reports.words import MISSING, count, number
 from psgrad.results import DPPlanResult, DPStepResult
+from psgrad.results.privacy_report import BudgetResult, BudgetRun
 
 RELATIONS = {
     "add_or_remove_one": "neighbouring datasets differ by one record that is added or removed",
@@ -35,15 +37,18 @@ def guarantee(step: dict[str, Any]) -> str:
         promise = (
             f"(epsilon {epsilon(spent)}, delta {compact(step['delta'])})-differential privacy by {accountant}"
         )
-    moved = (
-        f"; the run folder was moved {count(step['moved'], 'time')}, and that no copy of it went on is its"
-        " owner's word"
+    budget = step.get("budget")
+    shared = (
+        ""
+        if budget is None
+        else "; all runs on these data that name their budget stay within epsilon"
+        f" {compact(budget['epsilon'])} at delta {compact(budget['delta'])} together"
     )
     return (
         f"{promise}, after {count(step['steps'], 'step')}, for {step['unit']}; {RELATIONS[step['relation']]};"
         f" {sampling_words(step)};"
         f" {'seeded, so that no guarantee holds against who knows the seed' if seeded(step) else 'no seed'}"
-        f"{moved if step.get('moved') else ''};"
+        f"{shared};"
         f" {rounding_words(step)}; not covered: how long steps take and how much memory they need, a kernel"
         " that rounds a record differently beside other records (privacy.records: alone has none beside it),"
         " and what the model's code keeps outside of the model and the loss (global variables, files)"
@@ -89,6 +94,38 @@ def write_step(result: DPStepResult, style: str, stream: TextIO) -> None:
         write_json(result.step, stream)
         return
     stream.write(f"{facts_lines(step_facts(result))}{result.folder}\n")
+
+
+def write_budget(result: BudgetResult, style: str, stream: TextIO) -> None:
+    """style: 'terminal', what is spent and a row a run, or 'json', one object."""
+    if style == "json":
+        write_json(asdict(result), stream)
+        return
+    reserved = sum(run.reserved for run in result.runs)
+    waiting = f"; {epsilon(result.epsilon_reserved)} with {count(reserved, 'step')} that are reserved"
+    facts = [
+        ("budget", f"epsilon {compact(result.epsilon)} at delta {compact(result.delta)}"),
+        ("spent", f"epsilon {epsilon(result.epsilon_spent)}{waiting if reserved else ''}"),
+        ("protects", f"{result.unit}; {RELATIONS[result.relation]} ({result.relation})"),
+        ("file", f"{count(result.lines, 'line')}, the last with SHA-256 {result.sha256}"),
+    ]
+    columns = [
+        TableColumn("run", lambda run: run.run[:12]),
+        TableColumn("steps", lambda run: f"{run.steps:,}", True),
+        TableColumn("reserved", lambda run: f"{run.reserved:,}", True),
+        TableColumn("noise multiplier", _multipliers_words, True),
+        TableColumn("epsilon alone", lambda run: epsilon(run.epsilon), True),
+        TableColumn("sampling", lambda run: "; ".join(_drawn_words(each) for each in run.sampling)),
+    ]
+    stream.write(f"{facts_lines(facts)}\n")
+    print_table(table("", "Runs", columns, result.runs), stream)
+
+
+def _multipliers_words(run: BudgetRun) -> str:
+    least, most = min(run.noise_multipliers, default=0.0), max(run.noise_multipliers, default=0.0)
+    if not run.noise_multipliers:
+        return MISSING
+    return number(least) if least == most else f"{number(least)} to {number(most)}"
 
 
 def write_private_steps(result: DPStepResult, stream: TextIO) -> None:
@@ -196,7 +233,10 @@ def spent_words(step: dict[str, Any]) -> str:
 
 def sampling_words(step: dict[str, Any]) -> str:
     """How batches are drawn, and accounted."""
-    sampling = step["sampling"]
+    return _drawn_words(step["sampling"])
+
+
+def _drawn_words(sampling: dict[str, Any]) -> str:
     scheme = sampling["scheme"]
     if scheme == "fixed":
         return f"fixed batches of {count(sampling['batch_size'], 'record')}, without amplification"

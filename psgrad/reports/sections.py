@@ -170,7 +170,12 @@ class Page:
 def render(page: Page) -> str:
     """The page as HTML that needs nothing else and opens offline."""
     script, digest = _script()
-    return _templates().get_template("page.html").render(page=page, script=script, digest=digest)
+    return render_template("page.html", page=page, script=script, digest=digest)
+
+
+def render_template(name: str, **values: Any) -> str:
+    """A page by the name of its template."""
+    return _templates().get_template(name).render(**values)
 
 
 @cache

@@ -289,7 +289,8 @@ class IndexResult:
     """What `psgrad influence index` built: rows of `columns` numbers for each of `checkpoints`, `size` bytes
     in `folder`.
 
-    timings: seconds of each phase. ranks: as in a manifest, of an index that several processes built.
+    timings: seconds of each phase. ranks, engine: as in a manifest; ranks of an index that several processes
+    built, engine how many chunks were replayed.
     """
 
     folder: Path
@@ -299,6 +300,7 @@ class IndexResult:
     size: int
     timings: dict[str, float]
     ranks: dict[str, Any] | None = None
+    engine: dict[str, Any] | None = None
 
 
 EVALUATION_FILE = "evaluation.json"

@@ -204,10 +204,11 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The device and settings of the computation; from chunk_size on what is known after the passes of
-    `psgrad analyze`. parameters: where weights live, if not on the device. shard_ranks: of how many ranks
-    each keeps a part of a weight, where they are sharded. recomputed: the modules that ran again in the
-    backward pass.
+    """The device and settings of the computation; from chunk_size on what is known after the passes.
+    parameters: where weights live, if not on the device. shard_ranks: of how many ranks each keeps a part of
+    a weight, where they are sharded. recomputed: the modules that ran again in the backward pass. chunks: how
+    many the first process computed. chunks_replayed, replayed_by: how many of these a program computed, and
+    of which kind. not_replayed: why not more.
     """
 
     device: str | None = None
@@ -219,8 +220,10 @@ class EngineFacts:
     processes: int | None = field(default=None, metadata=OPTIONAL)
     chunk_size: int | None = field(default=None, metadata=OPTIONAL)
     out_of_memory_retries: int | None = field(default=None, metadata=OPTIONAL)
+    chunks: int | None = field(default=None, metadata=OPTIONAL)
     chunks_replayed: int | None = field(default=None, metadata=OPTIONAL)
     replayed_by: str | None = field(default=None, metadata=_REPLAY)
+    not_replayed: str | None = field(default=None, metadata=OPTIONAL)
     materialised: list[str] | None = field(default=None, metadata=OPTIONAL)
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,9 @@ class StepStatement:
     adapts. rounding: `grid`, of which the latest step's released numbers are multiples (None without noise),
     `formula`, from which it follows, `residual_epsilon`, what floating point may add to epsilon, and
     `unrounded_steps`, how many noisy steps psgrad 0.1 took without a grid. unit: a part of a sentence, "one
-    row". trainable: {"parameters", "tensors", "of_parameters"}. moved: how often the run folder was moved, as
-    its owner said. model_sha256: of public/model.safetensors.
+    row". trainable: {"parameters", "tensors", "of_parameters"}. budget: {"id", "epsilon", "delta"} of all
+    runs on the data, None without one. assumptions: see `assumptions_of`. model_sha256: of
+    public/model.safetensors.
     """
 
     format: int
@@ -74,13 +76,64 @@ class StepStatement:
     rdp_order: float | None
     why_not: dict[str, str]
     accounting_notes: dict[str, str]
-    moved: int
+    budget: dict[str, Any] | None
+    assumptions: list[dict[str, str]]
     ledger: dict[str, Any]
     model_sha256: str | None
 
     def content(self) -> dict[str, Any]:
         """The keys and values of the file."""
         return dict(vars(self))
+
+
+def assumptions_of(step: Mapping[str, Any]) -> list[dict[str, str]]:
+    """What the guarantee rests on, of the keys of a statement, and of `records` and `preflight` of the run:
+    {"name", "status", "text"}, with the status 'checked' for what the run tests while it runs, and 'assumed'
+    for what nobody can test from inside.
+    """
+    alone = step.get("records") == "alone"
+    preflight = step.get("preflight", "not checked")
+    poisson = step["scheme"] != "fixed"
+    each = [
+        (
+            "contribution",
+            True,
+            "the clipped gradient of a record has norm at most C (1 - margin), in float64",
+        ),
+        (
+            "independence",
+            True,
+            "parameters, buffers and values of the modules stay the same while records run",
+        ),
+        (
+            "no mixing",
+            not preflight.startswith("not checked"),
+            f"no layer, loss, dataset or augmentation mixes records; {preflight}",
+        ),
+        ("Python state", False, "the code keeps nothing of a record in globals, files or C objects"),
+        ("coins", True, "PyTorch's, NumPy's and Python's generators are seeded from a secret for each chunk"),
+        ("other generators", False, "no other source of random numbers is used while records run"),
+        ("grid", True, "sums are float64, and what is released is rounded to a public grid"),
+        (
+            "kernels",
+            alone,
+            "each record is computed by itself"
+            if alone
+            else "a record is rounded alike at each place of a chunk, or no kink lies that near",
+        ),
+        (
+            "sampling",
+            True,
+            "each record is drawn by itself, at the rate that is accounted"
+            if poisson
+            else "batches of one size, accounted as if each record were in all of them",
+        ),
+        ("host", False, "nobody sees the process, its memory, its timing or the private folder"),
+    ]
+    return [
+        {"name": name, "status": "checked" if checked else "assumed", "text": text}
+        for name, checked, text in each
+    ]
 
 
 STEP_KEYS = tuple(each.name for each in fields(StepStatement))

@@ -14,21 +14,17 @@ A process killed inside a write leaves an unfinished line. Nothing was released 
 returned. The process that resumes ends it with ` [unfinished]` and says in its resume line how many bytes
 there are, so that all other damage can be told from it.
 
-A copy of the run's folder, or a restored one, is recognised by the place of its ledger. A file's number
-(inode) and time of birth are given to it once; a copy has others, also under the same name and with the same
-dates. A file that was overwritten in place, and a whole disk that was copied bit for bit, have the same.
+A budget is a ledger of the same form that several runs write to (budget.py): `shared` makes one that is
+locked for each line, or for a few that belong together (`held`), in place of the life of its process.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
-import platform
-import struct
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +65,7 @@ class Ledger(LedgerLines):
         self._descriptor = descriptor
         self._sound = True
         self.lines: list[dict[str, Any]] = []
-        self._digests: list[str] = []
+        self.digests: list[str] = []
         self._size = 0
 
     @classmethod
@@ -88,13 +84,40 @@ class Ledger(LedgerLines):
                     expected="a place without one",
                     next_step="go on with that run (--resume), or choose another --output",
                 )
-            if not is_torn_header(content.unfinished):
-                raise LedgerError(f"{path} exists and is not a ledger", next_step="choose another --output")
-            ledger._write(HEADER, {"tool": "psgrad", "format": FORMAT, **_without_own_keys(header)}, content)
+            ledger._begin(header, content)
         except BaseException:
             ledger.close()
             raise
         return ledger
+
+    @classmethod
+    def shared(cls, path: Path, header: Mapping[str, Any]) -> Ledger:
+        """A ledger that several processes write to, readable by its owner; begun with this header where there
+        is none. Lines are added inside of `held`, and it need not be closed.
+
+        Raises LedgerError: it is damaged, or can't be written.
+        """
+        ledger, content = cls._opened(path, os.O_CREAT, alone=False)
+        try:
+            if not content.lines:
+                ledger._begin(header, content)
+            else:
+                ledger._end_line(content)
+        finally:
+            os.close(ledger._descriptor)
+        return ledger
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A shared ledger locked for this process, with the lines that others have added since."""
+        self._require_sound()
+        self._descriptor = _open(self.path, 0, alone=False)
+        try:
+            self._require_as_left(longer=True)
+            self._end_line(self._read_on())
+            yield
+        finally:
+            os.close(self._descriptor)  # which unlocks it
 
     @classmethod
     def resume(
@@ -151,7 +174,7 @@ class Ledger(LedgerLines):
 
     def mark(self) -> dict[str, Any]:
         """The ledger's present state, for a checkpoint: by it the ledger that paid for it is known."""
-        return {"ledger_position": self.position, "ledger_sha256": self._digests[-1]}
+        return {"ledger_position": self.position, "ledger_sha256": self.digests[-1]}
 
     def append(self, content: Mapping[str, Any], kind: str = STEP) -> None:
         """Add a line; when this returns it is on the disk, and what it pays for may be released.
@@ -181,24 +204,16 @@ class Ledger(LedgerLines):
         self.close()
 
     @classmethod
-    def _opened(cls, path: Path, flags: int) -> tuple[Ledger, LedgerContent]:
-        """The file locked for this process, and its content; os.O_CREAT in `flags` makes it."""
+    def _opened(cls, path: Path, flags: int, alone: bool = True) -> tuple[Ledger, LedgerContent]:
+        """The file locked for this process, and its content; os.O_CREAT in `flags` makes it. alone: whether
+        another process that has it is an error, in place of a wait.
+        """
+        descriptor = _open(path, flags, alone)
         try:
-            if flags & os.O_CREAT:
-                durable_files.make_folder(path.parent)
-            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | flags, 0o666)
-        except OSError as error:
-            raise unreadable(path, error) from error
-        try:
-            _lock(path, descriptor)
             # The process that made the file may have been killed before the file's name was on the disk.
             durable_files.sync_folder(path.parent)
             ledger = cls(path, descriptor)
-            data = bytes_of(path)
-            content = parse(path, data)
-            ledger.lines, ledger._digests = list(content.lines), list(content.digests)
-            ledger._size = len(data)
-            return ledger, content
+            return ledger, ledger._read_on()
         except OSError as error:
             os.close(descriptor)
             raise unreadable(path, error) from error
@@ -206,12 +221,29 @@ class Ledger(LedgerLines):
             os.close(descriptor)
             raise
 
+    def _begin(self, header: Mapping[str, Any], content: LedgerContent) -> None:
+        if not is_torn_header(content.unfinished):
+            raise LedgerError(f"{self.path} exists and is not a ledger", next_step="choose another place")
+        self._write(HEADER, {"tool": "psgrad", "format": FORMAT, **_without_own_keys(header)}, content)
+
+    def _read_on(self) -> LedgerContent:
+        """Take in what the file holds behind what is known of it."""
+        data = bytes_of(self.path)
+        content = parse(self.path, data[self._size :], self.lines, self.digests)
+        self.lines, self.digests, self._size = list(content.lines), list(content.digests), len(data)
+        return content
+
+    def _end_line(self, content: LedgerContent) -> None:
+        """Account for a line that another process of a shared ledger was killed in."""
+        if content.unfinished or content.open_ended:
+            self._write(RESUME, {}, content)
+
     def _write(self, kind: str, content: Mapping[str, Any], before: LedgerContent | None) -> None:
         """Add a line, after what the end of the file, in `before`, needs to be in order."""
         own: dict[str, Any] = {
             "kind": kind,
             "position": self.position,
-            "previous": self._digests[-1] if self._digests else None,
+            "previous": self.digests[-1] if self.digests else None,
         }
         opening = b""
         if before is not None and before.unfinished:
@@ -230,27 +262,33 @@ class Ledger(LedgerLines):
             raise _unwritten(self.path, error, len(opening + line)) from error
         self._sound = True
         self.lines.append(json.loads(text))
-        self._digests.append(hashlib.sha256(line).hexdigest())
+        self.digests.append(hashlib.sha256(line).hexdigest())
         self._size += len(opening + line)
 
-    def _require_as_left(self) -> None:
+    def _require_sound(self) -> None:
+        """Raises LedgerError where a write failed before, or the ledger was closed."""
+        if self._sound:
+            return
+        raise LedgerError(
+            f"the ledger {self.path} can't be written any more",
+            cause=(
+                "it was closed, or an earlier line could not be written, and what of it is on the disk is"
+                " not known"
+            ),
+            next_step="end this run, and go on with --resume",
+        )
+
+    def _require_as_left(self, longer: bool = False) -> None:
         """Raises LedgerError where a line would not follow what this process knows: a write failed, or the
-        file was changed or replaced.
+        file was changed or replaced. longer: whether others may have added lines.
         """
-        if not self._sound:
-            raise LedgerError(
-                f"the ledger {self.path} can't be written any more",
-                cause=(
-                    "it was closed, or an earlier line could not be written, and what of it is on the disk is"
-                    " not known"
-                ),
-                next_step="end this run, and go on with --resume",
-            )
+        self._require_sound()
         try:
             ours, there = os.fstat(self._descriptor), self.path.stat()
         except OSError as error:
             raise unreadable(self.path, error) from error
-        if (ours.st_dev, ours.st_ino, ours.st_size) != (there.st_dev, there.st_ino, self._size):
+        size = max(ours.st_size, self._size) if longer else self._size
+        if (ours.st_dev, ours.st_ino, ours.st_size) != (there.st_dev, there.st_ino, size):
             raise LedgerError(
                 f"the ledger {self.path} was changed or replaced while the run was writing to it",
                 expected=f"the {self._size:,} bytes that this run left there",
@@ -262,17 +300,30 @@ class Ledger(LedgerLines):
             )
 
 
-def _lock(path: Path, descriptor: int) -> None:
+def _open(path: Path, flags: int, alone: bool) -> int:
+    """The descriptor of the file, opened and locked. alone: whether another process that has it is an error,
+    in place of a wait.
+    """
     import fcntl  # not on every system, and needed only to write a ledger
 
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if flags & os.O_CREAT:
+            durable_files.make_folder(path.parent)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | flags, 0o666 if alone else 0o600)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if alone else 0))
+    except OSError as error:
+        os.close(descriptor)
+        if not isinstance(error, BlockingIOError):
+            raise unreadable(path, error) from error
         raise LedgerError(
             f"another process is writing to the ledger {path}",
             expected="one process at a time: two would spend the same budget twice",
             next_step="wait until that run has ended, or choose another --output",
         ) from None
+    return descriptor
 
 
 def _without_own_keys(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,73 +348,3 @@ def _unwritten(path: Path, error: OSError, wanted: int) -> LedgerError:
         next_step=("free some space" if full else "check the folder and its disk")
         + ", and go on with --resume",
     )
-
-
-_IN_WORDS = {
-    "path": "it was at {then} and is at {now}",
-    "inode": "it is another file",
-    "born": "the file was made anew",
-}
-
-# Constants of Linux' statx: relative to the current folder; ask for the time of birth; the size of the
-# answer; the offset of the time in it.
-_AT_CURRENT, _BIRTH, _SIZE, _BIRTH_AT = -100, 0x800, 256, 80
-
-
-def place_of(ledger: Path) -> dict[str, Any]:
-    """A file's path, inode, born (nanoseconds; None where the system does not say) and machine. Raises
-    OSError.
-    """
-    return {
-        "path": str(ledger.resolve()),
-        "inode": ledger.stat().st_ino,
-        "born": birth_time(ledger),
-        "machine": platform.node(),
-    }
-
-
-def birth_time(path: Path) -> int | None:
-    """When a file was made, in nanoseconds; None where the system does not say."""
-    if not sys.platform.startswith("linux"):
-        seconds = getattr(path.stat(), "st_birthtime", None)
-        return None if seconds is None else int(seconds * 1e9)
-    answer = ctypes.create_string_buffer(_SIZE)
-    try:
-        failed = ctypes.CDLL(None, use_errno=True).statx(_AT_CURRENT, os.fsencode(path), 0, _BIRTH, answer)
-    except AttributeError:  # a C library without it
-        return None
-    (attributes,) = struct.unpack_from("=I", answer)
-    seconds, nanoseconds = struct.unpack_from("=qI", answer, _BIRTH_AT)
-    return None if failed or not attributes & _BIRTH else seconds * 10**9 + nanoseconds
-
-
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Evidence that a file is not the earlier one, in words; folders are shared among machines."""
-    untold = {"born"} if None in (then.get("born"), now["born"]) else set[str]()
-    changed = [key for key in _IN_WORDS if key not in untold and then.get(key) != now[key]]
-    return [_IN_WORDS[key].format(then=then.get(key), now=now[key]) for key in changed]
-
-
-def require_in_place(folder: Path, ledger: Path, then: Mapping[str, Any] | None) -> None:
-    """Raises LedgerError if a ledger is not the file that the run left. then: the earlier result of
-    `place_of`; None if that is gone.
-    """
-    gone = ["what was written down of the ledger's place is gone"]
-    actual = gone if then is None else differences(then, place_of(ledger))
-    if actual:
-        raise LedgerError(
-            f"the ledger in {folder} is not where the run left it: {'; '.join(actual)}",
-            expected=(
-                "the folder that the last process of this run worked in, not a copy of it and not a backup"
-            ),
-            cause=(
-                "the folder was moved, copied or restored. Two copies spend on the same data, and neither"
-                " ledger has the steps of the other: the epsilon of both together is that of all their steps,"
-                " composed"
-            ),
-            next_step=(
-                "go on in the original folder; or, if this is the only one that there is and that will be"
-                " gone on with, add --moved, which the ledger and public/step.json then say. A restored"
-                " backup is not: steps that were taken after it are spent, too"
-            ),
-        )

@@ -21,9 +21,12 @@ _BEGINNING = b'{"kind": "header", '
 
 
 class LedgerLines:
-    """What the lines of a ledger say. lines: the complete ones in order; the first is the header."""
+    """What the lines of a ledger say. lines: the complete ones in order; the first is the header. digests:
+    the SHA-256 of each.
+    """
 
     lines: Sequence[dict[str, Any]]
+    digests: Sequence[str]
 
     @property
     def header(self) -> dict[str, Any]:
@@ -40,6 +43,12 @@ class LedgerLines:
         ledger that was read nothing may have been released.
         """
         return [line for line in self.lines if line["kind"] == STEP]
+
+    @property
+    def step_digests(self) -> list[str]:
+        """The SHA-256 of each of these lines."""
+        each = zip(self.lines, self.digests, strict=True)
+        return [digest for line, digest in each if line["kind"] == STEP]
 
 
 @dataclass(frozen=True)
@@ -61,16 +70,17 @@ class LedgerContent(LedgerLines):
     open_ended: bool
 
 
-def parse(path: Path, data: bytes) -> LedgerContent:
-    """The lines of the file. Raises LedgerError, with the line's number, for all damage but an unfinished
-    line that is accounted for.
+def parse(
+    path: Path, data: bytes, lines_before: Sequence[dict[str, Any]] = (), digests_before: Sequence[str] = ()
+) -> LedgerContent:
+    """The lines of the file, of which `data` are the bytes behind those that are known. Raises LedgerError,
+    with the line's number, for all damage but an unfinished line that is accounted for.
     """
     pieces = data.split(b"\n")
     raws = [piece + b"\n" for piece in pieces[:-1]] + [piece for piece in pieces[-1:] if piece]
-    lines: list[dict[str, Any]] = []
-    digests: list[str] = []
+    lines, digests = list(lines_before), list(digests_before)
     unfinished = b""
-    for number, raw in enumerate(raws, 1):
+    for number, raw in enumerate(raws, 1 + len(lines)):
         line = _line_in(raw)
         if line is None:
             if raw.endswith(b"\n") and not raw.endswith(UNFINISHED):
@@ -223,7 +233,7 @@ def _differences(key: str, was: Any, now: Any) -> list[str]:
 def unreadable(path: Path, error: OSError) -> LedgerError:
     return LedgerError(
         f"the ledger {path} can't be opened: {error.strerror or error}",
-        expected="the ledger.jsonl of a private run, on a file system that can lock files",
+        expected="the ledger of a private run, or a budget, on a file system that can lock files",
         next_step="check the path and its permissions",
     )
 

@@ -227,18 +227,15 @@ class Passes:
                 waiting.clear()
 
         try:
-            while True:
-                with without_interrupts():  # Ctrl-C waits for the chunk to be done
-                    columns = next(chunks, None)
-                    if columns is not None:
-                        waiting.append(columns)
-                if columns is None:
-                    break
-                self._say_progress(name, columns.stop - columns.start)
-                stored = columns.stop - waiting[0].start
-                if stored >= _ROWS_PER_SHARD or time.monotonic() - last > _SECONDS_PER_SHARD:
-                    keep()
-                    last = time.monotonic()
+            with without_interrupts() as handle_interrupts:  # Ctrl-C waits for the chunk to be done
+                for columns in chunks:
+                    waiting.append(columns)
+                    handle_interrupts()
+                    self._say_progress(name, columns.stop - columns.start)
+                    stored = columns.stop - waiting[0].start
+                    if stored >= _ROWS_PER_SHARD or time.monotonic() - last > _SECONDS_PER_SHARD:
+                        keep()
+                        last = time.monotonic()
         finally:
             keep()  # after an interrupt too: what is computed is not thrown away
 

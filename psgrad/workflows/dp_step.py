@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 from uuid import uuid4
 
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
-from psgrad.engine.privacy.accounting import MECHANISM, require_gaussian
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.engine.privacy.step import PrivateTraining, make_optimizer
@@ -18,13 +19,13 @@ from psgrad.results import DPStepResult, Progress, Say
 from psgrad.storage import Ledger, PrivateRunFolder
 from psgrad.storage.ledger_lines import require_same
 from psgrad.user_code import with_code_beside
+from psgrad.workflows.private_budget import budget_of, require_same_budget, steps_ahead
 from psgrad.workflows.private_ranks import agree, facts_of, follow, leading
 from psgrad.workflows.private_resume import (
-    keep_place,
     last_snapshot,
     opened_ledger,
     private_hashes,
-    require_own_folder,
+    require_known_form,
     require_same_code,
     require_same_data,
     weights_note,
@@ -49,7 +50,6 @@ def dp_step(
     steps: int | Literal["all"] = 1,
     resume: bool = False,
     overwrite: bool = False,
-    moved: bool = False,
     insecure_deterministic: bool = False,
     progress: Say = lambda _: None,
     processes: Processes | None = None,
@@ -61,8 +61,6 @@ def dp_step(
         resume: continue the run in the config's output folder. Where all planned steps are paid for and the
             process that paid ended before it could publish, that is done now, and no step is taken.
         overwrite: replace what an earlier run left in that folder; one that has a ledger is never replaced.
-        moved: with `resume`, that the folder was moved, and that nothing else continues a copy of it: the
-            ledger says so from then on.
         insecure_deterministic: whether `privacy.noise.seed` may be set, which makes the noise public.
         processes: those that share each batch; None for this one alone.
 
@@ -76,12 +74,17 @@ def dp_step(
         follow(config, config.output, processes, progress)
         return None
     privacy = require_privacy(config)
+    if privacy.individual_every is not None and processes.size > 1:
+        raise ConfigError(
+            f"privacy.individual_every with {processes.size} processes",
+            expected="one process, which has the norms of all records",
+            next_step="leave privacy.individual_every out, or run one process",
+        )
     require_honest_seed(privacy, insecure_deterministic)
     if resume:
         folder = PrivateRunFolder.open(config.output)
         before = Ledger.read(folder.ledger)
-        require_gaussian(before.header.get("mechanism", MECHANISM))
-        moved = require_own_folder(folder, before, moved)
+        require_known_form(before)
     else:
         PrivateRunFolder.require_free(config.output, overwrite)
         before = None
@@ -105,6 +108,14 @@ def dp_step(
         header = ledger_header(setup, base)
         hashes = private_hashes(setup, uuid4().hex if before is None else before.header["run"])
         hosts = agree(setup, hashes, processes)
+        budget, ahead = (
+            budget_of(setup, hashes["data"], hashes["run"]),
+            steps_ahead(setup, base, taken, asked),
+        )
+        if before is not None:
+            require_same_budget(before.header, budget)
+        if budget is not None:
+            budget.require(before, ahead)
     with clock("self-check"):
         check = setup.run.self_check(setup.run.stream(lambda _: None))
         setup.unchanged.require(by_bits=True)
@@ -124,13 +135,22 @@ def dp_step(
         require_same(before.header, header, f"the ledger {folder.ledger}")
         require_same_code(folder, was, hashes)
         manifest = replace(manifest, hashes=was)
-    own = {"run": hashes["run"], "weights_sha256": hashes["weights"]} if before is None else {"moved": moved}
+    own = (
+        {}
+        if before is not None
+        else {
+            "run": hashes["run"],
+            "weights_sha256": hashes["weights"],
+            "budget": None if budget is None else budget.identity,
+        }
+    )
     with (
         opened_ledger(folder, before, header, snapshot, own) as ledger,
+        nullcontext() if budget is None else budget.reserved(ledger, ahead),
         running_manifest(folder, manifest, clock) as running,
         leading(setup, processes) as lead,
     ):
-        notes = [keep_place(folder), None if before is None else weights_note(before.header, hashes)]
+        note = None if before is None else weights_note(before.header, hashes)
         folder.remove_leftovers()
         training = PrivateTraining(
             setup.parameters,
@@ -144,16 +164,18 @@ def dp_step(
             taken=taken,
         )
         saved = taken if snapshot is None else int(snapshot.metadata["step"])
-        run = PrivateRun(setup, base, folder, ledger, training, lost=taken - saved)
+        pay = ledger.append if budget is None else partial(budget.pay, ledger)
+        run = PrivateRun(setup, base, folder, ledger, training, taken - saved, pay)
         with clock("steps"):
             try:
                 run.take(asked, progress, processes.hurry)
             finally:
-                running.add(ranks=facts_of(lead, hosts, processes))
+                engine = replace(running.manifest.engine, **setup.run.counts.facts())
+                running.add(ranks=facts_of(lead, hosts, processes), engine=engine)
             if lead is not None:
                 lead.end()
         with clock("accounting"):
-            return run.finish([note for note in notes if note is not None])
+            return run.finish([] if note is None else [note])
 
 
 def require_honest_seed(privacy: PrivacyConfig, insecure_deterministic: bool) -> None:

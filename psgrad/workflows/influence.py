@@ -181,7 +181,9 @@ def with_tables_written(
     facts = running.add(
         influence=found,
         counts=scored.counts(),
-        engine=replace(running.manifest.engine, processes=size if size > 1 else None),
+        engine=replace(
+            running.manifest.engine, processes=size if size > 1 else None, **setup.run.counts.facts()
+        ),
         ranks=scored.ranks,
         timings=clock.seconds,
     )

@@ -99,7 +99,8 @@ def evaluate_influence(
         with clock("evaluation"):
             evaluation = evaluation_of(setup, folder, progress)
             found = _EVALUATIONS[kind](evaluation)
-        running.add(ranks=rank_facts_of_steps(processes, "evaluation."))
+        engine = replace(running.manifest.engine, **setup.run.counts.facts())
+        running.add(ranks=rank_facts_of_steps(processes, "evaluation."), engine=engine)
         result = EvaluationResult(
             kind=kind,
             method=evaluation.main,

@@ -114,9 +114,11 @@ def influence_index(
         return None
     if update:
         store.finish_update()
+    folder, engine = RunFolder(store.path), run.counts.facts()
+    folder.write_json("logs/engine.json", engine)
     if ranks is not None:
-        RunFolder(store.path).write_json("logs/ranks.json", ranks)
-    return replace(result_of(store, clock), ranks=ranks)
+        folder.write_json("logs/ranks.json", ranks)
+    return replace(result_of(store, clock), ranks=ranks, engine=engine)
 
 
 def _made_by_first(

@@ -29,7 +29,6 @@ from psgrad.engine.gradients.terms import accumulating
 from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.measures.builtin.outputs import Predictions, summary_for
 from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, Setting
-from psgrad.engine.transforms.capture_guard import NotCapturable
 from psgrad.errors import ConfigError, MeasureError, PsgradError
 from psgrad.plugins import MEASURES, configured, find
 from psgrad.results.analyze import SAMPLE_COLUMNS
@@ -130,7 +129,7 @@ class OwnMeasure(Measure):
         """An exception of the measure becomes a MeasureError that names the measure and the method."""
         try:
             yield
-        except (PsgradError, NotCapturable):
+        except PsgradError:
             raise
         except (Exception, SystemExit) as error:
             if is_out_of_memory(error):  # fewer samples are tried

@@ -1,5 +1,5 @@
 """Whether a private run may continue, and from where: only with the data, the model and the code that it
-began with, and in its own folder.
+began with.
 """
 
 from __future__ import annotations
@@ -8,57 +8,26 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from psgrad.engine.privacy.accounting.events import MECHANISM, require_gaussian
 from psgrad.engine.privacy.snapshot import Snapshot, tensors_of
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.storage import Ledger, LedgerContent, PrivateRunFolder
-from psgrad.storage.ledger import differences, place_of, require_in_place
 from psgrad.storage.ledger_lines import require_same
 from psgrad.workflows.private_setup import PrivateSetup
 from psgrad.workflows.private_statement import software
 from psgrad.workflows.run_identity import flat, hashes_of
 
-_PLACE = "place.json"
 
-
-def require_own_folder(folder: PrivateRunFolder, before: LedgerContent, moved: bool) -> bool:
-    """Whether the folder was moved since the run was last in it, as its owner says by `moved`.
-
-    Raises LedgerError where it was and --moved is not given, ConfigError for a run of which psgrad did not
-    keep where it is.
-    """
+def require_known_form(before: LedgerContent) -> None:
+    """Raises ConfigError for the ledger of a run that can't be known again, or had other noise."""
+    require_gaussian(before.header.get("mechanism", MECHANISM))
     if "run" not in before.header:
         raise ConfigError(
-            f"the run in {folder.path} was begun by an older psgrad, which kept neither the model's mode and"
-            " arguments, nor hashes of its weights, of all rows and of imported code, nor where the"
-            " folder is",
-            expected=(
-                "a run that can be known again: nobody can tell whether these are the same, or whether the"
-                " folder is a copy"
-            ),
+            f"the run of {before.path} was begun by an older psgrad, which kept neither the model's mode and"
+            " arguments, nor hashes of its weights, of all rows and of imported code",
+            expected="a run that can be known again: nobody can tell whether these are the same",
             next_step="begin a run of its own with another --output; the ledger says what this one spent",
         )
-    then = folder.read_private_json(_PLACE)
-    if then is None and not before.steps:
-        return False  # a process was killed before it could write that down, and nothing is spent yet
-    if not moved:
-        require_in_place(folder.path, folder.ledger, then)
-    return then is None or bool(differences(then, place_of(folder.ledger)))
-
-
-def keep_place(folder: PrivateRunFolder) -> str | None:
-    """Write down where the ledger is, for the next process; a sentence for people where the last one was on
-    another machine.
-    """
-    then, now = folder.read_private_json(_PLACE), place_of(folder.ledger)
-    if then is None or any(then.get(key) != value for key, value in now.items()):
-        folder.write_private_json(_PLACE, now)
-    if then is None or then.get("machine") == now["machine"]:
-        return None
-    return (
-        f"the run was on the machine {then.get('machine')} and is on {now['machine']} now: right for a folder"
-        " that both share; where the disk was copied, what both copies spend adds up, and neither ledger"
-        " says so"
-    )
 
 
 def private_hashes(setup: PrivateSetup, run: str) -> dict[str, Any]:

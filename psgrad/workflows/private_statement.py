@@ -28,7 +28,7 @@ from psgrad.engine.privacy.rounding import GRID_BITS, grid_of, residual_epsilon
 from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.engine.privacy.step import PrivateTraining
 from psgrad.reports.privacy import guarantee
-from psgrad.results.privacy import StepStatement
+from psgrad.results.privacy import StepStatement, assumptions_of
 from psgrad.storage import Ledger
 from psgrad.workflows.private_setup import PrivateSetup, planned_events, schedule_of, unit_in_words
 
@@ -184,7 +184,14 @@ class Statement:
                 for key, found in (("epsilon_rdp", rdp), ("epsilon_pld", pld))
                 if found.note is not None
             },
-            moved=sum(bool(line.get("moved")) for line in ledger.lines),
+            budget=ledger.header.get("budget"),
+            assumptions=assumptions_of(
+                {
+                    "scheme": self.setup.sampling.scheme,
+                    "records": privacy.records,
+                    "preflight": self.setup.preflight,
+                }
+            ),
             ledger=ledger.mark(),
             model_sha256=model_sha256,
         )

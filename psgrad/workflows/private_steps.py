@@ -37,6 +37,7 @@ from psgrad.storage import Ledger, PrivateRunFolder
 from psgrad.storage.folders import PRIVATE, PUBLIC
 from psgrad.storage.private_runs import PREFIX
 from psgrad.workflows.dp_plan import curve_points
+from psgrad.workflows.private_individual import IndividualTable
 from psgrad.workflows.private_setup import PrivateSetup
 from psgrad.workflows.private_statement import Statement
 from psgrad.workflows.run_progress import without_interrupts
@@ -55,6 +56,7 @@ class PrivateRun:
     Args:
         base: the base of the noise schedule.
         lost: steps that were paid for before, and of which no checkpoint has what came of them.
+        write: puts the line of a step into the ledger and whatever else it is paid from, on the disk.
     """
 
     def __init__(
@@ -65,8 +67,12 @@ class PrivateRun:
         ledger: Ledger,
         training: PrivateTraining,
         lost: int,
+        write: Callable[[dict[str, Any]], None],
     ) -> None:
         self.setup, self.folder, self.ledger, self.training, self.lost = setup, folder, ledger, training, lost
+        self._write = write
+        every = setup.privacy.individual_every
+        self._individual = None if every is None else IndividualTable(setup, folder, ledger, every)
         self.statement = Statement(setup, base, training.generator)
         self._spent = merged((event_of(line), 1) for line in ledger.steps)
         self._earlier = folder.private_table(_STEPS)  # of the processes before this one
@@ -89,6 +95,8 @@ class PrivateRun:
         try:
             for left in reversed(range(steps)):
                 with without_interrupts(on_interrupt):
+                    if self._individual is not None:
+                        self._individual.before_step(self.training)
                     noisy = self.training.step(self.pay, keep_sums=not left)
                     self._note(noisy)
                     self._latest, self._clipping = noisy.sums, noisy.clipping
@@ -113,8 +121,10 @@ class PrivateRun:
 
     def pay(self, event: StepEvent) -> None:
         """Write down what the step costs; nothing of it has been released."""
-        self.ledger.append(self.statement.ledger_line(event, self.training))
+        self._write(self.statement.ledger_line(event, self.training))
         self._spent[event] = self._spent.get(event, 0) + 1
+        if self._individual is not None:
+            self._individual.count(event)
 
     def save(self) -> None:
         """Write the statement of what was spent, then the last noisy sum, then the state of the training. In
@@ -230,6 +240,8 @@ class PrivateRun:
         if self._earlier is not None:
             steps = pd.concat([self._earlier, steps], ignore_index=True) if len(steps) else self._earlier
         self.folder.write_private_table(_STEPS, steps)
+        if self._individual is not None:
+            self._individual.write()
         return steps
 
     def _notes(self) -> list[str]:

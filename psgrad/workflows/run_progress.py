@@ -91,14 +91,14 @@ class PassProgress:
 
 
 @contextmanager
-def without_interrupts(on_signal: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """SIGINT and SIGTERM wait until the block is done, and are then handled as they would have been. Of each
-    the second waits no longer. on_signal: called when one arrives.
+def without_interrupts(on_signal: Callable[[], None] = lambda: None) -> Iterator[Callable[[], None]]:
+    """SIGINT and SIGTERM wait until the block is done, or calls the function that it gets, and are then
+    handled as they would have been. Of each the second waits no longer. on_signal: called when one arrives.
 
     Outside of the main thread, which alone receives signals, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
     waiting: list[tuple[int, FrameType | None]] = []
     before: dict[int, Any] = {}
@@ -108,12 +108,18 @@ def without_interrupts(on_signal: Callable[[], None] = lambda: None) -> Iterator
         signal.signal(signum, before[signum])
         on_signal()
 
+    def handle() -> None:
+        while waiting:
+            arrived, frame = waiting.pop(0)
+            before[arrived](arrived, frame)
+            signal.signal(arrived, wait)
+
     for signum in (int(signal.SIGINT), int(signal.SIGTERM)):
         before[signum] = signal.getsignal(signum)
         if callable(before[signum]):
             signal.signal(signum, wait)
     try:
-        yield
+        yield handle
     finally:
         for signum, handler in before.items():
             if callable(handler):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 from psgrad import random_state
 from psgrad.config import Config
 from psgrad.engine.execution.buckets import ModelSize, padding_is_masked
+from psgrad.engine.execution.chunk_replay import ReplayCounts
 from psgrad.engine.execution.loading import Read, to_device
 from psgrad.engine.execution.objective import GroupObjective, Objective
 from psgrad.engine.execution.ranks import spread_rows
@@ -43,10 +44,14 @@ Loss = Callable[..., Any]
 class Setup(Loaded):
     """The parts of a run: what the config names, with the function that is differentiated and the reader of
     the rows.
+
+    Attributes:
+        counts: of the chunks of all streams of the run, at all checkpoints.
     """
 
     objective: Objective
     reader: CheckedReader
+    counts: ReplayCounts = field(default_factory=ReplayCounts)
 
     def with_drawn_rows(self, count: int, seed: int) -> Setup:
         """This setup on `count` rows of the dataset, drawn at random."""
@@ -117,8 +122,9 @@ class Setup(Loaded):
             "tokens": engine.tokens_per_chunk,
             "model_size": ModelSize.of(self.model),
             "randomness": self.randomness,
-            "capture": "off" if self.supply is not None else engine.capture,
+            "capture": engine.capture,
             "compile": engine.compile,
+            "counts": self.counts,
             "say": say,
         }
 

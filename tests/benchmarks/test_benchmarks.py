@@ -158,10 +158,39 @@ def test_a_model_without_its_head_has_no_head(script: Any) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("part", ["tutorial", "networks", "transformers", "graphs", "adapters", "copies"])
+@pytest.mark.parametrize("part", ["tutorial", "networks", "transformers", "graphs", "offloaded", "copies"])
 def test_each_part_of_the_figures_of_a_gpu_runs_at_a_small_size(script: Any, part: str) -> None:
     found = script("gpu").PARTS[part](torch.device("cpu"), True)
     assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.long
+def test_texts_on_a_gpu_are_replayed_at_a_small_size(script: Any) -> None:
+    found = script("gpu").PARTS["texts"](torch.device("cpu"), True)
+    assert json.loads(json.dumps(found)) == found
+    assert not found["rivals that are not timed"]
+    chunks = found["chunks"]["auto"]
+    assert chunks["chunks_replayed"] > 0.5 * chunks["chunks"]
+    assert all(rate > 0 for rate in found["tokens a second"].values())
+
+
+@pytest.mark.long
+def test_adapters_on_a_gpu_are_replayed_at_a_small_size(script: Any) -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra quantised is not installed")
+    found = script("gpu").PARTS["adapters"](torch.device("cpu"), True)
+    assert json.loads(json.dumps(found)) == found
+    for kind in ("bfloat16", "4 bits"):
+        each = found[f"small, {kind}"]
+        assert {"plain", "norms", "norms, recorded"} <= each["tokens a second"].keys()
+        assert each["chunks"]["chunks_replayed"] == each["chunks"]["chunks"] - 3 > 0
+
+
+@pytest.mark.long
+def test_private_steps_on_a_gpu_are_right_at_a_small_size(script: Any) -> None:
+    found = script("gpu").PARTS["private"](torch.device("cpu"), True)
+    assert json.loads(json.dumps(found)) == found
+    assert list(found) == ["GPT-2", "GPT-2, head not tied", "BERT-base", "ViT-B"]
+    assert all(each["relative errors"]["psgrad"] < 1e-5 for each in found.values())
 
 
 @pytest.mark.sweep

@@ -303,6 +303,12 @@ def test_the_overhead_table_is_the_stored_result() -> None:
         ratios = ["refused" if rival is None else f"{each / rival:.2f}" for each in further.values()]
         expected.append([*ratios, f"{further['512'] / found['plain']:.2f}"])
     assert table(COSTS, "| network, further chunks of") == expected
+    sums = []
+    for found in stored["networks"].values():
+        rival = found["clipped sums"].get("torch.func")
+        words = "refused" if rival is None else f"{rival / found['plain']:.2f}"
+        sums.append([f"{found['clipped sums']['psgrad'] / found['plain']:.2f}", words])
+    assert table(COSTS, "| network, a clipped sum of") == sums
     steps = []
     for found in stored["networks"].values():
         if "private steps" in found:

@@ -48,7 +48,7 @@ def step(**changes: Any) -> dict[str, Any]:
         "planned_epsilon_pld": 1.8,
         "why_not": {},
         "accounting_notes": {},
-        "moved": 0,
+        "budget": None,
         **changes,
     }
 

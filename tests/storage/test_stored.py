@@ -131,9 +131,7 @@ def test_stored_private_run_resume(stored: Workplace) -> None:
     assert (before["steps"], before["planned_steps"]) == (2, 4)
     lines = Path("dp-step/public/ledger.jsonl").read_bytes()
     arguments = ("dp-step", "config.yaml", "--output", "dp-step", "--steps", "2", "--resume")
-    stored.command(*arguments).refused(3, "is not where the run left it")  # the stored folder is a copy
-    assert Path("dp-step/public/ledger.jsonl").read_bytes() == lines
-    outcome = stored.command(*arguments, "--moved")
+    outcome = stored.command(*arguments)
     assert outcome.code == 0, outcome.err
     ledger = Path("dp-step/public/ledger.jsonl").read_bytes()
     assert ledger.startswith(lines)
@@ -142,7 +140,6 @@ def test_stored_private_run_resume(stored: Workplace) -> None:
     step = content("dp-step/public/step.json")
     assert list(step) == list(before)
     assert step["steps"] == 4
-    assert step["moved"] == 1
     paid = dp_accounting.PoissonSampledDpEvent(0.5, dp_accounting.GaussianDpEvent(2.0))
     accountant = RdpAccountant().compose(paid, 4)
     assert step["epsilon_rdp"] == pytest.approx(accountant.get_epsilon(0.01), rel=0.05)

@@ -296,6 +296,32 @@ def test_stability_over_checkpoints_is_on_the_terminal_and_in_json(place: Influe
     assert content["rank_stability"]["agreement"] == pytest.approx(queries["agreement"].median())
 
 
+@pytest.mark.long
+def test_replayed_chunks_are_counted_for_the_manifest_and_for_verbose(place: InfluenceWorkplace) -> None:
+    """The scores of a run without replays; nothing of them is said unless it is asked for."""
+    place.section["method"] = {"name": "influence", "solver": "exact", "damping": 0.1}
+    small = ["--set", "engine.chunk_size=2"]
+    replayed = place.ranked(*small)
+    engine = place.manifest()["engine"]
+    assert engine["chunks_replayed"] > 0.5 * engine["chunks"]
+    assert engine["replayed_by"] == "kernel by kernel"
+    off = place.influence("--overwrite", "-v", *small, "--set", "engine.capture=off")
+    assert "chunks_replayed 0, replayed_by None, not_replayed engine.capture is off" in off.err
+    plain = pd.read_parquet(place.folder / "out" / "scores.parquet")
+    pd.testing.assert_frame_equal(replayed, plain, rtol=1e-4, atol=1e-6)
+    assert "replayed" not in place.influence("--overwrite", *small).err
+
+
+@pytest.mark.long
+def test_replayed_chunks_of_an_index_are_counted(place: InfluenceWorkplace) -> None:
+    with_index(place, rows_per_shard=20)
+    built = place.index("-v", "--set", "engine.chunk_size=2")
+    assert built.code == 0, built.err
+    facts = json.loads((place.folder / "index" / "logs" / "engine.json").read_text())
+    assert facts["chunks_replayed"] > 0.5 * facts["chunks"]
+    assert f"chunks {facts['chunks']}, chunks_replayed {facts['chunks_replayed']}, " in built.err
+
+
 # -- An index ------------------------------------------------------------------------------------------------
 
 

@@ -161,6 +161,9 @@ def test_what_an_evaluation_does_not_take_from_the_config_is_reported(place: Eva
     place.section["method"] = {"name": "influence", "weight_decay": 2 * DECAY}
     told = " ".join(place.evaluated("lds")["notes"])
     assert "the index is not asked" in told
+    engine = place.manifest("out-lds")["engine"]
+    assert engine["chunks"] >= engine["chunks_replayed"] == 0
+    assert "chunks of one size" in engine["not_replayed"]
     assert (
         "influence takes a weight decay of 0.1 for the one of training, and models are trained again with"
         " 0.05" in told

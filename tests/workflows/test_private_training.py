@@ -38,7 +38,6 @@ PRIVATE = {
     "NOT_PRIVATE_losses.png",
     "NOT_PRIVATE_manifest.json",
     "NOT_PRIVATE_norms.png",
-    "NOT_PRIVATE_place.json",
     "NOT_PRIVATE_steps.parquet",
 }
 

@@ -80,6 +80,17 @@ def joined_results(parts: list[Any], groups: list[torch.Tensor]) -> Any:
     return in_order(parts, groups) if join is None else join(parts, groups)
 
 
+def first_rows(found: Any, count: int, of: int) -> Any:
+    """What was found of the first `count` rows, of what was found of `of` rows: as many numbers of each."""
+
+    def first(x: Any) -> Any:
+        return x[: len(x) // of * count]
+
+    if hasattr(type(found), "first"):
+        return found.first(len(found) // of * count)
+    return tree_map(first, found)
+
+
 # What a chunk has of the positions that are computed at once, where rows are as long as the longest, and its
 # least number of rows; and what it has of them where the factors of all buckets are kept, or a bucket where
 # none are.

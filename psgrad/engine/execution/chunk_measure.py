@@ -59,6 +59,6 @@ class Columns:
 def on_the_cpu(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Columns on the CPU. From a GPU all of them are under way before any is waited for."""
     copies = {name: column.detach().to("cpu", non_blocking=True) for name, column in values.items()}
-    for device in {column.device for column in values.values() if column.device.type == "cuda"}:
+    for device in {column.device for column in values.values() if column.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     return copies

@@ -6,23 +6,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from psgrad import random_state
+from psgrad.engine.execution.buckets import Added
+from psgrad.engine.execution.kernel_costs import python_and_kernels
+from psgrad.engine.execution.ladder import pays_to_fill
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
+from psgrad.engine.gradients.machine import machine
+from psgrad.engine.gradients.per_sample import (
+    ProjectedGradients,
+    per_sample_gradients,
+    per_sample_square_norms,
+)
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
 from psgrad.engine.gradients.terms import Term
 from psgrad.engine.gradients.terms.numerics import flagging
 from psgrad.engine.transforms.capture import COMPILED, Captured, Entry, agree
 from psgrad.engine.transforms.private_torch import register_pytree_node
 from psgrad.engine.transforms.program import Compiler
+from psgrad.engine.transforms.recorder import Recording
 
 # A program pays if so many chunks of its shape are to come: a recording takes about three times a chunk, a
 # comparison one program more.
 PAYS_FROM = 4
+_OTHER_VALUES = "values that it reads differ from chunk to chunk"
+_CANCELLING = "sums that cancel are computed again in too many chunks"
 # Chunks of a shape before it is replayed: an ordinary one, the recorded one, and the compared one.
 NOT_REPLAYED = 3
 
@@ -41,25 +53,81 @@ def _register(kind: type, *tensors: str) -> None:
 
 _register(PerSampleGradients, "gradients", "losses", "aux")
 _register(SquareNorms, "by_parameter", "losses", "aux", "computed_as")
+_register(ProjectedGradients, "rows", "norms")
+_register(Added, "value")
 _register(DeferredGradient, "terms")
 _register(Placed, "term")
 for _kind in Term.__subclasses__():
     _register(_kind, *(field.name for field in fields(_kind) if field.type in ("torch.Tensor", "Term")))  # type: ignore[arg-type]
 
 
+How = TypeVar("How", bound=Callable[..., Any])
+
+
+def replayable(finds: Literal["rows", "sum"]) -> Callable[[How], How]:
+    """Marks a way to compute chunks, (loss, params, inputs, target, **options) to what is found, whose result
+    follows from its tensors alone: so a program may replace it.
+
+    finds: whether that has an axis of rows in each tensor, or adds up over the rows. Arguments in front, or
+    by name, are a `partial`'s: tensors, and plain values.
+    """
+
+    def mark(how: How) -> How:
+        how.replayable = finds  # type: ignore[attr-defined]
+        return how
+
+    return mark
+
+
+replayable("rows")(per_sample_gradients)
+replayable("rows")(per_sample_square_norms)
+
+
+@dataclass
+class ReplayCounts:
+    """How many chunks of a run were replayed, and why others were not.
+
+    Attributes:
+        chunks: that were computed, each bucket of a chunk by itself.
+        replayed: of these.
+        by: the kinds of programs.
+        reasons: why functions are not replayed.
+    """
+
+    chunks: int = 0
+    replayed: int = 0
+    by: set[str] = field(default_factory=set)
+    reasons: list[str] = field(default_factory=list)
+
+    def add_reason(self, why: str) -> None:
+        if why not in self.reasons:
+            self.reasons.append(why)
+
+    def facts(self) -> dict[str, Any]:
+        """In the words of a manifest."""
+        few = [f"fewer than {PAYS_FROM + 1} chunks of one size"] if self.chunks and not self.replayed else []
+        return {
+            "chunks": self.chunks,
+            "chunks_replayed": self.replayed,
+            "replayed_by": ", ".join(sorted(self.by)) or None,
+            "not_replayed": "; ".join(self.reasons or few) or None,
+        }
+
+
 class ChunkReplay:
     """A function of chunks, replayed as a program where that pays.
 
     Args:
-        function: (params, inputs, target) to what is found of a chunk.
+        function: (params, inputs, target, *given) to what is found of a chunk.
         params: the same tensors for each chunk.
         compile: as for `capture`.
-        say: called with the reason why chunks are not replayed.
+        counts: of the run.
         alone: held while a chunk is recorded or compared, since random numbers that another thread draws
             meanwhile would be taken for the function's.
 
     Attributes:
         chunks: how many were replayed.
+        ragged_chunks: how many chunks of rows that differ in length there were, counted by the caller.
         flags: how many were computed again, since a program does not compute inaccurate samples again.
         how: by which kind of program.
     """
@@ -69,33 +137,63 @@ class ChunkReplay:
         function: Callable[..., Any],
         params: dict[str, torch.Tensor],
         compile: Compiler,
-        say: Callable[[str], None],
+        counts: ReplayCounts | None = None,
         alone: threading.Lock | None = None,
     ) -> None:
         self.function, self.params = function, params
+        self.counts = counts or ReplayCounts()
         self.alone = alone or threading.Lock()
-        self.chunks = self.flags = 0
+        self.chunks = self.flags = self.ragged_chunks = 0
         self.how = "not replayed"
         # Norms are float64, but no more exact than what they are made of.
         eps = max(torch.finfo(x.dtype).eps for x in params.values())
         self.rounding = 4 * eps if compile == "none" else COMPILED
         # The parameters are tensors from outside for a program, which makes their views once.
-        self._captured = Captured(self._flagged, compile, lambda why: say(f"chunks are not replayed: {why}"))
+        self._captured = Captured(self._flagged, compile, self.counts.add_reason, hoists=True)
+        # rows of a recorded chunk -> its entry, and its recording until it is known what the transforms take
+        # beside its rows, in rows
+        self._recorded: dict[int, tuple[Entry, Recording | float]] = {}
 
-    def _flagged(self, inputs: Any, target: Any) -> tuple[Any, Any]:
+    def _flagged(self, *chunk: Any) -> tuple[Any, Any]:
         with flagging() as flags:
-            found = self.function(self.params, inputs, target)
+            found = self.function(self.params, *chunk)
         return found, flags.any()
 
-    def _unflagged(self, inputs: Any, target: Any) -> Any:
-        return self.function(self.params, inputs, target)
+    def _unflagged(self, *chunk: Any) -> Any:
+        return self.function(self.params, *chunk)
+
+    def fills_to(self, rows: int) -> int | None:
+        """The number of rows of a program that takes less for `rows` rows, and others that do not count, than
+        the function itself; None where there is none. A program that draws has other numbers then.
+        """
+        for filled, (entry, once) in sorted(self._recorded.items(), key=lambda item: item[0]):
+            if filled <= rows or entry.program is None or entry.program.draws:
+                continue
+            if isinstance(once, Recording):
+                python, kernels = python_and_kernels(once, machine(next(iter(self.params.values())).device))
+                once = python * filled / kernels
+                self._recorded[filled] = entry, once
+            if pays_to_fill(rows, filled, once):
+                return filled
+        return None
 
     @torch.no_grad()
-    def __call__(self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor | None, to_come: int) -> Any:
-        """What is found of a chunk. to_come: chunks of this size, this one included."""
-        call = self._captured.call(inputs, target)
+    def __call__(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        target: torch.Tensor | None,
+        to_come: int,
+        given: tuple[Any, ...] = (),
+    ) -> Any:
+        """What is found of a chunk. to_come: chunks of this size, this one included, as far as is known."""
+        self.counts.chunks += 1
+        chunk = inputs, target, *given
+        call = self._captured.call(*chunk)
         if call is None or call.entry.ended:
-            return self._unflagged(inputs, target)
+            if call is not None and not self._captured.warned:
+                self._captured.warned = True
+                self.counts.add_reason(_CANCELLING if self.flags else _OTHER_VALUES)
+            return self._unflagged(*chunk)
         entry = call.entry
         draws = entry.program is None or entry.program.draws
         before = random_state.states() if draws else []
@@ -104,21 +202,25 @@ class ChunkReplay:
             found = self._unless_flagged(entry, values, before) if done else None
             if found is not None:
                 self.chunks += 1
+                self.counts.replayed += 1
                 assert entry.program is not None
                 self.how = entry.program.how
+                self.counts.by.add(self.how)
                 return found
         elif entry.recording is not None:
             with self.alone:
                 return self._captured.compare(call, self._unflagged, self._same)
-        elif not entry.met:
-            entry.met = True
-        elif to_come >= PAYS_FROM:
+        elif not entry.met or max(entry.met, to_come) < PAYS_FROM:
+            entry.met += 1  # where many came, as many are expected
+        else:
             with self.alone:
                 values = self._captured.record(call)
+                if entry.recording is not None:
+                    self._recorded[len(inputs[0])] = entry, entry.recording
             found = self._unless_flagged(entry, values, before)
             if found is not None:
                 return found
-        return self._unflagged(inputs, target)
+        return self._unflagged(*chunk)
 
     def _unless_flagged(self, entry: Entry, values: Any, before: random_state.States) -> Any:
         """What was found, or None where samples must be computed again; then as if nothing had been drawn."""
@@ -141,3 +243,4 @@ class ChunkReplay:
     def drop_program(self) -> None:
         """Give back what programs hold: memory ran out."""
         self._captured.entries.clear()
+        self._recorded.clear()

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from psgrad.engine.execution.chunk_measure import ChunkMeasure
+from psgrad.engine.execution.chunk_replay import replayable
 from psgrad.engine.execution.loading import Read
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.ranks import Arrays, OneProcess, Processes, RowPart
@@ -159,27 +160,23 @@ class Examples:
         tensor a sample.
         """
 
-        def forward(loss: Any, params: Vectors, inputs: Any, target: Any, **options: Any) -> torch.Tensor:
-            return vmap(self.objective.predict, in_dims=(None, 0), randomness=options["randomness"])(
-                params, inputs
-            )
+        return self.run(_QueryColumns(lambda output: {"output": output}), self._outputs)
 
-        return self.run(_QueryColumns(lambda output: {"output": output}), forward)
+    @replayable("rows")
+    def _outputs(self, loss: Any, params: Vectors, inputs: Any, target: Any, **options: Any) -> torch.Tensor:
+        predict = vmap(self.objective.predict, in_dims=(None, 0), randomness=options["randomness"])
+        return predict(params, inputs)  # type: ignore[no-any-return]
 
     def losses(self) -> Iterator[tuple[slice, dict[str, torch.Tensor]]]:
         """For each chunk its rows, `loss` [k], float64, and what the objective's summary says: a forward
         pass.
         """
 
-        def forward(loss: Any, params: Vectors, inputs: Any, target: Any, **options: Any) -> Any:
-            dims = (None, 0, None if target is None else 0)
-            return vmap(loss, in_dims=dims, randomness=options["randomness"])(params, inputs, target)
-
         def columns(found: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
             losses, summary = found
             return {"loss": losses.double()} | {name: accumulating(each) for name, each in summary.items()}
 
-        return self.run(_QueryColumns(columns), forward)
+        return self.run(_QueryColumns(columns), losses_of)
 
     def materialise(self) -> torch.Tensor:
         """[n, p]: every gradient materialised, on the CPU."""
@@ -310,6 +307,13 @@ class Examples:
         found = self.processes.reduce(self.processes.step("a sum"), lambda: sums, add)
         whole = [found[str(place)].to(leaf.device) for place, leaf in enumerate(leaves)]
         return tree_unflatten(whole, tree)  # type: ignore[no-any-return]
+
+
+@replayable("rows")
+def losses_of(loss: Any, params: Vectors, inputs: Any, target: Any, **options: Any) -> Any:
+    """The losses of a chunk's samples, and their summaries: a forward pass, for Stream.run."""
+    dims = (None, 0, None if target is None else 0)
+    return vmap(loss, in_dims=dims, randomness=options["randomness"])(params, inputs, target)
 
 
 class _QueryColumns:

@@ -45,7 +45,7 @@ def buckets_of_few_shapes(
 
     A row has at least one position of padding, as some models take another way without.
     """
-    if ragged.alike or not ragged.masked or ragged.limit is None:
+    if why_without_programs(ragged) is not None or ragged.limit is None:
         return [Bucket(places) for places in plan_buckets(lengths, ragged, once=once, most=most)]
     rows = lengths.numpy()
     padded = _LENGTHS[np.searchsorted(_LENGTHS, rows + 1)]
@@ -59,6 +59,24 @@ def buckets_of_few_shapes(
     plain = [Bucket(places) for places in plan_buckets(lengths, ragged, once=once, most=most)]
     cheaper = _cost(plain, rows, ragged, once) <= _cost(found, padded, ragged, once * _OF_A_PROGRAM)
     return plain if cheaper else found
+
+
+def why_without_programs(ragged: RaggedAxes) -> str | None:
+    """Why rows that differ in length are not padded to few lengths; None where they are."""
+    if not ragged.masked:
+        return "rows differ in length, and the model does not ignore padding"
+    if ragged.alike:
+        return "rows are groups of different sizes"
+    if ragged.limit is None:
+        return "rows differ in length, and how long they may be at most is not known"
+    return None
+
+
+def pays_to_fill(rows: int, filled: int, once: float) -> bool:
+    """Whether a program of `filled` rows takes less than the transforms for `rows` rows. once: what a pass of
+    the transforms takes beside its rows, in rows.
+    """
+    return once * _OF_A_PROGRAM + filled < once + rows
 
 
 def _filled(

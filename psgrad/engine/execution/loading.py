@@ -2,13 +2,16 @@
 one is computed.
 
 One thread reads ahead, one chunk and no further, so a reader need not be made for threads: it is never called
-twice at once. Where reading beside the computation might change what is read, chunks are read in between.
+twice at once. Where reading beside the computation might change what is read, chunks are read in between; so
+are rows that are read faster than a thread can take over.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +24,9 @@ from psgrad.ragged import Block
 
 # How long the end of a run waits for a read whose rows are not needed any more.
 _PATIENCE_SECONDS = 5.0
+# A thread that reads beside Python costs about a third of a millisecond for each chunk, so reads that take
+# less than this are not worth one. The faster of two counts: the first of a run is slow.
+_WORTH_A_THREAD_SECONDS = 1e-3
 
 
 Read = Callable[[int, int], Block]
@@ -85,7 +91,7 @@ class Loader:
         self._jobs: queue.SimpleQueue[_ReadAhead | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._expected: _ReadAhead | None = None
-        self._first = True
+        self._seconds: deque[float] = deque(maxlen=2)  # of the last reads here
 
     def __enter__(self) -> Loader:
         return self
@@ -123,10 +129,12 @@ class Loader:
         return chunk
 
     def expect(self, start: int, stop: int) -> None:
-        """Read these rows ahead, to be taken next. Has no effect while other rows are expected."""
+        """Read these rows ahead, to be taken next, where that saves time. Has no effect while other rows are
+        expected.
+        """
         if not self.ahead or self._expected is not None or start >= stop:
             return
-        if self._thread is None and not self._start():
+        if self._thread is None and not (self._is_worth_a_thread() and self._start()):
             return
         self._expected = _ReadAhead(start, stop)
         self._jobs.put(self._expected)
@@ -156,14 +164,21 @@ class Loader:
                 job.chunk.on_device = None
         return job is not None
 
+    def _is_worth_a_thread(self) -> bool:
+        if self._copies_ahead:
+            return True
+        return len(self._seconds) == 2 and min(self._seconds) >= _WORTH_A_THREAD_SECONDS
+
     def _read_here(self, start: int, stop: int) -> Chunk:
-        before = random_state.cpu_states() if self._first else None
+        before = None if self._seconds else random_state.cpu_states()
+        begun = time.perf_counter()
         block = self.read(start, stop)
-        if self._first and before != random_state.cpu_states():
+        took = time.perf_counter() - begun
+        if before is not None and before != random_state.cpu_states():
             self._read_between_chunks(
                 "reading them draws random numbers, which would change those of the model"
             )
-        self._first = False
+        self._seconds.append(took)
         return Chunk(range(start, stop), block)
 
     def _read_between_chunks(self, why: str) -> None:

@@ -84,7 +84,7 @@ class OutputDerivatives:
             )
         values, vectors = torch.linalg.eigh(self.hessian)
         largest = values.abs().amax(1, keepdim=True)
-        negative = (values < -_ROUNDING * largest - _CANCELLED * max(1.0, float(largest.max()))).any(1)
+        negative = (values < -_ROUNDING * largest - _CANCELLED * largest.max().clamp(min=1)).any(1)
         if bool(negative.any()):
             place = int(negative.nonzero()[0])
             raise InfluenceError(

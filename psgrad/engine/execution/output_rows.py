@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from psgrad.engine.execution.chunk_plan import factor_bytes
+from psgrad.engine.execution.chunk_replay import replayable
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.output_derivatives import OutputDerivatives
@@ -96,7 +97,7 @@ class OutputRows(Examples):
     def gradients(self, start: int, stop: int) -> PerSampleGradients:
         """The deferred rows of the samples start, ..., stop - 1, all at once."""
         stream = self.row_stream
-        found: PerSampleGradients = stream.computed(self._rows_of, stream.load_block(start, stop))
+        found: PerSampleGradients = stream.found(self._rows_of, stream.load_block(start, stop))
         return found
 
     def _pass(self, compute: Callable[..., Any] | None) -> tuple[Stream, Callable[..., Any] | None, int]:
@@ -106,6 +107,7 @@ class OutputRows(Examples):
             else (self.row_stream, self._rows_of, self.per_sample)
         )
 
+    @replayable("rows")
     def _rows_of(
         self,
         loss: Any,

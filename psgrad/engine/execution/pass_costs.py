@@ -9,33 +9,30 @@ gone, which is when the pass itself would give it back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from psgrad import random_state
 from psgrad.engine.execution.kernel_costs import Kernel, kernel_of
 from psgrad.engine.gradients.terms.numerics import unchecked
-from psgrad.engine.transforms.capture_guard import (
-    NoReads,
-    NotCapturable,
-    RandomStates,
-    Watch,
-    modules_unchanged,
-    python_random_states,
-)
-from psgrad.engine.transforms.operators import Op
+from psgrad.engine.transforms.operators import Op, aten
 from psgrad.engine.transforms.private_torch import (
     DataDependentOutputException,
     DispatchMode,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
+    buffer_store,
     storage_key,
     tree_leaves,
     tree_map,
 )
-from psgrad.engine.transforms.tracer import Tracer
+from psgrad.engine.transforms.recorder import NotCapturable, Reads
+from psgrad.engine.transforms.tracer import Tracer, innermost, map_tracers
 
 __all__ = ["Like", "NotCapturable", "PassCosts", "observe_pass", "trace_pass"]
 
@@ -133,22 +130,33 @@ class _Account:
         )
 
 
-class _KernelCounter(Watch):
+class _KernelCounter(DispatchMode):
     """Enters every kernel of a function that runs on tensors without values."""
 
-    def __init__(self, random_states: RandomStates, inside: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__(random_states, inside)
-        self.account = _Account()
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.mode, self.account = mode, _Account()
 
-    def inside(self, x: torch.Tensor) -> torch.Tensor:
-        found = super().inside(x)
-        return found if found is x else self.account.given(found)
+    def without_value(self, x: Any) -> Any:
+        """What stands for a tensor from outside."""
+        if isinstance(x, Like):
+            with self.mode:
+                return self.account.given(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor):
+            return x
+        return self.account.given(self.mode.from_tensor(x))
 
     def __torch_dispatch__(self, op: Op, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(op, types, args, kwargs)
-        if result is NotImplemented:
+        if any(issubclass(kind, Tracer) for kind in types):
             self.account.operators += 1
-        elif op.namespace != "prim":  # a question about a tensor without values is not a kernel
+            return NotImplemented
+        if op is not aten.lift_fresh.default:  # the result of torch.tensor(..) is not from outside
+            args, kwargs = (
+                map_tracers(self.without_value, args),
+                map_tracers(self.without_value, kwargs or {}),
+            )
+        result = op(*args, **(kwargs or {}))
+        if op.namespace != "prim":  # a question about a tensor without values is not a kernel
             self.account.enter(op, args, kwargs or {}, result)
         return result
 
@@ -191,22 +199,46 @@ def trace_pass(function: Callable[..., Any], *args: Any) -> PassCosts:
     Raises NotCapturable, or what `function` raises, where its kernels depend on values.
     """
     mode = FakeTensorMode()
-    with modules_unchanged(), python_random_states(), RandomStates() as random_states:
-        ledger = _KernelCounter(random_states, mode.from_tensor)
-        reads = NoReads()
-        without_values = tree_map(lambda x: _without_value(x, mode, ledger.account), args)
+    counter, reads = _KernelCounter(mode), Reads()
+    with _modules_unchanged(), random_state.restored():
+        without_values = tree_map(counter.without_value, args)
         try:
-            with mode, ledger, reads, unchecked(), torch.no_grad():
+            with mode, counter, reads, unchecked(), torch.no_grad():
                 result = function(*without_values)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise NotCapturable(f"its operators depend on data, by {error}") from error
-        ledger.raise_if_refused()
-        reads.raise_if_refused()
-    return ledger.account.costs(result, without_values)
+        finally:
+            if reads.reason is not None:
+                raise NotCapturable(reads.reason)
+    return counter.account.costs(result, without_values)
 
 
-def _without_value(x: Any, mode: FakeTensorMode, account: _Account) -> Any:
-    if isinstance(x, Like):
-        with mode:
-            return account.given(torch.empty(x.shape, dtype=x.dtype, device=x.device))
-    return account.given(mode.from_tensor(x)) if isinstance(x, torch.Tensor) else x
+@contextmanager
+def _modules_unchanged() -> Iterator[None]:
+    """At the end, remove the tensors without values that modules stored meanwhile (a cache, the last
+    attention map).
+    """
+    stores: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+
+    def note(module: torch.nn.Module, args: Any) -> None:
+        for store in (buffer_store(module), module.__dict__):  # in this order: the second contains the first
+            stores.setdefault(id(store), (store, dict(store)))
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for store, before in stores.values():
+            for key in [key for key, value in store.items() if _has_no_value(value)]:
+                if key in before and not _has_no_value(before[key]):
+                    store[key] = before[key]
+                else:
+                    del store[key]
+
+
+def _has_no_value(value: Any) -> bool:
+    return any(
+        isinstance(leaf, FakeTensor) or (isinstance(leaf, Tracer) and _has_no_value(innermost(leaf)))
+        for leaf in tree_leaves(value)
+    )

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from psgrad.engine.execution.buckets import RaggedChunks
+from psgrad.engine.execution.buckets import RaggedChunks, first_rows
+from psgrad.engine.execution.chunk_replay import ReplayCounts
 from psgrad.engine.execution.loading import Chunk, DeviceRows, Read, to_device
 from psgrad.engine.execution.loss_scaling import each_at_its_scale, scaled
 from psgrad.engine.execution.memory import is_out_of_memory
@@ -45,6 +46,7 @@ class RowComputation:
         ragged: the buckets of rows that differ in length.
         randomness: as for vmap.
         scales_losses: whether cotangents are float16, see Stream.
+        counts: of the run's chunks.
         say: called with a sentence that the user should read.
 
     Attributes:
@@ -62,10 +64,11 @@ class RowComputation:
         ragged: RaggedChunks,
         randomness: str,
         scales_losses: bool,
+        counts: ReplayCounts,
         say: Callable[[str], None],
     ) -> None:
         self.loss, self.params, self.randomness, self.say = loss, params, randomness, say
-        self.ragged, self.scales_losses = ragged, scales_losses
+        self.ragged, self.scales_losses, self.counts = ragged, scales_losses, counts
         reference = next(iter(params.values()))
         self.device, self.dtype = reference.device, reference.dtype
         self.retries = 0
@@ -122,10 +125,12 @@ class RowComputation:
         differ in length. replay: see `RaggedChunks.computed`.
         """
         if block.ragged is None:
+            self.counts.chunks += 1
             return self.pass_of(how)(self.params, block.inputs, block.target)
         of_rows = getattr(how, "of_rows", None)  # a way that adds rows up needs to know which are copies
 
         def run(some: Block, rows: int) -> Any:
+            self.counts.chunks += 1
             compute = how if of_rows is None else of_rows(rows)
             return self.pass_of(compute)(self.params, some.inputs, some.target)
 
@@ -135,7 +140,7 @@ class RowComputation:
 
         def replayed(some: Block, rows: int) -> Any:
             assert replay is not None
-            return replay(some).first(rows)
+            return first_rows(replay(some), rows, len(some))
 
         few_shapes = None if replay is None else replayed
         if getattr(how, "few_shapes", False):

@@ -7,6 +7,7 @@ what each row takes. The memory is that of a chunk that is followed on tensors w
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from psgrad.engine.execution.chunk_plan import (
     seconds_of,
 )
 from psgrad.engine.execution.chunk_replay import NOT_REPLAYED, PAYS_FROM
+from psgrad.engine.execution.ladder import why_without_programs
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.pass_costs import NotCapturable, observe_pass, trace_pass
 from psgrad.engine.execution.streaming import LARGEST_AUTO_CHUNK, PREDICTED_FROM, Stream
@@ -106,10 +108,11 @@ def plan_run(stream: Stream, rows: int) -> RunPlan:
     at, obstacle = _costs_at(stream, inputs, target)
     size = _chunk_size(stream, rows, at, inputs, target)
     chunk, chunks = at(size), -(-rows // size)
-    why = _why_not_replayed(stream, rows // size, obstacle)
-    if block.ragged is not None:
-        why = "rows differ in length"
+    why = _why_not_replayed(stream, rows // size, block)
     fixed, each = _measured_seconds(partial(_seconds, stream, block, replayed=why is None), len(block), size)
+    if why is None and not stream.counts.replayed:
+        why = "; ".join(stream.counts.reasons) or "programs of these rows would take longer"
+    sizes = "of one size" if block.ragged is None else "of rows padded to few lengths"
     return RunPlan(
         parameters=_parameters(stream, inputs, target, traceable=obstacle is None),
         rows=rows,
@@ -120,7 +123,7 @@ def plan_run(stream: Stream, rows: int) -> RunPlan:
         input_bytes=chunk.input_bytes,
         parameter_bytes=sum(p.numel() * p.element_size() for p in stream.params.values()),
         replayed=why is None,
-        why=why or f"{chunks:,} chunks of one size are worth a program",
+        why=why or f"{chunks:,} chunks {sizes} are worth a program",
         obstacle=obstacle,
     )
 
@@ -144,14 +147,18 @@ def _measured_seconds(seconds: Callable[[int], float], read: int, size: int) -> 
 
 
 def _seconds(stream: Stream, block: Block, rows: int, *, replayed: bool) -> float:
-    """The time of a chunk of the block's rows, spread and repeated: a median of few, without the first."""
+    """The time of a chunk of the block's rows, spread and repeated: a median of few, without the first. Each
+    chunk begins at another row, as values that a model reads differ from chunk to chunk.
+    """
     spread = max(1, len(block) // rows)
-    some = block.at([row * spread % len(block) for row in range(rows)])
-    replay = stream.replays[per_sample_square_norms] if replayed else None
+    chunks = (
+        block.at([(first + row * spread) % len(block) for row in range(rows)]) for first in itertools.count()
+    )
 
     def run() -> Any:
-        if replay is not None:
-            return replay(some.inputs, some.target, PAYS_FROM)
+        some = next(chunks)
+        if replayed:
+            return stream.found(per_sample_square_norms, some, PAYS_FROM)
         return stream.computed(per_sample_square_norms, some)
 
     for _ in range(NOT_REPLAYED if replayed else 0):
@@ -206,12 +213,12 @@ def _chunk_size(stream: Stream, rows: int, at: Callable[[int], ChunkPlan], input
     return chunk_for(at, chunk_budget(stream.device, stream.memory), min(LARGEST_AUTO_CHUNK, rows))
 
 
-def _why_not_replayed(stream: Stream, chunks: int, obstacle: str | None) -> str | None:
-    """Why chunks will run as they are, None where they will be replayed."""
+def _why_not_replayed(stream: Stream, chunks: int, block: Block) -> str | None:
+    """Why chunks will run as they are, None where programs are tried. block: the first rows."""
     if not stream.replays:
-        return "engine.capture is off"
-    if obstacle is not None:
-        return obstacle
+        return "; ".join(stream.counts.reasons)
+    if block.ragged is not None and (why := why_without_programs(block.ragged)) is not None:
+        return why
     # The first chunk comes before the recorded one.
     return (
         f"{chunks:,} whole {'chunk' if chunks == 1 else 'chunks'}, and a program pays from {PAYS_FROM + 1:,}"

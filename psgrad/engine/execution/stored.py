@@ -17,7 +17,13 @@ from torch import Tensor
 from psgrad.engine.execution.reused_memory import LARGEST_REUSED, ReusedMemory
 from psgrad.engine.execution.weight_sources import InMemory, Quantised, WeightSource
 from psgrad.engine.execution.weight_supply import Supply
-from psgrad.engine.transforms.private_torch import make_wrapper, no_torch_function, schema_of, tree_map
+from psgrad.engine.transforms.private_torch import (
+    make_wrapper,
+    no_torch_function,
+    schema_of,
+    storage_key,
+    tree_map,
+)
 from psgrad.engine.transforms.rules.casts import with_scaled_cotangent
 from psgrad.errors import ModelError
 
@@ -180,6 +186,12 @@ class Stored(Tensor):
             f"the model writes into an offloaded weight of shape {tuple(self.shape)} ({op})",
             next_step="set engine.parameters: resident",
         )
+
+    def memory_key(self) -> int:
+        """Equal for views of the same numbers: for a program of recorded kernels (recorder.py)."""
+        if isinstance(self.source, InMemory):
+            return storage_key(self.view_of_source.untyped_storage())
+        return id(self.source)
 
     def data_ptr(self) -> int:
         return self.view_of_source.data_ptr() if isinstance(self.source, InMemory) else id(self.source)

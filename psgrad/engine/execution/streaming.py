@@ -9,7 +9,7 @@ next chunk is read while one is computed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -17,10 +17,11 @@ from typing import Any, Literal
 import torch
 
 from psgrad.engine.execution.bucket_plan import positions_of
-from psgrad.engine.execution.buckets import ModelSize, RaggedChunks
+from psgrad.engine.execution.buckets import ModelSize, RaggedChunks, first_rows
 from psgrad.engine.execution.chunk_measure import ChunkMeasure, Columns, NoColumns, on_the_cpu
 from psgrad.engine.execution.chunk_plan import chunk_for, chunk_for_factors, plan_chunk
-from psgrad.engine.execution.chunk_replay import PAYS_FROM, ChunkReplay
+from psgrad.engine.execution.chunk_replay import PAYS_FROM, ChunkReplay, ReplayCounts
+from psgrad.engine.execution.ladder import why_without_programs
 from psgrad.engine.execution.loading import Chunk, Loader, Read
 from psgrad.engine.execution.memory import chunk_budget, is_out_of_memory
 from psgrad.engine.execution.recompute import Recompute
@@ -71,8 +72,8 @@ class Stream(RowComputation):
         recompute: switched on when memory runs out over a single row.
         scales_losses: whether cotangents are float16, which needs another scale for some samples (see
             loss_scaling.py). Chunks are not replayed then.
-        say: called with a sentence at each retry, and with the reason why chunks are not replayed or read
-            ahead.
+        counts: of all chunks of a run, where it has several streams.
+        say: called with a sentence at each retry, and with the reason why chunks are not read ahead.
 
     Attributes:
         chunk_size: samples at a time, now. Of rows that differ in length a chunk is computed in
@@ -95,6 +96,7 @@ class Stream(RowComputation):
         supply: Supply | None = None,
         recompute: Recompute | None = None,
         scales_losses: bool = False,
+        counts: ReplayCounts | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.automatic = chunk_size == "auto"
@@ -110,6 +112,7 @@ class Stream(RowComputation):
             ragged=RaggedChunks(tokens, once, self.automatic, say),
             randomness=randomness,
             scales_losses=scales_losses,
+            counts=ReplayCounts() if counts is None else counts,
             say=say,
         )
         self.memory, self.recompute = memory, recompute
@@ -118,15 +121,17 @@ class Stream(RowComputation):
         self._too_large: int | None = None  # the smallest size that failed since one as large went through
         self._alone: Sequence[int] | None = None  # the row that failed by itself, once
         self._nothing_is_read = threading.Lock()
-        replays = {
-            how: ChunkReplay(self.pass_of(how), params, compile, self.say, self._nothing_is_read)
-            for how in (per_sample_gradients, per_sample_square_norms)
-        }
-        self.replays: dict[Callable[..., Any], ChunkReplay] = (
-            replays if capture == "auto" and not scales_losses else {}
-        )
+        self._compile = compile
+        self.replays: dict[Callable[..., Any], ChunkReplay] = {}
+        if scales_losses:
+            self.counts.add_reason("samples in float16 are scaled by their own powers of two")
+        elif capture == "off":
+            self.counts.add_reason("engine.capture is off")
+        else:
+            for how in (per_sample_gradients, per_sample_square_norms):
+                self._replay_of(how)
         self.at_need += [] if supply is None else [supply.give_back]
-        self.at_need += [replay.drop_program for replay in self.replays.values()]
+        self.at_need.append(self._drop_programs)
 
     def fix_chunk_size(self, size: int, positions: Positions | None = None) -> None:
         """Take `size` rows at a time from now on, as an earlier run did, with its `positions`: then the
@@ -181,11 +186,7 @@ class Stream(RowComputation):
     @property
     def replayed(self) -> dict[str, Any]:
         """How chunks were replayed, in the words of a manifest."""
-        used = [replay for replay in self.replays.values() if replay.chunks]
-        return {
-            "chunks_replayed": sum(r.chunks for r in used),
-            "replayed_by": ", ".join(sorted({r.how for r in used})) or None,
-        }
+        return self.counts.facts()
 
     def run(
         self,
@@ -281,10 +282,8 @@ class Stream(RowComputation):
                     gradients = None
             if gradients is not None:
                 pass  # computed already, to choose the chunk size
-            elif how in self.replays:
-                gradients = self._replayed(how, block, to_come)
             else:
-                gradients = self.computed(how, block)
+                gradients = self.found(how, block, to_come)
             if materialise and isinstance(gradients, PerSampleGradients):
                 gradients = materialised_for_many(gradients)
             values: dict[str, torch.Tensor] = {}
@@ -314,14 +313,55 @@ class Stream(RowComputation):
         self._out_of_memory(chunk.rows, loader)
         return None
 
-    def _replayed(self, how: Callable[..., Any], block: Block, to_come: int) -> Any:
-        """What `how` finds of a chunk, by programs where they pay."""
-        replay = self.replays[how]
-        if block.ragged is None:
-            return replay(block.inputs, block.target, to_come)
-        if to_come < PAYS_FROM or self.randomness != "error":
+    def gradients(self, start: int, stop: int) -> PerSampleGradients:
+        found: PerSampleGradients = self.found(per_sample_gradients, self.load_block(start, stop))
+        return found
+
+    def found(self, how: Callable[..., Any], block: Block, to_come: int = 1) -> Any:
+        """What `how` (see `run`) finds of rows on the device, by programs where they pay. to_come: chunks of
+        this size, this one included, as far as is known.
+        """
+        function, given = how, tuple[Any, ...]()
+        if isinstance(how, partial):
+            function, given = how.func, (how.args, how.keywords)
+        finds = getattr(function, "replayable", None)
+        if not self.replays or finds is None:
             return self.computed(how, block)
-        return self.computed(how, block, lambda some: replay(some.inputs, some.target, to_come))
+        replay, count = self._replay_of(function), len(block)
+        may_be_filled = finds == "rows" and self.randomness == "error"
+        if block.ragged is not None:
+            replay.ragged_chunks += 1
+            why = (
+                why_without_programs(block.ragged) if may_be_filled else "sums of ragged rows are not filled"
+            )
+            if why is not None:
+                self.counts.add_reason(why)
+            if why is not None or max(to_come, replay.ragged_chunks) < PAYS_FROM:
+                return self.computed(how, block)
+            return self.computed(how, block, lambda some: replay(some.inputs, some.target, to_come, given))
+        filled = replay.fills_to(count) if may_be_filled else None
+        if filled is None:
+            return replay(block.inputs, block.target, to_come, given)
+        some = block.at([*range(count), *[count - 1] * (filled - count)])
+        return first_rows(replay(some.inputs, some.target, to_come, given), count, filled)
+
+    def _replay_of(self, function: Callable[..., Any]) -> ChunkReplay:
+        if function not in self.replays:
+
+            def run(
+                params: Any, inputs: Any, target: Any, args: Any = (), keywords: Mapping[str, Any] = {}
+            ) -> Any:
+                how = partial(function, *args, **keywords) if args or keywords else function
+                return self.pass_of(how)(params, inputs, target)
+
+            self.replays[function] = ChunkReplay(
+                run, self.params, self._compile, self.counts, self._nothing_is_read
+            )
+        return self.replays[function]
+
+    def _drop_programs(self) -> None:
+        for replay in self.replays.values():
+            replay.drop_program()
 
     def _by_default(self, measures: Sequence[ChunkMeasure]) -> Callable[..., Any]:
         """What is computed of a chunk: norms alone where no measure needs more."""

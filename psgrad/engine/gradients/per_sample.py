@@ -7,7 +7,7 @@ no more than one parameter's gradient is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,11 +20,12 @@ from psgrad.engine.gradients.deferral import WeightDeferral, deferred_in
 from psgrad.engine.gradients.deferred import DeferredGradient, Placed, in_order, merged, term_of
 from psgrad.engine.gradients.projections.projection import ProjectedRows, Projection
 from psgrad.engine.gradients.queries import PerSampleGradients, SquareNorms
-from psgrad.engine.gradients.square_norms import square_norms
-from psgrad.engine.gradients.terms import Dense, Term, accumulating_dtype
+from psgrad.engine.gradients.square_norms import checked_square_norms, square_norms
+from psgrad.engine.gradients.terms import Dense, Product, Term, accumulating_dtype
 from psgrad.engine.transforms.batching import BatchLevel
 from psgrad.engine.transforms.grad import cotangents_and_value
 from psgrad.engine.transforms.levels import Divergence, WriteCounts
+from psgrad.engine.transforms.private_torch import DisableTorchFunction, storage_key
 from psgrad.engine.transforms.trees import flatten, map_leaves, unflatten
 from psgrad.engine.transforms.vmap import flat_in_dims, mapped_size
 from psgrad.errors import TransformError
@@ -143,7 +144,11 @@ class NormsByName:
         self.norms: dict[str, torch.Tensor] = {}
         self.absolute: dict[str, torch.Tensor] | None = {} if absolute else None
         self.computed_as: dict[str, str] = {}
-        self._waiting: dict[int, list[tuple[str, torch.Tensor]]] = {}  # length -> small values [n, length]
+        # Small factors wait: name -> (length, key) of each; length -> key -> the factor [n, length]. And the
+        # terms whose norms are checked.
+        self._names: dict[str, list[tuple[int, Any]]] = {}
+        self._terms: dict[str, Term] = {}
+        self._waiting: dict[int, dict[Any, torch.Tensor]] = {}
         self._waiting_bytes = 0
 
     def add(self, name: str, gradient: DeferredGradient) -> None:
@@ -153,26 +158,48 @@ class NormsByName:
             self.absolute[name] = self.norms[name].sqrt()
             self.computed_as[name] = gradient.describe()
             return
-        value = terms[0].term.stored_value if len(terms) == 1 and gradient.shape.numel() <= _SMALL else None
-        if value is not None:
-            value = value.reshape(value.shape[0], value.shape[1:].numel())
-            self._waiting.setdefault(value.shape[1], []).append((name, value))
-            self._waiting_bytes += value.numel() * value.element_size()
-            if self._waiting_bytes > _MOST_WAITING or self.absolute is not None:
-                self._add_waiting()
+        if len(terms) == 1 and (small := _small_factors(terms[0].term)):
+            self._wait(name, small)
+        elif len(terms) == 1 and _has_small_value(terms[0].term):
+            self._terms[name] = terms[0].term
+            self._wait(name, [terms[0].term.materialise()])
         elif terms:
             self.norms[name] = square_norms([gradient])[0]
         if self.absolute is not None and terms:
             self.absolute[name] = absolute_sum(gradient)
         self.computed_as[name] = gradient.describe()
 
+    def _wait(self, name: str, factors: Sequence[torch.Tensor]) -> None:
+        places = self._names[name] = []
+        for factor in factors:
+            factor = factor.reshape(factor.shape[0], factor.shape[1:].numel())
+            with DisableTorchFunction():  # a recorder would take it for a read of the memory
+                storage = storage_key(factor.untyped_storage())
+            # One of a layer's weight is often its bias's gradient.
+            key = storage, factor.storage_offset(), factor.stride(), factor.dtype
+            places.append((factor.shape[1], key))
+            self._waiting.setdefault(factor.shape[1], {})[key] = factor
+            self._waiting_bytes += factor.numel() * factor.element_size()
+        if self._waiting_bytes > _MOST_WAITING or self.absolute is not None:
+            self._add_waiting()
+
     def _add_waiting(self) -> None:
-        """The norms of the values that wait, of those of one length together: kernels are what they cost."""
-        for waiting in self._waiting.values():
-            names, values = zip(*waiting, strict=True)
-            stacked = values[0].unsqueeze(0) if len(values) == 1 else torch.stack(values)
+        """The norms of what waits, of factors of one length together: kernels are what they cost."""
+        squares = dict[Any, torch.Tensor]()
+        for length, waiting in self._waiting.items():
+            factors = list(waiting.values())
+            stacked = factors[0].unsqueeze(0) if len(factors) == 1 else torch.stack(factors)
             norms = torch.linalg.vector_norm(stacked.double(), dim=2).square_()
-            self.norms.update(zip(names, norms.unbind(), strict=True))
+            squares.update(zip(((length, key) for key in waiting), norms.unbind(), strict=True))
+        for name, places in self._names.items():
+            first, *second = (squares[place] for place in places)
+            self.norms[name] = first * second[0] if second else first
+        if self._terms:
+            found = [self.norms[name] for name in self._terms]
+            found = checked_square_norms(list(self._terms.values()), found)
+            self.norms.update(zip(self._terms, found, strict=True))
+        self._names.clear()
+        self._terms.clear()
         self._waiting.clear()
         self._waiting_bytes = 0
 
@@ -186,10 +213,35 @@ class NormsByName:
         )
 
 
-# Entries of a parameter (such as a bias) whose norm is computed in float64 at once, without a check.
+# Entries of a factor, or of a parameter (such as a bias), whose norm is computed in float64 at once.
 _SMALL = 1024
 # Bytes of such values that wait for others.
 _MOST_WAITING = 1 << 18
+# Numbers of a parameter's gradients for all samples that are materialised to wait for others.
+_MOST_VALUES = 1 << 14
+
+
+def _small_factors(term: Term) -> Sequence[torch.Tensor]:
+    """[n, ...] each: the factors of an outer product, or the value, whose norms make the term's in float64
+    without a check; none where they are large.
+    """
+    if isinstance(term, Product):
+        one = term.is_outer_product and term.shape[0] == 1 and term.dtype != torch.float64
+        factors: Sequence[torch.Tensor] = term.factors if one else ()
+    else:
+        factors = () if term.stored_value is None else (term.stored_value,)
+    return factors if all(f.shape[1:].numel() <= _SMALL for f in factors) else ()
+
+
+def _has_small_value(term: Term) -> bool:
+    """Whether the norm is that of a small value in float32, which its factors do not show to be in range."""
+    size = term.samples * math.prod(term.shape)
+    return (
+        math.prod(term.shape) <= _SMALL
+        and 0 < size <= _MOST_VALUES
+        and term.dtype == torch.float32
+        and term.describe() == "materialise"
+    )
 
 
 class SamplesDisagree(Exception):

@@ -36,6 +36,8 @@ from psgrad.engine.gradients.terms.placed import narrowed
 
 # If a difference of float64 inner products is less than this share of them, its error exceeds 1e-10.
 _LOST = 1e-3
+# The count of numbers up to which one kernel is faster than three.
+_FEW_NUMBERS = 1024
 # The number of norms up to which a comparison in Python is faster than a kernel.
 _FEW = 128
 
@@ -97,9 +99,22 @@ def reliable_square_norms(terms: Sequence[Term]) -> list[torch.Tensor]:
     """[n] float64 for each term; computed again in float64 for the samples whose squares left the range of
     float32.
     """
-    if not terms:
-        return []
-    of_terms = [term.square_norms().double() for term in terms]
+    found = [term.square_norms() for term in terms]
+    doubtful = [
+        place
+        for place, (term, norms) in enumerate(zip(terms, found, strict=True))
+        if norms.dtype != torch.float64 or term.dtype == torch.float64
+    ]
+    some = [found[place].double() for place in doubtful]
+    if doubtful:
+        some = checked_square_norms([terms[place] for place in doubtful], some)
+    for place, norms in zip(doubtful, some, strict=True):
+        found[place] = norms
+    return found
+
+
+def checked_square_norms(terms: Sequence[Term], of_terms: list[torch.Tensor]) -> list[torch.Tensor]:
+    """As reliable_square_norms; of_terms: [n] float64 for each term, as computed at first."""
     if is_unchecked():
         return of_terms
     if (flags := current_flags()) is not None:
@@ -160,7 +175,14 @@ def _set_zeros(norms: torch.Tensor, largest: torch.Tensor) -> None:
 def largest_of_factors(term: Term) -> list[torch.Tensor]:
     """[n] for each factor, without indices and empty ones: the largest size of a number in each sample."""
     factors = [f.reshape(len(f), -1) for f in term.factors if f.is_floating_point() and f[:1].numel()]
-    return [torch.linalg.vector_norm(f, math.inf, 1) for f in factors]
+    return [_largest_size(f) for f in factors]
+
+
+def _largest_size(rows: torch.Tensor) -> torch.Tensor:
+    """[n, a] -> [n]. On a CPU, two reductions take a tenth of the time of the norm, but for few numbers."""
+    if rows.device.type != "cpu" or rows.numel() <= _FEW_NUMBERS:
+        return torch.linalg.vector_norm(rows, math.inf, 1)
+    return torch.maximum(rows.amax(1), -rows.amin(1))
 
 
 def largest_numbers(term: Term) -> torch.Tensor:

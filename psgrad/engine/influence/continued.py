@@ -7,11 +7,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from psgrad.engine.execution.buckets import Added
+from psgrad.engine.execution.chunk_replay import replayable
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.gradients.flat import Vectors
 from psgrad.engine.influence.method import Preconditioned
@@ -242,12 +244,15 @@ class _Objectives:
         return torch.stack([value for value, _ in sums]), torch.stack([slope for _, slope in sums])
 
     def _sums(self, params: Vectors) -> tuple[torch.Tensor, torch.Tensor]:
-        def of_chunk(loss: Any, _: Vectors, inputs: Any, target: Any, *, randomness: str, **__: Any) -> Added:
-            return Added(self._slope(params, inputs, target, randomness))
+        sums: tuple[torch.Tensor, torch.Tensor]
+        sums = self.training.fold(lambda sums: sums.value, partial(self._of_chunk, params))
+        return sums
 
-        sums_and_count: tuple[torch.Tensor, torch.Tensor]
-        sums_and_count = self.training.fold(lambda sums: sums.value, of_chunk)
-        return sums_and_count
+    @replayable("sum")
+    def _of_chunk(
+        self, at: Vectors, loss: Any, params: Vectors, inputs: Any, target: Any, *, randomness: str, **_: Any
+    ) -> Added:
+        return Added(self._slope(at, inputs, target, randomness))
 
     def _row(self, params: Vectors, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, target = self.training.stream.load(row, row + 1)

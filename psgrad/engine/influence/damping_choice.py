@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
-from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.chunk_replay import replayable
+from psgrad.engine.execution.examples import Examples, losses_of
 from psgrad.engine.gradients.flat import Vectors, as_gradients
 from psgrad.engine.influence.amounts import objective_slope
 from psgrad.engine.influence.continued import each_model
-from psgrad.engine.transforms import vmap
 from psgrad.ragged import Block, joined
 
 AGREES = 0.95
@@ -142,21 +143,19 @@ class _Trial:
 
     def _losses(self, models: Sequence[Vectors]) -> torch.Tensor:
         """[rows, k] of k models' weights."""
-
-        def forward(
-            loss: Any, _: Vectors, inputs: Any, target: Any, *, randomness: str, **__: Any
-        ) -> torch.Tensor:
-            each = vmap(
-                lambda params, *row: loss(params, *row)[0],
-                in_dims=(None, 0, None if target is None else 0),
-                randomness=randomness,
-            )
-            return torch.stack([each(model, inputs, target).double() for model in models], 1)
-
-        return self._column(lambda losses: {"found": losses}, forward)
+        return self._column(lambda losses: {"found": losses}, partial(_losses_of_models, models))
 
     def _column(self, query: Any, compute: Any = None) -> torch.Tensor:
         return torch.cat([part["found"] for _, part in self.others.each(query, compute=compute)])
+
+
+@replayable("rows")
+def _losses_of_models(
+    models: Sequence[Vectors], loss: Any, params: Vectors, inputs: Any, target: Any, **options: Any
+) -> torch.Tensor:
+    """[k, models]: the losses of a chunk's samples."""
+    each = [losses_of(loss, model, inputs, target, **options)[0].double() for model in models]
+    return torch.stack(each, 1)
 
 
 def _rows_of(training: Examples, rows: Sequence[int]) -> Examples:

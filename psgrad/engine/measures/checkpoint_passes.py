@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from psgrad.engine.execution.chunk_plan import ChunkPlan, plan_chunk
+from psgrad.engine.execution.chunk_replay import replayable
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.objective import Objective
@@ -65,7 +66,8 @@ class StackedModels:
             ),
         )
 
-    def __call__(
+    @replayable("rows")
+    def columns(
         self,
         loss: Any,
         params: Any,

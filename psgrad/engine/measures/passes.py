@@ -198,6 +198,7 @@ def row_pass(examples: Examples, ask: Ask, chunk_size: int, rows: range) -> Iter
         "memory": None,
         "capture": "off",
         "compile": "none",
+        "counts": None,  # they are not the run's chunks
     }
     loss = _WithoutRows(objective)
     stream = Stream(

@@ -224,5 +224,5 @@ class RecordStreams:
         if width not in self._streams:
             reader = RecordReader(self.records, self._take, width=width, **self.options)
             stream = self._make(reader.loss_of(self._loss, randomness=self._randomness), reader)
-            self._streams[width] = reader, stream, SumPrograms() if stream.replays else None
+            self._streams[width] = reader, stream, SumPrograms(stream.counts) if stream.replays else None
         return self._streams[width]

@@ -18,18 +18,18 @@ _SHARE_OF_DELTA = 1e-3
 _FACTOR = 2.0
 
 
-def require_small_delta(delta: float, records: int) -> None:
-    """Raises ConfigError unless delta is below one over the number of records."""
+def require_small_delta(delta: float, records: int, key: str = "privacy.delta") -> None:
+    """Raises ConfigError unless delta is below one over the number of records. key: which delta it is."""
     if delta * records < 1:
         return
     raise ConfigError(
-        f"privacy.delta is {delta:g}, and the dataset has {records} records",
+        f"{key} is {delta:g}, and the dataset has {records} records",
         expected=f"less than 1 / {records} = {1 / records:.3g}",
         cause=(
             "with such a delta it would be within the guarantee to publish one record, picked at random, as"
             " it is"
         ),
-        next_step=f"set privacy.delta well below that, such as {_power_of_ten_below(0.1 / records)}",
+        next_step=f"set {key} well below that, such as {_power_of_ten_below(0.1 / records)}",
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from psgrad import random_state
+from psgrad.engine.execution.chunk_replay import ReplayCounts
 from psgrad.engine.execution.memory import is_out_of_memory
 from psgrad.engine.gradients.terms.numerics import flagging
 from psgrad.engine.transforms.capture import MOST_PROGRAMS, Call, Captured, Entry, agree
@@ -26,14 +27,14 @@ class SumPrograms:
     The loss must not depend on Python values that change from call to call.
 
     Args:
-        say: called with the reason why chunks are not replayed.
+        counts: of the run.
 
     Attributes:
         chunks: how many were replayed.
     """
 
-    def __init__(self, say: Callable[[str], None] = lambda _: None) -> None:
-        self.say, self.chunks = say, 0
+    def __init__(self, counts: ReplayCounts | None = None) -> None:
+        self.counts, self.chunks = counts or ReplayCounts(), 0
         self._captured: OrderedDict[Any, Captured] = OrderedDict()
 
     def __call__(
@@ -46,9 +47,7 @@ class SumPrograms:
         """
         captured = self._captured.get(made_for)
         if captured is None:
-            captured = self._captured[made_for] = Captured(
-                compute, "none", lambda why: self.say(f"chunks are not replayed: {why}")
-            )
+            captured = self._captured[made_for] = Captured(compute, "none", self.counts.add_reason)
             if len(self._captured) > MOST_PROGRAMS:
                 self._captured.popitem(last=False)
         captured.function = compute
@@ -74,7 +73,7 @@ class SumPrograms:
             captured.end(entry, "the model or the loss draws from NumPy's or Python's random generators")
         elif entry.met:
             _record(captured, call)
-        entry.met = True
+        entry.met += 1
         return found
 
     def _replayed(self, captured: Captured, call: Call) -> Any:
@@ -96,6 +95,9 @@ class SumPrograms:
             random_state.restore(before)
             return None
         self.chunks += 1
+        self.counts.replayed += 1
+        if call.entry.program is not None:
+            self.counts.by.add(call.entry.program.how)
         return found
 
 

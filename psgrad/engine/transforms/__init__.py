@@ -18,20 +18,10 @@ from psgrad.engine.transforms.grad import vjp as vjp
 from psgrad.engine.transforms.jacobians import hessian as hessian
 from psgrad.engine.transforms.jacobians import jacfwd as jacfwd
 from psgrad.engine.transforms.jacobians import jacrev as jacrev
-from psgrad.engine.transforms.named_axis import all_gather as all_gather
-from psgrad.engine.transforms.named_axis import axis_index as axis_index
-from psgrad.engine.transforms.named_axis import axis_size as axis_size
-from psgrad.engine.transforms.named_axis import pmax as pmax
-from psgrad.engine.transforms.named_axis import pmean as pmean
-from psgrad.engine.transforms.named_axis import pmin as pmin
-from psgrad.engine.transforms.named_axis import psum as psum
 from psgrad.engine.transforms.registration import register_rule as register_rule
 from psgrad.engine.transforms.vmap import vmap as vmap
 
 __all__ = [
-    "all_gather",
-    "axis_index",
-    "axis_size",
     "capture",
     "checkpoint",
     "custom_jvp",
@@ -45,10 +35,6 @@ __all__ = [
     "jacrev",
     "jvp",
     "linearize",
-    "pmax",
-    "pmean",
-    "pmin",
-    "psum",
     "register_rule",
     "stack_module_state",
     "vjp",

@@ -58,12 +58,10 @@ class BatchLevel(SampleAxis):
     """vmap: `size` samples; `randomness` decides how random operators draw for them.
 
     Attributes:
-        axis_name: by which named_axis.py finds it.
         counted: [size] bool, the samples whose numbers Python code reads where they agree; the others follow
             them. None for all.
     """
 
-    axis_name: str | None = None
     counted: torch.Tensor | None = None
 
     def __init__(self, size: int, randomness: str = "error", deferral: Deferral | None = None) -> None:

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from psgrad import random_state
-from psgrad.engine.transforms.capture_guard import PLAIN, properties
 from psgrad.engine.transforms.private_torch import (
     autocast_is_on,
     dispatch_modes,
@@ -38,6 +37,8 @@ from psgrad.engine.transforms.state import state
 from psgrad.engine.transforms.trees import LEAF, Structure, flatten, unflatten
 from psgrad.errors import TransformError
 
+# The types of values that a captured function may take and return besides tensors.
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 # Programs of a function that are kept: those used last.
 MOST_PROGRAMS = 32
 # If more than one replay in this many fails for a guard, the function is no longer replayed.
@@ -84,7 +85,7 @@ class Entry:
         results, structure: the recorded call's results, flat; `_TENSOR` where the next tensor goes.
         replays, failures: how often a program replaced the function, and how often a guard did not hold.
         ended: whether calls run uncaptured.
-        met: for a caller that records later than the first call: whether there was one.
+        met: for a caller that records later than the first call: how many there were.
     """
 
     recording: Recording | None = None
@@ -94,7 +95,7 @@ class Entry:
     replays: int = 0
     failures: int = 0
     ended: bool = False
-    met: bool = False
+    met: int = 0
 
     def count_failure(self) -> None:
         self.failures += 1
@@ -124,12 +125,18 @@ class Call:
 
 
 class Captured:
-    """A function with its programs, by signature. Made by `capture`."""
+    """A function with its programs, by signature. Made by `capture`. hoists: see `program_of`."""
 
-    def __init__(self, function: Callable[..., Any], compile: Compiler, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        compile: Compiler,
+        say: Callable[[str], None],
+        hoists: bool = False,
+    ) -> None:
         if compile not in ("none", "inductor"):
             raise TransformError(f"capture: compile={compile!r}", expected="'none' or 'inductor'")
-        self.function, self.compile, self.say = function, compile, say
+        self.function, self.compile, self.say, self.hoists = function, compile, say, hoists
         self.entries: OrderedDict[Any, Entry] = OrderedDict()
         self.warned = False
 
@@ -194,7 +201,7 @@ class Captured:
             random_state.restore(before)
             try:
                 assert entry.recording is not None
-                entry.program = program_of(entry.recording, call.tensors, self.compile, binds)
+                entry.program = program_of(entry.recording, call.tensors, self.compile, binds, self.hoists)
                 done, again = self.replay(call)
             except torch.OutOfMemoryError:
                 random_state.restore(after)
@@ -230,6 +237,7 @@ class Captured:
         with contextlib.ExitStack() as exits:
             for kind, _ in _autocast():  # the program holds the casts
                 exits.enter_context(torch.autocast(kind, enabled=False))
+            entry.program.refresh()
             values = entry.program.run(*call.tensors)
         if values is None:
             random_state.restore(before)
@@ -261,7 +269,9 @@ class Captured:
                         " call under no_grad"
                     )
                     return None
-                parts.append((seen.setdefault(id(leaf), len(seen)), *properties(leaf)))
+                place = seen.setdefault(id(leaf), len(seen))
+                views = leaf.is_conj(), leaf.is_neg()
+                parts.append((place, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, *views))
             elif isinstance(leaf, float):
                 parts.append((float, repr(leaf)))  # different: 0.0 and -0.0; equal: NaN
             elif isinstance(leaf, PLAIN):

@@ -1,8 +1,9 @@
 """Programs: a recorded list of kernels, shortened, and the backends that run it.
 
 What is shortened: views that another tensor is already (`detach`, two transposes, a reshape to the same
-shape), views of tensors that outlive the call (made once), equal kernels on equal arguments, and kernels
-whose results nobody reads. Kernels that write or draw keep their order. The list becomes straight-line Python
+shape), views of tensors that outlive the call (made once), casts and other small values that depend on such
+tensors alone (computed once for each value of these), equal kernels on equal arguments, and kernels whose
+results nobody reads. Kernels that write or draw keep their order. The list becomes straight-line Python
 that calls PyTorch's own functions and frees each value at its last use; on a GPU it becomes a CUDA graph, or
 PyTorch's compiler gets it.
 """
@@ -17,12 +18,13 @@ from typing import Any, Literal
 import torch
 
 from psgrad import random_state
-from psgrad.engine.transforms.capture_guard import NotCapturable
 from psgrad.engine.transforms.operators import facts
-from psgrad.engine.transforms.private_torch import BelowAutograd, binding, inductor
-from psgrad.engine.transforms.recorder import Kernel, Recording, Slot
+from psgrad.engine.transforms.private_torch import BelowAutograd, binding, inductor, write_count
+from psgrad.engine.transforms.recorder import Kernel, NotCapturable, Recording, Slot
 
 Compiler = Literal["none", "inductor"]
+# Bytes of a value that is kept from call to call even if it is larger than what it is made of.
+_SMALL = 1 << 16
 # Takes the call's tensors, returns the tensors of its results; None where a guard has another value.
 Run = Callable[..., list[torch.Tensor] | None]
 
@@ -33,27 +35,58 @@ class Shortened:
 
     Attributes:
         once: kernels that only look at tensors from outside; they run once.
+        hoisted: kernels that only depend on these; they run when one of them was written to.
         kernels: those that run in each call.
         results: the numbers of the tensors that the call returns.
     """
 
     once: list[Kernel]
+    hoisted: list[Kernel]
     kernels: list[Kernel]
     results: list[int]
 
 
-def shorten(recording: Recording) -> Shortened:
-    """The kernels that a repetition of the call must run."""
+def shorten(recording: Recording, hoists: bool) -> Shortened:
+    """The kernels that a repetition of the call must run. hoists: see `program_of`."""
     kernels, results = _without_repeats(recording)
-    outside, once, each = set(recording.outside), [], []
+    outside, once, hoisted, each = set(recording.outside), list[Kernel](), list[Kernel](), list[Kernel]()
+    fixed = set(outside)
+    changing = _written_memory(recording) | {recording.memory[n] for n in results}
     for kernel in kernels:
-        reads = kernel.reads
-        if facts(kernel.op).is_view and reads and outside.issuperset(reads):
+        reads, made = kernel.reads, list(_numbers(kernel.results))
+        if _is_view(kernel, recording) and outside.issuperset(reads):
             once.append(kernel)
-            outside.update(n for n in kernel.results if n is not None)
+            outside.update(made)
+        elif (
+            hoists
+            and fixed.issuperset(reads)
+            and not (kernel.several or kernel.writes or kernel.draws or kernel.value is not None)
+            and changing.isdisjoint(recording.memory[n] for n in made)
+            and _may_stay(kernel, recording)
+        ):
+            hoisted.append(kernel)
         else:
             each.append(kernel)
-    return Shortened(once, _needed(each, results, recording), results)
+            continue
+        fixed.update(made)
+    each = _needed(each, results, recording)
+    used = [n for kernel in each for n in kernel.reads]
+    return Shortened(once, _needed(hoisted, used, recording), each, results)
+
+
+def _is_view(kernel: Kernel, recording: Recording) -> bool:
+    """Whether a kernel only looks at memory that it reads: what may be a view (`reshape`) may be a copy."""
+    memory, read = recording.memory, {recording.memory[n] for n in kernel.reads}
+    return facts(kernel.op).is_view and all(memory[n] in read for n in _numbers(kernel.results))
+
+
+def _may_stay(kernel: Kernel, recording: Recording) -> bool:
+    """Whether a kernel's result may be kept from call to call: a view, or no larger than what it reads."""
+    if _is_view(kernel, recording):
+        return True
+    views = (recording.views[n] for n in (*_numbers(kernel.results), *kernel.reads))
+    made, *read = (shape.numel() * dtype.itemsize for _, shape, _, dtype, *_ in views)
+    return made <= max([_SMALL, *read])
 
 
 def _without_repeats(recording: Recording) -> tuple[list[Kernel], list[int]]:
@@ -155,6 +188,7 @@ class Program:
 
     Attributes:
         run: takes the call's tensors.
+        refresh: called before it.
         how: the name of the backend, for messages.
         outside: the tensors that it takes from outside.
         relied_on: their addresses and shapes, which must not change.
@@ -162,6 +196,7 @@ class Program:
     """
 
     run: Run
+    refresh: Callable[[], None]
     how: str
     outside: list[torch.Tensor]
     relied_on: list[Any]
@@ -173,15 +208,22 @@ class Program:
 
 
 def program_of(
-    recording: Recording, tensors: Sequence[torch.Tensor], compile: Compiler = "none", binds: bool = True
+    recording: Recording,
+    tensors: Sequence[torch.Tensor],
+    compile: Compiler = "none",
+    binds: bool = True,
+    hoists: bool = False,
 ) -> Program:
     """The program of a recorded call.
 
     Args:
         tensors: the call's own tensors, each once.
         binds: see `python_function`.
+        hoists: whether what depends on tensors from outside alone is computed only when PyTorch has counted a
+            write to one of them. It counts none through `.data`.
     """
-    shortened = shorten(recording)
+    shortened = shorten(recording, hoists and compile == "none")
+    refresh: Callable[[], None] = lambda: None
     outside = list(recording.outside.values())
     obstacle = obstacle_to_cuda_graph(recording, shortened, tensors)
     run: Any
@@ -190,13 +232,14 @@ def program_of(
             raise NotCapturable("it reads values, which a compiled program can't compare")
         run = Compiled(recording, shortened, tensors)
     else:
-        run = below_autograd(python_function(recording, shortened, binds))
+        run, refresh = python_function(recording, shortened, binds)
+        run = below_autograd(run)
         if obstacle is None:
             run = CudaGraph(run)
     on_gpu = any(x.device.type == "cuda" for x in tensors)
     plain = f"kernel by kernel ({obstacle})" if on_gpu and obstacle else "kernel by kernel"
     draws = any(kernel.draws for kernel in shortened.kernels)
-    return Program(run, getattr(run, "how", plain), outside, [_place(x) for x in outside], draws)
+    return Program(run, refresh, getattr(run, "how", plain), outside, [_place(x) for x in outside], draws)
 
 
 def _place(x: torch.Tensor) -> Any:
@@ -206,17 +249,20 @@ def _place(x: torch.Tensor) -> Any:
 # -- as Python -----------------------------------------------------------------------------------------------
 
 
-def python_function(recording: Recording, shortened: Shortened, binds: bool) -> Run:
-    """The list as straight-line Python. binds: whether it calls PyTorch's own functions, which cost less than
-    operators.
+def python_function(
+    recording: Recording, shortened: Shortened, binds: bool
+) -> tuple[Run, Callable[[], None]]:
+    """The list as straight-line Python, and a function that computes hoisted values again where they have
+    changed. binds: whether it calls PyTorch's own functions, which cost less than operators.
     """
     names = {f"v{n}": x for n, x in recording.outside.items()}
     source = _Source(names, binds)
-    for kernel in shortened.once:
+    for kernel in (*shortened.once, *shortened.hoisted):
         source.add(kernel)
     with torch.no_grad():
         exec("\n".join(source.lines), names)
     source.lines.clear()
+    refresh = _Refresh(recording, shortened, source)
     last = _last_uses(shortened.kernels, shortened.results)
     made = {n for kernel in shortened.kernels for n in _numbers(kernel.results)}
     for position, kernel in enumerate(shortened.kernels):
@@ -229,7 +275,31 @@ def python_function(recording: Recording, shortened: Shortened, binds: bool) -> 
     head = f"def run({', '.join(f'v{n}' for n in dict.fromkeys(recording.arguments))}):"
     exec(compile("\n    ".join([head, *source.lines]), "<program>", "exec"), names)
     run: Any = names["run"]
-    return run  # type: ignore[no-any-return]
+    return run, refresh
+
+
+class _Refresh:
+    """Computes hoisted values again when PyTorch has counted a write to a tensor that they depend on. They
+    keep their memory, whose addresses a CUDA graph knows.
+    """
+
+    def __init__(self, recording: Recording, shortened: Shortened, source: _Source) -> None:
+        memory = {recording.memory[n] for kernel in shortened.hoisted for n in kernel.reads}
+        self.read = [x for n, x in recording.outside.items() if recording.memory[n] in memory]
+        self.counts, self.names = [write_count(x) for x in self.read], source.names
+        copies = [
+            f"v{kernel.results[0]}.copy_({source.call(kernel)})"
+            for kernel in shortened.hoisted
+            if not _is_view(kernel, recording)
+        ]
+        self.code = compile("\n".join(copies), "<program>", "exec")
+
+    def __call__(self) -> None:
+        counts = [write_count(x) for x in self.read]
+        if counts != self.counts:
+            with torch.no_grad():
+                exec(self.code, self.names)
+            self.counts = counts
 
 
 class _Source:
@@ -239,11 +309,15 @@ class _Source:
         self.names, self.binds = names, binds
         self.lines: list[str] = []
 
-    def add(self, kernel: Kernel) -> None:
-        function = binding(kernel.op) if self.binds else kernel.op
+    def call(self, kernel: Kernel) -> str:
+        # A binding may return another kind of value (torch.result_type a dtype, its operator a number).
+        function = binding(kernel.op) if self.binds and kernel.value is None else kernel.op
         words = [self._word(x) for x in kernel.args]
         words += [f"{name}={self._word(x)}" for name, x in kernel.kwargs.items()]
-        call = f"{self._named(function)}({', '.join(words)})"
+        return f"{self._named(function)}({', '.join(words)})"
+
+    def add(self, kernel: Kernel) -> None:
+        call = self.call(kernel)
         if kernel.value is not None:
             self.lines.append(f"if {self._named(differs)}({call}, {self._named(kernel.value)}): return None")
             return
@@ -301,7 +375,7 @@ def as_graph(recording: Recording, shortened: Shortened) -> torch.fx.GraphModule
             return type(tree)(node(item) for item in tree)
         return tree
 
-    for kernel in (*shortened.once, *shortened.kernels):
+    for kernel in (*shortened.once, *shortened.hoisted, *shortened.kernels):
         kwargs = {name: node(x) for name, x in kernel.kwargs.items()}
         made = graph.call_function(kernel.op, node(kernel.args), kwargs)
         for position, n in enumerate(kernel.results):
@@ -316,6 +390,8 @@ def obstacle_to_cuda_graph(
     recording: Recording, shortened: Shortened, tensors: Sequence[torch.Tensor]
 ) -> str | None:
     """The reason why a program can't be a CUDA graph; None if it can. tensors: of the recorded call."""
+    if any(getattr(x, "supply", None) is not None for x in recording.outside.values()):
+        return "weights are brought to the GPU as kernels need them"
     devices = [x.device for x in (*tensors, *recording.outside.values())]
     for kernel in shortened.kernels:
         devices += [x for x in kernel.kwargs.values() if isinstance(x, torch.device)]

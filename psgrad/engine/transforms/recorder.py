@@ -18,13 +18,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from psgrad import random_state
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.capture_guard import NoReads, NotCapturable, indexes_by_numbers
 from psgrad.engine.transforms.operators import Op, aten, is_random, written_by
 from psgrad.engine.transforms.private_torch import DispatchMode, storage_key, tree_flatten
 from psgrad.engine.transforms.tracer import Tracer
+
+
+class NotCapturable(Exception):
+    """The reason why a call can't be repeated as a list of kernels."""
 
 
 class Slot(NamedTuple):
@@ -180,7 +184,7 @@ class Recorder(DispatchMode):
 
     def _number_outside(self, x: torch.Tensor) -> int:
         """The number of a tensor that lives longer than the call."""
-        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout != torch.strided:
+        if not is_known_kind(x) or x.layout != torch.strided:
             self.refuse(f"it uses a {type(x).__name__} of layout {x.layout}")
         elif x.requires_grad and self._autograd_follows:
             self.refuse(
@@ -220,7 +224,7 @@ class Recorder(DispatchMode):
             return None
         number = self._known_number(x)  # known: written in place
         if number is None:
-            if x.layout != torch.strided or type(x) is not torch.Tensor:
+            if x.layout != torch.strided or not is_known_kind(x):
                 self.refuse(f"{kernel.op} returns a {type(x).__name__} of layout {x.layout}")
                 return None
             storage = _storage(x)
@@ -232,7 +236,7 @@ class Recorder(DispatchMode):
     # -- what cannot be repeated -----------------------------------------------------------------------------
 
     def _refuse_unrepeatable(self, op: Op, args: Any, kwargs: dict[str, Any]) -> None:
-        if torch.Tag.dynamic_output_shape in op.tags and not indexes_by_numbers(op, args):
+        if torch.Tag.dynamic_output_shape in op.tags and not _indexes_by_numbers(op, args):
             self.refuse(f"its operators depend on data, by {op}{diagnostics.where()}")
         if isinstance(kwargs.get("generator"), torch.Generator):
             self.refuse(f"{op} draws from a generator of its own{diagnostics.where()}")
@@ -244,11 +248,27 @@ class Recorder(DispatchMode):
                 self.refuse("it sets PyTorch's random state")
 
 
-class _Reads(NoReads):
-    """Notes that memory is read without a kernel, and lets it be read."""
+class Reads(TorchFunctionMode):
+    """Notes which method first read a tensor's memory without an operator.
 
-    def refuse(self, why: str) -> None:  # type: ignore[override]
-        self.reason = self.reason or why
+    Attributes:
+        reason: why that can't be repeated; None where nothing was read.
+    """
+
+    _METHODS = (
+        *("tolist", "numpy", "data_ptr", "storage", "untyped_storage"),
+        *("__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__"),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reason: str | None = None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in self._METHODS and self.reason is None:
+            self.reason = f"its operators depend on data, by Tensor.{name}{diagnostics.where()}"
+        return function(*args, **(kwargs or {}))
 
 
 def record(function: Callable[[], Any], arguments: Sequence[torch.Tensor]) -> tuple[Any, Recording | str]:
@@ -256,7 +276,7 @@ def record(function: Callable[[], Any], arguments: Sequence[torch.Tensor]) -> tu
 
     arguments: the tensors that will be others in a repetition.
     """
-    recorder, reads = Recorder(arguments), _Reads()
+    recorder, reads = Recorder(arguments), Reads()
     with recorder, reads:
         result = function()
     if reads.reason is not None:
@@ -267,7 +287,22 @@ def record(function: Callable[[], Any], arguments: Sequence[torch.Tensor]) -> tu
         return result, str(error)
 
 
+def is_known_kind(x: torch.Tensor) -> bool:
+    """Whether a tensor is PyTorch's own; or one whose kernels bring its numbers in from elsewhere, which has
+    `memory_key`: equal for tensors that are views of the same numbers.
+    """
+    return type(x) in (torch.Tensor, torch.nn.Parameter) or hasattr(x, "memory_key")
+
+
+def _indexes_by_numbers(op: Op, args: Any) -> bool:
+    return op is aten.index.Tensor and all(
+        i is None or i.dtype not in (torch.bool, torch.uint8) for i in args[1]
+    )
+
+
 def _storage(x: torch.Tensor) -> int:
+    if hasattr(x, "memory_key"):
+        return x.memory_key()  # type: ignore[no-any-return]
     return storage_key(x.untyped_storage()) if x.layout == torch.strided else id(x)
 
 

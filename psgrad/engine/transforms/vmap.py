@@ -26,7 +26,6 @@ def vmap(
     randomness: str = "error",
     *,
     chunk_size: int | None = None,
-    axis_name: str | None = None,
 ) -> Callable[..., Any]:
     """`func`, mapped over one axis of its arguments.
 
@@ -40,7 +39,6 @@ def vmap(
         randomness: 'error', 'same' (one draw for all samples) or 'different' (a draw for each sample, as in a
             batched program).
         chunk_size: the largest number of samples at a time; the outputs are joined.
-        axis_name: a name for the axis, by which `func` may read other samples: see psum, pmean, all_gather.
 
     If `func` branches on a truth value or a whole number (`if`, `.item()`) and samples disagree, it runs once
     for the samples of each outcome. The outputs are joined in the samples' order.
@@ -59,10 +57,9 @@ def vmap(
         flat, structure = flatten(args)
         dims = flat_in_dims(in_dims, args, flat, name)
         size = mapped_size(flat, dims, name)
-        job = _MappedCall(func, structure, dims, out_dims, randomness, kwargs, name, axis_name)
+        job = _MappedCall(func, structure, dims, out_dims, randomness, kwargs, name)
         if chunk_size is None or size <= chunk_size:
             return job.run(flat, size)
-        job.require_no_axis_name("in chunks")
         bounds = [(start, min(chunk_size, size - start)) for start in range(0, size, chunk_size)]
         return job.run_parts(
             [
@@ -85,24 +82,9 @@ class _MappedCall:
     randomness: str
     kwargs: dict[str, Any]
     name: str
-    axis_name: str | None = None
-
-    def require_no_axis_name(self, manner: str) -> None:
-        """Raise an error for a named axis. The function may read all samples there, and runs on some only."""
-        if self.axis_name is not None:
-            raise TransformError(
-                f"vmap({self.name}, axis_name={self.axis_name!r}) has to run {manner}, where a sample can't"
-                " read all others",
-                expected="all samples together, because `psum` and the other collectives read all of them",
-                next_step=(
-                    "leave out axis_name, or chunk_size; write a branch that depends on the sample with"
-                    " torch.where"
-                ),
-            )
 
     def run(self, flat: list[Any], size: int) -> Any:
         level, watch = BatchLevel(size, self.randomness), WriteCounts(flat)
-        level.axis_name = self.axis_name
         in_front = [x.movedim(d, 0) if d else x for x, d in zip(flat, self.dims, strict=True)]
         before = random_state.states() if self.randomness == "same" else None
         try:
@@ -118,7 +100,6 @@ class _MappedCall:
         except Divergence as divergence:
             if divergence.level is not level:
                 raise
-            self.require_no_axis_name(f"sample by sample{divergence.where}")
             if before is not None:
                 random_state.restore(before)
             return self._run_groups(flat, divergence, watch)

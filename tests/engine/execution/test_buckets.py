@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -345,7 +346,20 @@ def test_plan_of_ragged_rows() -> None:
     ragged = case("lstm")
     plan = plan_run(ragged.stream(ragged.rows([8, 8, 2, 2, 2, 2, 4, 4]), chunk_size=4), 80)
     assert plan.seconds == pytest.approx(80 / 4 * plan.chunk_seconds)
-    assert plan.why == "rows differ in length"
+    assert not plan.replayed
+    assert plan.why == "rows differ in length, and the model does not ignore padding"
+
+
+@pytest.mark.long
+def test_plan_of_ragged_texts_that_are_replayed() -> None:
+    ragged = case("bert")
+    ragged = replace(ragged, ragged=replace(ragged.ragged, limit=40))
+    stream = ragged.stream(
+        ragged.rows([8, 8, 12, 12, 20, 22, 14, 14]), chunk_size=4, model_size=ModelSize(10**6, 1)
+    )
+    plan = plan_run(stream, 80)
+    assert plan.replayed
+    assert plan.why == "20 chunks of rows padded to few lengths are worth a program"
 
 
 def test_ragged_row_that_fails_is_named() -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from psgrad.engine.execution import chunk_replay
-from psgrad.engine.execution.chunk_replay import NOT_REPLAYED
+from psgrad.engine.execution.chunk_replay import NOT_REPLAYED, PAYS_FROM
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_square_norms
@@ -61,6 +61,17 @@ def tokens() -> Block:
     return Block((torch.randint(7, (ROWS, 4)),), torch.randint(7, (ROWS,)))
 
 
+class Cells(nn.Module):
+    """A matrix that is used twice: the square norm of its gradient is computed in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x.unflatten(-1, (2, 3))).sum(-2)
+
+
 class Factors(GradientNorms):
     """The norms, and a sum that only factors give."""
 
@@ -95,7 +106,11 @@ class Run:
 
     @property
     def replayed(self) -> int:
-        return self.stream.replayed["chunks_replayed"]  # type: ignore[no-any-return]
+        return self.stream.counts.replayed
+
+    @property
+    def reasons(self) -> list[str]:
+        return self.stream.counts.reasons
 
 
 def both(model: nn.Module, rows: Block, measure: Any = GradientNorms, **options: Any) -> tuple[Run, Run]:
@@ -114,9 +129,14 @@ def both(model: nn.Module, rows: Block, measure: Any = GradientNorms, **options:
 def test_replayed_chunks_have_the_same_numbers(build: Any, rows: Any, chunk_size: int, measure: Any) -> None:
     torch.manual_seed(0)
     run, _ = both(build(), rows(), measure, chunk_size=chunk_size)
-    # nor is a last short chunk
-    assert run.replayed == ROWS // chunk_size - NOT_REPLAYED
-    assert run.stream.replayed["replayed_by"] == "kernel by kernel"
+    # a last short chunk is filled with rows that do not count
+    assert run.replayed == -(-ROWS // chunk_size) - NOT_REPLAYED
+    assert run.stream.replayed == {
+        "chunks": -(-ROWS // chunk_size),
+        "chunks_replayed": run.replayed,
+        "replayed_by": "kernel by kernel",
+        "not_replayed": None,
+    }
     assert not run.said
 
 
@@ -128,6 +148,49 @@ def test_dropout_draws_what_it_would_have_drawn(measure: Any) -> None:
     )
     assert run.replayed == ROWS // 4 - NOT_REPLAYED
     assert torch.equal(run.columns["loss"], plain.columns["loss"])
+
+
+class Wide(nn.Linear):
+    """A layer at 96 positions, whose kernels take longer than the Python of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__(600, 600, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.repeat(1, 100).unsqueeze(1).expand(-1, 96, -1)).mean(1)
+
+
+@pytest.mark.long
+def test_a_short_chunk_of_large_kernels_is_not_filled() -> None:
+    run, _ = both(Wide(), vectors(), chunk_size=9)
+    assert run.replayed == ROWS // 9 - NOT_REPLAYED
+    assert ROWS % 9
+
+
+@pytest.mark.parametrize("measure", [GradientNorms, Factors])
+def test_batches_of_varying_size_are_filled(measure: Any) -> None:
+    """As a stream's ranges are where several processes share its rows, or where memory ran out."""
+    model, rows = perceptron(), vectors()
+    found = []
+    for capture in ("auto", "off"):
+        run = Run(model, rows, measure(), chunk_size=6, capture=capture)
+        before, parts, start = run.replayed, [], 0
+        for size in (6, 4, 5, 1, 6, 3, 2, 6, 6, 6, 5):
+            parts += list(run.stream.run(start + size, [measure()], start=start))
+            start += size
+        names = parts[0].values
+        found.append({name: torch.cat([part.values[name] for part in parts]) for name in names})
+        assert run.replayed - before == (11 if capture == "auto" else 0)
+    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+
+
+def test_chunks_that_come_one_by_one_are_recorded_once_many_came() -> None:
+    run, _ = both(perceptron(), vectors(), chunk_size=50)
+    assert run.replayed == 0
+    run.stream.fix_chunk_size(4)
+    for start in range(0, 48, 4):
+        list(run.stream.run(start + 4, [GradientNorms()], start=start))
+    assert run.replayed == 12 - PAYS_FROM - (NOT_REPLAYED - 1)
 
 
 @pytest.mark.parametrize(("chunk_size", "replayed"), [(10, 2), (12, 0)])
@@ -147,7 +210,7 @@ def test_an_automatic_chunk_size_replays_what_it_settles_on(monkeypatch: pytest.
 def test_what_is_in_doubt_is_taken_again(row: int) -> None:
     rows = vectors()
     rows.inputs[0][row] *= 1e-25  # the square of its gradient is no float32
-    model = nn.Linear(6, 3, bias=False)
+    model = Cells()
     run, _ = both(model, rows, chunk_size=5)
     assert run.columns["grad_norm"][row] > 0
     assert run.replayed == ROWS // 5 - NOT_REPLAYED - (row != 5)  # row 5 is in the recorded chunk
@@ -156,22 +219,36 @@ def test_what_is_in_doubt_is_taken_again(row: int) -> None:
 def test_flags_in_every_chunk_end_the_replay() -> None:
     rows = vectors()
     rows.inputs[0][::5] *= 1e-25
-    run, _ = both(nn.Linear(6, 3, bias=False), rows, chunk_size=5)
+    run, _ = both(Cells(), rows, chunk_size=5)
     assert run.replayed == 0
 
 
 def test_flags_in_many_chunks_end_the_replay() -> None:
     rows = vectors()
     rows.inputs[0][20::5] *= 1e-25
-    run, _ = both(nn.Linear(6, 3, bias=False), rows, chunk_size=5)
+    run, _ = both(Cells(), rows, chunk_size=5)
     used = run.stream.replays[per_sample_square_norms]
     assert (run.replayed, used.flags) == (1, 3)  # the last three chunks run once
+    assert run.reasons == ["sums that cancel are computed again in too many chunks"]
+
+
+class Weighted(nn.Linear):
+    """A model that reads the largest number of a chunk."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(x.detach().amax())
+
+
+def test_values_that_differ_from_chunk_to_chunk_are_a_reason() -> None:
+    run = Run(Weighted(6, 3), vectors(), chunk_size=1)
+    assert run.replayed == 0
+    assert run.reasons == ["values that it reads differ from chunk to chunk"]
 
 
 def test_a_doubt_does_not_change_what_is_drawn_later() -> None:
     rows = vectors()
     rows.inputs[0][22] *= 1e-25
-    model = nn.Sequential(nn.Linear(6, 3, bias=False), nn.Dropout(0.3)).train()
+    model = nn.Sequential(Cells(), nn.Dropout(0.3)).train()
     run, _ = both(model, rows, chunk_size=4, randomness="different")
     assert run.replayed == ROWS // 4 - NOT_REPLAYED - 1
 
@@ -188,8 +265,8 @@ class Branching(nn.Module):
 
 def test_a_model_that_reads_a_buffer_is_replayed() -> None:
     run, _ = both(Branching(), vectors(), chunk_size=4)
-    assert run.replayed == ROWS // 4 - NOT_REPLAYED
-    assert not run.said
+    assert run.replayed == -(-ROWS // 4) - NOT_REPLAYED
+    assert not run.reasons
 
 
 class Masked(nn.Module):
@@ -207,10 +284,10 @@ def test_a_chunk_that_takes_another_branch_is_computed_again() -> None:
     rows = vectors()
     rows.inputs[0][31, 0] = -1e4
     run, _ = both(Masked(), rows, chunk_size=4)
-    assert run.replayed == ROWS // 4 - NOT_REPLAYED - 1
+    assert run.replayed == -(-ROWS // 4) - NOT_REPLAYED - 1
 
 
-def test_a_model_whose_shapes_depend_on_data_is_not_replayed_and_that_is_said() -> None:
+def test_a_model_whose_shapes_depend_on_data_is_not_replayed_for_that_reason() -> None:
     class Selecting(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + x[0][x[0] == x[0]].sum() * 0
@@ -218,8 +295,10 @@ def test_a_model_whose_shapes_depend_on_data_is_not_replayed_and_that_is_said() 
     rows = vectors()
     run = Run(Selecting(6, 3), rows, chunk_size=4, loss=F.cross_entropy)
     assert run.replayed == 0
-    assert len(run.said) == 1
-    assert run.said[0].startswith("chunks are not replayed: its operators depend on data, by aten.")
+    assert not run.said
+    (why,) = run.reasons
+    assert why.startswith("its operators depend on data, by aten.")
+    assert run.stream.replayed["not_replayed"] == why
 
 
 class Scheduled(nn.Module):
@@ -239,7 +318,7 @@ class Scheduled(nn.Module):
 def test_a_model_that_keeps_a_state_is_not_replayed() -> None:
     run = Run(Scheduled(), vectors(), chunk_size=4)
     assert run.replayed == 0
-    assert len(run.said) == 1
+    assert len(run.reasons) == 1
     model = Scheduled()
     Run(model, vectors(), chunk_size=4)
     assert float(model.calls) == ROWS // 4 + 1  # type: ignore[arg-type]
@@ -252,10 +331,8 @@ def test_a_record_that_gives_other_numbers_is_thrown_away(monkeypatch: pytest.Mo
     )  # one that draws as it likes, too
     run, _ = both(perceptron(dropout=0.3).train(), vectors(), chunk_size=4, randomness="different")
     assert run.replayed == 0
-    # where a chunk is read while the model draws, that is said, too
-    said = [words for words in run.said if "not beside" not in words]
-    assert len(said) == 1
-    assert "the program gave other numbers" in said[0]
+    assert len(run.reasons) == 1
+    assert "the program gave other numbers" in run.reasons[0]
 
 
 @pytest.mark.long
@@ -266,7 +343,7 @@ def test_a_record_that_fails_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Captured, "replay", fail)
     run, _ = both(perceptron(), vectors(), chunk_size=4)
     assert run.replayed == 0
-    assert run.said == ["chunks are not replayed: RuntimeError no such kernel"]
+    assert run.reasons == ["RuntimeError no such kernel"]
 
 
 def test_agreement_is_of_all_numbers() -> None:
@@ -303,7 +380,7 @@ def test_a_loss_that_looks_at_trainable_weights_is_replayed() -> None:
         return F.cross_entropy(output, target) * (1 + weight.detach().square().sum())
 
     run, _ = both(model, vectors(), chunk_size=5, loss=loss)
-    assert not run.said
+    assert not run.reasons
     assert run.replayed == ROWS // 5 - NOT_REPLAYED
 
 

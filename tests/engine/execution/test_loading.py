@@ -33,6 +33,16 @@ def block(start: int, stop: int) -> Block:
     return Block((torch.arange(start, stop).float().unsqueeze(1),), torch.zeros(stop - start))
 
 
+def slowly(read: Callable[[int, int], Block]) -> Callable[[int, int], Block]:
+    """A reader that takes long enough to be worth a thread."""
+
+    def slow(start: int, stop: int) -> Block:
+        time.sleep(0.002)
+        return read(start, stop)
+
+    return slow
+
+
 def chunks(loader: Loader, size: int, count: int = ROWS) -> Iterator[Chunk]:
     """All chunks of a dataset, each next one expected before this one is used."""
     with loader:
@@ -92,8 +102,8 @@ def test_one_chunk_is_read_ahead_and_no_more() -> None:
         gate.set()
         return block(start, stop)
 
-    for chunk in chunks(Loader(read, CPU, torch.float32), 10):
-        if chunk.stop < ROWS:
+    for chunk in chunks(Loader(slowly(read), CPU, torch.float32), 10):
+        if 10 < chunk.stop < ROWS:  # the first two chunks show that a thread is worth it
             while chunk.stop not in asked:  # it is read while this one is in use
                 gate.wait(1)
         time.sleep(0.01)
@@ -193,7 +203,7 @@ def test_a_reader_that_is_bound_to_its_thread_is_called_from_there() -> None:
         return Block((torch.tensor(found),), torch.zeros(stop - start))
 
     said: list[str] = []
-    stream = stream_of(read, say=said.append)
+    stream = stream_of(slowly(read), say=said.append)
     torch.testing.assert_close(
         losses(stream), losses(Stream(stream.loss, stream.params, block, chunk_size=5))
     )
@@ -213,14 +223,20 @@ def test_an_interrupt_ends_the_thread(after: int) -> None:
 
     calls = iter(range(100))
     with pytest.raises(KeyboardInterrupt):
-        losses(stream_of(block, criterion))
+        losses(stream_of(slowly(block), criterion))
 
 
 def test_a_run_that_is_given_up_ends_the_thread() -> None:
-    running = stream_of(block).run(ROWS, [GradientNorms()])
-    next(running)
+    running = stream_of(slowly(block)).run(ROWS, [GradientNorms()])
+    next(running), next(running)
     assert len(readers()) == 1
     running.close()
+
+
+def test_rows_that_are_read_at_once_start_no_thread() -> None:
+    running = stream_of(block).run(ROWS, [GradientNorms()])
+    for _ in running:
+        assert readers() == []
 
 
 def test_no_thread_to_be_had_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +247,7 @@ def test_no_thread_to_be_had_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(threading.Thread, "start", none)
     said: list[str] = []
     torch.testing.assert_close(
-        losses(Stream(stream.loss, stream.params, block, chunk_size=5, say=said.append)), expected
+        losses(Stream(stream.loss, stream.params, slowly(block), chunk_size=5, say=said.append)), expected
     )
     assert said == ["rows are read between chunks, not beside them: can't start new thread"]
 
@@ -260,7 +276,7 @@ def test_a_reader_that_draws_gets_the_numbers_that_it_would_get_alone(kind: str)
 
         def read(start: int, stop: int) -> Block:
             drawn.append(draw())
-            time.sleep(0.001)
+            time.sleep(0.002)
             return block(start, stop)
 
         def criterion(output: Tensor, target: Tensor) -> Tensor:
@@ -290,7 +306,7 @@ def test_a_dataset_with_a_generator_of_its_own_is_read_ahead() -> None:
         return read
 
     said: list[str] = []
-    stream = stream_of(draws(), say=said.append)
+    stream = stream_of(slowly(draws()), say=said.append)
     found = losses(stream)
     assert said == []
     alone = draws()
@@ -309,8 +325,8 @@ def test_a_reader_that_draws_late_is_read_between_chunks_from_then_on() -> None:
         return block(start, stop)
 
     said: list[str] = []
-    losses(stream_of(read, say=said.append))
-    assert [name == "psgrad-reader" for name in threads] == [False, True, True, *[False] * 5]
+    losses(stream_of(slowly(read), say=said.append))
+    assert [name == "psgrad-reader" for name in threads] == [False, False, True, *[False] * 5]
     assert said == [
         "rows are read between chunks, not beside them: random numbers were drawn while they were read, by"
         " the reader or by the model, and a reader's draws would change those of the model"
@@ -335,7 +351,7 @@ def test_rows_are_not_read_while_a_chunk_is_recorded() -> None:
         return F.mse_loss(output, target)
 
     said: list[str] = []
-    losses(stream_of(read, criterion, say=said.append))
+    losses(stream_of(slowly(read), criterion, say=said.append))
     assert [text for text in said if "replayed" in text] == []
     assert len(said) == 1  # the reader drew
 

@@ -132,3 +132,18 @@ def test_per_sample_gradients_zero_times_infinity(positions: tuple[int, ...]) ->
     expected = torch.einsum("no...,ni...->noi", k, x).flatten(1).double().square().sum(1)
     assert norms.isnan().tolist() == expected.isnan().tolist() == [False, True, False, False]
     torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("positions", [1, 2])
+def test_square_norms_of_a_small_layer_out_of_the_range_of_float32(positions: int) -> None:
+    """A value that underflows to zero, and one that overflows, beside an ordinary one."""
+    weight = torch.randn(3, 4)
+    x = torch.randn(3, positions, 4) * torch.tensor([1e-28, 1.0, 1e30])[:, None, None]
+    scale = torch.tensor([1e-25, 1.0, 1e15])
+
+    def loss(params: dict[str, torch.Tensor], x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (torch.nn.functional.linear(x, params["weight"]) * scale).sum()
+
+    found = per_sample_square_norms(loss, {"weight": weight}, x, scale).square_norms()
+    exact = 3 * (x.double().sum(1) * scale.double()[:, None]).square().sum(1)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)

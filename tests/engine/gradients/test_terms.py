@@ -358,12 +358,26 @@ def test_flags_are_raised_where_the_range_of_products_is_left(
     left: float, right: float, flagged: bool
 ) -> None:
     """Not where a factor is zero or not finite itself. One such sample in one of three terms is enough."""
-    terms = [Product(torch.ones(3, 1, 1, 2), torch.ones(3, 1, 1, 4)) for _ in range(3)]
+    terms = [Product(torch.ones(3, 1, 2, 512), torch.ones(3, 1, 2, 512)) for _ in range(3)]
     terms[1].left[2], terms[1].right[2] = left, right
     with flagging() as flags:
         for term in terms:
             gradients_of(term).square_norms()
     assert bool(flags.any()) is flagged
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("length", [4, 3000])
+@pytest.mark.parametrize(("left", "right"), [(1e-30, 1e-35), (1e30, 1e35), (0.0, 1e38), (1e-40, 1.0)])
+def test_norms_of_outer_products_are_right_in_float32_range_and_raise_no_flag(
+    left: float, right: float, length: int, groups: int
+) -> None:
+    term = Product(torch.full((2, groups, 1, 3), left), torch.full((2, groups, 1, length), right))
+    with flagging() as flags:
+        norms = gradients_of(term).square_norms()
+    exact = term.at(slice(None), torch.float64).materialise().square().sum((1, 2, 3))
+    torch.testing.assert_close(norms, exact, rtol=1e-12, atol=0)
+    assert flags.any() is None
 
 
 @pytest.mark.parametrize("kind", kinds(1.0))

@@ -17,11 +17,17 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
+from psgrad.engine.execution.chunk_replay import NOT_REPLAYED
 from psgrad.engine.gradients import SquareNorms
 from psgrad.engine.gradients.terms.numerics import current_flags, samples_to_recompute
 from psgrad.engine.measures import checkpoint_passes
 from psgrad.engine.measures.builtin import over_checkpoints
-from psgrad.engine.measures.builtin.over_checkpoints import CheckpointOutputs, EL2NOverCheckpoints, GraNd
+from psgrad.engine.measures.builtin.over_checkpoints import (
+    CheckpointColumns,
+    CheckpointOutputs,
+    EL2NOverCheckpoints,
+    GraNd,
+)
 from psgrad.engine.measures.checkpoint_history import History, disagreement, rank_correlation
 from psgrad.engine.measures.checkpoint_passes import grouped, plan_together
 from psgrad.errors import MeasureError
@@ -346,11 +352,25 @@ def test_checkpoints_too_few_checkpoints_are_refused() -> None:
         GraNd().prepare(replace(setting, checkpoints=()))
 
 
+def test_checkpoints_ensemble_replayed() -> None:
+    """Chunks of several models together: the tracers' numbers, by programs from the fourth chunk on."""
+    models, (x, y) = [perceptron(seed) for seed in range(3)], vectors(27)
+    setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3)
+    together = checkpoint_passes.StackedModels.of(setting.examples.objective, models)
+    chunk, found = 4, []
+    for capture in ("off", "auto"):
+        stream = replace(setting.examples, options={"chunk_size": chunk, "capture": capture}).stream
+        chunks = list(stream.run(len(x), [CheckpointColumns(0)], together.columns))
+        found.append(torch.cat([each.values["moments.grad_norm.0"] for each in chunks]))
+    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+    assert stream.counts.replayed == -(-len(x) // chunk) - NOT_REPLAYED > 0
+
+
 def test_checkpoints_ensemble_leaves_its_model_as_it_was() -> None:
     models = [WithBuffers(seed) for seed in range(2)]
     x, y = images(3)
     setting = of_checkpoints(models, F.cross_entropy, (x,), y, kind="class", classes=3)
     before = {name: value.clone() for name, value in models[1].state_dict().items()}
     together = checkpoint_passes.StackedModels.of(setting.examples.objective, models)
-    together(None, None, (x,), y)
+    together.columns(None, None, (x,), y)
     assert all(torch.equal(value, before[name]) for name, value in models[1].state_dict().items())

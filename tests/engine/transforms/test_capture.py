@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from psgrad.engine.transforms import functional_call, grad, grad_and_value, vmap
-from psgrad.engine.transforms.capture import MOST_PROGRAMS, capture
+from psgrad.engine.transforms.capture import MOST_PROGRAMS, Captured, capture
 from psgrad.engine.transforms.program import CudaGraph, obstacle_to_cuda_graph, shorten
 from psgrad.engine.transforms.recorder import record
 from psgrad.errors import TransformError
@@ -379,6 +379,15 @@ def test_capture_item_of_closure_tensor(read):
         torch.testing.assert_close(captured(x), function(x), rtol=0, atol=0, equal_nan=True)
 
 
+def test_capture_reads_the_type_of_a_result():
+    """A rule asks an operator for it, which returns a number; PyTorch's function of that name a dtype."""
+    captured = capture(vmap(torch.mul))
+    for _ in range(3):
+        x, y = torch.randn(4, 3), torch.randn(4, dtype=torch.float64)
+        assert torch.equal(captured(x, y), x * y.float().unsqueeze(1))
+    assert replays(captured) == 2
+
+
 def test_capture_value_read_before_a_write():
     def function(x):
         made = x.clone()
@@ -579,7 +588,7 @@ def test_capture_exception_of_the_function():
 def obstacle(function, *devices):
     tensors = [torch.empty(2, 2, device=device) for device in devices]
     _, recording = record(lambda: function(*tensors), tensors)
-    return obstacle_to_cuda_graph(recording, shorten(recording), tensors)
+    return obstacle_to_cuda_graph(recording, shorten(recording, hoists=False), tensors)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -655,3 +664,46 @@ def test_capture_inductor_equals_replay():
 def test_capture_unknown_compiler_refused():
     with pytest.raises(TransformError, match="compile='cuda'"):
         capture(torch.sin, compile="cuda")
+
+
+# -- What depends on tensors from outside alone --------------------------------------------------------------
+
+
+def of_weight(weight, x):
+    """With a view of a weight, a copy that may have been a view, a cast, and a view of a cast."""
+    half = weight.to(torch.bfloat16)
+    return x @ weight.t(), x.repeat(1, 2) * weight.t().reshape(-1), x.to(torch.bfloat16) @ half.t()
+
+
+def write_in_place(weight):
+    weight.mul_(-2)
+
+
+def write_through_a_view(weight):
+    weight.t()[0].mul_(-2)
+
+
+@pytest.mark.parametrize("hoists", [False, True])
+@pytest.mark.parametrize("write", [write_in_place, write_through_a_view])
+def test_capture_values_of_an_outside_weight_follow_its_changes(hoists, write):
+    weight, x = torch.randn(2, 3), torch.ones(1, 3)
+    captured = Captured(lambda x: of_weight(weight, x), "none", pytest.fail, hoists)
+    for k in range(6):
+        same(captured(x + k), of_weight(weight, x + k))
+        write(weight)
+    assert next(iter(captured.entries.values())).replays >= 4
+
+
+def test_program_hoists_casts_and_small_values_but_no_larger_ones():
+    weight, x = torch.randn(300, 300), torch.ones(1, 300)
+
+    def function(x):
+        table = torch.arange(3).float().exp()
+        half = weight.to(torch.bfloat16).t()
+        return (x @ half.float()).sum() + (x[:, :3] * table).sum() + weight.double()[0, 0]
+
+    _, recording = record(lambda: function(x), [x])
+    shortened = shorten(recording, hoists=True)
+    left = [str(kernel.op) for kernel in shortened.kernels if not kernel.writes]
+    assert len(shortened.hoisted) == 5  # arange, two casts, exp, and a view of a cast
+    assert left.count("aten._to_copy.default") == 2  # to float32 and to float64, which take more memory

@@ -24,12 +24,19 @@ from psgrad.engine.gradients.terms.numerics import (
     exponent,
     norms_at_least,
     power_of_two,
-    square_norm,
     sum_of_products,
     times_shared,
-    zero_where_lost,
 )
-from psgrad.engine.gradients.terms.term import Multiply, Placed, Term, sums_of_grams
+from psgrad.engine.gradients.terms.term import Multiply, Placed, Term, joined, sums_of_grams
+
+
+def outer_square_norms(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """[n] float64: the squared norms of one outer product for each sample and group, from its factors
+    [n, g, t, a] and [n, g, t, b], t at most one.
+    """
+    squares = [torch.linalg.vector_norm(f.double(), dim=(2, 3)).square_() for f in (left, right)]
+    each = squares[0].mul_(squares[1])
+    return each.squeeze(1) if each.shape[1] == 1 else each.sum(1)
 
 
 @dataclass(frozen=True)
@@ -59,14 +66,12 @@ class Product(CutMaps, Term):
         )
 
     def square_norms(self) -> torch.Tensor:
+        if self.left.shape[2] <= 1:
+            each = 8 * (self.left.shape[1:].numel() + self.right.shape[1:].numel())
+            some = [self.at(block).factors for block in blocks(self.samples, each, self.device)]
+            return joined([outer_square_norms(*factors) for factors in some], self)
         left, right = accumulating(self.left), accumulating(self.right)
         n, groups, positions = left.shape[:3]
-        if positions <= 1:
-            if groups == 1:
-                squares = square_norm(left), square_norm(right)
-                return zero_where_lost(squares[0] * squares[1], *squares)
-            squares = (left * left).sum((2, 3)), (right * right).sum((2, 3))
-            return zero_where_lost((squares[0] * squares[1]).sum(1), squares[0].amax(1), squares[1].amax(1))
         if self.order() == "materialise":
             return Product(left, right).materialised_square_norms()
         out = torch.empty(n, dtype=left.dtype, device=left.device)

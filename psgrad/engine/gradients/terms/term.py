@@ -118,7 +118,7 @@ class Term(ABC):
 
     @abstractmethod
     def square_norms(self) -> torch.Tensor:
-        """[n]"""
+        """[n]; of a narrower term in float64 only if all arithmetic is, so that nothing leaves its range."""
 
     @property
     @abstractmethod

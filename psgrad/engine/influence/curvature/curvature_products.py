@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from psgrad.engine.execution.buckets import Added
+from psgrad.engine.execution.chunk_replay import replayable
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.memory import chunk_budget
 from psgrad.engine.execution.output_rows import gauss_newton_rows, gauss_newton_trace, outputs_alike
@@ -280,6 +281,7 @@ class PassProducts(CurvatureProducts):
         total = self._examples.fold(lambda products: self.flat.join(products.value).double(), of_chunk)
         return total / self.count + self.weight_decay * vectors.double()
 
+    @replayable("sum")
     def _products(
         self,
         vectors: Vectors,

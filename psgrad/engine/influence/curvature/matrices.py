@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from psgrad.engine.execution.buckets import Added
+from psgrad.engine.execution.chunk_replay import replayable
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.output_rows import OutputRows
 from psgrad.engine.gradients import PerSampleGradients
@@ -219,20 +219,19 @@ def loss_hessian(training: Examples) -> torch.Tensor:
 
     One pass over the rows; of each chunk the gradient is linearised, and the columns come in blocks.
     """
-    flat = training.flat
-    total: torch.Tensor = training.fold(lambda found: found.value, partial(_of_chunk, flat))
+    total: torch.Tensor = training.fold(lambda found: found.value, _of_chunk)
     return 0.5 * (total + total.t())
 
 
+@replayable("sum")
 def _of_chunk(
-    flat: Flat,
     loss: Any,
     params: Vectors,
     inputs: tuple[torch.Tensor, ...],
     target: torch.Tensor | None,
     **options: Any,
 ) -> Added:
-    dims = (None, 0, None if target is None else 0)
+    flat, dims = Flat(params), (None, 0, None if target is None else 0)
     each = vmap(lambda *arguments: loss(*arguments)[0], in_dims=dims, randomness=options["randomness"])
     _, along = linearize(grad(lambda params: each(params, inputs, target).sum()), params)
     reference = next(iter(params.values()))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 
+from psgrad.engine.execution.chunk_replay import replayable
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.ranks import Arrays, Processes
 from psgrad.engine.gradients import (
@@ -224,8 +224,12 @@ class RowPass:
         projection, recompute = self.projector.projection, self.source.stream.recompute
         if projection is None or recompute is None or not recompute.on:
             return self.source.each(self._projected, start, stop)
-        compute = partial(per_sample_projections, projection=projection)
-        return self.source.each(self._of_one_pass, start, stop, compute)
+        return self.source.each(self._of_one_pass, start, stop, self._projections)
+
+    @replayable("rows")
+    def _projections(self, *arguments: Any, **options: Any) -> ProjectedGradients:
+        assert self.projector.projection is not None
+        return per_sample_projections(*arguments, projection=self.projector.projection, **options)
 
     def _projected(self, gradients: PerSampleGradients) -> dict[str, torch.Tensor]:
         return self._with_loss(self.projector(gradients), gradients)

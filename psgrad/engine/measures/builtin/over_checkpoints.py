@@ -91,7 +91,7 @@ class CheckpointOutputs(Measure):
         if len(checkpoints) == 1:
             return there.stream.run(rows.stop, [CheckpointColumns(first)], start=rows.start)
         ensemble = StackedModels.of(objectives[0], [objective.model for objective in objectives])
-        return there.stream.run(rows.stop, [CheckpointColumns(first)], ensemble, rows.start)
+        return there.stream.run(rows.stop, [CheckpointColumns(first)], ensemble.columns, rows.start)
 
     def _summary(self) -> Callable[[Any, Any], dict[str, torch.Tensor]]:
         return checkpoint_summary(self._setting.kind, self._setting.ignore_index)

@@ -7,17 +7,12 @@ from psgrad.engine.privacy.accounting.composition import (
     curve_accountant,
     epsilon_curve,
     epsilon_pld,
+    part_of,
     pld_curve,
+    tightest_epsilon,
 )
 from psgrad.engine.privacy.accounting.epsilon import Epsilon, epsilon_rdp
-from psgrad.engine.privacy.accounting.events import (
-    MECHANISM,
-    Events,
-    StepEvent,
-    event_of,
-    merged,
-    require_gaussian,
-)
+from psgrad.engine.privacy.accounting.events import MECHANISM, Events, StepEvent, event_of, merged
 from psgrad.engine.privacy.accounting.noise_calibration import adaptive_multiplier, noise_multiplier_for
 
 __all__ = [
@@ -34,6 +29,7 @@ __all__ = [
     "event_of",
     "merged",
     "noise_multiplier_for",
+    "part_of",
     "pld_curve",
-    "require_gaussian",
+    "tightest_epsilon",
 ]

@@ -21,6 +21,8 @@ from psgrad.engine.privacy.accounting.epsilon import (
     Epsilon,
     assert_delta,
     epsilon_of,
+    epsilon_rdp,
+    pld_deltas,
     pld_epsilon,
     step_moments,
     total_moments,
@@ -90,15 +92,33 @@ def _epsilon(events: Iterable[tuple[StepEvent, int]], delta: float, coarse: bool
             f"delta is {delta:g}, and loss distributions of {steps} steps are exact to {10 * rounding:.0e}"
             " only",
         )
-    note = None
-    if coarse or len(counts) > _FEW:
-        counts, note = rounded_down(gathered(counts))
-    coarse = coarse or len(counts) > _FEW
-    interval = interval_for(counts, coarse)
+    counts, interval, note = _composable(counts, coarse)
     value = _composed(
         tuple(counts.items()), delta - rounding if rounding > _UNSEEN * delta else delta, interval
     )
     return Epsilon(value, interval=interval, note=note)
+
+
+def _composable(
+    counts: Mapping[StepEvent, int], coarse: bool
+) -> tuple[dict[StepEvent, int], float, str | None]:
+    """(the steps, few enough to be composed; the interval of their grid; a note of what was rounded)."""
+    note, found = None, dict(counts)
+    if coarse or len(counts) > _FEW:
+        found, note = rounded_down(gathered(counts))
+    return found, interval_for(found, coarse or len(found) > _FEW), note
+
+
+def delta_curve(events: Events, epsilons: np.ndarray) -> np.ndarray | None:
+    """[k] float64: delta of steps at epsilons [k] by loss distributions; None for more steps than they are
+    composed for, for none, and where a step had no noise.
+    """
+    counts = merged(events)
+    steps = sum(counts.values())
+    if not counts or any(event.noise_multiplier == 0 for event in counts) or steps > _MOST_STEPS:
+        return None
+    counts, interval, _ = _composable(counts, False)
+    return np.minimum(pld_deltas(counts, epsilons, interval) + _ROUNDING * steps, 1.0)
 
 
 @functools.lru_cache(maxsize=256)
@@ -181,7 +201,7 @@ def epsilon_curve(events: Events, delta: float, places: Sequence[int]) -> list[t
     places = sorted({int(place) for place in places if 1 <= place <= total})
     if curve_accountant(events) == "RDP":
         return _by_moments(runs, delta, places)
-    return [(place, _known(coarse_epsilon_pld(_first(runs, place), delta))) for place in places]
+    return [(place, _known(coarse_epsilon_pld(part_of(runs, 0, place), delta))) for place in places]
 
 
 # Each point by loss distributions takes a hundredth of a second for equal steps, and up to some seconds for
@@ -206,7 +226,7 @@ def pld_curve(events: Events, delta: float) -> list[tuple[int, float]]:
     places = sorted(
         {max(1, round(place)) for place in [*(squares[0] ** (part / 3) for part in range(3)), *squares]}
     )
-    points = [(place, coarse_epsilon_pld(_first(runs, place), delta).value) for place in places]
+    points = [(place, coarse_epsilon_pld(part_of(runs, 0, place), delta).value) for place in places]
     return [(place, epsilon) for place, epsilon in points if epsilon is not None]
 
 
@@ -231,13 +251,26 @@ def _by_moments(
     return curve
 
 
-def _first(runs: Sequence[tuple[StepEvent, int]], steps: int) -> list[tuple[StepEvent, int]]:
-    """The first `steps` steps."""
-    some = []
-    for event, number in runs:
-        some.append((event, min(number, steps)))
-        steps -= some[-1][1]
+def part_of(events: Events, first: int, steps: int) -> list[tuple[StepEvent, int]]:
+    """The steps number first, ..., first + steps - 1, counted from 0, as far as there are such."""
+    some, begin = [], 0
+    for event, number in events:
+        end = begin + number
+        count = min(end, first + steps) - max(begin, first)
+        some += [(event, count)] if count > 0 else []
+        begin = end
     return some
+
+
+def tightest_epsilon(events: Events, delta: float) -> Epsilon:
+    """The smaller of both accountants' epsilons, which are upper bounds; `why_not` has both reasons where
+    there is none.
+    """
+    both = [epsilon_pld(events, delta), epsilon_rdp(events, delta)]
+    known = [found for found in both if found.value is not None]
+    if known:
+        return min(known, key=lambda found: found.value or 0.0)
+    return Epsilon(None, "; ".join(str(found.why_not) for found in both))
 
 
 def _known(epsilon: Epsilon) -> float:

@@ -91,18 +91,8 @@ def pld_epsilon(counts: Mapping[StepEvent, int], delta: float, interval: float) 
 
     interval: between two losses of its grid, on which it rounds so that no epsilon comes out too small.
     """
-    library = dp_accounting()
-    relations = library.NeighboringRelation
-    relation = {
-        "add_or_remove_one": relations.ADD_OR_REMOVE_ONE,
-        "replace_one": relations.REPLACE_ONE,
-        "zero_out": relations.REPLACE_SPECIAL,
-    }[next(iter(counts)).relation]
-    accountant = library.pld.PLDAccountant(relation, value_discretization_interval=interval)
     try:
-        for event, steps in counts.items():
-            accountant.compose(_event(event, event.pld_multiplier), steps)
-        epsilon = float(accountant.get_epsilon(delta))
+        epsilon = float(_pld_accountant(counts, interval).get_epsilon(delta))
     except OverflowError:  # losses beyond e^700: there is no useful figure
         return math.inf
     if math.isnan(epsilon):
@@ -111,6 +101,29 @@ def pld_epsilon(counts: Mapping[StepEvent, int], delta: float, interval: float) 
             cause="noise multipliers or sampling rates beyond what floating point can tell apart",
         )
     return max(0.0, epsilon)
+
+
+def pld_deltas(counts: Mapping[StepEvent, int], epsilons: np.ndarray, interval: float) -> np.ndarray:
+    """[k] float64: delta of these steps at epsilons [k], as `pld_epsilon` accounts them."""
+    try:
+        found = _pld_accountant(counts, interval).get_delta(epsilons)
+    except OverflowError:
+        return np.ones(len(epsilons))
+    return np.nan_to_num(np.asarray(found, dtype=np.float64), nan=1.0)
+
+
+def _pld_accountant(counts: Mapping[StepEvent, int], interval: float) -> Any:
+    library = dp_accounting()
+    relations = library.NeighboringRelation
+    relation = {
+        "add_or_remove_one": relations.ADD_OR_REMOVE_ONE,
+        "replace_one": relations.REPLACE_ONE,
+        "zero_out": relations.REPLACE_SPECIAL,
+    }[next(iter(counts)).relation]
+    accountant = library.pld.PLDAccountant(relation, value_discretization_interval=interval)
+    for event, steps in counts.items():
+        accountant.compose(_event(event, event.pld_multiplier), steps)
+    return accountant
 
 
 @contextmanager

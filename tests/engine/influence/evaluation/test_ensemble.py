@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from psgrad.engine.influence.evaluation import retraining
 from psgrad.engine.influence.evaluation.jobs import Job, LoadedRows, Members, Recipe
 from psgrad.engine.influence.evaluation.retraining import (
-    _CAPTURED_FROM,
     EnsembleTrainer,
     FunctionTrainer,
     fresh_model,
 )
+from psgrad.engine.transforms import capture
 from psgrad.errors import InfluenceError, ModelError
 from tests.engine.influence.problems import SoftmaxRegression, classified, cross_entropy, flattened
 
@@ -132,11 +133,19 @@ def test_trainer_unequal_sizes_with_as_many_steps_are_trained_together(
         torch.testing.assert_close(member(result, number), alone, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.long
-def test_trainer_long_training_uses_capture() -> None:
-    recipe, wanted = replace(RECIPE, epochs=26), jobs(2)
-    assert recipe.epochs * 4 >= _CAPTURED_FROM
+def test_trainer_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step of an epoch has a shape of its own. All but the first of each shape run as programs."""
+    captured: list[Any] = []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        captured.append(capture(*arguments, **options))
+        return captured[-1]
+
+    monkeypatch.setattr(retraining, "capture", noted)
+    recipe, wanted = replace(RECIPE, epochs=6), jobs(2)
     result = EnsembleTrainer(fresh, ROWS, cross_entropy, recipe)(wanted)
+    (steps,) = captured
+    assert [entry.replays for entry in steps.entries.values()] == [6 * 3 - 1, 6 - 1]
     for number, job in enumerate(wanted):
         torch.testing.assert_close(member(result, number), trained_alone(job, recipe), rtol=1e-8, atol=1e-9)
 

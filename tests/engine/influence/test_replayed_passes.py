@@ -1,0 +1,173 @@
+"""Influence methods whose chunks are replayed: most of the chunks, and the numbers of the tracers' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from psgrad.engine.execution.chunk_replay import NOT_REPLAYED, ReplayCounts
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.output_rows import gauss_newton_rows
+from psgrad.engine.influence.continued import slopes_without
+from psgrad.engine.influence.curvature.curvature_products import PassProducts
+from psgrad.engine.influence.curvature.matrices import loss_hessian
+from psgrad.engine.influence.damping_choice import _Trial
+from psgrad.engine.influence.method import Checkpoint, Method
+from tests.engine.execution.test_ladder import TINY, with_limit
+from tests.engine.execution.thread_ranks import by_ranks
+from tests.engine.influence.problems import cross_entropy, examples
+from tests.engine.influence.test_over_ranks import FITS
+
+ROWS, QUERIES, CHUNK = 51, 5, 4
+
+
+def problem(counts: ReplayCounts | None, processes: Any = None) -> tuple[Examples, Examples]:
+    """Training examples and queries of a small network, in float64. counts: None for no replays."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    inputs, labels = torch.randn(ROWS + QUERIES, 4).double(), torch.randint(0, 3, (ROWS + QUERIES,))
+    options: dict[str, Any] = {"chunk_size": CHUNK, "capture": "off"}
+    if counts is not None:
+        options |= {"capture": "auto", "counts": counts}
+    both = [
+        examples(model, cross_entropy, inputs[rows], labels[rows], **options)
+        for rows in (slice(0, ROWS), slice(ROWS, None))
+    ]
+    if processes is not None:
+        both = [replace(each, processes=processes) for each in both]
+    return both[0], both[1]
+
+
+def scores(method: Method, counts: ReplayCounts | None, processes: Any = None) -> np.ndarray:
+    training, queries = problem(counts, processes)
+    fitted = method.fit(training, Checkpoint(learning_rate=0.1, step=10))
+    return torch.cat([block.scores[""] for block in fitted.scores(queries)]).numpy()
+
+
+QUICK = ("fisher", "ekfac of the empirical Fisher", "gradient_dot", "projected_influence", "datainf")
+SLOW = ("hessian", "dual", "sampled, dual")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[] if name in QUICK else [pytest.mark.sweep if name in SLOW else pytest.mark.long]
+        )
+        for name in FITS
+    ],
+)
+def test_most_chunks_of_a_method_are_replayed(name: str) -> None:
+    counts = ReplayCounts()
+    found, expected = scores(FITS[name], counts), scores(FITS[name], None)
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-11 * np.abs(expected).max())
+    assert counts.replayed > 0.5 * counts.chunks
+    assert not counts.reasons
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ekfac", "conjugate_gradient", "projected_influence"])
+def test_chunks_of_each_rank_are_replayed(name: str) -> None:
+    counts = [ReplayCounts(), ReplayCounts()]
+    found = by_ranks(2, lambda rank: scores(FITS[name], counts[rank.rank], rank))
+    expected = scores(FITS[name], None)
+    for each, of_rank in zip(found, counts, strict=True):
+        np.testing.assert_allclose(each, expected, rtol=1e-9, atol=1e-11 * np.abs(expected).max())
+        assert of_rank.replayed > 0.3 * of_rank.chunks
+
+
+def hessian_products(training: Examples) -> Tensor:
+    products = PassProducts(training, "hessian", 0.1)
+    vectors = torch.randn(5, training.flat.size, generator=torch.Generator().manual_seed(1)).double()
+    return torch.cat([products.apply(vectors[:2]), products.apply(vectors[2:4])])
+
+
+def gauss_newton_products(training: Examples) -> Tensor:
+    products = PassProducts(training, "gauss_newton", 0.1)
+    return products.apply(torch.eye(training.flat.size, dtype=torch.float64)[:3])
+
+
+def slopes_at_other_weights(training: Examples) -> Tensor:
+    weights = torch.randn(2, training.flat.size, generator=torch.Generator().manual_seed(1)).double()
+    return slopes_without(training, [3, 17], 0.1, weights)
+
+
+def losses_of_steps(training: Examples) -> Tensor:
+    trial = _Trial(training, 0.1)
+    models = [{name: value + by for name, value in training.params.items()} for by in (0.0, 0.1, 0.3)]
+    return trial._losses(models)
+
+
+def outputs(training: Examples) -> Tensor:
+    return torch.cat([found["output"] for _, found in training.outputs()])
+
+
+def losses(training: Examples) -> Tensor:
+    return torch.cat([found["loss"] for _, found in training.losses()])
+
+
+# What makes passes of one kind, and how many of them are sums: their last chunk, a short one, is not filled.
+PASSES: dict[str, tuple[Callable[[Examples], Tensor], int]] = {
+    "outputs": (outputs, 0),
+    "losses": (losses, 0),
+    "the matrix of second derivatives": (loss_hessian, 1),
+    "Hessian times vectors": (hessian_products, 2),
+    "Gauss-Newton times vectors": (gauss_newton_products, 1),
+    "gradients at other weights": (slopes_at_other_weights, 3),
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_chunks_of_a_pass_of_its_own_are_replayed(name: str) -> None:
+    find, sums = PASSES[name]
+    counts = ReplayCounts()
+    found, expected = find(problem(counts)[0]), find(problem(None)[0])
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert counts.chunks == max(sums, 1) * -(-ROWS // CHUNK)
+    assert counts.replayed == counts.chunks - NOT_REPLAYED - sums
+    assert not counts.reasons
+
+
+def test_losses_of_several_models_are_replayed() -> None:
+    counts = ReplayCounts()
+    found, expected = losses_of_steps(problem(counts)[0]), losses_of_steps(problem(None)[0])
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert counts.replayed > 0.3 * counts.chunks
+
+
+def texts(counts: ReplayCounts | None) -> Examples:
+    """Ragged texts, whose buckets are padded to few lengths where there are replays."""
+    ragged = with_limit("bert")
+    rows = ragged.rows([*np.random.default_rng(0).integers(3, 24, 60).tolist(), 39, 5])
+    options: dict[str, Any] = {"chunk_size": 6, "model_size": TINY, "capture": "off"}
+    if counts is not None:
+        options |= {"capture": "auto", "counts": counts}
+    return Examples(ragged.objective, lambda i, j: ragged.block(rows[i:j]), len(rows), options)
+
+
+def gauss_newton_norms(training: Examples) -> Tensor:
+    return torch.cat([found["square_norm"] for _, found in gauss_newton_rows(training).norms()])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("find", [losses, outputs, gauss_newton_norms])
+def test_chunks_of_ragged_texts_are_replayed(find: Callable[[Examples], Tensor]) -> None:
+    counts = ReplayCounts()
+    found, expected = find(texts(counts)), find(texts(None))
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+    assert counts.replayed > 0.3 * counts.chunks
+
+
+@pytest.mark.long
+def test_sums_over_ragged_texts_are_not_replayed_for_that_reason() -> None:
+    counts = ReplayCounts()
+    found, expected = (slopes_at_other_weights(replace(texts(each), count=18)) for each in (counts, None))
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+    assert counts.replayed == 0
+    assert counts.facts()["not_replayed"] == "sums of ragged rows are not filled"
