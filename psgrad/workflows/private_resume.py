@@ -20,7 +20,7 @@ from psgrad.workflows.run_identity import flat, hashes_of
 
 def require_known_form(before: LedgerContent) -> None:
     """Raises ConfigError for the ledger of a run that can't be known again, or had other noise."""
-    require_gaussian(before.header.get("mechanism", MECHANISM))
+    require_gaussian(before.header.get("mechanism", MECHANISM), f"the ledger {before.path}")
     if "run" not in before.header:
         raise ConfigError(
             f"the run of {before.path} was begun by an older psgrad, which kept neither the model's mode and"
