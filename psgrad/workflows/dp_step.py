@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
-from psgrad.engine.privacy.accounting import MECHANISM, part_of, require_gaussian
+from psgrad.engine.privacy.accounting import part_of
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.engine.privacy.step import PrivateTraining, make_optimizer
@@ -86,7 +86,6 @@ def dp_step(
     if resume:
         folder = PrivateRunFolder.open(config.output)
         before = Ledger.read(folder.ledger)
-        require_gaussian(before.header.get("mechanism", MECHANISM))
         require_known_form(before)
     else:
         PrivateRunFolder.require_free(config.output, overwrite)

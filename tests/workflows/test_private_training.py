@@ -148,7 +148,7 @@ def test_run_with_discrete_noise_of_an_earlier_version_is_not_resumed(
         private.succeeded("--steps", "1")
     private.refused(
         2,
-        "the ledger's noise is 'discrete_gaussian'",
+        "the noise of the ledger out/public/ledger.jsonl is 'discrete_gaussian'",
         "go on with it in the psgrad that began it, or begin a new run",
         options=("--resume", "--steps", "1"),
     )

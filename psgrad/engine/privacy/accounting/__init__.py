@@ -12,14 +12,7 @@ from psgrad.engine.privacy.accounting.composition import (
     tightest_epsilon,
 )
 from psgrad.engine.privacy.accounting.epsilon import Epsilon, epsilon_rdp
-from psgrad.engine.privacy.accounting.events import (
-    MECHANISM,
-    Events,
-    StepEvent,
-    event_of,
-    merged,
-    require_gaussian,
-)
+from psgrad.engine.privacy.accounting.events import MECHANISM, Events, StepEvent, event_of, merged
 from psgrad.engine.privacy.accounting.noise_calibration import adaptive_multiplier, noise_multiplier_for
 
 __all__ = [
@@ -38,6 +31,5 @@ __all__ = [
     "noise_multiplier_for",
     "part_of",
     "pld_curve",
-    "require_gaussian",
     "tightest_epsilon",
 ]

@@ -111,7 +111,7 @@ def _composable(
 
 def delta_curve(events: Events, epsilons: np.ndarray) -> np.ndarray | None:
     """[k] float64: delta of steps at epsilons [k] by loss distributions; None for more steps than they are
-    composed for, and where a step had no noise.
+    composed for, for none, and where a step had no noise.
     """
     counts = merged(events)
     steps = sum(counts.values())

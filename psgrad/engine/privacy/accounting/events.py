@@ -145,7 +145,7 @@ def event_of(line: Mapping[str, Any]) -> StepEvent:
             )
         return line[name]
 
-    require_gaussian(field("mechanism"))
+    require_gaussian(field("mechanism"), "a ledger line")
     scheme = field("scheme")
     _assert_one_of("sampling scheme", scheme, get_args(Scheme))
     # A line with a number of another scheme contradicts itself; Sampling raises the error.
@@ -158,11 +158,11 @@ def event_of(line: Mapping[str, Any]) -> StepEvent:
     )
 
 
-def require_gaussian(mechanism: object) -> None:
-    """Raises ConfigError unless the noise that a ledger names is what psgrad draws and accounts."""
+def require_gaussian(mechanism: object, where: str) -> None:
+    """Raises ConfigError unless the noise that is named there is what psgrad draws and accounts."""
     if mechanism != MECHANISM:
         raise ConfigError(
-            f"the ledger's noise is {mechanism!r}",
+            f"the noise of {where} is {mechanism!r}",
             expected=f"{MECHANISM}, the only mechanism",
             cause="a run that an earlier psgrad, which had discrete noise too, began",
             next_step="go on with it in the psgrad that began it, or begin a new run",
