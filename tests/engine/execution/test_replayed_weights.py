@@ -30,7 +30,7 @@ CHUNKS = -(-ROWS // CHUNK)
 
 
 class Layers(nn.Module):
-    """A table, and layers of which one is used twice, by a value that depends on its weight alone."""
+    """A table, and layers, each used again by a view of its weight; one by a value of its weight alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Layers(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         x = self.table(words).mean(1)
         for block in self.blocks:
-            x = x + torch.tanh(block(x)) @ (2 * self.blocks[1].weight).t()
+            x = x + torch.tanh(block(x)) @ (2 * self.blocks[1].weight).t() + x @ block.weight.t()
         found: Tensor = self.head(x)
         return found
 
