@@ -11,16 +11,12 @@ Two contests, whose ways take turns in every round:
     private one (clip, noise, SGD),
                  the same without noise, and the noise by itself. Records are not drawn, and rows not fetched
 
-Apart from both, nanoseconds of processor time a draw of the discrete Gaussian, which is one thread's work,
-for standard deviations of 1 to 10^12 steps of the grid.
-
 The bar: the noise is at most a quarter of the private step.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -34,7 +30,6 @@ from script import command_line, print_facts, write_json
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.privacy.batches import batch_source
 from psgrad.engine.privacy.clipping import Clipping
-from psgrad.engine.privacy.discrete import discrete_gaussian
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 
@@ -43,8 +38,6 @@ CPU = torch.device("cpu")
 BAR = 0.25
 BATCH = 256
 CLASSES, INPUTS = 10, 784
-DEVIATIONS = (1.0, 1e3, 1e6, 2.0**31, 1e12)
-DRAWS = 100_000
 
 
 def generators(count: int) -> dict[str, Callable[[], Any]]:
@@ -108,18 +101,6 @@ def steps(parameters: int) -> tuple[dict[str, Callable[[], Any]], int]:
     return ways, sum(parameter.numel() for parameter in trained.values())
 
 
-def discrete(rounds: int, count: int) -> dict[str, float]:
-    """Standard deviation to nanoseconds of processor time a draw, the median over the rounds."""
-    generator = make_generator("aes")
-    found: dict[str, list[float]] = {f"{deviation:g}": [] for deviation in DEVIATIONS}
-    for _ in range(rounds):
-        for deviation, taken in zip(DEVIATIONS, found.values(), strict=True):
-            start = time.thread_time()
-            discrete_gaussian(count, deviation, generator)
-            taken.append(1e9 * (time.thread_time() - start) / count)
-    return {name: float(torch.tensor(taken).median()) for name, taken in found.items()}
-
-
 def share(timings: dict[str, Timing]) -> float:
     """How much of the private step is noise."""
     return timings["noise"].median / timings["private"].median
@@ -154,10 +135,6 @@ def main(words: list[str] | None = None) -> None:
         f"  noise is {share(step):.0%} of the private step; at most {BAR:.0%}:"
         f" {'pass' if share(step) <= BAR else 'FAIL'}"
     )
-    draws = discrete(arguments.rounds, DRAWS)
-    print(
-        "\ndiscrete Gaussian: " + ", ".join(f"sigma {name}: {taken:.0f} ns" for name, taken in draws.items())
-    )
 
     content = {
         "machine": facts,
@@ -173,7 +150,6 @@ def main(words: list[str] | None = None) -> None:
             "share": share(step),
             "bar": BAR,
         },
-        "discrete": {"draws": DRAWS, "nanoseconds": draws},
     }
     write_json(arguments, content)
 

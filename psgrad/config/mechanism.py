@@ -143,10 +143,18 @@ class ScheduleConfig(ConfigSection):
         return self
 
 
+_ONE_MECHANISM = (
+    "the only mechanism is Gaussian noise, rounded to a public grid that follows from its deviation; leave"
+    " the key out (a run with discrete noise goes on in the psgrad that began it)"
+)
+
+
 class NoiseConfig(ConfigSection):
-    """How much noise, of which kind, and out of which generator."""
+    """How much Gaussian noise, and out of which generator."""
 
     not_taken: ClassVar[Mapping[str, str]] = {
+        "mechanism": _ONE_MECHANISM,
+        "grid": _ONE_MECHANISM,
         "noise_multiplier": "it is called multiplier here",
         "sigma": (
             "it is called multiplier here: the standard deviation on the sum is multiplier * sensitivity"
@@ -161,12 +169,6 @@ class NoiseConfig(ConfigSection):
     """Standard deviation of the noise on the sum, as a multiple of the sensitivity."""
     target_epsilon: Annotated[Finite, Field(gt=0)] | None = None
     """In place of a multiplier: the epsilon from which the noise is solved."""
-    mechanism: Literal["gaussian", "discrete_gaussian"] = "gaussian"
-    """The kind of noise."""
-    grid: Annotated[Finite, Field(gt=0)] | None = None
-    """Of discrete_gaussian: step of the grid that records are rounded to; null to derive it from the bound
-    and the model's size.
-    """
     generator: Literal["aes", "torch"] = "aes"
     """Where random numbers come from: aes is cryptographic."""
     schedule: ScheduleConfig = Field(default_factory=lambda: ScheduleConfig(kind="constant"))
@@ -191,12 +193,6 @@ class NoiseConfig(ConfigSection):
             raise ValueError(
                 "the amount of noise is missing: give exactly one of multiplier and target_epsilon"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_grid_is_for_discrete_noise(self) -> NoiseConfig:
-        if self.grid is not None and self.mechanism == "gaussian":
-            raise ValueError("grid belongs to mechanism: discrete_gaussian; gaussian noise rounds nothing")
         return self
 
 

@@ -134,7 +134,7 @@ class PrivacyConfig(ConfigSection):
     clipping: ClippingConfig
     """The bound on each record's gradient."""
     noise: NoiseConfig
-    """The amount and the kind of noise."""
+    """The amount of noise, and its generator."""
     optimizer: OptimizerConfig
     """The optimiser that uses the noisy gradient."""
     budget: BudgetConfig | None = None
@@ -237,14 +237,6 @@ class PrivacyConfig(ConfigSection):
                 f"relation: no accountant covers {scheme} sampling under {self.relation}; under {scheme} it"
                 f" is one of {', '.join(known)}"
             )
-        if self.noise.mechanism == "discrete_gaussian" and (
-            scheme == "truncated_poisson" or (scheme, self.relation) == ("poisson", "replace_one")
-        ):
-            raise ValueError(
-                f"noise.mechanism: discrete noise is accounted by moments, which don't cover {scheme}"
-                f" sampling under {self.relation}; use poisson under add_or_remove_one or zero_out, or fixed"
-                " batches"
-            )
         return self
 
     @model_validator(mode="after")
@@ -300,12 +292,6 @@ class PrivacyConfig(ConfigSection):
         adaptive = self.clipping.adaptive
         if adaptive is None:
             return self
-        if self.noise.mechanism == "discrete_gaussian":
-            raise ValueError(
-                "clipping.adaptive: the grid of discrete noise is made for one bound, and the count that a"
-                " bound adapts by is noised in floating point, which discrete noise is there to avoid;"
-                " choose one"
-            )
         if self.noise.multiplier is not None and self.noise.multiplier >= 2 * adaptive.count_noise_multiplier:
             raise ValueError(
                 f"clipping.adaptive.count_noise_multiplier is {adaptive.count_noise_multiplier:g}, and must"

@@ -25,10 +25,16 @@ SHOWN_STEPS = 10
 
 
 _BESIDE_OTHERS = (
-    " a kernel that rounds a record by what other records hold, though it rounded the records that were tried"
-    " alike in each place of a chunk, memory that runs out in the middle of a run, so that chunks are smaller"
-    " from then on (mechanism: discrete_gaussian computes each record alone),"
+    " a kernel that rounds a record differently beside other records (privacy.records: alone has none beside"
+    " it),"
 )
+
+
+def _alone(step: dict[str, Any]) -> bool:
+    """Whether each record was computed by itself."""
+    return any(
+        each["name"] == "kernels" and each["status"] == "checked" for each in step.get("assumptions", [])
+    )
 
 
 def guarantee(step: dict[str, Any]) -> str:
@@ -51,14 +57,13 @@ def guarantee(step: dict[str, Any]) -> str:
         else "; all runs on these data that name their budget stay within epsilon"
         f" {compact(budget['epsilon'])} at delta {compact(budget['delta'])} together"
     )
-    discrete = step["mechanism"] == "discrete_gaussian"
     return (
         f"{promise}, after {count(step['steps'], 'step')}, for {step['unit']}; {RELATIONS[step['relation']]};"
         f" {sampling_words(step)};"
         f" {'seeded, so that no guarantee holds against who knows the seed' if seeded(step) else 'no seed'}"
         f"{shared};"
         f" {rounding_words(step)}; not covered: how long steps take and how much memory they need,"
-        f"{'' if discrete else _BESIDE_OTHERS} and"
+        f"{'' if _alone(step) else _BESIDE_OTHERS} and"
         " what the model's code keeps outside of the model and the loss (global variables, files)"
     )
 
@@ -71,8 +76,6 @@ def rounding_words(step: dict[str, Any]) -> str:
             f"{count(rounding['unrounded_steps'], 'step')} of an earlier version had noise whose"
             " floating-point gaps may tell records"
         )
-    if step["mechanism"] != "gaussian":
-        return "exact noise on a grid of integers"
     residual = epsilon(rounding["residual_epsilon"])
     return (
         "released numbers are rounded to a public grid, and what is left of floating point adds at most"

@@ -91,43 +91,23 @@ def assumptions_of(step: Mapping[str, Any]) -> list[dict[str, str]]:
     {"name", "status", "text"}, with the status 'checked' for what the run tests while it runs, and 'assumed'
     for what nobody can test from inside.
     """
-    alone = step.get("records") == "alone"
+    alone, fixed = step.get("records") == "alone", step["scheme"] == "fixed"
     preflight = step.get("preflight", "not checked")
-    poisson = step["scheme"] != "fixed"
+    drawn = "batches of one size, each as likely" if fixed else "each record is drawn by itself, at the rate"
+    kernels = (
+        "each record is computed by itself" if alone else "no place in a chunk moves a record over a kink"
+    )
+    mixing = f"no layer, loss, dataset or augmentation mixes records; {preflight}"
     each = [
-        (
-            "contribution",
-            True,
-            "the clipped gradient of a record has norm at most C (1 - margin), in float64",
-        ),
-        (
-            "independence",
-            True,
-            "parameters, buffers and values of the modules stay the same while records run",
-        ),
-        (
-            "no mixing",
-            not preflight.startswith("not checked"),
-            f"no layer, loss, dataset or augmentation mixes records; {preflight}",
-        ),
+        ("contribution", True, "a record's clipped gradient has norm at most C (1 - margin), in float64"),
+        ("independence", True, "parameters, buffers and values of the modules stay as they were"),
+        ("no mixing", not preflight.startswith("not checked"), mixing),
         ("Python state", False, "the code keeps nothing of a record in globals, files or C objects"),
         ("coins", True, "PyTorch's, NumPy's and Python's generators are seeded from a secret for each chunk"),
-        ("other generators", False, "no other source of random numbers is used while records run"),
+        ("other generators", False, "no other source of random numbers is used while records are computed"),
         ("grid", True, "sums are float64, and what is released is rounded to a public grid"),
-        (
-            "kernels",
-            alone,
-            "each record is computed by itself"
-            if alone
-            else "a record is rounded alike at each place of a chunk, or no kink lies that near",
-        ),
-        (
-            "sampling",
-            True,
-            "each record is drawn by itself, at the rate that is accounted"
-            if poisson
-            else "batches of one size, accounted as if each record were in all of them",
-        ),
+        ("kernels", alone, kernels),
+        ("sampling", False, f"{drawn}, and the generator's bits are as good as random"),
         ("host", False, "nobody sees the process, its memory, its timing or the private folder"),
     ]
     return [

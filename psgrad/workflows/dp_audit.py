@@ -13,7 +13,7 @@ import numpy as np
 
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
-from psgrad.engine.privacy.accounting import Events, epsilon_pld, epsilon_rdp
+from psgrad.engine.privacy.accounting import MECHANISM, Events, epsilon_pld, epsilon_rdp
 from psgrad.engine.privacy.audit import METHODS, AuditedRun, Canaries, judge, play
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.errors import ConfigError
@@ -158,7 +158,7 @@ def dp_audit(
             relation=privacy.relation,
             scheme=setup.sampling.scheme,
             unit=unit_in_words(privacy),
-            mechanism=privacy.noise.mechanism,
+            mechanism=MECHANISM,
             file=Path(),
             notes=notes,
         )

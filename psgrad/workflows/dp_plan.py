@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.privacy.accounting import (
+    MECHANISM,
     curve_accountant,
     epsilon_curve,
     epsilon_pld,
@@ -68,7 +69,7 @@ def dp_plan(config: Config, multipliers: Sequence[float] | None = None) -> DPPla
         "sample_rate": sampling.sample_rate,
         "sensitivity": clipping_without_model(privacy).sensitivity(privacy.relation),
         "expected_batch_size": privacy.expected_batch_size,
-        "mechanism": privacy.noise.mechanism,
+        "mechanism": MECHANISM,
         "schedule": schedule_of(privacy).describe(),
         "target_epsilon": privacy.noise.target_epsilon,
         "why_not": {key: reason for key, reason in why_not.items() if reason is not None},
@@ -84,7 +85,7 @@ def noise_plan(privacy: PrivacyConfig, base: float, *, configured: bool) -> Nois
     the first step.
     """
     events = planned_events(privacy, base)
-    without_count = Noise(schedule_of(privacy).multiplier(base, 0), privacy.noise.mechanism)
+    without_count = Noise(schedule_of(privacy).multiplier(base, 0))
     bounds = clipping_without_model(privacy)
     clipping, noise = sharing_with_count(bounds, without_count, adaptive_of(privacy, bounds))
     return NoisePlan(

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
+from psgrad.engine.privacy.accounting import part_of
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.engine.privacy.step import PrivateTraining, make_optimizer
@@ -19,7 +20,7 @@ from psgrad.results import DPStepResult, Progress, Say
 from psgrad.storage import Ledger, PrivateRunFolder
 from psgrad.storage.ledger_lines import require_same
 from psgrad.user_code import with_code_beside
-from psgrad.workflows.private_budget import budget_of, require_same_budget, steps_ahead
+from psgrad.workflows.private_budget import budget_of, require_same_budget
 from psgrad.workflows.private_ranks import agree, facts_of, follow, leading
 from psgrad.workflows.private_resume import (
     last_snapshot,
@@ -33,6 +34,7 @@ from psgrad.workflows.private_resume import (
 )
 from psgrad.workflows.private_setup import (
     base_multiplier,
+    planned_events,
     require_possible_steps,
     require_privacy,
     set_up_privately,
@@ -108,10 +110,8 @@ def dp_step(
         header = ledger_header(setup, base)
         hashes = private_hashes(setup, uuid4().hex if before is None else before.header["run"])
         hosts = agree(setup, hashes, processes)
-        budget, ahead = (
-            budget_of(setup, hashes["data"], hashes["run"]),
-            steps_ahead(setup, base, taken, asked),
-        )
+        budget = budget_of(setup, hashes["data"], hashes["run"])
+        ahead = part_of(planned_events(privacy, base), taken, asked)
         if before is not None:
             require_same_budget(before.header, budget)
         if budget is not None:
@@ -135,17 +135,9 @@ def dp_step(
         require_same(before.header, header, f"the ledger {folder.ledger}")
         require_same_code(folder, was, hashes)
         manifest = replace(manifest, hashes=was)
-    own = (
-        {}
-        if before is not None
-        else {
-            "run": hashes["run"],
-            "weights_sha256": hashes["weights"],
-            "budget": None if budget is None else budget.identity,
-        }
-    )
+    own = {"run": hashes["run"], "weights_sha256": hashes["weights"], "budget": budget and budget.identity}
     with (
-        opened_ledger(folder, before, header, snapshot, own) as ledger,
+        opened_ledger(folder, before, header, snapshot, own if before is None else {}) as ledger,
         nullcontext() if budget is None else budget.reserved(ledger, ahead),
         running_manifest(folder, manifest, clock) as running,
         leading(setup, processes) as lead,

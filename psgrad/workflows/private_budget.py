@@ -26,15 +26,16 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from psgrad.engine.privacy.accounting import Events, event_of, merged, part_of
+from psgrad.engine.privacy.accounting import Events, event_of, merged
 from psgrad.engine.privacy.accounting.budgets import Account, accounts_of, composed
 from psgrad.engine.privacy.refusals import require_small_delta
 from psgrad.errors import ConfigError, LedgerError
 from psgrad.reports.privacy import compact, epsilon
+from psgrad.reports.words import count
 from psgrad.results.privacy_report import BudgetResult, BudgetRun
 from psgrad.storage import Ledger
 from psgrad.storage.ledger_lines import NOTE, LedgerLines
-from psgrad.workflows.private_setup import PrivateSetup, planned_events, unit_in_words
+from psgrad.workflows.private_setup import PrivateSetup, unit_in_words
 
 COMMAND = "budget"  # by which the header of a budget differs from that of a run's ledger
 
@@ -131,7 +132,7 @@ class Budget:
         try:
             yield
         finally:
-            self._give_back()
+            self._give_back(ledger)
 
     def pay(self, ledger: Ledger, line: Mapping[str, Any]) -> None:
         """Write the line of a step to the run's ledger and to the budget; when this returns both are on the
@@ -169,11 +170,12 @@ class Budget:
         self._file.append({"run": self.run, "reserved": reserved}, NOTE)
         self._enter()
 
-    def _give_back(self) -> None:
+    def _give_back(self, ledger: Ledger) -> None:
         try:
             with self._file.held():
                 self._enter()
-                if any(self._account.ahead.values()):
+                # A step that the ledger has and the budget lacks keeps what is reserved for it.
+                if any(self._account.ahead.values()) and not self._missing(ledger):
                     self._note([])
         except LedgerError:
             pass  # what was reserved stays so, until the run is resumed: nothing is counted too little
@@ -234,10 +236,10 @@ class Budget:
             held = sum(sum(account.ahead.values()) for account in others.values())
             asked = sum(steps for _, steps in events)
             raise ConfigError(
-                f"{asked:,} {'step' if asked == 1 else 'steps'} of this run would bring what is spent of the"
-                f" budget {self.path} to epsilon {_words(found.value)}, at delta {compact(delta)}",
+                f"{count(asked, 'step')} of this run would bring what is spent of the budget"
+                f" {self.path} to epsilon {_words(found.value)}, at delta {compact(delta)}",
                 expected=f"at most {compact(most)}, of which {_words(spent)} is spent"
-                + (f"; {held:,} steps of other runs are reserved, too" if held else ""),
+                + (f"; {count(held, 'step')} reserved for other runs" if held else ""),
                 next_step=f"take fewer steps, or more noise; psgrad dp-budget {self.path} shows the runs",
             )
         self._fits = (self._file.position, [*missing, *events])
@@ -247,11 +249,6 @@ def budget_of(setup: PrivateSetup, data: str, run: str) -> Budget | None:
     """The budget that the config names, None for none. data: the fingerprint of the data."""
     wanted = setup.privacy.budget
     return None if wanted is None else Budget(setup.run.config.base / wanted.file, setup, data, run)
-
-
-def steps_ahead(setup: PrivateSetup, base: float, taken: int, steps: int) -> Events:
-    """What the next steps cost."""
-    return part_of(planned_events(setup.privacy, base), taken, steps)
 
 
 def require_same_budget(header: Mapping[str, Any], budget: Budget | None) -> None:

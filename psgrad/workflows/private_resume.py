@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from psgrad.engine.privacy.accounting.events import MECHANISM, require_gaussian
 from psgrad.engine.privacy.snapshot import Snapshot, tensors_of
 from psgrad.errors import CheckpointError, ConfigError
 from psgrad.storage import Ledger, LedgerContent, PrivateRunFolder
@@ -18,7 +19,8 @@ from psgrad.workflows.run_identity import flat, hashes_of
 
 
 def require_known_form(before: LedgerContent) -> None:
-    """Raises ConfigError for the ledger of a run that can't be known again."""
+    """Raises ConfigError for the ledger of a run that can't be known again, or had other noise."""
+    require_gaussian(before.header.get("mechanism", MECHANISM), f"the ledger {before.path}")
     if "run" not in before.header:
         raise ConfigError(
             f"the run of {before.path} was begun by an older psgrad, which kept neither the model's mode and"

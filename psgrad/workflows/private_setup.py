@@ -18,7 +18,6 @@ from psgrad.engine.privacy.accounting import Events, StepEvent, noise_multiplier
 from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
 from psgrad.engine.privacy.coins import Coins
-from psgrad.engine.privacy.discrete import default_grid
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.preflight import (
@@ -79,7 +78,7 @@ class PrivateSetup:
     def noise(self, base: float) -> Callable[[int], Noise]:
         """Step number 0, 1, ... to its noise, for this base of the schedule."""
         schedule = schedule_of(self.privacy)
-        return lambda step: Noise(schedule.multiplier(base, step), self.privacy.noise.mechanism)
+        return lambda step: Noise(schedule.multiplier(base, step))
 
     def step_arguments(self, base: float) -> dict[str, Any]:
         """What a step is taken with, by the names of its parts in the engine; base: of the noise schedule."""
@@ -265,11 +264,7 @@ def require_possible_steps(setup: PrivateSetup, base: float) -> None:
     """
     privacy = setup.privacy
     steps = [(event.noise_multiplier, count) for event, count in planned_events(privacy, base)]
-    if setup.clipping.grid is None:
-        require_tail(steps, privacy.delta, make_generator(privacy.noise.generator).reach)
-        return
-    for multiplier in {multiplier for multiplier, _ in steps}:
-        Noise(multiplier, privacy.noise.mechanism).require_grid(setup.clipping, privacy.relation)
+    require_tail(steps, privacy.delta, make_generator(privacy.noise.generator).reach)
 
 
 # -- values of a config --------------------------------------------------------------------------------------
@@ -286,26 +281,14 @@ def schedule_of(privacy: PrivacyConfig) -> Schedule:
 
 
 def clipping_of(privacy: PrivacyConfig, parameters: Mapping[str, nn.Parameter]) -> Clipping:
-    """What each record's gradient in these parameters is clipped to; with a grid, where the noise is
-    discrete.
-    """
+    """What each record's gradient in these parameters is clipped to."""
     wanted = privacy.clipping
     rule = {"rule": wanted.rule, "stability": wanted.stability}
     if isinstance(wanted.groups, dict):
-        clipping = Clipping.by_pattern(parameters, wanted.groups, **rule)
-    else:
-        assert wanted.norm is not None  # the config sees to it
-        make = {"flat": Clipping.flat, "layer": Clipping.per_layer, "parameter": Clipping.per_parameter}[
-            wanted.groups
-        ]
-        clipping = make(parameters, wanted.norm, **rule)
-    if privacy.noise.mechanism == "gaussian":
-        return clipping
-    sizes = [
-        (group.bound, sum(parameters[name].numel() for name in group.parameters)) for group in clipping.groups
-    ]
-    # The grid of the largest bound: on a finer one, sums of its group might not fit in 64 bits.
-    return replace(clipping, grid=privacy.noise.grid or max(default_grid(*each) for each in sizes))
+        return Clipping.by_pattern(parameters, wanted.groups, **rule)
+    assert wanted.norm is not None  # the config sees to it
+    make = {"flat": Clipping.flat, "layer": Clipping.per_layer, "parameter": Clipping.per_parameter}
+    return make[wanted.groups](parameters, wanted.norm, **rule)
 
 
 def clipping_without_model(privacy: PrivacyConfig) -> Clipping:
@@ -333,10 +316,7 @@ def planned_events(privacy: PrivacyConfig, base: float) -> Events:
     """All steps of the plan, as an accountant sees them, for this base of the schedule."""
     sampling = sampling_of(privacy)
     runs = schedule_of(privacy).runs(base, privacy.steps)
-    return [
-        (StepEvent(multiplier, sampling, privacy.relation, privacy.noise.mechanism), steps)
-        for multiplier, steps in runs
-    ]
+    return [(StepEvent(multiplier, sampling, privacy.relation), steps) for multiplier, steps in runs]
 
 
 def base_multiplier(privacy: PrivacyConfig) -> float:

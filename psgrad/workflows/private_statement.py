@@ -14,7 +14,15 @@ import torch
 from torch import nn
 
 from psgrad import __version__
-from psgrad.engine.privacy.accounting import Epsilon, StepEvent, epsilon_pld, epsilon_rdp, event_of, merged
+from psgrad.engine.privacy.accounting import (
+    MECHANISM,
+    Epsilon,
+    StepEvent,
+    epsilon_pld,
+    epsilon_rdp,
+    event_of,
+    merged,
+)
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.rounding import GRID_BITS, grid_of, residual_epsilon
 from psgrad.engine.privacy.snapshot import tensors_of
@@ -49,7 +57,7 @@ def ledger_header(setup: PrivateSetup, base: float) -> dict[str, Any]:
         "target_epsilon": privacy.noise.target_epsilon,
         "noise_multiplier": base,
         "schedule": schedule_of(privacy).describe(),
-        "mechanism": privacy.noise.mechanism,
+        "mechanism": MECHANISM,
         "generator": privacy.noise.generator,
         "seed": privacy.noise.seed,
         "relation": privacy.relation,
@@ -106,11 +114,7 @@ class Statement:
             "unit": unit_in_words(privacy),
             "sensitivity": sensitivity,
             "noise_std": noise.standard_deviation(sensitivity),
-            "noise_grid": (
-                clipping.grid
-                if clipping.grid is not None
-                else _grid_of(noise.standard_deviation(sensitivity))
-            ),
+            "noise_grid": _grid_of(noise.standard_deviation(sensitivity)),
             "expected_batch_size": privacy.expected_batch_size,
             "clipping_sha256": clipping.hash(),
             "generator": self.generator.name,
@@ -160,7 +164,7 @@ class Statement:
             sensitivity=latest["sensitivity"],
             noise_std=latest["noise_std"],
             expected_batch_size=privacy.expected_batch_size,
-            mechanism=privacy.noise.mechanism,
+            mechanism=MECHANISM,
             rounding=self._rounding(lines),
             generator=self.generator.name,
             insecure_deterministic=privacy.noise.seed is not None,
@@ -199,13 +203,6 @@ class Statement:
         """
         latest = lines[-1] if lines else self._before_any_step()
         noised = [line for line in lines if line["noise_multiplier"] > 0]
-        if self.setup.clipping.grid is not None:
-            return {
-                "grid": self.setup.clipping.grid,
-                "formula": "clipping.grid",
-                "residual_epsilon": 0.0,
-                "unrounded_steps": 0,
-            }
         released = self.setup.trainable["parameters"] + (self.setup.adaptive is not None)
         return {
             "grid": _grid_of(latest["noise_std"]),

@@ -17,7 +17,6 @@ def test_the_benchmark_of_the_noise_runs(
 ) -> None:
     noise, norms = script("noise"), script("norms")
     monkeypatch.setattr(norms, "SHORTEST_TIMING", 0.0)
-    monkeypatch.setattr(noise, "DRAWS", 50)
     noise.main(["--parameters", "3000", "--rounds", "1", "--json", str(tmp_path / "noise.json")])
     found = json.loads((tmp_path / "noise.json").read_text(encoding="utf-8"))
     timings = found["step"]["seconds"]
@@ -42,4 +41,3 @@ def test_the_stored_result_keeps_its_bar() -> None:
     assert stored["step"]["share"] <= stored["step"]["bar"] == 0.25
     seconds = stored["normals"]["seconds"]
     assert seconds["psgrad aes"]["median"] < seconds["plain"]["median"]
-    assert all(taken < 1000 for taken in stored["discrete"]["nanoseconds"].values())

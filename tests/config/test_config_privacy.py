@@ -67,7 +67,7 @@ def test_defaults(tmp_path: Path) -> None:
         "clip",
         None,
     )
-    assert (privacy.noise.mechanism, privacy.noise.generator, privacy.noise.seed) == ("gaussian", "aes", None)
+    assert (privacy.noise.generator, privacy.noise.seed) == ("aes", None)
     assert privacy.noise.schedule.kind == "constant"
     assert (privacy.checkpoint_seconds, privacy.checkpoint_steps) == (30.0, None)
 
@@ -83,7 +83,7 @@ def test_all_of_it(tmp_path: Path) -> None:
         "unit={column: user, combine: sum, max_rows: 16}",
         "augmentation={function: 'data.py:crop', copies: 4}",
         "clipping={groups: {'encoder.*': 0.5, '*': 1}}",
-        "noise={target_epsilon: 3, mechanism: discrete_gaussian, grid: 1e-6, generator: torch, seed: 0}",
+        "noise={target_epsilon: 3, generator: torch, seed: 0}",
         "trainable=head.*",
         "checkpoint_every=20",
     )
@@ -332,7 +332,12 @@ def test_what_the_divisor_is_for_is_reported_where_it_is_missing(tmp_path: Path)
         ("noise.multiplier=-1", "privacy.noise.multiplier: got -1, expected at least 0"),
         ("noise.multiplier=.inf", "privacy.noise.multiplier: got inf, expected a finite number"),
         ("noise.sigma=1", "privacy.noise.sigma: not a key here: it is called multiplier here"),
-        ("noise.grid=1e-6", "privacy.noise: grid belongs to mechanism: discrete_gaussian"),
+        (
+            "noise.mechanism=discrete_gaussian",
+            "privacy.noise.mechanism: not a key here: the only mechanism is Gaussian noise, rounded",
+        ),
+        ("noise.mechanism=gaussian", "leave the key out (a run with discrete noise goes on in the psgrad"),
+        ("noise.grid=1e-6", "privacy.noise.grid: not a key here: the only mechanism is Gaussian noise"),
         ("noise.generator=chacha", "privacy.noise.generator: got 'chacha', expected one of aes, torch"),
         ("noise.seed=-1", "privacy.noise.seed: got -1, expected at least 0"),
         (
@@ -408,31 +413,6 @@ def test_each_mistake_is_reported(tmp_path: Path, override: str, expected: str) 
     assert "has 1 problem:" in message
 
 
-def test_discrete_noise_where_it_is_not_accounted(tmp_path: Path) -> None:
-    discrete = "noise.mechanism=discrete_gaussian"
-    for sampling, relation in (
-        ("poisson", "replace_one"),
-        ("truncated_poisson", "zero_out"),
-        ("truncated_poisson", "replace_one"),
-    ):
-        message = error_of(tmp_path, discrete, f"sampling={SAMPLINGS[sampling]}", f"relation={relation}")
-        assert (
-            f"noise.mechanism: discrete noise is accounted by moments, which don't cover {sampling} sampling"
-            f" under {relation}" in message
-        )
-    for sampling, relation in (
-        ("poisson", "add_or_remove_one"),
-        ("poisson", "zero_out"),
-        ("fixed", "replace_one"),
-        ("fixed", "zero_out"),
-    ):
-        load(tmp_path, discrete, f"sampling={SAMPLINGS[sampling]}", f"relation={relation}")
-    assert "clipping.adaptive: the grid of discrete noise is made for one bound" in error_of(
-        tmp_path, discrete, "clipping.adaptive={}"
-    )
-    load(tmp_path, discrete, "clipping.rule=automatic", "clipping.groups=layer")
-
-
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -466,9 +446,7 @@ def test_keys_in_other_sections(tmp_path: Path, override: str, expected: str) ->
 
 
 def test_several_problems_at_once(tmp_path: Path) -> None:
-    message = error_of(
-        tmp_path, "delta=2", "noise.mechanism=laplace", "clipping.groups=3", "sampling.rate=0.1"
-    )
+    message = error_of(tmp_path, "delta=2", "noise.generator=dice", "clipping.groups=3", "sampling.rate=0.1")
     assert "has 4 problems:" in message
 
 

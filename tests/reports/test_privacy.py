@@ -99,7 +99,7 @@ def test_the_folder_is_the_last_line() -> None:
 
 
 def test_an_accountant_without_an_answer_says_why() -> None:
-    why = {"epsilon_pld": "the discrete Gaussian has no privacy loss distribution here"}
+    why = {"epsilon_pld": "delta is too small for loss distributions of so many steps"}
     told = answers(written(epsilon_pld=None, why_not=why))
     assert told["privacy spent"] == f"epsilon 1.235 (RDP) at delta 1e-5; no PLD: {why['epsilon_pld']}"
     assert spent_words(private_runs.step(epsilon_pld=None, epsilon_rdp=None)) == "no epsilon at delta 1e-5"
@@ -123,18 +123,13 @@ def test_the_guarantee_is_one_sentence_with_everything_in_it() -> None:
         " neighbouring datasets differ by one record that is added or removed; Poisson sampling, each"
         " record by itself with probability 0.0712; no seed; released numbers are rounded to a public"
         " grid, and what is left of floating point adds at most 2e-6 to epsilon; not covered: how long"
-        " steps take and how much memory they need, a kernel that rounds a record by what other records hold,"
-        " though it rounded the records that were tried alike in each place of a chunk, memory that runs out"
-        " in the middle of a run, so that chunks are smaller from then on (mechanism: discrete_gaussian"
-        " computes each record alone), and what"
+        " steps take and how much memory they need, a kernel that rounds a record differently beside other"
+        " records (privacy.records: alone has none beside it), and what"
         " the model's code keeps outside of the model and the loss (global variables, files)"
     )
 
 
 def test_guarantee_states_floating_point() -> None:
-    assert "; exact noise on a grid of integers; " in guarantee(
-        private_runs.step(mechanism="discrete_gaussian")
-    )
     unrounded = {**private_runs.step()["rounding"], "unrounded_steps": 12}
     assert (
         "; 12 steps of an earlier version had noise whose floating-point gaps may tell records"

@@ -93,7 +93,6 @@ def assert_released_alike(one: Path, other: Path, bound: float) -> None:
 # -- the numbers of one process ------------------------------------------------------------------------------
 
 UNITS = {"unit": {"column": "user", "combine": "mean"}, "expected_batch_size": 5}
-DISCRETE = {"noise": {"multiplier": 1.0, "mechanism": "discrete_gaussian"}}
 FEW = {"sampling": {"scheme": "poisson", "sample_rate": 0.04}, "expected_batch_size": 1}
 
 
@@ -105,14 +104,13 @@ FEW = {"sampling": {"scheme": "poisson", "sample_rate": 0.04}, "expected_batch_s
         pytest.param(3, {}, marks=pytest.mark.sweep),
         pytest.param(4, {}, marks=pytest.mark.sweep),
         pytest.param(2, UNITS, marks=pytest.mark.sweep, id="units"),
-        pytest.param(2, DISCRETE, marks=pytest.mark.sweep, id="discrete"),
         pytest.param(3, FEW, marks=pytest.mark.sweep, id="empty shares"),
     ],
 )
 def test_dp_step_of_ranks_equals_one_process(
     private: PrivateWorkplace, size: int, changes: dict[str, Any]
 ) -> None:
-    """Without noise, or with integers, every mistake in a sum shows, and weights differ by rounding alone."""
+    """Without noise every mistake in a sum shows, and weights differ by rounding alone."""
     private.workplace.save(user=np.arange(24) // 5)
     private.privacy.update({**EXACT, "optimizer": {"name": "Adam", "kwargs": {"lr": 0.1}}, **changes})
     ended = succeeded(private, size, "--steps", "4", "--output", "several", *SEEDED)

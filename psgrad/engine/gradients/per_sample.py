@@ -260,6 +260,12 @@ class BatchPass:
     def __init__(
         self, loss: Any, params: Any, batch: tuple[Any, ...], in_dims: Any, has_aux: bool, randomness: str
     ) -> None:
+        if names := [name for name, value in params.items() if value.is_complex()]:
+            raise TransformError(
+                f"the parameter {names[0]} is complex, of dtype {params[names[0]].dtype}",
+                expected="real parameters: per-sample gradients are real",
+                next_step="keep its real and imaginary part as parameters, and join them with torch.complex",
+            )
         self.loss, self.params, self.has_aux = loss, params, has_aux
         self.settings: dict[str, Any] = {"in_dims": in_dims, "has_aux": has_aux, "randomness": randomness}
         title = getattr(loss, "__name__", repr(loss))

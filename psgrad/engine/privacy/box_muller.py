@@ -17,8 +17,7 @@ not:
   in the last place; U, the root and each product by half of one; the table, the cosine and sine of d, and the
   sum of two products by 2^-53 r each.
 
-The values are those of floating point; see rounding.py for what hides their gaps, and discrete.py for noise
-that is exact.
+The values are those of floating point; see rounding.py for what hides their gaps.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ A record whose gradient is not finite adds nothing, and none of its numbers reac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,6 @@ from psgrad.engine.gradients.per_sample import BatchPass, SamplesDisagree
 from psgrad.engine.gradients.terms import square_norm
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.coins import Coins, Seeds
-from psgrad.engine.privacy.discrete import round_to_grid, tightened
 from psgrad.engine.privacy.full_precision import autocast_around, in_full_precision
 from psgrad.engine.privacy.sum_programs import SumPrograms
 
@@ -131,9 +130,9 @@ class ClippedSum:
     """The sum of the clipped gradients of some records, without noise.
 
     Attributes:
-        sums: name -> [*shape] float64 on the parameters' device; int64, in steps of the grid, if the clipping
-            has one. Always finite. They become a parameter's type with noise on them, not before: rounding to
-            float32 would move a sum of N records by N * 2^-24 of the bound.
+        sums: name -> [*shape] float64 on the parameters' device. Always finite. They become a parameter's
+            type with noise on them, not before: rounding to float32 would move a sum of N records by N *
+            2^-24 of the bound.
         records: the columns of each record.
     """
 
@@ -152,7 +151,7 @@ class ClippedSum:
 
 
 class Total:
-    """Clipped sums, added up in float64, or as integers."""
+    """Clipped sums, added up in float64."""
 
     def __init__(self, clipping: Clipping, params: Mapping[str, torch.Tensor]) -> None:
         self._clipping, self._params = clipping, params
@@ -171,9 +170,8 @@ class Total:
 
     def result(self) -> ClippedSum:
         """The sum, zero where nothing was added."""
-        kind = torch.float64 if self._clipping.grid is None else torch.int64
         sums = self._sums or {
-            name: torch.zeros(value.shape, dtype=kind, device=value.device)
+            name: torch.zeros(value.shape, dtype=torch.float64, device=value.device)
             for name, value in self._params.items()
         }
         return ClippedSum(
@@ -338,12 +336,7 @@ class _RecordChunk:
 
 
 def _alone(clipping: Clipping, gradients: PerSampleGradients) -> ClippedSum:
-    """The clipped gradient of one record, materialised in float64, and rounded to the grid if there is one;
-    zero if it is not finite.
-
-    With integers a record must move the sum by exactly its own gradient, so records that are rounded are
-    computed alone: kernels round the gradients of a batch by its size.
-    """
+    """The clipped gradient of one record, materialised in float64; zero if it is not finite."""
     values = {name: _in_float64(gradient) for name, gradient in gradients.gradients.items()}
     squares = {name: square_norm(value) for name, value in values.items()}
     chosen = _ClippedNorms.of(clipping, squares, clipping.bounds(gradients.losses.device))
@@ -351,8 +344,6 @@ def _alone(clipping: Clipping, gradients: PerSampleGradients) -> ClippedSum:
     sums = {
         name: torch.where(factors[name] == 0, 0.0, value * factors[name])[0] for name, value in values.items()
     }
-    if clipping.grid is not None:
-        sums = {name: round_to_grid(value, clipping.grid) for name, value in sums.items()}
     return ClippedSum(sums, chosen.columns(gradients.losses))
 
 
@@ -369,18 +360,10 @@ class _ClippedNorms:
     def of(
         cls, clipping: Clipping, square_norms: Mapping[str, torch.Tensor], bounds: torch.Tensor
     ) -> _ClippedNorms:
-        """The factors of these norms. On a grid sums are exact, so only a record's own rounding needs a
-        margin.
-        """
+        """The factors of these norms."""
         norms = clipping.group_norms(square_norms)
-        return cls(
-            clipping,
-            bounds,
-            norms,
-            clipping.factors(
-                norms, rounded=False, margin=MARGIN if clipping.grid is None else None, bounds=bounds
-            ),
-        )
+        factors = clipping.factors(norms, rounded=False, margin=MARGIN, bounds=bounds)
+        return cls(clipping, bounds, norms, factors)
 
     def cancelling(self, absolute: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """[n] bool: the records whose clipped absolute sums, given by parameter, are too large beside their
@@ -398,16 +381,6 @@ class _ClippedNorms:
             self.factors.t().cpu(),
             below.cpu(),
         )
-
-
-def _inside_the_grid(clipping: Clipping, params: Mapping[str, torch.Tensor]) -> Clipping:
-    """The clipping whose records, once rounded to the grid, keep to the bounds of this one."""
-    assert clipping.grid is not None
-    groups = []
-    for group in clipping.groups:
-        dimensions = sum(params[name].numel() for name in group.parameters)
-        groups.append(replace(group, bound=tightened(group.bound, dimensions, clipping.grid)))
-    return replace(clipping, groups=tuple(groups))
 
 
 def _in_float64(gradient: DeferredGradient) -> torch.Tensor:

@@ -57,17 +57,14 @@ class Clipping:
             Privacy", 2016); 'automatic' by bound / (norm + stability), for any norm (Bu, Wang, Zha and
             Karypis, "Automatic Clipping", 2023, AUTO-S).
         stability: the constant that the automatic rule adds to the norm.
-        grid: the step of the integer grid that each clipped record is rounded to, for discrete noise; None
-            for none.
 
-    Raises ConfigError for bounds, a stability or a grid that are not positive numbers, and for a parameter in
-    two groups.
+    Raises ConfigError for bounds or a stability that are not positive numbers, and for a parameter in two
+    groups.
     """
 
     groups: tuple[Group, ...]
     rule: Rule = "clip"
     stability: float = 0.01
-    grid: float | None = None
 
     def __post_init__(self) -> None:
         if self.rule not in ("clip", "automatic"):
@@ -79,8 +76,6 @@ class Clipping:
         for group in self.groups:
             _assert_positive(f"the clipping norm of {group.name!r}", group.bound, _SMALLEST, _LARGEST)
         _assert_positive("the stability of automatic clipping", self.stability, 0.0, math.inf)
-        if self.grid is not None:
-            _assert_positive("the grid of discrete noise", self.grid, 0.0, math.inf)
         seen: dict[str, str] = {}
         for group in self.groups:
             for name in group.parameters:
@@ -263,8 +258,6 @@ class Clipping:
         described: dict[str, Any] = {"groups": groups, "rule": self.rule}
         if self.rule == "automatic":
             described["stability"] = self.stability
-        if self.grid is not None:
-            described["grid"] = self.grid
         return described
 
     def hash(self) -> str:

@@ -5,7 +5,7 @@ the others it sends the weights, the bounds and the numbers of the drawn records
 sums of their shares. So no other rank learns a noisy sum; weights with noise in them reach it with the next
 step, after the step that made them was paid for.
 
-Sums are float64, or integers on a grid, and are added in pairs of ranks. For the bound on what a record adds
+Sums are float64, and are added in pairs of ranks. For the bound on what a record adds
 (clipped_sums.py) each rank is one more piece of the batch. Before anything is paid rank 0 requires that each
 drawn record was summed once, by the rank that it was given to.
 

@@ -89,7 +89,7 @@ def require_tail(steps: Iterable[tuple[float, int]], delta: float, reach: float)
             " deviations"
         ),
         cause="a noise multiplier that is too small for any privacy, or generator: torch with a small one",
-        next_step="set a larger privacy.noise.multiplier, generator: aes, or mechanism: discrete_gaussian",
+        next_step="set a larger privacy.noise.multiplier, or generator: aes",
     )
 
 

@@ -163,7 +163,7 @@ class PrivateTraining:
     def event(self) -> StepEvent:
         """The cost of the next step."""
         noise = self.noise(self.taken)
-        return StepEvent(noise.multiplier, self.sampling, self.relation, noise.mechanism)
+        return StepEvent(noise.multiplier, self.sampling, self.relation)
 
     def mechanism(self) -> tuple[Clipping, Noise]:
         """The clipping of the next step, and the noise on its sum: with an adaptive bound its own bound, and

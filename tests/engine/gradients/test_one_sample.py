@@ -13,6 +13,7 @@ from torch import nn
 
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.transforms import functional_call
+from psgrad.errors import TransformError
 
 X, Y = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 0, 1, 1])
 
@@ -76,3 +77,9 @@ def test_gradients_print_three_lines(depth: int) -> None:
     assert f"{numbers:,} numbers in {2 * depth:,} parameters: 0.weight, 0.bias" in lines[1]
     queries = lines[2].split(": ")[1].split(", ")
     assert all(callable(getattr(found, query)) for query in queries)
+
+
+def test_per_sample_gradients_complex_parameter_is_refused_by_name() -> None:
+    weight = torch.ones(3, dtype=torch.complex64)
+    with pytest.raises(TransformError, match="the parameter weight is complex"):
+        per_sample_gradients(lambda p, x: (p["weight"] * x).abs().sum(), {"weight": weight}, X)

@@ -9,12 +9,12 @@ from psgrad.engine.privacy.accounting import StepEvent
 from psgrad.engine.privacy.sampling import Sampling
 
 
-def poisson(multiplier: float, rate: float, relation: Any = "add_or_remove_one", **options: Any) -> StepEvent:
-    return StepEvent(multiplier, Sampling("poisson", sample_rate=rate), relation, **options)
+def poisson(multiplier: float, rate: float, relation: Any = "add_or_remove_one") -> StepEvent:
+    return StepEvent(multiplier, Sampling("poisson", sample_rate=rate), relation)
 
 
-def fixed(multiplier: float, relation: Any = "replace_one", **options: Any) -> StepEvent:
-    return StepEvent(multiplier, Sampling("fixed", batch_size=32), relation, **options)
+def fixed(multiplier: float, relation: Any = "replace_one") -> StepEvent:
+    return StepEvent(multiplier, Sampling("fixed", batch_size=32), relation)
 
 
 def truncated(multiplier: float, rate: float, limit: int, size: int, relation: Any = "zero_out") -> StepEvent:

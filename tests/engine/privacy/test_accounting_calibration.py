@@ -44,9 +44,8 @@ def steps_of(
         (lambda z: poisson(z, 0.05, "replace_one"), 100, 0.5, epsilon_pld),
         (lambda z: truncated(z, 0.02, 120, 5_000), 100, 0.2, epsilon_pld),
         (lambda z: fixed(z), 100, 2.0, epsilon_pld),
-        (lambda z: poisson(z, 0.0712, mechanism="discrete_gaussian"), 300, 3.0, epsilon_rdp),
     ],
-    ids=["poisson", "replaced", "truncated", "fixed", "discrete"],
+    ids=["poisson", "replaced", "truncated", "fixed"],
 )
 def test_calibration_meets_target(make: Any, steps: int, target: float, accountant: Any) -> None:
     events_for = steps_of(make, steps)
@@ -122,12 +121,6 @@ def test_noise_calibration_composes_few_loss_distributions(
     ("target", "make", "steps", "wording"),
     [
         (1e-4, lambda z: poisson(z, 1.0), 10**9, r"needs a noise multiplier above 1e\+06"),
-        (
-            1e-4,
-            lambda z: poisson(z, 1.0, mechanism="discrete_gaussian"),
-            10**9,
-            r"needs a noise multiplier above 1e\+06",
-        ),
         (1.0, lambda z: poisson(z, 1e-7), 1, "is met without noise to speak of"),
         (1e9, lambda z: fixed(z), 1, "is met without noise to speak of"),
         (3.0, lambda z: poisson(z, 0.1), 0, "for no steps at all"),

@@ -301,12 +301,6 @@ def test_pld_truncation_above_dataset_size() -> None:
     )
 
 
-def test_pld_discrete_noise_refused() -> None:
-    result = epsilon_pld([(poisson(1.0, 0.1, mechanism="discrete_gaussian"), 3)], 1e-5)
-    assert result.value is None
-    assert "noise on the integers" in (result.why_not or "")
-
-
 def test_pld_small_delta_refused() -> None:
     result = epsilon_pld([(poisson(1.0, 0.01), 1_000_000)], 1e-10)
     assert result.value is None

@@ -1,4 +1,4 @@
-"""Epsilon by moments: against dp-accounting, Opacus's constants, and sums over the integers."""
+"""Epsilon by moments: against dp-accounting and Opacus's constants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import special
 
 from psgrad.engine.privacy.accounting import epsilon as moments
 from psgrad.engine.privacy.accounting import epsilon_rdp
@@ -141,54 +140,6 @@ def test_rdp_uncovered_combination_refused(event: Any, why: str) -> None:
     result = epsilon_rdp([(event, 3)], 1e-5)
     assert result.value is None
     assert result.why_not == why
-
-
-# -- noise on the integers -----------------------------------------------------------------------------------
-
-
-def log_moment(sigma: float, shift: int, rate: float, order: float, removed: bool) -> float:
-    """log of the moment of one step's ratio on the integers, summed one by one: the true one, whatever the
-    formula says.
-    """
-    reach = int(60 * sigma) + 60 + 2 * shift * int(order)
-    k = np.arange(-reach, reach + 1, dtype=np.float64)
-    log_base = -(k**2) / (2 * sigma**2)
-    log_base -= special.logsumexp(log_base)
-    log_moved = log_base + (2 * k * shift - shift**2) / (2 * sigma**2)
-    with np.errstate(divide="ignore"):
-        log_mixed = np.logaddexp(np.log1p(-rate) + log_base, np.log(rate) + log_moved)
-    upper, lower = (log_mixed, log_base) if removed else (log_base, log_mixed)
-    return float(special.logsumexp(order * upper + (1 - order) * lower))
-
-
-@pytest.mark.parametrize(("sigma", "shift"), [(0.4, 1), (1.0, 1), (2.5, 1), (3.0, 2), (7.0, 5)])
-@pytest.mark.parametrize("rate", [0.001, 0.1, 0.7, 1.0])
-def test_rdp_discrete_gaussian_equals_continuous(sigma: float, shift: int, rate: float) -> None:
-    rates = step_moments(poisson(sigma / shift, rate, mechanism="discrete_gaussian"))
-    for order in (2, 3, 4, 8, 16, 32):
-        exact = log_moment(sigma, shift, rate, order, removed=True)
-        assert (order - 1) * rates[order == ORDERS][0] == pytest.approx(exact, rel=1e-9, abs=1e-14)
-        # A record that is added costs no more.
-        assert log_moment(sigma, shift, rate, order, removed=False) <= exact * (1 + 1e-9) + 1e-14
-
-
-def test_rdp_discrete_gaussian_whole_orders_only() -> None:
-    continuous, on_integers = (
-        step_moments(poisson(0.3, 1.0)),
-        step_moments(poisson(0.3, 1.0, mechanism="discrete_gaussian")),
-    )
-    exact = log_moment(0.3, 1, 1.0, 1.5, removed=True)
-    assert exact != pytest.approx(0.5 * continuous[ORDERS == 1.5][0], rel=0.1)
-    whole = np.floor(ORDERS) == ORDERS
-    np.testing.assert_array_equal(on_integers[whole], continuous[whole])
-    assert np.isinf(on_integers[~whole]).all()
-
-
-def test_rdp_discrete_gaussian_cost() -> None:
-    smooth = epsilon_rdp([(poisson(1.1, 0.0712), 300)], 1e-5)
-    discrete = epsilon_rdp([(poisson(1.1, 0.0712, mechanism="discrete_gaussian"), 300)], 1e-5)
-    assert smooth.value <= discrete.value < 1.05 * smooth.value  # type: ignore[operator]
-    assert discrete.order == math.floor(discrete.order or 0)
 
 
 # -- speed ---------------------------------------------------------------------------------------------------

@@ -85,8 +85,6 @@ def test_clipping_arguments_refused() -> None:
         Clipping.flat(NAMES, 1.0, rule="normalise")
     with pytest.raises(ConfigError, match=r"the stability of automatic clipping is 0\.0"):
         Clipping.flat(NAMES, 1.0, rule="automatic", stability=0.0)
-    with pytest.raises(ConfigError, match=r"the grid of discrete noise is -1e-06"):
-        Clipping.flat(NAMES, 1.0, grid=-1e-6)
     with pytest.raises(ConfigError, match="there is no parameter to clip"):
         Clipping.flat([], 1.0)
     with pytest.raises(ConfigError, match="the parameter 'scale' is in two clipping groups, 'one' and 'two'"):
@@ -109,7 +107,6 @@ def test_clipping_description_and_hash() -> None:
         Clipping.per_layer(NAMES, 1.0),
         Clipping.flat(NAMES, 1.0, rule="automatic"),
         Clipping.flat(NAMES, 1.0, rule="automatic", stability=0.1),
-        Clipping.flat(NAMES, 1.0, grid=1e-6),
     ]
     assert len({each.hash() for each in (base, *others)}) == 1 + len(others)
     assert base.hash() == Clipping.flat(list(NAMES), 1.0).hash()

@@ -5,8 +5,6 @@ by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,36 +13,28 @@ import torch
 from scipy import stats
 
 from psgrad.engine.privacy.clipping import Clipping, Group
-from psgrad.engine.privacy.discrete import default_grid
 from psgrad.engine.privacy.generators import Generator, make_generator
-from psgrad.engine.privacy.noise import Mechanism, Noise
+from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.records import Relation
 from psgrad.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
 ALPHA = 1e-4
-MECHANISMS: tuple[Mechanism, ...] = ("gaussian", "discrete_gaussian")
 # Two groups: the sensitivity is the root of the sum of squares, 0.5.
 GROUPS = (Group("one", ("w",), 0.3), Group("two", ("v", "u"), 0.4))
+CLIPPING = Clipping(GROUPS)
 SIZE = 300_000
 
 
-def clipping_for(mechanism: Mechanism) -> Clipping:
-    return Clipping(GROUPS, grid=default_grid(0.5, 3 * SIZE) if mechanism == "discrete_gaussian" else None)
-
-
-def sums_for(mechanism: Mechanism, size: int = SIZE) -> dict[str, torch.Tensor]:
-    dtype = torch.int64 if mechanism == "discrete_gaussian" else torch.float32
-    return {name: torch.zeros(size, dtype=dtype) for name in ("w", "v", "u")}
+def zeros(size: int = SIZE) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(size) for name in ("w", "v", "u")}
 
 
 def drawn(
-    mechanism: Mechanism, multiplier: float, relation: Relation, generator: Generator, size: int = SIZE
+    multiplier: float, relation: Relation, generator: Generator, size: int = SIZE
 ) -> dict[str, torch.Tensor]:
-    return Noise(multiplier, mechanism).add(
-        sums_for(mechanism, size), clipping_for(mechanism), relation, generator
-    )
+    return Noise(multiplier).add(zeros(size), CLIPPING, relation, generator)
 
 
 # -- how much ------------------------------------------------------------------------------------------------
@@ -56,12 +46,11 @@ def deviates(values: np.ndarray, deviation: float) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize(
     ("relation", "sensitivity"), [("add_or_remove_one", 0.5), ("zero_out", 0.5), ("replace_one", 1.0)]
 )
-def test_noise_standard_deviation(mechanism: Mechanism, relation: Relation, sensitivity: float) -> None:
-    values = drawn(mechanism, 1.3, relation, make_generator("aes", seed=1))["v"].double().numpy()
+def test_noise_standard_deviation(relation: Relation, sensitivity: float) -> None:
+    values = drawn(1.3, relation, make_generator("aes", seed=1))["v"].double().numpy()
     assert deviates(values, 1.3 * sensitivity) > ALPHA
     # The same test has the power to see 5 % too much or too little.
     assert deviates(values, 1.3 * sensitivity * 1.05) < 1e-6
@@ -81,7 +70,7 @@ def test_noise_test_has_power() -> None:
 
 @pytest.mark.parametrize("kind", ["aes", "torch"])
 def test_noise_of_every_tensor(kind: Any) -> None:
-    noisy = drawn("gaussian", 2.0, "add_or_remove_one", make_generator(kind, seed=2))
+    noisy = drawn(2.0, "add_or_remove_one", make_generator(kind, seed=2))
     for value in noisy.values():
         assert deviates(value.double().numpy(), 1.0) > ALPHA
     # The released vector as a whole: its norm is that of so many coordinates.
@@ -104,10 +93,9 @@ def uncorrelated(one: torch.Tensor, other: torch.Tensor) -> bool:
     return all(abs(value) * math.sqrt(one.numel()) < stats.norm.isf(ALPHA / 2) for value in correlations)
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_noise_independent_between_tensors_steps_and_generators(mechanism: Mechanism) -> None:
+def test_noise_independent_between_tensors_steps_and_generators() -> None:
     def add(generator: Generator) -> dict[str, torch.Tensor]:
-        return drawn(mechanism, 1.0, "add_or_remove_one", generator, size=20_000)
+        return drawn(1.0, "add_or_remove_one", generator, size=20_000)
 
     generator = make_generator("aes", seed=3)
     first, second = add(generator), add(generator)
@@ -121,9 +109,7 @@ def test_noise_independent_between_tensors_steps_and_generators(mechanism: Mecha
 
 def test_noise_after_resume_differs() -> None:
     """Without a seed: what a generator made anew gives has nothing in common with what was there before."""
-    runs = [
-        drawn("gaussian", 1.0, "add_or_remove_one", make_generator("aes"), size=1000)["w"] for _ in range(4)
-    ]
+    runs = [drawn(1.0, "add_or_remove_one", make_generator("aes"), size=1000)["w"] for _ in range(4)]
     for place, one in enumerate(runs):
         for other in runs[:place]:
             assert not set(one.tolist()) >= set(other.tolist())
@@ -153,47 +139,23 @@ def test_noise_leaves_sums(dtype: torch.dtype) -> None:
         assert not torch.equal(noisy[name], value)
 
 
-def test_noise_discrete_multiples_of_grid() -> None:
-    grid = 2.0**-12
-    clipping = Clipping.flat(["w"], 1.0, grid=grid)
-    sums = {"w": torch.tensor([[2**61, -(2**61), 7]], dtype=torch.int64)}
-    noisy = Noise(1.0, "discrete_gaussian").add(
-        sums, clipping, "add_or_remove_one", make_generator("aes", seed=5)
-    )
-    assert noisy["w"].dtype == torch.float64
-    steps = noisy["w"] / grid
-    assert torch.equal(steps, steps.round())
-    assert (steps[0, 2] - 7).abs() < 10 / grid
-    torch.testing.assert_close(
-        steps[0, :2], torch.tensor([2.0**61, -(2.0**61)], dtype=torch.float64), rtol=1e-12, atol=0
-    )
-
-
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_noise_multiplier_zero(mechanism: Mechanism) -> None:
-    sums = {name: value + 3 for name, value in sums_for(mechanism, 5).items()}
-    noisy = Noise(0.0, mechanism).add(
-        sums, clipping_for(mechanism), "add_or_remove_one", make_generator("aes")
-    )
-    step = clipping_for(mechanism).grid or 1.0
+def test_noise_multiplier_zero() -> None:
+    sums = {name: value + 3 for name, value in zeros(5).items()}
+    noisy = Noise(0.0).add(sums, CLIPPING, "add_or_remove_one", make_generator("aes"))
     for name, value in noisy.items():
-        assert value.tolist() == [3 * step] * 5
+        assert value.tolist() == [3.0] * 5
         assert value.data_ptr() != sums[name].data_ptr()
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_noise_empty_tensor(mechanism: Mechanism) -> None:
-    noisy = drawn(mechanism, 1.0, "add_or_remove_one", make_generator("aes"), size=0)
+def test_noise_empty_tensor() -> None:
+    noisy = drawn(1.0, "add_or_remove_one", make_generator("aes"), size=0)
     assert {name: value.shape for name, value in noisy.items()} == dict.fromkeys(("w", "v", "u"), (0,))
 
 
 def test_noise_device_of_released_tensors(device: torch.device) -> None:
-    for mechanism in MECHANISMS:
-        sums = {name: value.to(device) for name, value in sums_for(mechanism, 10).items()}
-        noisy = Noise(1.0, mechanism).add(
-            sums, clipping_for(mechanism), "add_or_remove_one", make_generator("aes")
-        )
-        assert all(value.device == sums[name].device for name, value in noisy.items())
+    sums = {name: value.to(device) for name, value in zeros(10).items()}
+    noisy = Noise(1.0).add(sums, CLIPPING, "add_or_remove_one", make_generator("aes"))
+    assert all(value.device == sums[name].device for name, value in noisy.items())
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
@@ -207,58 +169,12 @@ def test_noise_multiplier_refused(multiplier: float) -> None:
     assert "target_epsilon" in str(caught.value.next_step)
 
 
-def test_noise_unknown_mechanism_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        Noise(1.0, "laplace")  # type: ignore[arg-type]
-    assert caught.value.arrived == "the noise mechanism is 'laplace'"
-    assert caught.value.expected == "one of gaussian, discrete_gaussian"
-
-
-def refusal(act: Callable[[], Any]) -> ConfigError:
-    with pytest.raises(ConfigError) as caught:
-        act()
-    return caught.value
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.complex64])
 def test_noise_half_precision_sums_refused(dtype: torch.dtype) -> None:
-    sums = {**sums_for("gaussian", 3), "u": torch.zeros(3, dtype=dtype)}
-    error = refusal(
-        lambda: Noise(1.0).add(sums, clipping_for("gaussian"), "add_or_remove_one", make_generator("aes"))
-    )
+    sums = {**zeros(3), "u": torch.zeros(3, dtype=dtype)}
+    with pytest.raises(ConfigError) as caught:
+        Noise(1.0).add(sums, CLIPPING, "add_or_remove_one", make_generator("aes"))
+    error = caught.value
     assert error.arrived == f"the sum of u is {dtype}"
-    assert error.expected == "torch.float32 or torch.float64 for gaussian noise"
+    assert error.expected == "torch.float32 or torch.float64"
     assert "sum in float32" in str(error.next_step)
-
-
-def test_noise_discrete_needs_integer_sums() -> None:
-    grid = clipping_for("discrete_gaussian")
-    error = refusal(
-        lambda: Noise(1.0, "discrete_gaussian").add(
-            sums_for("gaussian", 3), grid, "add_or_remove_one", make_generator("aes")
-        ),
-    )
-    assert error.arrived == "the sum of w is torch.float32"
-    assert "not rounded to the grid" in str(error.cause)
-
-
-def test_noise_mechanism_and_grid_go_together() -> None:
-    for mechanism, other in (MECHANISMS, MECHANISMS[::-1]):
-        add, sums, clipping = Noise(1.0, mechanism).add, sums_for(mechanism, 3), clipping_for(other)
-        error = refusal(partial(add, sums, clipping, "add_or_remove_one", make_generator("aes")))
-        assert error.arrived.startswith(
-            f"{mechanism} noise on sums {'on a grid' if other == 'discrete_gaussian' else 'with no grid'}"
-        )
-        assert error.next_step
-
-
-def test_noise_too_fine_grid_refused() -> None:
-    clipping = Clipping.flat(["w"], 1.0, grid=2.0**-45)
-    sums = {"w": torch.zeros(3, dtype=torch.int64)}
-    error = refusal(
-        lambda: Noise(1.0, "discrete_gaussian").add(
-            sums, clipping, "add_or_remove_one", make_generator("aes")
-        )
-    )
-    assert "standard deviation is 1, and the grid" in error.arrived
-    assert f"a grid from {2.0**-44:g}" in str(error.expected)

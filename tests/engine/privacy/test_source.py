@@ -1,19 +1,16 @@
 """Sources of clipped sums: empty batches, records that are no numbers, memory that runs out, parameters that
-change, the grid.
+change.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from psgrad.engine.execution import streaming
@@ -72,20 +69,15 @@ def assert_same(found: ClippedSum, expected: dict[str, Tensor], tolerance: float
 # -- batches -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("grid", [None, 2.0**-20])
-def test_clipped_source_empty_batch(
-    model: nn.Module, batch: tuple[Tensor, Tensor], grid: float | None
-) -> None:
+def test_clipped_source_empty_batch(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     nothing = (batch[0][:0], batch[1][:0])
-    clipping = Clipping.per_layer(names_of(model), 1.0, grid=grid)
+    clipping = Clipping.per_layer(names_of(model), 1.0)
     for source in (in_memory(model, nothing), stream_source(stream_of(model, nothing), 0)):
         result = source(clipping)
         assert {name: value.shape for name, value in result.sums.items()} == {
             n: p.shape for n, p in model.named_parameters()
         }
-        assert {value.dtype for value in result.sums.values()} == {
-            torch.float64 if grid is None else torch.int64
-        }
+        assert {value.dtype for value in result.sums.values()} == {torch.float64}
         assert not any(value.any() for value in result.sums.values())
         assert result.records.factors.shape == (0, 2)
         assert result.records.norms.shape == result.records.losses.shape == result.records.below.shape == (0,)
@@ -299,91 +291,6 @@ def test_clipped_source_branching_model() -> None:
     gradients = torch.where(value > 0, 2 * value, torch.full_like(value, -3)).unsqueeze(1) * rows
     clipping = Clipping.flat(weight, 0.7)
     assert_same(batch_source(loss, weight, rows)(clipping), clipped_loop({"w": gradients}, clipping))
-
-
-# -- the grid ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("clip", [Clipping.flat, Clipping.per_layer])
-def test_clipped_source_grid_integer_sums(
-    model: nn.Module, batch: tuple[Tensor, Tensor], clip: Callable[..., Clipping]
-) -> None:
-    grid = 2.0**-7
-    clipping = clip(names_of(model), 1.0, grid=grid)
-    gradients = one_sample_gradients(model, F.cross_entropy, batch[:1], batch[1])
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    expected = {name: torch.zeros_like(value[0], dtype=torch.int64) for name, value in gradients.items()}
-    for record in range(RECORDS):
-        for group in clipping.groups:
-            bound = group.bound - math.sqrt(sum(sizes[name] for name in group.parameters)) * grid / 2
-            norm = float(torch.cat([gradients[name][record].flatten() for name in group.parameters]).norm())
-            for name in group.parameters:
-                expected[name] += (gradients[name][record] * min(1.0, bound / norm) / grid).round().long()
-    result = in_memory(model, batch)(clipping)
-    for name, value in expected.items():
-        assert result.sums[name].dtype == torch.int64
-        # the bound is a little tighter than here, which an entry between two steps may show
-        assert (result.sums[name] - value).abs().max() <= 1
-    assert (result.records.factors < 1).any()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_clipped_source_grid_sum_is_exact(dtype: torch.dtype, device: torch.device) -> None:
-    """A kernel that rounds a record's gradient by the size of the batch would move the sum by more than one
-    record.
-    """
-    model = nn.Sequential(nn.Linear(60, 130), nn.Tanh(), nn.Linear(130, 70)).to(device, dtype)
-    batch = (
-        torch.randn(RECORDS, 60, dtype=dtype, device=device),
-        torch.randint(70, (RECORDS,), device=device),
-    )
-    clipping = Clipping.flat(names_of(model), 1.0, grid=2.0**-30)
-    whole = in_memory(model, batch)(clipping).sums
-    single = [
-        in_memory(model, (batch[0][i : i + 1], batch[1][i : i + 1]))(clipping).sums for i in range(RECORDS)
-    ]
-    chunks = stream_source(stream_of(model, batch, chunk_size=4), RECORDS)(clipping).sums
-    for name, value in whole.items():
-        assert torch.equal(value, torch.stack([sums[name] for sums in single]).sum(0))
-        assert torch.equal(value, chunks[name])
-
-
-@given(st.integers(0, 2**20), st.sampled_from([1e-3, 1.0, 1e4, 1e30]), st.integers(4, 24))
-def test_clipped_source_grid_bound_is_exact(seed: int, scale: float, fine: int) -> None:
-    torch.manual_seed(seed)
-    params = {"w": torch.randn(7, 5), "b": torch.zeros(7)}
-    x, k = torch.randn(1, 3, 5), torch.randn(1, 3, 7) * scale
-    grid = 2.0**-fine
-    clipping = Clipping.flat(params, 1.0, grid=grid)
-    sums = batch_source(bilinear, params, x, k)(clipping).sums
-    steps = sum(int(entry) ** 2 for value in sums.values() for entry in value.flatten().tolist())
-    assert steps * grid**2 <= 1.0
-    if scale >= 1e4:
-        assert steps * grid**2 >= (1 - 7 * grid) ** 2
-
-
-@pytest.mark.parametrize("monster", [name for name, (_, _, adds) in MONSTERS.items() if not adds])
-def test_clipped_source_grid_nonfinite_record(monster: str) -> None:
-    x, k = planted(*MONSTERS[monster][:2])
-    clipping = Clipping.per_parameter(WIDE, 1.0, grid=2.0**-20)
-    others = [i for i in range(6) if i != PLACE]
-    result = batch_source(bilinear, WIDE, x, k)(clipping)
-    rest = batch_source(bilinear, WIDE, x[others], k[others])(clipping)
-    assert all(torch.equal(result.sums[name], rest.sums[name]) for name in WIDE)
-    assert not result.records.factors[PLACE].any() or monster == "huge contributions that cancel to nothing"
-
-
-def test_clipped_source_grid_rounding_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    grid = 2.0**-24
-    clipping = Clipping.flat(names_of(model), 0.5, grid=grid)
-    sums = in_memory(model, batch)(clipping).sums
-    plain = in_memory(model, batch)(replace(clipping, grid=None)).sums
-    dimensions = sum(value.numel() for value in plain.values())
-    assert (
-        distance({name: value.double() * grid for name, value in sums.items()}, plain)
-        <= RECORDS * math.sqrt(dimensions) * grid
-    )
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])

@@ -30,15 +30,6 @@ from psgrad.engine.gradients.terms.numerics import (
 from psgrad.engine.gradients.terms.term import Multiply, Placed, Term, joined, sums_of_grams
 
 
-def outer_square_norms(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[n] float64: the squared norms of one outer product for each sample and group, from its factors
-    [n, g, t, a] and [n, g, t, b], t at most one.
-    """
-    squares = [torch.linalg.vector_norm(f.double(), dim=(2, 3)).square_() for f in (left, right)]
-    each = squares[0].mul_(squares[1])
-    return each.squeeze(1) if each.shape[1] == 1 else each.sum(1)
-
-
 @dataclass(frozen=True)
 class Product(CutMaps, Term):
     """Sums over positions of outer products: `ngta,ngtb->ngab`. The weight gradient of every matrix
@@ -67,9 +58,9 @@ class Product(CutMaps, Term):
 
     def square_norms(self) -> torch.Tensor:
         if self.left.shape[2] <= 1:
-            each = 8 * (self.left.shape[1:].numel() + self.right.shape[1:].numel())
-            some = [self.at(block).factors for block in blocks(self.samples, each, self.device)]
-            return joined([outer_square_norms(*factors) for factors in some], self)
+            size = 8 * sum(f.shape[1:].numel() for f in self.factors)
+            some = [self.at(block) for block in blocks(self.samples, size, self.device)]
+            return joined([part.position_square_norms() for part in some], self)
         left, right = accumulating(self.left), accumulating(self.right)
         n, groups, positions = left.shape[:3]
         if self.order() == "materialise":
@@ -180,7 +171,7 @@ class Product(CutMaps, Term):
         return (torch.matmul(self.left, value) * self.right).sum((1, 3))
 
     def position_square_norms(self) -> torch.Tensor:
-        left, right = (torch.linalg.vector_norm(f, dim=3, dtype=torch.float64) for f in self.factors)
+        left, right = (torch.linalg.vector_norm(f.double(), dim=3) for f in self.factors)
         return (left * right).square_().sum((1, 2))
 
     def exponents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,13 +12,13 @@ from psgrad.engine.privacy.accounting.composition import (
     tightest_epsilon,
 )
 from psgrad.engine.privacy.accounting.epsilon import Epsilon, epsilon_rdp
-from psgrad.engine.privacy.accounting.events import Events, Mechanism, StepEvent, event_of, merged
+from psgrad.engine.privacy.accounting.events import MECHANISM, Events, StepEvent, event_of, merged
 from psgrad.engine.privacy.accounting.noise_calibration import adaptive_multiplier, noise_multiplier_for
 
 __all__ = [
+    "MECHANISM",
     "Epsilon",
     "Events",
-    "Mechanism",
     "StepEvent",
     "adaptive_multiplier",
     "coarse_epsilon_pld",

@@ -75,9 +75,6 @@ def coarse_epsilon_pld(events: Iterable[tuple[StepEvent, int]], delta: float) ->
 def _epsilon(events: Iterable[tuple[StepEvent, int]], delta: float, coarse: bool) -> Epsilon:
     assert_delta(delta)
     counts = merged(events)
-    for event in counts:
-        if reason := why_not_pld(event):
-            return Epsilon(None, reason)
     if not counts:
         return Epsilon(0.0)
     if any(event.noise_multiplier == 0 for event in counts):
@@ -113,13 +110,12 @@ def _composable(
 
 
 def delta_curve(events: Events, epsilons: np.ndarray) -> np.ndarray | None:
-    """[k] float64: delta of steps at epsilons [k] by loss distributions; None where they don't cover the
-    steps, or where a step had no noise.
+    """[k] float64: delta of steps at epsilons [k] by loss distributions; None for more steps than they are
+    composed for, for none, and where a step had no noise.
     """
     counts = merged(events)
     steps = sum(counts.values())
-    uncovered = any(why_not_pld(event) or event.noise_multiplier == 0 for event in counts)
-    if not counts or uncovered or steps > _MOST_STEPS:
+    if not counts or any(event.noise_multiplier == 0 for event in counts) or steps > _MOST_STEPS:
         return None
     counts, interval, _ = _composable(counts, False)
     return np.minimum(pld_deltas(counts, epsilons, interval) + _ROUNDING * steps, 1.0)
@@ -129,16 +125,6 @@ def delta_curve(events: Events, epsilons: np.ndarray) -> np.ndarray | None:
 def _composed(counts: tuple[tuple[StepEvent, int], ...], delta: float, interval: float) -> float:
     """`pld_epsilon`, once for the same numbers: a plan, its figure and its statement ask for the same."""
     return pld_epsilon(dict(counts), delta, interval)
-
-
-def why_not_pld(event: StepEvent) -> str | None:
-    """Why loss distributions don't cover a step; None if they do."""
-    if event.mechanism == "discrete_gaussian":
-        return (
-            "the losses of noise on the integers have no known distribution in many dimensions; its moments"
-            " (RDP) are known"
-        )
-    return None
 
 
 def gathered(counts: Mapping[StepEvent, int]) -> dict[StepEvent, int]:
@@ -229,12 +215,11 @@ def pld_curve(events: Events, delta: float) -> list[tuple[int, float]]:
     first step, the last one, and some between, densest at first, where epsilon grows the least like the
     square root of the steps.
 
-    Empty where loss distributions don't cover the steps, or where the steps are of more than _ALIKE kinds, as
-    each point takes long then.
+    Empty where the steps are of more than _ALIKE kinds, as each point takes long then.
     """
     runs = [(event, steps) for event, steps in events if merged([(event, steps)])]
     kinds = merged(runs)
-    if not kinds or len(kinds) > _ALIKE or any(why_not_pld(event) for event in kinds):
+    if not kinds or len(kinds) > _ALIKE:
         return []
     total = sum(kinds.values())
     squares = [total * (place / _FEW_POINTS) ** 2 for place in range(1, _FEW_POINTS + 1)]

@@ -1,11 +1,8 @@
 """Epsilon by Renyi differential privacy (RDP), and the calls to dp-accounting, which computes every epsilon.
 The library is imported where it is needed: that takes a second.
 
-RDP adds up moments of one step's privacy loss over the steps. Noise on the integers has the same moments of
-integer order as continuous noise: a shift by integers maps the integers to themselves, and so does the
-reflection by which adding a record is shown to cost no more than removing one (Mironov, Talwar and Zhang,
-"Renyi Differential Privacy of the Sampled Gaussian Mechanism", arXiv 1908.10530, theorem 5). Its moments of
-other orders differ, and these orders are left out.
+RDP adds up moments of one step's privacy loss over the steps (Mironov, Talwar and Zhang, "Renyi Differential
+Privacy of the Sampled Gaussian Mechanism", arXiv 1908.10530).
 """
 
 from __future__ import annotations
@@ -90,8 +87,7 @@ def rdp_epsilon(orders: np.ndarray, rates: np.ndarray, delta: float) -> tuple[fl
 
 
 def pld_epsilon(counts: Mapping[StepEvent, int], delta: float, interval: float) -> float:
-    """Epsilon of these steps by dp_accounting.pld.PLDAccountant, all under one relation and with continuous
-    noise.
+    """Epsilon of these steps by dp_accounting.pld.PLDAccountant, all under one relation.
 
     interval: between two losses of its grid, on which it rounds so that no epsilon comes out too small.
     """
@@ -157,13 +153,12 @@ def _event(event: StepEvent, noise: float) -> Any:
     return plain if event.sample_rate == 1 else library.PoissonSampledDpEvent(event.sample_rate, plain)
 
 
-# Relations that the accountant handles by itself.
+# The orders of moments that dp-accounting takes.
 ORDERS = np.array(
     [1 + tenths / 10 for tenths in range(1, 100)]
     + [float(order) for order in range(11, 64)]
     + [128.0, 256.0, 512.0, 1024.0]
 )
-_WHOLE = np.floor(ORDERS) == ORDERS
 
 
 def epsilon_rdp(events: Iterable[tuple[StepEvent, int]], delta: float) -> Epsilon:
@@ -207,8 +202,6 @@ def step_moments(event: StepEvent) -> np.ndarray:
     Takes 30 ms for a new event.
     """
     rates = rdp_rates(event, ORDERS) if event.noise_multiplier else np.full(len(ORDERS), math.inf)
-    if event.mechanism == "discrete_gaussian":
-        rates = np.where(_WHOLE, rates, math.inf)
     rates.flags.writeable = False
     return rates
 

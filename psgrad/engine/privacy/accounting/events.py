@@ -11,18 +11,19 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import FIELDS, Sampling, Scheme
 from psgrad.errors import ConfigError
 
-Mechanism = Literal["gaussian", "discrete_gaussian"]
+MECHANISM = "gaussian"
+"""The noise of every step, as ledgers and statements name it."""
 Events = Sequence[tuple["StepEvent", int]]
 """(event, how many such steps), in the order in which they are taken."""
 
 # The relations that each accountant covers, for each scheme: moments (RDP), and privacy loss distributions
-# (PLD), which need continuous noise.
+# (PLD).
 RDP_RELATIONS: dict[Scheme, tuple[Relation, ...]] = {
     "poisson": ("add_or_remove_one", "zero_out"),
     "truncated_poisson": (),
@@ -57,7 +58,6 @@ class StepEvent:
             what sum and count cost together.
         sampling: how the batch was drawn.
         relation: which datasets are neighbours.
-        mechanism: continuous noise, or noise on the integers.
 
     Raises ConfigError for a multiplier that is negative or not finite, and for what no accountant covers.
     """
@@ -65,11 +65,9 @@ class StepEvent:
     noise_multiplier: float
     sampling: Sampling
     relation: Relation
-    mechanism: Mechanism = "gaussian"
 
     def __post_init__(self) -> None:
         _assert_one_of("relation", self.relation, get_args(Relation))
-        _assert_one_of("mechanism", self.mechanism, get_args(Mechanism))
         number = isinstance(self.noise_multiplier, int | float) and not isinstance(
             self.noise_multiplier, bool
         )
@@ -95,16 +93,6 @@ class StepEvent:
                 expected=f"one of {', '.join(PLD_RELATIONS[scheme])} with {scheme} sampling",
                 cause=_WHY_NONE[scheme, self.relation],
                 next_step="choose another relation, or `scheme: poisson`, which is covered under all of them",
-            )
-        if self.mechanism == "discrete_gaussian" and self.relation not in RDP_RELATIONS[scheme]:
-            raise ConfigError(
-                f"no accountant covers discrete noise with {scheme} sampling under {self.relation}",
-                expected=(
-                    "poisson sampling under add_or_remove_one or zero_out, or fixed batches under replace_one"
-                    " or zero_out"
-                ),
-                cause="discrete noise is accounted by its moments, and these are known for the schemes above",
-                next_step="choose one of these, or `mechanism: gaussian`",
             )
 
     @property
@@ -138,14 +126,14 @@ class StepEvent:
             "noise_multiplier": self.noise_multiplier,
             **self.sampling.describe(),
             "relation": self.relation,
-            "mechanism": self.mechanism,
+            "mechanism": MECHANISM,
         }
 
 
 def event_of(line: Mapping[str, Any]) -> StepEvent:
     """The event of a ledger line. Other fields than those of `StepEvent.line` are ignored.
 
-    Raises ConfigError for a line that lacks a field, or holds what no event can.
+    Raises ConfigError for a line that lacks a field, or holds what no event can, and for other noise.
     """
 
     def field(name: str) -> Any:
@@ -157,6 +145,7 @@ def event_of(line: Mapping[str, Any]) -> StepEvent:
             )
         return line[name]
 
+    require_gaussian(field("mechanism"), "a ledger line")
     scheme = field("scheme")
     _assert_one_of("sampling scheme", scheme, get_args(Scheme))
     # A line with a number of another scheme contradicts itself; Sampling raises the error.
@@ -166,8 +155,18 @@ def event_of(line: Mapping[str, Any]) -> StepEvent:
         field("noise_multiplier"),
         Sampling(scheme, **(others | numbers)),
         field("relation"),
-        field("mechanism"),
     )
+
+
+def require_gaussian(mechanism: object, where: str) -> None:
+    """Raises ConfigError unless the noise that is named there is what psgrad draws and accounts."""
+    if mechanism != MECHANISM:
+        raise ConfigError(
+            f"the noise of {where} is {mechanism!r}",
+            expected=f"{MECHANISM}, the only mechanism",
+            cause="a run that an earlier psgrad, which had discrete noise too, began",
+            next_step="go on with it in the psgrad that began it, or begin a new run",
+        )
 
 
 def merged(events: Iterable[tuple[StepEvent, int]]) -> dict[StepEvent, int]:

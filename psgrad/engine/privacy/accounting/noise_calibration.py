@@ -28,7 +28,7 @@ def noise_multiplier_for(target_epsilon: float, delta: float, events_for: Callab
     it.
 
     The epsilon that is compared with the target is that of loss distributions (PLD), which is reported in the
-    end, and of RDP for noise that PLD does not cover. The search begins where RDP leads, and goes over a
+    end, and of RDP for plans that PLD does not cover. The search begins where RDP leads, and goes over a
     coarse grid.
 
     events_for: the steps of a run, by the noise multiplier (of a schedule, its base).
