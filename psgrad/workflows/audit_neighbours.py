@@ -24,8 +24,9 @@ from psgrad.engine.privacy.clipped_sums import Total
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.records import Records, record_loss
+from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.engine.privacy.step import NoisySum, PrivateTraining
-from psgrad.engine.privacy.unchanged import Unchanged
+from psgrad.engine.privacy.unchanged import BitSums, Unchanged, has_bits
 from psgrad.errors import DataError
 from psgrad.ragged import Block
 from psgrad.results import NeighbourPair
@@ -142,6 +143,7 @@ class Contributions(NamedTuple):
     """What a few records add to the sum, and the state of the model and the loss then."""
 
     sums: dict[int, dict[str, Tensor]]  # by the record's number: name -> [*shape]
+    bits: dict[str, BitSums]  # of the published tensors
     state: Unchanged
 
 
@@ -150,7 +152,9 @@ def contributions(setup: PrivateSetup) -> Contributions:
     chosen = np.unique(np.linspace(0, len(setup.records) - 1, _REPEATED, dtype=np.int64))
     _by_record(setup, chosen)(setup.clipping)  # the first computation sizes chunks, which takes coins, too
     sums = {int(record): dict(_by_record(setup, record[None])(setup.clipping).sums) for record in chosen}
-    return Contributions(sums, Unchanged(setup.run.model, setup.run.criterion.function))
+    tensors = tensors_of(setup.run.model)
+    bits = {name: BitSums.of(each) for name, each in tensors.items() if has_bits(each)}
+    return Contributions(sums, bits, Unchanged(setup.run.model, setup.run.criterion.function))
 
 
 def audited_state(setup: PrivateSetup, before: Contributions, processes: Processes) -> list[NeighbourPair]:
@@ -167,7 +171,7 @@ def audited_state(setup: PrivateSetup, before: Contributions, processes: Process
 
 def _state_of_one(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
     """The result of `audited_state` for this process alone."""
-    after = contributions(setup).sums
+    after, bits, _ = contributions(setup)
     squares = [
         sum(
             float((after[record][name].double() - value.double()).square().sum())
@@ -177,7 +181,15 @@ def _state_of_one(setup: PrivateSetup, before: Contributions) -> NeighbourPair:
     ]
     distance = math.sqrt(max(squares, default=0.0))
     sensitivity = setup.clipping.sensitivity(setup.privacy.relation)
-    differing = before.state.changes(by_bits=True)
+    differing = [
+        f"the published {name}"
+        for name, each in before.bits.items()
+        if name not in bits or not each.same(bits[name])
+    ]
+    # By values, and not by counts of writes: ranks give each other the same weights again.
+    version = before.state.version
+    before.state.renew()
+    differing += ["the state of the model and the loss"] if before.state.version != version else []
     holds = distance <= _AGAIN * sensitivity and not differing  # not so for NaN
     finite = math.isfinite(distance)
     return NeighbourPair(
