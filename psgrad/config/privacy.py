@@ -259,22 +259,15 @@ class PrivacyConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _records_have_moments(self) -> PrivacyConfig:
-        scheme = self.sampling.scheme
-        replaced = scheme == "poisson" and self.relation == "replace_one"
-        if self.individual_every is not None and (scheme == "truncated_poisson" or replaced):
-            raise ValueError(
-                f"individual_every: a record is accounted by its moments, which are not known for {scheme}"
-                f" sampling under {self.relation}"
-            )
+        kind = f"{self.sampling.scheme} sampling under {self.relation}"
+        if self.individual_every and kind.startswith(("truncated", "poisson sampling under replace")):
+            raise ValueError(f"individual_every: the moments of a record are not known for {kind}")
         return self
 
     @model_validator(mode="after")
     def _a_budget_counts_what_is_private(self) -> PrivacyConfig:
         if self.budget is not None and self.noise.seed is not None:
-            raise ValueError(
-                "budget: a run with noise.seed protects nothing from who knows the seed, and no budget can"
-                " count that; leave one of them out"
-            )
+            raise ValueError("budget: a seeded run protects nothing from who knows noise.seed; leave one out")
         return self
 
     @model_validator(mode="after")

@@ -226,7 +226,7 @@ def test_budget_file_that_is_another_file_is_refused(
 
 def test_budget_with_a_seed_is_refused(private: PrivateWorkplace) -> None:
     private.privacy["noise"]["seed"] = 1
-    private.refused(2, "no budget can count that", options=("--insecure-deterministic",))
+    private.refused(2, "protects nothing from who knows noise.seed", options=("--insecure-deterministic",))
 
 
 # -- copies and backups --------------------------------------------------------------------------------------
