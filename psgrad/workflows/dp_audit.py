@@ -13,7 +13,7 @@ import numpy as np
 
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
-from psgrad.engine.privacy.accounting import MECHANISM, Events, epsilon_pld, epsilon_rdp
+from psgrad.engine.privacy.accounting import MECHANISM, Events, epsilon_pld, epsilon_rdp, part_of
 from psgrad.engine.privacy.audit import METHODS, AuditedRun, Canaries, judge, play
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.errors import ConfigError
@@ -123,7 +123,7 @@ def dp_audit(
                 lead.end()
         running.add(ranks=facts_of(lead, hosts, processes))
         with clock("bounds"):
-            events = first(planned_events(privacy, base), taken)
+            events = part_of(planned_events(privacy, base), 0, taken)
             accounted, accountant = accounted_epsilon(events, privacy.delta)
             verdict = judge(played, events, privacy.delta, confidence, accounted)
         with clock("neighbours"):
@@ -254,15 +254,6 @@ def canaries_for(setup: PrivateSetup) -> int:
         else min(max(sizes), max(setup.sampling.dataset_size // 2, 1))
     )
     return min(_MANY, max(_ENOUGH, min(sizes)), room)
-
-
-def first(events: Events, steps: int) -> Events:
-    """The first `steps` steps."""
-    found = []
-    for event, count in events:
-        found.append((event, min(count, steps)))
-        steps -= found[-1][1]
-    return [(event, count) for event, count in found if count]
 
 
 def accounted_epsilon(events: Events, delta: float) -> tuple[float | None, str]:
