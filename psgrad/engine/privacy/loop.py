@@ -145,7 +145,7 @@ class _Loop:
         self.drawn = DrawnBatch()
         self.called: tuple[tuple[Tensor, ...], Any] | None = None
         self._batch: tuple[tuple[Tensor, ...], Any] | None = None
-        self._checked = self._warm = False
+        self._checked = self._warm = self._begun = False
 
     def begin(self, inputs: tuple[Tensor, ...]) -> None:
         """Take the state of the model and the loss for what it is to be at the end of the step: values that
@@ -155,6 +155,9 @@ class _Loop:
         if not self._warm:
             self._warm = True
             warm_up(self.objective.model, lambda: self.objective.model(*stand_ins(inputs)[0]))
+        if self._begun:  # the model was called on records already
+            self._state.require(by_bits=True)
+        self._begun = True
         self._state.renew()
 
     def inputs_of(self, output: Any) -> tuple[Tensor, ...]:
@@ -221,6 +224,7 @@ class _Loop:
             options |= {"coins": self._coins, "programs": self._programs}
             found = batch_source(loss, params, inputs, target, **options)(clipping)
             self._state.require(by_bits=True)
+            self._begun = False
             return found
 
         return source

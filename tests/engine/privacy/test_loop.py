@@ -339,6 +339,16 @@ def test_loop_state_that_the_user_changes_between_calls_stays() -> None:
         assert model.factor == factor
 
 
+def test_loop_model_that_is_called_twice_keeps_nothing_of_the_first_call() -> None:
+    model = Keeping()
+    model.limit = 5.0
+    module, _, _, loader = parts_of(model, rows=with_and_without(large=6.0)[0])
+    inputs, _ = next(iter(loader))
+    module(inputs)
+    with pytest.raises(ModelError, match=r"wrote into (factor|largest) while records were computed"):
+        module(inputs)
+
+
 def test_loop_criterion_that_keeps_what_it_saw_ends_before_it_pays() -> None:
     parts = parts_of(network(), criterion=Criterion())
     with pytest.raises(ModelError, match=r"wrote into Criterion\.seen"):
