@@ -633,6 +633,7 @@ def test_dp_resume_after_the_last_checkpoint_has_the_noisy_sum(
         ({"expected_batch_size": 11}, "expected_batch_size"),
         ({"delta": 0.001}, "delta"),
         ({"steps": 30}, "planned_steps"),
+        ({"records": "alone"}, "records was null and is"),
     ],
 )
 def test_a_resume_under_other_terms_is_refused(
