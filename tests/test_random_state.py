@@ -74,10 +74,3 @@ def test_states_of_all_generators_are_restored() -> None:
         assert random_state.all_states() != before
         assert len({a == b for a, b in zip(before, random_state.all_states(), strict=True)}) == 1
     assert random_state.all_states() == before
-
-
-def test_what_pytorch_has_drawn_after_its_seed_is_noticed() -> None:
-    torch.manual_seed(3)
-    assert not random_state.torch_has_drawn()
-    torch.rand(1)
-    assert random_state.torch_has_drawn()

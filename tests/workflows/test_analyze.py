@@ -613,10 +613,10 @@ def test_a_full_disk_keeps_the_finished_rows(quick: Workplace, monkeypatch: pyte
     monkeypatch.setattr("psgrad.workflows.analyze_passes._ROWS_PER_SHARD", 8)
     honest = psgrad.storage.durable_files.write_atomically
 
-    def full(target: Path, data: Any) -> None:
+    def full(target: Path, data: Any, *mode: int | None) -> None:
         if target.name == "00002.parquet":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        honest(target, data)
+        honest(target, data, *mode)
 
     monkeypatch.setattr("psgrad.storage.durable_files.write_atomically", full)
     quick.refused(

@@ -49,7 +49,7 @@ from psgrad.engine.gradients.bounded_sums import in_type
 from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.per_sample import BatchPass, SamplesDisagree
 from psgrad.engine.gradients.terms import square_norm
-from psgrad.engine.privacy.clipping import MARGIN, Clipping
+from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.coins import Coins, Seeds
 from psgrad.engine.privacy.full_precision import autocast_around, in_full_precision
 from psgrad.engine.privacy.sum_programs import SumPrograms
@@ -362,7 +362,7 @@ class _ClippedNorms:
     ) -> _ClippedNorms:
         """The factors of these norms."""
         norms = clipping.group_norms(square_norms)
-        factors = clipping.factors(norms, rounded=False, margin=MARGIN, bounds=bounds)
+        factors = clipping.factors(norms, bounds)
         return cls(clipping, bounds, norms, factors)
 
     def cancelling(self, absolute: Mapping[str, torch.Tensor]) -> torch.Tensor:

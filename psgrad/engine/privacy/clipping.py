@@ -18,8 +18,6 @@ from typing import Any, Literal
 
 import torch
 
-from psgrad.engine.gradients import SquareNorms
-from psgrad.engine.gradients.terms import accumulating_dtype
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.rounding import noisy
@@ -27,11 +25,8 @@ from psgrad.errors import ConfigError
 
 Rule = Literal["clip", "automatic"]
 
-# The relative margin of a clipped norm below its bound. MARGIN is that of `clipped_sums.Clipper`, which
-# describes what it covers. The others are for sums of a caller's own, in this type: the usual rounding of a
-# factor and of a product.
+# The relative margin of a clipped norm below its bound; `clipped_sums.Clipper` describes what it covers.
 MARGIN = 2.0**-21
-_MARGIN = {torch.float32: 2.0**-21, torch.float64: 2.0**-48}
 # Bounds outside of this range would overflow or underflow float32 in the sum over a batch, or in its noise.
 _SMALLEST, _LARGEST = 1e-20, 1e20
 
@@ -167,15 +162,6 @@ class Clipping:
         each = math.sqrt(math.fsum(group.bound**2 for group in self.groups))
         return 2 * each if relation == "replace_one" else each
 
-    def weights(self, norms: SquareNorms, precision: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """name -> [n] float64: the factor of each record's gradient in that parameter.
-
-        0 in all parameters for a record whose norm is not finite in any. precision: as for `factors`; None
-        for that of the losses.
-        """
-        kind = accumulating_dtype(norms.losses.dtype) if precision is None else precision
-        return self.by_parameter(self.factors(self.group_norms(norms.by_parameter), kind))
-
     def group_norms(self, square_norms: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """[groups, n] float64: the norm of each record's gradient in each group, from name -> [n], the
         squared norms.
@@ -211,23 +197,11 @@ class Clipping:
         """[groups, 1] float64: the bound of each group."""
         return torch.tensor([[group.bound] for group in self.groups], dtype=torch.float64, device=device)
 
-    def factors(
-        self,
-        group_norms: torch.Tensor,
-        precision: torch.dtype = torch.float64,
-        *,
-        rounded: bool = True,
-        margin: float | None = None,
-        bounds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[groups, n] float64: the factor of each record in each group, from the norms [groups, n].
-
-        precision: the type in which gradients are multiplied and summed, float32 or float64. rounded: whether
-            the factors are numbers of this type, rounded towards zero. margin: the relative reduction of the
-            bound; None for that of this precision. bounds: as `bounds` gives them.
+    def factors(self, group_norms: torch.Tensor, bounds: torch.Tensor | None = None) -> torch.Tensor:
+        """[groups, n] float64: the factor of each record in each group, from the norms [groups, n]; 0 in all
+        groups for a record whose norm is not finite in any. bounds: as `bounds` gives them.
         """
-        room = 1 - (_MARGIN[precision] if margin is None else margin)
-        bounds = (self.bounds(group_norms.device) if bounds is None else bounds) * room
+        bounds = (self.bounds(group_norms.device) if bounds is None else bounds) * (1 - MARGIN)
         factors = (
             bounds / (group_norms + self.stability)
             if self.rule == "automatic"
@@ -236,7 +210,7 @@ class Clipping:
         # A quotient below the normal numbers has few digits: its rounding may exceed the margin.
         factors = torch.where(factors < torch.finfo(torch.float64).tiny, 0, factors)
         finite = torch.isfinite(group_norms).all(0)
-        return torch.where(finite, rounded_down(factors, precision) if rounded else factors, 0.0)
+        return torch.where(finite, factors, 0.0)
 
     def by_parameter(self, factors: torch.Tensor) -> dict[str, torch.Tensor]:
         """name -> [n], from the factors [groups, n]. The parameters of a group have one tensor together."""
@@ -263,13 +237,6 @@ class Clipping:
     def hash(self) -> str:
         """The SHA-256 of the description, for a ledger."""
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()
-
-
-def rounded_down(values: torch.Tensor, precision: torch.dtype) -> torch.Tensor:
-    """Values of any shape, not negative, rounded down to numbers of this type; float64 again."""
-    nearest = values.to(precision)
-    lower = torch.where(nearest > values, torch.nextafter(nearest, torch.zeros_like(nearest)), nearest)
-    return lower.double()
 
 
 def _assert_positive(what: str, value: float, smallest: float, largest: float) -> None:

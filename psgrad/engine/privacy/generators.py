@@ -52,10 +52,6 @@ class Generator(ABC):
     def uint64(self, n: int) -> np.ndarray:
         """[n]: the next n values, uniform on all of uint64."""
 
-    def uniform(self, n: int) -> np.ndarray:
-        """[n] float64 in [0, 1): multiples of 2^-53, all with the same probability."""
-        return (self.uint64(n) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
     @abstractmethod
     def normal(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"

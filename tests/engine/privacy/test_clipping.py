@@ -11,8 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from psgrad.engine.gradients import SquareNorms
-from psgrad.engine.privacy.clipping import Clipping, Group, rounded_down
+from psgrad.engine.privacy.clipping import MARGIN, Clipping, Group
 from psgrad.engine.privacy.records import Relation
 from psgrad.errors import ConfigError
 
@@ -21,11 +20,10 @@ pytestmark = pytest.mark.usefixtures("on_device")
 NAMES = ["encoder.0.weight", "encoder.0.bias", "encoder.1.weight", "head.weight", "scale"]
 
 
-def norms_of(*rows: list[float], dtype: torch.dtype = torch.float64) -> SquareNorms:
-    """The norms of a parameter a row, a record a column."""
+def norms_of(*rows: list[float]) -> dict[str, torch.Tensor]:
+    """The squared norms, by parameter, of norms in a row for each, a record a column."""
     values = torch.tensor(rows, dtype=torch.float64)
-    by_parameter = {name: row.square() for name, row in zip(NAMES, values, strict=False)}
-    return SquareNorms(by_parameter, torch.zeros(values.shape[1], dtype=dtype), None, {})
+    return {name: row.square() for name, row in zip(NAMES, values, strict=False)}
 
 
 # -- groups --------------------------------------------------------------------------------------------------
@@ -121,29 +119,34 @@ def test_clipping_description_and_hash() -> None:
 # -- factors -------------------------------------------------------------------------------------------------
 
 
+def weights_of(clipping: Clipping, norms: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return clipping.by_parameter(clipping.factors(clipping.group_norms(norms)))
+
+
 def test_clipping_factors() -> None:
     clipping = Clipping.flat(NAMES, 2.0)
-    weights = clipping.weights(
-        norms_of([0.0, 1.2, 3.0, 1e100], [0.0, 1.0, 4.0, 0.0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0])
+    weights = weights_of(
+        clipping,
+        norms_of([0.0, 1.2, 3.0, 1e100], [0.0, 1.0, 4.0, 0.0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]),
     )
     assert list(weights) == NAMES
     assert weights["scale"][:2].tolist() == [1.0, 1.0]
     torch.testing.assert_close(
-        weights["scale"], torch.tensor([1, 1, 0.4, 2e-100], dtype=torch.float64), rtol=1e-14, atol=0
+        weights["scale"], torch.tensor([1, 1, 0.4, 2e-100], dtype=torch.float64), rtol=2 * MARGIN, atol=0
     )
     assert all(weight is weights["scale"] for weight in weights.values())
 
 
 def test_clipping_factors_by_group() -> None:
     clipping = Clipping.by_pattern(NAMES, {"encoder.*": 1.0, "*": 10.0})
-    weights = clipping.weights(norms_of([3.0, 0.1], [4.0, 0.1], [12.0, 0.1], [5.0, 30.0], [0.0, 40.0]))
+    weights = weights_of(clipping, norms_of([3.0, 0.1], [4.0, 0.1], [12.0, 0.1], [5.0, 30.0], [0.0, 40.0]))
     inside, outside = (
         torch.tensor([1 / 13, 1], dtype=torch.float64),
         torch.tensor([1, 0.2], dtype=torch.float64),
     )
     for name in NAMES:
         torch.testing.assert_close(
-            weights[name], inside if name.startswith("encoder") else outside, rtol=1e-14, atol=0
+            weights[name], inside if name.startswith("encoder") else outside, rtol=2 * MARGIN, atol=0
         )
 
 
@@ -151,7 +154,7 @@ def test_clipping_factors_by_group() -> None:
 @pytest.mark.parametrize("make", [Clipping.flat, Clipping.per_parameter])
 @pytest.mark.parametrize("rule", ["clip", "automatic"])
 def test_clipping_factors_nonfinite_group(bad: float, make: Any, rule: str) -> None:
-    weights = make(NAMES, 1.0, rule=rule).weights(norms_of(*([[0.1, bad, 0.0]] + [[0.1, 0.1, 0.0]] * 4)))
+    weights = weights_of(make(NAMES, 1.0, rule=rule), norms_of(*([[0.1, bad, 0.0]] + [[0.1, 0.1, 0.0]] * 4)))
     assert all(weight[1] == 0 for weight in weights.values())
     assert all((weight[[0, 2]] > 0).all() for weight in weights.values())
 
@@ -161,7 +164,7 @@ def test_clipping_automatic_factors_at_zero() -> None:
         torch.tensor([[0.0, 1e-30, 0.99]], dtype=torch.float64)
     )
     torch.testing.assert_close(
-        weights, torch.tensor([[50.0, 50.0, 0.5]], dtype=torch.float64), rtol=1e-14, atol=0
+        weights, torch.tensor([[50.0, 50.0, 0.5]], dtype=torch.float64), rtol=2 * MARGIN, atol=0
     )
 
 
@@ -169,17 +172,11 @@ def test_clipping_automatic_factors_at_zero() -> None:
     st.lists(st.floats(0, 1e300), min_size=1, max_size=5),
     st.floats(1e-19, 1e19),
     st.sampled_from(["clip", "automatic"]),
-    st.sampled_from([torch.float32, torch.float64]),
 )
-@example([7.812345735190313e299], 1e-19, "clip", torch.float64)  # the factor is a subnormal number
-def test_clipping_factors_rounded_below_bound(
-    norms: list[float], bound: float, rule: Any, precision: torch.dtype
-) -> None:
+@example([7.812345735190313e299], 1e-19, "clip")  # the factor is a subnormal number
+def test_clipping_factors_below_bound(norms: list[float], bound: float, rule: Any) -> None:
     """Rounding takes less than the margin off, and adds nothing."""
-    result = Clipping.flat(["w"], bound, rule=rule).factors(
-        torch.tensor([norms], dtype=torch.float64), precision
-    )[0]
-    assert torch.equal(result.to(precision).double(), result)
+    result = Clipping.flat(["w"], bound, rule=rule).factors(torch.tensor([norms], dtype=torch.float64))[0]
     for factor, norm in zip(result.tolist(), norms, strict=True):
         exact = bound / (norm + 0.01) if rule == "automatic" else min(1.0, bound / norm) if norm else 1.0
         assert factor * norm < bound or (factor, norm) == (1.0, bound)
@@ -187,17 +184,10 @@ def test_clipping_factors_rounded_below_bound(
         assert factor >= exact * (1 - 1e-6) or exact < 2.0**-120
 
 
-@given(st.floats(0, 1e38))
-def test_clipping_round_down_to_float32(value: float) -> None:
-    result = rounded_down(torch.tensor([value], dtype=torch.float64), torch.float32)
-    following = torch.nextafter(result.float(), torch.tensor(math.inf)).double()
-    assert 0 <= result.item() <= value < following.item()
-
-
 def test_clipping_groups_of_other_parameters_refused() -> None:
     clipping = Clipping.flat(["encoder.0.weight", "frozen"], 1.0)
     with pytest.raises(
         ConfigError, match=r"in no group: encoder\.0\.bias; without gradient: frozen"
     ) as caught:
-        clipping.weights(norms_of([1.0], [1.0]))
+        weights_of(clipping, norms_of([1.0], [1.0]))
     assert "every parameter that is trained in one group" in str(caught.value)

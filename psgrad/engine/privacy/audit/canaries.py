@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from psgrad.engine.gradients.terms import accumulating_dtype
 from psgrad.engine.privacy.batches import GradientSource
 from psgrad.engine.privacy.clipped_sums import ClippedSum, RecordColumns, Total
 from psgrad.engine.privacy.clipping import Clipping
@@ -105,12 +104,6 @@ class Canaries:
             result[name][spikes.canaries] = self.sizes[name] ** 2
         return {name: norms[who] for name, norms in result.items()}
 
-    @property
-    def precision(self) -> torch.dtype:
-        """The type of sums over these parameters."""
-        kinds = {accumulating_dtype(value.dtype) for value in self.params.values()}
-        return torch.float32 if torch.float32 in kinds else torch.float64
-
     def nothing(self, clipping: Clipping) -> ClippedSum:
         """The clipped sum of no records."""
         return Total(clipping, self.params).result()
@@ -166,7 +159,7 @@ def with_canaries(
 
     def found(clipping: Clipping) -> ClippedSum:
         norms = clipping.group_norms(canaries.square_norms(chosen))
-        factors = clipping.factors(norms, canaries.precision)
+        factors = clipping.factors(norms)
         weights = clipping.by_parameter(factors)
         base = canaries.nothing(clipping) if source is None else source(clipping)
         sums = dict(base.sums)

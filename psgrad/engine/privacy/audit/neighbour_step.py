@@ -57,10 +57,6 @@ class LoggedGenerator(Generator):
         drawn: np.ndarray[Any, np.dtype[np.uint64]] = self._give("uint64", n).copy()
         return drawn
 
-    def uniform(self, n: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        drawn: np.ndarray[Any, np.dtype[np.float64]] = self._give("uniform", n).copy()
-        return drawn
-
     def normal(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Tensor:
