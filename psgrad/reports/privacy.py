@@ -54,7 +54,8 @@ def guarantee(step: dict[str, Any]) -> str:
     shared = (
         ""
         if budget is None
-        else "; all runs on these data that name their budget stay within epsilon"
+        else "; all runs on these data that name their budget, with settings that do not follow from the"
+        " results of others, stay within epsilon"
         f" {compact(budget['epsilon'])} at delta {compact(budget['delta'])} together"
     )
     return (

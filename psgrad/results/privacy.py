@@ -86,6 +86,9 @@ class StepStatement:
         return dict(vars(self))
 
 
+_OTHER_RUNS = "the settings of runs on these data do not follow from the results of others"
+
+
 def assumptions_of(step: Mapping[str, Any]) -> list[dict[str, str]]:
     """What the guarantee rests on, of the keys of a statement, and of `records` and `preflight` of the run:
     {"name", "status", "text"}, with the status 'checked' for what the run tests while it runs, and 'assumed'
@@ -108,6 +111,7 @@ def assumptions_of(step: Mapping[str, Any]) -> list[dict[str, str]]:
         ("grid", True, "sums are float64, and what is released is rounded to a public grid"),
         ("kernels", alone, kernels),
         ("sampling", False, f"{drawn}, and the generator's bits are as good as random"),
+        *((("other runs", False, _OTHER_RUNS),) if step.get("budget") else ()),
         ("host", False, "nobody sees the process, its memory, its timing or the private folder"),
     ]
     return [

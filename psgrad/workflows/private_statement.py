@@ -192,6 +192,7 @@ class Statement:
                     "scheme": self.setup.sampling.scheme,
                     "records": privacy.records,
                     "preflight": self.setup.preflight,
+                    "budget": privacy.budget,
                 }
             ),
             ledger=ledger.mark(),
