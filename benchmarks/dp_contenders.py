@@ -129,7 +129,7 @@ def psgrad(training: Training) -> Step:
     def update(inputs: Tensor, target: Tensor) -> None:
         options = {"has_aux": True, "coins": coins, "programs": programs}
         source = batch_source(loss, params, (inputs,), target, **options)
-        private.update(private_sum(source, clipping, noise, "add_or_remove_one", generator).sums)
+        private.update(private_sum(source, clipping, noise, "add_or_remove_one", generator))
 
     return Step(
         lambda: torch.from_numpy(sampling.draw(training.records, generator)),

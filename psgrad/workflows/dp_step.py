@@ -42,7 +42,7 @@ from psgrad.workflows.private_setup import (
 from psgrad.workflows.private_statement import ledger_header
 from psgrad.workflows.private_steps import PrivateRun
 from psgrad.workflows.run_manifest import describe_run, running_manifest
-from psgrad.workflows.run_progress import Clock
+from psgrad.workflows.run_progress import Clock, without_interrupts
 
 
 @with_code_beside
@@ -159,8 +159,20 @@ def dp_step(
         pay = ledger.append if budget is None else partial(budget.pay, ledger)
         run = PrivateRun(setup, base, folder, ledger, training, taken - saved, pay)
         with clock("steps"):
+            progress(Progress(taken, taken + asked, "steps", unit="step"))
             try:
-                run.take(asked, progress, processes.hurry)
+                with run.saved_if_ended():
+                    for left in reversed(range(asked)):
+                        with without_interrupts(processes.hurry):  # Ctrl-C waits for the end of a step
+                            run.before_step()
+                            drawn = training.draw()
+                            clipped = training.clipped(drawn)
+                            run.pay(training.event())  # on the disk, before anything of it is released
+                            noisy = training.noised(clipped)
+                            run.keep(noisy, last=not left)
+                            training.update(noisy)
+                            run.release(noisy)
+                        run.show(progress, taken, asked)
             finally:
                 engine = replace(running.manifest.engine, **setup.run.counts.facts())
                 running.add(ranks=facts_of(lead, hosts, processes), engine=engine)

@@ -7,7 +7,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +41,6 @@ from psgrad.workflows.dp_plan import curve_points
 from psgrad.workflows.private_individual import IndividualTable
 from psgrad.workflows.private_setup import PrivateSetup
 from psgrad.workflows.private_statement import Statement
-from psgrad.workflows.run_progress import without_interrupts
 
 MODEL, NOISY_SUM, STATEMENT = "model.safetensors", "noisy_sum.safetensors", "step.json"
 ADAPTER = "adapter"  # the folder of the adapters, where the model has some
@@ -83,41 +83,44 @@ class PrivateRun:
         self._clipping = training.clipping  # and what it clipped to
         self._saved_at, self._saved_step = time.monotonic(), training.taken
 
-    def take(self, steps: int, progress: Say, on_interrupt: Callable[[], None] = lambda: None) -> None:
-        """Take `steps` steps, and save from time to time; also where Ctrl-C or another rank ends them early.
-
-        on_interrupt: called when Ctrl-C arrives in a step, which is finished first.
+    @contextmanager
+    def saved_if_ended(self) -> Iterator[None]:
+        """A context, around the steps, that begins with a checkpoint, and saves the steps that were taken
+        also where Ctrl-C or another rank ends them early.
         """
-        first, delta = self.training.taken, self.setup.privacy.delta
         if not self.folder.checkpoint.exists():
             self.save()  # from here on there is one to go on from
-        progress(Progress(first, first + steps, "steps", unit="step"))
         try:
-            for left in reversed(range(steps)):
-                with without_interrupts(on_interrupt):
-                    if self._individual is not None:
-                        self._individual.before_step(self.training)
-                    noisy = self.training.step(self.pay, keep_sums=not left)
-                    self._note(noisy)
-                    self._latest, self._clipping = noisy.sums, noisy.clipping
-                    if self._due():
-                        self.save()
-                        self._write_private()
-                spent = epsilon_rdp(self._spent.items(), delta).value
-                progress(
-                    Progress(
-                        self.training.taken,
-                        first + steps,
-                        "steps",
-                        unit="step",
-                        detail=live_words(spent, delta),
-                    )
-                )
+            yield
         except (KeyboardInterrupt, DistributedError):  # the steps that were paid for are whole
             self.save()
             self._write_private()
             self.folder.write_public_bytes(MODEL, self._model_bytes())
             raise
+
+    def before_step(self) -> None:
+        """What is measured of all records before a step is drawn."""
+        if self._individual is not None:
+            self._individual.before_step(self.training)
+
+    def keep(self, noisy: NoisySum, last: bool) -> None:
+        """Keep what is published of the last step: its noisy sums, before the update divides them."""
+        self._clipping = noisy.clipping
+        self._latest = {name: value.clone() for name, value in noisy.sums.items()} if last else {}
+
+    def release(self, noisy: NoisySum) -> None:
+        """Note what the step that was taken was like, and save it where it is time to."""
+        self._note(noisy)
+        if self._due():
+            self.save()
+            self._write_private()
+
+    def show(self, progress: Say, first: int, steps: int) -> None:
+        """Tell what was spent, of the steps first, ..., first + steps - 1."""
+        delta = self.setup.privacy.delta
+        spent = epsilon_rdp(self._spent.items(), delta).value
+        detail = live_words(spent, delta)
+        progress(Progress(self.training.taken, first + steps, "steps", unit="step", detail=detail))
 
     def pay(self, event: StepEvent) -> None:
         """Write down what the step costs; nothing of it has been released."""

@@ -685,10 +685,10 @@ def test_an_interrupt_waits_for_the_step_and_loses_none(
 
     update = PrivateTraining.update
 
-    def interrupted(self: PrivateTraining, sums: Any) -> None:
+    def interrupted(self: PrivateTraining, noisy: Any) -> None:
         if self.taken == 2:
             signal.raise_signal(signal.SIGINT)
-        update(self, sums)
+        update(self, noisy)
 
     monkeypatch.setattr(PrivateTraining, "update", interrupted)
     outcome = private.dp_step("--steps", "10")

@@ -79,8 +79,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             training.generator,
             pay=self._pay,
         )
-        training.update(noisy.sums)
-        training.taken += 1
+        training.update(noisy)
 
     def _pay(self) -> None:
         self._account.pay(self._training.event())

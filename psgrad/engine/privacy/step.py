@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from psgrad.engine.privacy.accounting import StepEvent, adaptive_multiplier
-from psgrad.engine.privacy.batches import GradientSource, RecordColumns
+from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordColumns
 from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping
 from psgrad.engine.privacy.generators import Generator
 from psgrad.engine.privacy.noise import Noise
@@ -71,18 +71,34 @@ def private_sum(
     clipping, noise = sharing_with_count(clipping, noise, adaptive)
     clipped = source(clipping)
     pay()
+    clipped = replace(clipped, sums=dict(clipped.sums))  # the source may keep its own
+    return _noised(clipped, clipping, noise, relation, generator, adaptive, expected_batch_size)
+
+
+def _noised(
+    clipped: ClippedSum,
+    clipping: Clipping,
+    noise: Noise,
+    relation: Relation,
+    generator: Generator,
+    adaptive: AdaptiveBound | None,
+    expected_batch_size: float | None,
+) -> NoisySum:
+    """What is released of a clipped sum. Its tensors leave it one by one, so that each is freed when its
+    noisy one is computed.
+    """
+    if adaptive is not None and expected_batch_size is None:
+        raise ValueError("an adaptive bound needs expected_batch_size, the public divisor of its count")
     sensitivity = clipping.sensitivity(relation)
-    records, waiting = clipped.records, dict(clipped.sums)
-    del clipped  # each sum is freed when its noisy one is computed, unless the source keeps it
     sums: dict[str, Tensor] = {}
-    for names in _pieces(waiting):
-        sums |= noise.add({name: waiting.pop(name) for name in names}, clipping, relation, generator)
+    for names in _pieces(clipped.sums):
+        piece = {name: clipped.sums.pop(name) for name in names}
+        sums |= noise.add(piece, clipping, relation, generator)
     following = adaptive
-    if adaptive is not None:
-        if expected_batch_size is None:
-            raise ValueError("an adaptive bound needs expected_batch_size, the public divisor of its count")
-        following = adaptive.next(records.counted, expected_batch_size, relation, generator)
-    return NoisySum(sums, sensitivity, noise.standard_deviation(sensitivity), clipping, following, records)
+    if adaptive is not None and expected_batch_size is not None:
+        following = adaptive.next(clipped.records.counted, expected_batch_size, relation, generator)
+    deviation = noise.standard_deviation(sensitivity)
+    return NoisySum(sums, sensitivity, deviation, clipping, following, clipped.records)
 
 
 def sharing_with_count(
@@ -171,39 +187,43 @@ class PrivateTraining:
         """
         return sharing_with_count(self.clipping, self.noise(self.taken), self.adaptive)
 
-    def step(self, pay: Callable[[StepEvent], None] = lambda _: None, *, keep_sums: bool = False) -> NoisySum:
-        """Draw, clip, pay, add noise, update. An empty batch is a step like any other: noise alone.
+    def draw(self) -> np.ndarray:
+        """The numbers of the next step's records, sorted; possibly none."""
+        return self.sampling.draw(self.records, self.generator)
 
-        pay: called before anything is released; see `private_sum`. keep_sums: whether what is returned has
-        the noisy sums, which take as much memory as the parameters; without, they are gone when the update is
-        made of them.
-        """
-        event = self.event()
-        rows = self.sampling.draw(self.records, self.generator)
-        noisy = private_sum(
-            self.source(rows),
-            self.clipping,
-            self.noise(self.taken),
-            self.relation,
-            self.generator,
-            adaptive=self.adaptive,
-            expected_batch_size=self.expected_batch_size,
-            pay=lambda: pay(event),
+    def clipped(self, records: np.ndarray) -> ClippedSum:
+        """The sum of these records' clipped gradients. It is to be paid for before it gets noise."""
+        clipping, _ = self.mechanism()
+        return self.source(records)(clipping)
+
+    def noised(self, clipped: ClippedSum) -> NoisySum:
+        """The clipped sum with the step's noise. Its tensors are gone from `clipped` then."""
+        clipping, noise = self.mechanism()
+        return _noised(
+            clipped, clipping, noise, self.relation, self.generator, self.adaptive, self.expected_batch_size
         )
-        stored_sums = {name: value.clone() for name, value in noisy.sums.items()} if keep_sums else {}
-        self.update(noisy.sums)
-        self.adaptive = noisy.following
-        self.taken += 1
-        return replace(noisy, sums=stored_sums)
 
-    def update(self, sums: Mapping[str, Tensor]) -> None:
-        """The optimiser's step on the noisy sums, name -> [*shape], which are divided by the expected batch
-        size in place.
+    def update(self, noisy: NoisySum) -> None:
+        """The optimiser's step on the noisy sums, divided by the expected batch size. They are gone from
+        `noisy` then, as they take as much memory as the parameters.
         """
         for name, parameter in self.parameters.items():
-            parameter.grad = sums[name].div_(self.expected_batch_size).to(parameter.dtype)
+            parameter.grad = noisy.sums.pop(name).div_(self.expected_batch_size).to(parameter.dtype)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.adaptive = noisy.following
+        self.taken += 1
+
+    def step(self, pay: Callable[[StepEvent], None] = lambda _: None) -> NoisySum:
+        """A whole step: draw, sum, pay, noise, update. An empty batch is a step like any other: noise alone.
+
+        pay: called before anything is released: the place to write the ledger.
+        """
+        clipped = self.clipped(self.draw())
+        pay(self.event())
+        noisy = self.noised(clipped)
+        self.update(noisy)
+        return noisy
 
 
 def _require_no_others(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
