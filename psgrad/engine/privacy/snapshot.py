@@ -268,18 +268,14 @@ def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def published_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """name -> [*shape]: the tensors of the state dict that are parameters or buffers of the model, as they
-    are stored. Others, which a hook of the state dict makes, may hold what nothing has checked.
+    """name -> [*shape]: the parameters and buffers that the state dict names, as they are stored. What else a
+    hook of the state dict makes may hold what nothing has checked.
     """
-    checked = {_extent(tensor) for tensor in tensors_of(model).values()}
-    stored = {
-        name: as_stored(value)
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor) and not is_quantised(value)
+    named = dict(
+        [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    )
+    return {
+        name: as_stored(named[name])
+        for name in model.state_dict()
+        if name in named and not is_quantised(named[name])
     }
-    return {name: value for name, value in stored.items() if _extent(value) in checked}
-
-
-def _extent(tensor: Tensor) -> tuple[Any, ...]:
-    """The memory of a tensor."""
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -21,7 +21,12 @@ from torch import Tensor, nn
 
 from psgrad.engine.execution.placement import is_quantised
 from psgrad.engine.execution.stored import Stored
-from psgrad.engine.transforms.private_torch import DisableTorchFunction
+from psgrad.engine.transforms.private_torch import (
+    DisableTorchFunction,
+    buffer_store,
+    parameter_store,
+    write_count,
+)
 from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import ModelError
 
@@ -188,8 +193,8 @@ def _snapshot(owners: list[tuple[str, object]]) -> tuple[Places, dict[str, Tenso
         if isinstance(owner, nn.Module):
             attributes = {
                 **{key: value for key, value in attributes.items() if key not in _PYTORCHS_OWN},
-                **owner._parameters,
-                **owner._buffers,
+                **parameter_store(owner),
+                **buffer_store(owner),
             }
         for key, value in attributes.items():
             note(f"{name}.{key}" if name else key, value)
@@ -198,7 +203,7 @@ def _snapshot(owners: list[tuple[str, object]]) -> tuple[Places, dict[str, Tenso
 
 def _count(tensor: Tensor) -> Any:
     """PyTorch's count of writes into a tensor, and where its memory is."""
-    return (tensor._version, tensor.data_ptr(), tensor.shape) if has_bits(tensor) else None
+    return (write_count(tensor), tensor.data_ptr(), tensor.shape) if has_bits(tensor) else None
 
 
 def _is_frozen(tensor: Tensor | None) -> bool:
