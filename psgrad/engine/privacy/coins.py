@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -26,7 +26,7 @@ import torch
 from psgrad import random_state
 from psgrad.engine.privacy.generators import Generator, SecureGenerator, make_generator
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.private_torch import DisableTorchFunction
+from psgrad.engine.transforms.private_torch import DisableTorchFunction, without_modes
 from psgrad.engine.transforms.state import state
 from psgrad.errors import ModelError
 
@@ -101,8 +101,10 @@ class Coins:
             yield
 
     @contextmanager
-    def of_chunk(self, seeds: Seeds, records: int) -> Iterator[None]:
+    def of_chunk(self, seeds: Seeds, records: int, draws: Draws | None = None) -> Iterator[None]:
         """A context, around the computation of a chunk of so many records, that begins with these seeds.
+
+        draws: gets what is drawn.
 
         Raises ModelError where PyTorch's generators are seeded again in a chunk of several records.
         """
@@ -110,7 +112,8 @@ class Coins:
         if records == 1:
             yield
             return
-        with _seed_watched(int(seeds[0])):
+        own = [generator for generator in self._own if isinstance(generator, torch.Generator)]
+        with _seed_watched(int(seeds[0]), None if draws is None else partial(draws.note, own)):
             yield
 
     def shared(self, seeds: Seeds) -> bool:
@@ -145,15 +148,50 @@ class Coins:
         return {**self.__dict__, "_stream": None}
 
 
-@contextmanager
-def _seed_watched(seed: int) -> Iterator[None]:
-    """A context in which each draw of an operator from PyTorch's own generators, and its end, require this
-    seed.
+class Draws:
+    """What was drawn while some records of a chunk were computed: each draw once, in their order, and the
+    end.
     """
 
-    def require(generator: torch.Generator | None) -> None:
+    def __init__(self) -> None:
+        self._noted: dict[tuple[bytes, Any], None] = {}  # where generators stand, and what is drawn there
+
+    def note(self, own: list[torch.Generator], op: Any, args: Any) -> None:
+        """Note a draw before it is made. own: generators besides PyTorch's. op: None for the end."""
+        states = random_state.states([*random_state.generators(), *own])
+        where = hashlib.sha256(b"".join(state.numpy().tobytes() for _, state in states)).digest()
+        shapes = [tuple(getattr(x, "shape", x)) for x in args if isinstance(x, torch.Tensor | list | tuple)]
+        self._noted[where, None if op is None else (str(op), str(shapes))] = None
+
+    def require_same(self, others: Sequence[Draws]) -> None:
+        """Raises ModelError where two have drawn other numbers than one of them alone: a number of one
+        record may be another record's then.
+        """
+        most = list(max((self, *others), key=lambda draws: len(draws._noted))._noted)
+        for each in (self, *others):
+            for (where, what), (other_where, other_what) in zip(each._noted, most, strict=False):
+                if where != other_where or not (what == other_what or None in (what, other_what)):
+                    raise ModelError(
+                        "records take several branches of the model or the loss, which draw random numbers of"
+                        " other shapes, and records would share some",
+                        expected="the same draws in each branch, or in one branch more of them than in another",
+                        cause="an `if` on a number of a record, and layers of several sizes that draw in it",
+                        next_step="draw before the branch, or set privacy.records: alone",
+                    )
+
+
+@contextmanager
+def _seed_watched(seed: int, note: Callable[[Any, Any], None] | None) -> Iterator[None]:
+    """A context in which each draw of an operator from PyTorch's own generators, and its end, require this
+    seed, and are noted.
+    """
+
+    def require(op: Any, args: Any, generator: torch.Generator | None) -> None:
         if generator is None and any(own.initial_seed() != seed for own in random_state.generators()):
             raise _seeded_by_the_model()
+        if note is not None:
+            with DisableTorchFunction(), without_modes():
+                note(op, args)
 
     before = state.draws
     state.draws = (*before, require)
@@ -161,7 +199,7 @@ def _seed_watched(seed: int) -> Iterator[None]:
         yield
     finally:
         state.draws = before
-    require(None)
+    require(None, (), None)
 
 
 def _seeded_by_the_model() -> ModelError:

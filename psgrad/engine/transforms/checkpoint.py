@@ -271,7 +271,7 @@ class CallSettings:
                 not torch.equal(random_state.state_of(generator), then) for generator, then in self.generators
             )
 
-    def _note(self, generator: torch.Generator | None) -> None:
+    def _note(self, op: Op, args: Any, generator: torch.Generator | None) -> None:
         if generator is not None and all(noted is not generator for noted, _ in self.generators):
             self.generators += random_state.states([generator])
 
