@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -106,14 +106,15 @@ class Coins:
 
         draws: gets what is drawn.
 
-        Raises ModelError where PyTorch's generators are seeded again in a chunk of several records.
+        Raises ModelError where PyTorch's generators are seeded again in a chunk of several records, or one
+        that is not seeded here is drawn from.
         """
         self.seed(seeds)
         if records == 1:
             yield
             return
         own = [generator for generator in self._own if isinstance(generator, torch.Generator)]
-        with _seed_watched(int(seeds[0]), None if draws is None else partial(draws.note, own)):
+        with _seeds_watched([*random_state.generators(), *own], draws):
             yield
 
     def shared(self, seeds: Seeds) -> bool:
@@ -156,9 +157,9 @@ class Draws:
     def __init__(self) -> None:
         self._noted: dict[tuple[bytes, Any], None] = {}  # where generators stand, and what is drawn there
 
-    def note(self, own: list[torch.Generator], op: Any, args: Any) -> None:
-        """Note a draw before it is made. own: generators besides PyTorch's. op: None for the end."""
-        states = random_state.states([*random_state.generators(), *own])
+    def note(self, generators: list[torch.Generator], op: Any, args: Any) -> None:
+        """Note a draw before it is made. generators: all that may be drawn from. op: None for the end."""
+        states = random_state.states(generators)
         where = hashlib.sha256(b"".join(state.numpy().tobytes() for _, state in states)).digest()
         shapes = [tuple(getattr(x, "shape", x)) for x in args if isinstance(x, torch.Tensor | list | tuple)]
         self._noted[where, None if op is None else (str(op), str(shapes))] = None
@@ -181,17 +182,19 @@ class Draws:
 
 
 @contextmanager
-def _seed_watched(seed: int, note: Callable[[Any, Any], None] | None) -> Iterator[None]:
-    """A context in which each draw of an operator from PyTorch's own generators, and its end, require this
-    seed, and are noted.
+def _seeds_watched(generators: list[torch.Generator], draws: Draws | None) -> Iterator[None]:
+    """A context in which operators draw from these generators alone, which keep their seeds. Each draw is
+    noted, and the end.
     """
+    seeds = [generator.initial_seed() for generator in generators]
 
     def require(op: Any, args: Any, generator: torch.Generator | None) -> None:
-        if generator is None and any(own.initial_seed() != seed for own in random_state.generators()):
+        known = generator is None or generator.initial_seed() in seeds  # operators get another object
+        if not known or [each.initial_seed() for each in generators] != seeds:
             raise _seeded_by_the_model()
-        if note is not None:
+        if draws is not None:
             with DisableTorchFunction(), without_modes():
-                note(op, args)
+                draws.note(generators, op, args)
 
     before = state.draws
     state.draws = (*before, require)
@@ -204,11 +207,12 @@ def _seed_watched(seed: int, note: Callable[[Any, Any], None] | None) -> Iterato
 
 def _seeded_by_the_model() -> ModelError:
     return ModelError(
-        f"the model or the loss seeds PyTorch's random generator while records are computed"
-        f"{diagnostics.where()}",
+        "the model or the loss seeds PyTorch's random generator while records are computed, or draws from one"
+        f" that it has made there{diagnostics.where()}",
         expected="secret random numbers for each record, from generators that psgrad has seeded",
-        cause="torch.manual_seed, or a state that is set, in a forward pass",
-        next_step="leave the seed out; draw a number that stays the same where the model is built",
+        cause="torch.manual_seed, a state that is set, or torch.Generator() in a forward pass",
+        next_step="leave the seed out; draw a number that stays the same where the model is built; keep a"
+        " generator in an attribute",
     )
 
 

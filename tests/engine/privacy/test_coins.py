@@ -138,6 +138,31 @@ def test_coins_of_a_model_that_seeds_pytorch_are_refused(seed: Any, put_back: bo
         summed(Seeding(seed, put_back), *rows(), secret())
 
 
+class WithGenerator(nn.Module):
+    """A model that draws from a generator in an attribute, or from a new one, and may seed it first."""
+
+    def __init__(self, kept: bool, seeds: bool) -> None:
+        super().__init__()
+        self.last, self.seeds = nn.Linear(FEATURES, CLASSES), seeds
+        self.generator = torch.Generator() if kept else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        generator = self.generator or torch.Generator()
+        if self.seeds:
+            generator.manual_seed(0)
+        return self.last(x * torch.rand(FEATURES, generator=generator))  # type: ignore[no-any-return]
+
+
+def test_coins_of_a_generator_that_the_model_seeds_or_makes_are_refused() -> None:
+    """Its numbers would be those of a record's place, and the same in each chunk."""
+    for kept, seeds in ((True, True), (False, True), (False, False)):
+        model = WithGenerator(kept, seeds)
+        with pytest.raises(ModelError, match="or draws from one that it has made there"):
+            summed(model, *rows(), Coins(make_generator("aes", seed=5), model))
+    model = WithGenerator(kept=True, seeds=False)
+    assert len(summed(model, *rows(), Coins(make_generator("aes", seed=5), model)).records.norms) == RECORDS
+
+
 class Drop(nn.Module):
     """A model that is zero for half of the records, by a drawn branch."""
 
