@@ -216,7 +216,7 @@ def _require_public_classes(loaded: Loaded) -> None:
         raise ConfigError(
             f"the labels of data.target: {loaded.config.data.target} are names, and their numbers follow from"
             " all names in the data",
-            expected="data.class_names: a record with another name would give the labels of others new numbers",
+            expected="data.class_names: a record with another name would give others' labels new numbers",
             next_step="list all names in data.class_names, in the order of the model's outputs",
         )
 

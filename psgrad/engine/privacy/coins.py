@@ -175,7 +175,7 @@ class Draws:
                     raise ModelError(
                         "records take several branches of the model or the loss, which draw random numbers of"
                         " other shapes, and records would share some",
-                        expected="the same draws in each branch, or in one branch more of them than in another",
+                        expected="the same draws in each branch, or more of them in one than in another",
                         cause="an `if` on a number of a record, and layers of several sizes that draw in it",
                         next_step="draw before the branch, or set privacy.records: alone",
                     )

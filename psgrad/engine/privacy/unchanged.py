@@ -158,7 +158,8 @@ class _State:
 
     def _note(self, where: str, value: Any) -> None:
         if isinstance(value, _PLAIN):
-            self.places[where] = repr(value) if isinstance(value, float | complex) else value  # NaN equals NaN
+            nan_equals_nan = isinstance(value, float | complex)
+            self.places[where] = repr(value) if nan_equals_nan else value
         elif isinstance(value, Tensor):
             self.places[where] = _Written(id(value), _count(value))
             self.tensors[where] = value

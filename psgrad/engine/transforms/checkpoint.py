@@ -24,6 +24,7 @@ from psgrad.engine.transforms.calls import (
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, creation_numbers
 from psgrad.engine.transforms.forward import ForwardLevel
 from psgrad.engine.transforms.functional import current_swaps, swapped_again
+from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.private_torch import (
     DisableTorchFunction,
     make_fx_runs,
