@@ -223,9 +223,10 @@ def made_words(manifest: RunManifest) -> str:
 
 def this_run(manifest: RunManifest, folder: Path, before: Pairs = ()) -> Section:
     """The last section of a page: the facts of the run behind those of its method, and what was noted when
-    the model was loaded.
+    the model and the data were loaded.
     """
-    notes = [brief(str(note), FACT_LIMIT) for note in manifest.model.notes][:MAX_NOTES]
+    said = [*manifest.model.notes, *manifest.data.notes]
+    notes = [brief(str(note), FACT_LIMIT) for note in said][:MAX_NOTES]
     facts = Facts([*before, *facts_of(manifest, folder)])
     return Section("This run", [facts, *([Bullets(notes, "quiet")] if notes else [])])
 

@@ -195,11 +195,14 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """The dataset. source: its path, or the factory that makes it. files: each file's hash, in order."""
+    """The dataset. source: its path, or the factory that makes it. files: each file's hash, in order. notes:
+    what was done to rows. A private run does not publish any of it.
+    """
 
     source: Path | str | None = None
     fingerprint: str | None = None
     files: list[str] | None = field(default=None, metadata=OPTIONAL)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from psgrad.engine.privacy.sampling import Sampling, Schedule
 from psgrad.engine.privacy.unchanged import Unchanged
 from psgrad.errors import ConfigError
 from psgrad.user_code import resolve
-from psgrad.workflows.loaded_parts import Trained, load
+from psgrad.workflows.loaded_parts import Loaded, Trained, load
 from psgrad.workflows.residence import Ranks
 from psgrad.workflows.setup import Setup, require_precision_of_all, setup_of
 
@@ -148,6 +148,7 @@ def set_up_privately(
     column = None if unit is None else unit.column
     trained = Trained(privacy.trainable, "privacy.trainable")
     loaded = load(config, trained=trained, unit=column, updates=True, ranks=Ranks.of(processes))
+    _require_public_classes(loaded)
     # A row of a record must draw anew in each step.
     loaded = replace(loaded, samples=loaded.samples.anew())
     rows = loaded.samples if loaded.samples.ungrouped is None else loaded.samples.ungrouped
@@ -207,6 +208,17 @@ def set_up_privately(
         rank=0 if processes is None else processes.rank,
     )
     return replace(setup, preflight=refuse(setup))
+
+
+def _require_public_classes(loaded: Loaded) -> None:
+    """Raises ConfigError where labels are numbered by the names that the records have."""
+    if loaded.samples.names_found == "sorted":
+        raise ConfigError(
+            f"the labels of data.target: {loaded.config.data.target} are names, and their numbers follow from"
+            " all names in the data",
+            expected="data.class_names: a record with another name would give others' labels new numbers",
+            next_step="list all names in data.class_names, in the order of the model's outputs",
+        )
 
 
 def refuse(setup: PrivateSetup) -> str:

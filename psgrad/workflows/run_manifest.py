@@ -116,7 +116,7 @@ def describe_run(
             trainable=sum(p.numel() for p in parameters if p.requires_grad),
             checkpoint=config.model.checkpoint,
             sha256=loaded.sha256,
-            notes=[*loaded.notes, *run.samples.notes],
+            notes=loaded.notes,
             modules_imported=[
                 *loaded.modules_imported,
                 *run.criterion.modules_imported,
@@ -124,7 +124,9 @@ def describe_run(
             ],
             origin=loaded.origin,
         ),
-        data=DataFacts(config.data.source, run.samples.fingerprint, _hashes_of_files(config)),
+        data=DataFacts(
+            config.data.source, run.samples.fingerprint, _hashes_of_files(config), list(run.samples.notes)
+        ),
         hashes=hashes_of(run, specs),
         engine=EngineFacts(
             device,

@@ -177,7 +177,7 @@ def test_analyze_of_a_stream_has_the_numbers_of_the_copied_rows(workplace: Workp
     assert len(found) == 20
     assert (
         "data.stream_rows: the first 20 rows of a stream that has more"
-        in workplace.manifest()["model"]["notes"]
+        in workplace.manifest()["data"]["notes"]
     )
     outcome = workplace.analyze("--no-report", "--resume")
     assert outcome.code == 0, outcome.err

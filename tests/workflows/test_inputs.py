@@ -172,6 +172,6 @@ def test_names_of_classes_are_in_the_manifest_and_the_report(workplace: Workplac
     workplace.config["data"] = {"path": "data.csv", "inputs": list(frame), "target": "y"}
     workplace.succeeded()
     manifest = workplace.manifest()
-    assert "y: labels in sorted order: 0 cat, 1 dog, 2 emu" in manifest["model"]["notes"]
+    assert "y: labels in sorted order: 0 cat, 1 dog, 2 emu" in manifest["data"]["notes"]
     assert manifest["config"]["data"]["class_names"] == ["cat", "dog", "emu"]
     assert workplace.samples()["target"].tolist() == [[2, 0, 1][label] for label in y]

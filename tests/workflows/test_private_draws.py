@@ -83,8 +83,8 @@ def test_dp_step_does_not_reveal_a_member_to_one_with_the_seed_of_the_factory(
         )
         with pytest.MonkeyPatch.context() as patch:  # not seeded from the secret stream
             patch.setattr(Coins, "seed", lambda self, seeds: as_the_factory_leaves_it())
-            patch.setattr(Coins, "shared", lambda self, seeds: False)
-            patch.setattr(coins, "_seed_watched", lambda seed: nullcontext())
+            patch.setattr(coins, "_seeds_watched", lambda *_: nullcontext())
+            patch.setattr(Coins, "shared", lambda *_: False)
             sums = streams.source(records)(setup.clipping).sums
         return torch.cat([sums[name].flatten() for name in objective.params])
 

@@ -172,3 +172,23 @@ def test_a_model_whose_records_are_not_apart_stops_the_run(
     )
     private.refused(3, words)
     assert not private.run_folder.exists()
+
+
+# -- what other records may not decide or show ---------------------------------------------------------------
+
+
+def test_labels_that_are_numbered_by_the_names_of_all_records_are_refused(private: PrivateWorkplace) -> None:
+    """A record with a name before the others' would give each of them another label."""
+    names = ["cat", "dog", "emu"]
+    private.workplace.save(y=np.array(names)[private.workplace.arrays["y"]])
+    private.refused(2, "data.target: y are names", "data.class_names")
+    private.config["data"]["class_names"] = names
+    private.succeeded()
+
+
+def test_what_was_done_to_rows_is_not_published(private: PrivateWorkplace) -> None:
+    private.workplace.save(y=private.workplace.arrays["y"].astype(float))
+    private.succeeded()
+    done = "fractions that are whole are labels"
+    assert done not in (private.run_folder / "manifest.json").read_text()
+    assert done in (private.run_folder / "private" / "NOT_PRIVATE_manifest.json").read_text()

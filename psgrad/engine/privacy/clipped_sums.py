@@ -50,7 +50,7 @@ from psgrad.engine.gradients.deferred import DeferredGradient
 from psgrad.engine.gradients.per_sample import BatchPass, SamplesDisagree
 from psgrad.engine.gradients.terms import square_norm
 from psgrad.engine.privacy.clipping import Clipping
-from psgrad.engine.privacy.coins import Coins, Seeds
+from psgrad.engine.privacy.coins import Coins, Draws, Seeds
 from psgrad.engine.privacy.full_precision import autocast_around, in_full_precision
 from psgrad.engine.privacy.sum_programs import SumPrograms
 
@@ -233,10 +233,19 @@ class Clipper:
             records = torch.arange(self.rows or chunk.records, device=chunk.device)
             return self._together(chunk, records, self.coins.next(), len(records))
 
-    def _together(self, chunk: _RecordChunk, records: torch.Tensor, seeds: Seeds, of: int) -> ClippedSum:
+    def _together(
+        self,
+        chunk: _RecordChunk,
+        records: torch.Tensor,
+        seeds: Seeds,
+        of: int,
+        passes: list[Draws] | None = None,
+    ) -> ClippedSum:
         """The clipped sum of these records [k], out of `of` in a chunk, in one pass, but for those that are
         computed alone; in a pass for the records of each outcome where they disagree on a branch. These
         passes have the coins of the first one: whether records disagree depends on the coins of all.
+
+        passes: what these passes have drawn; None for the first one.
         """
         samples = rung(chunk.records) if self.few_shapes else chunk.records
         places = torch.arange(samples, device=chunk.device)
@@ -251,8 +260,9 @@ class Clipper:
             return found
 
         try:
-            with self.coins.of_chunk(seeds, of):
-                if self.programs is None:
+            draws = None if passes is None else Draws()
+            with self.coins.of_chunk(seeds, of, draws):
+                if self.programs is None or draws is not None:  # what a program draws is not seen
                     found = compute(batch, counted, bounds)
                 else:
                     made_for = self._made_for(chunk)
@@ -261,8 +271,13 @@ class Clipper:
         except SamplesDisagree as disagreement:
             groups = [group[counted[group]] for group in disagreement.groups]
             groups = [group for group in groups if len(group)]
-            parts = [self._together(chunk, group, seeds, of) for group in groups]
+            drawn: list[Draws] = [] if passes is None else passes
+            parts = [self._together(chunk, group, seeds, of, drawn) for group in groups]
+            if passes is None and drawn:
+                drawn[0].require_same(drawn[1:])
             return ClippedSum.of_groups(parts, groups)
+        if passes is not None and draws is not None:
+            passes.append(draws)
         sums, losses, norms, factors, cancelling = found
         chosen = _ClippedNorms(self.clipping, bounds, norms, factors)
         columns = chosen.columns(losses).at(records.cpu())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -26,7 +26,7 @@ import torch
 from psgrad import random_state
 from psgrad.engine.privacy.generators import Generator, SecureGenerator, make_generator
 from psgrad.engine.transforms import diagnostics
-from psgrad.engine.transforms.private_torch import DisableTorchFunction
+from psgrad.engine.transforms.private_torch import DisableTorchFunction, without_modes
 from psgrad.engine.transforms.state import state
 from psgrad.errors import ModelError
 
@@ -101,16 +101,20 @@ class Coins:
             yield
 
     @contextmanager
-    def of_chunk(self, seeds: Seeds, records: int) -> Iterator[None]:
+    def of_chunk(self, seeds: Seeds, records: int, draws: Draws | None = None) -> Iterator[None]:
         """A context, around the computation of a chunk of so many records, that begins with these seeds.
 
-        Raises ModelError where PyTorch's generators are seeded again in a chunk of several records.
+        draws: gets what is drawn.
+
+        Raises ModelError where PyTorch's generators are seeded again in a chunk of several records, or one
+        that is not seeded here is drawn from.
         """
         self.seed(seeds)
         if records == 1:
             yield
             return
-        with _seed_watched(int(seeds[0])):
+        own = [generator for generator in self._own if isinstance(generator, torch.Generator)]
+        with _seeds_watched([*random_state.generators(), *own], draws):
             yield
 
     def shared(self, seeds: Seeds) -> bool:
@@ -145,15 +149,52 @@ class Coins:
         return {**self.__dict__, "_stream": None}
 
 
-@contextmanager
-def _seed_watched(seed: int) -> Iterator[None]:
-    """A context in which each draw of an operator from PyTorch's own generators, and its end, require this
-    seed.
+class Draws:
+    """What was drawn while some records of a chunk were computed: each draw once, in their order, and the
+    end.
     """
 
-    def require(generator: torch.Generator | None) -> None:
-        if generator is None and any(own.initial_seed() != seed for own in random_state.generators()):
+    def __init__(self) -> None:
+        self._noted: dict[tuple[bytes, Any], None] = {}  # where generators stand, and what is drawn there
+
+    def note(self, generators: list[torch.Generator], op: Any, args: Any) -> None:
+        """Note a draw before it is made. generators: all that may be drawn from. op: None for the end."""
+        states = random_state.states(generators)
+        where = hashlib.sha256(b"".join(state.numpy().tobytes() for _, state in states)).digest()
+        shapes = [tuple(getattr(x, "shape", x)) for x in args if isinstance(x, torch.Tensor | list | tuple)]
+        self._noted[where, None if op is None else (str(op), str(shapes))] = None
+
+    def require_same(self, others: Sequence[Draws]) -> None:
+        """Raises ModelError where two have drawn other numbers than one of them alone: a number of one
+        record may be another record's then.
+        """
+        most = list(max((self, *others), key=lambda draws: len(draws._noted))._noted)
+        for each in (self, *others):
+            for (where, what), (other_where, other_what) in zip(each._noted, most, strict=False):
+                if where != other_where or not (what == other_what or None in (what, other_what)):
+                    raise ModelError(
+                        "records take several branches of the model or the loss, which draw random numbers of"
+                        " other shapes, and records would share some",
+                        expected="the same draws in each branch, or more of them in one than in another",
+                        cause="an `if` on a number of a record, and layers of several sizes that draw in it",
+                        next_step="draw before the branch, or set privacy.records: alone",
+                    )
+
+
+@contextmanager
+def _seeds_watched(generators: list[torch.Generator], draws: Draws | None) -> Iterator[None]:
+    """A context in which operators draw from these generators alone, which keep their seeds. Each draw is
+    noted, and the end.
+    """
+    seeds = [generator.initial_seed() for generator in generators]
+
+    def require(op: Any, args: Any, generator: torch.Generator | None) -> None:
+        known = generator is None or generator.initial_seed() in seeds  # operators get another object
+        if not known or [each.initial_seed() for each in generators] != seeds:
             raise _seeded_by_the_model()
+        if draws is not None:
+            with DisableTorchFunction(), without_modes():
+                draws.note(generators, op, args)
 
     before = state.draws
     state.draws = (*before, require)
@@ -161,16 +202,17 @@ def _seed_watched(seed: int) -> Iterator[None]:
         yield
     finally:
         state.draws = before
-    require(None)
+    require(None, (), None)
 
 
 def _seeded_by_the_model() -> ModelError:
     return ModelError(
-        f"the model or the loss seeds PyTorch's random generator while records are computed"
-        f"{diagnostics.where()}",
+        "the model or the loss seeds PyTorch's random generator while records are computed, or draws from one"
+        f" that it has made there{diagnostics.where()}",
         expected="secret random numbers for each record, from generators that psgrad has seeded",
-        cause="torch.manual_seed, or a state that is set, in a forward pass",
-        next_step="leave the seed out; draw a number that stays the same where the model is built",
+        cause="torch.manual_seed, a state that is set, or torch.Generator() in a forward pass",
+        next_step="leave the seed out; draw a number that stays the same where the model is built; keep a"
+        " generator in an attribute",
     )
 
 

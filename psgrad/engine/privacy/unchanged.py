@@ -1,18 +1,22 @@
 """A check that a model and its loss keep nothing of the records that they are computed on.
 
 A record's gradient must be a function of the parameters, the record and the step's coins. What Python code
-can keep from call to call is a buffer, a parameter, or a value in a module's attributes; these are compared,
-and a change ends the run before anything is paid for or released. What code keeps elsewhere (globals,
-closures, files, C objects) is not looked at: docs/explanation/dp.md names it as an assumption.
+can keep from call to call is a buffer, a parameter, or a value in the attributes of a module or of an object
+in them; these are compared, and a change ends the run before anything is paid for or released. What code
+keeps elsewhere (globals, classes, closures, hooks, files, C objects) is not looked at:
+docs/explanation/dp.md names it as an assumption.
 """
 
 from __future__ import annotations
 
+import copyreg
 import functools
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +35,6 @@ from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import ModelError
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _PYTORCHS_OWN = {name for name in nn.Module().__dict__ if name.startswith("_")}
 _ABSENT = object()
 
@@ -41,39 +44,39 @@ _WORD = 8  # bytes that are read as one whole number: four times as fast as sing
 
 class Unchanged:
     """The state of a model and a loss, to be compared with their state later: parameters, buffers, and the
-    values, tensors and arrays in the attributes of their modules, in lists, tuples, dicts and sets, too.
+    values, tensors and arrays in their attributes, in lists, tuples, dicts, sets, and in the attributes of
+    objects there, too.
 
     Args:
-        roots: modules, and other objects, whose own attributes count as well.
+        roots: modules, and other objects.
 
     Attributes:
         version: how often `renew` found a value that is another one, or another tensor in a place.
     """
 
     def __init__(self, *roots: object) -> None:
-        self._owners = _owners(roots)
-        self._places: Places = {}
-        self._tensors: dict[str, Tensor] = {}
+        self._roots = [root.__self__ if isinstance(root, MethodType) else root for root in roots]
+        self._state = _State([])
         self._bits: dict[str, BitSums] = {}
         self.version = 0
         self.renew()
 
     def renew(self) -> None:
         """Takes the present state as the one to compare with."""
-        before, bits = self._places, self._bits
+        before, bits = self._state.places, self._bits
         with DisableTorchFunction():
-            self._places, self._tensors = _snapshot(self._owners)
-            self.version += _without_counts(before) != _without_counts(self._places)
+            self._state = state = _State(self._roots)
+            self.version += _without_counts(before) != _without_counts(state.places)
             # Of frozen parameters, which are most of a large model. Others may share memory with what the
             # optimiser writes into, which their own counts do not show.
             same = {
                 where
                 for where in bits
-                if _is_frozen(self._tensors.get(where)) and before[where] == self._places[where]
+                if _is_frozen(state.tensors.get(where)) and before[where] == state.places[where]
             }
             self._bits = {
                 where: bits[where] if where in same else BitSums.of(tensor)
-                for where, tensor in self._tensors.items()
+                for where, tensor in state.tensors.items()
                 if has_bits(tensor)
             }
 
@@ -82,14 +85,14 @@ class Unchanged:
         by their bits, too, which also shows writes that PyTorch does not count.
         """
         with DisableTorchFunction():
-            places, _ = _snapshot(self._owners)
-            names = [] if places == self._places else [*self._places, *places]
-            changed = [name for name in names if self._places.get(name, _ABSENT) != places.get(name, _ABSENT)]
+            was, now = self._state.places, _State(self._roots).places
+            names = [] if now == was else [*was, *now]
+            changed = [name for name in names if was.get(name, _ABSENT) != now.get(name, _ABSENT)]
             if by_bits:
                 changed += [
                     name
                     for name, bits in self._bits.items()
-                    if not bits.same(BitSums.of(self._tensors[name]))
+                    if not bits.same(BitSums.of(self._state.tensors[name]))
                 ]
         return list(dict.fromkeys(changed))
 
@@ -129,21 +132,6 @@ class Unchanged:
         self.require(by_bits=True)
 
 
-def _owners(roots: tuple[object, ...]) -> list[tuple[str, object]]:
-    """(name in messages, object) of everything whose attributes are compared."""
-    owners: list[tuple[str, object]] = []
-    for root in roots:
-        if isinstance(root, functools.partial):
-            owners += _owners((root.func, *root.args, *root.keywords.values()))
-        elif isinstance(root, nn.Module):
-            owners += list(root.named_modules())
-        elif hasattr(root, "__self__"):
-            owners += _owners((root.__self__,))
-        elif hasattr(root, "__dict__") and not isinstance(root, type):
-            owners.append((type(root).__name__, root))
-    return owners
-
-
 Places = dict[str, Any]
 
 
@@ -158,52 +146,83 @@ def _without_counts(places: Places) -> Places:
     return {where: each.tensor if isinstance(each, _Written) else each for where, each in places.items()}
 
 
-def _snapshot(owners: list[tuple[str, object]]) -> tuple[Places, dict[str, Tensor]]:
-    """(name -> what can be compared, name -> tensor) of the attributes of all owners."""
-    places: Places = {}
-    tensors: dict[str, Tensor] = {}
+class _State:
+    """What can be compared of some objects and of all that is in their attributes.
 
-    def note(where: str, value: Any) -> None:
-        if isinstance(value, Tensor):
-            places[where] = _Written(id(value), _count(value))
-            tensors[where] = value
-        elif isinstance(value, _PLAIN):
-            places[where] = repr(value) if isinstance(value, float | complex) else value  # NaN equals NaN
-        elif isinstance(value, np.ndarray):
-            places[where] = (value.dtype, value.shape, value.tobytes())
-        elif isinstance(value, dict):
-            places[where] = (
-                dict,
-                len(value),
-                [id(key) if not isinstance(key, _PLAIN) else key for key in value],
-            )
-            for key, item in value.items():
-                note(f"{where}[{key!r}]", item)
-        elif isinstance(value, set | frozenset):
-            places[where] = {item if isinstance(item, _PLAIN) else id(item) for item in value}
-        elif isinstance(value, _CONTAINERS):
-            places[where] = (type(value), len(value))
-            for place, item in enumerate(value):
-                note(f"{where}[{place}]", item)
+    Attributes:
+        places: name -> value, or number of the object.
+        tensors: name -> tensor.
+    """
+
+    def __init__(self, roots: Iterable[object]) -> None:
+        self.places: Places = {}
+        self.tensors: dict[str, Tensor] = {}
+        self._objects: dict[int, object] = {}  # kept, so that their numbers stay their own
+        for root in roots:
+            self._note("" if isinstance(root, nn.Module) else type(root).__name__, root)
+
+    def _note(self, where: str, value: Any) -> None:
+        if isinstance(value, _PLAIN):
+            nan_equals_nan = isinstance(value, float | complex)
+            self.places[where] = repr(value) if nan_equals_nan else value
+        elif isinstance(value, Tensor):
+            self.places[where] = _Written(id(value), _count(value))
+            self.tensors[where] = value
+        elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+            self.places[where] = (value.dtype, value.shape, value.tobytes())
+        elif isinstance(value, bytearray | memoryview | array):
+            self.places[where] = (type(value), bytes(value))
+        elif id(value) in self._objects:
+            self.places[where] = id(value)
         else:
-            places[where] = id(value)  # another object in its place
+            self._objects[id(value)] = value
+            self._note_parts(where, value)
 
-    for name, owner in owners:
-        attributes = vars(owner)
-        if isinstance(owner, nn.Module):
-            attributes = {
-                **{key: value for key, value in attributes.items() if key not in _PYTORCHS_OWN},
-                **parameter_store(owner),
-                **buffer_store(owner),
-            }
-        for key, value in attributes.items():
-            note(f"{name}.{key}" if name else key, value)
-    return places, tensors
+    def _note_parts(self, where: str, value: Any) -> None:
+        if isinstance(value, dict):
+            self.places[where] = (type(value), [key if isinstance(key, _PLAIN) else id(key) for key in value])
+            for key, item in value.items():
+                self._note(f"{where}[{key!r}]", item)
+        elif isinstance(value, set | frozenset):
+            self.places[where] = {item if isinstance(item, _PLAIN) else id(item) for item in value}
+        elif isinstance(value, list | tuple | deque | np.ndarray):
+            self.places[where] = (type(value), len(value))
+            for place, item in enumerate(value):
+                self._note(f"{where}[{place}]", item)
+        else:
+            self.places[where] = id(value)  # another object in its place
+        for key, item in _attributes(value).items():
+            self._note(f"{where}.{key}" if where else key, item)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object by their names; what PyTorch keeps of a module is left out but for its
+    parameters, buffers and modules.
+    """
+    if isinstance(value, functools.partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    if isinstance(value, MethodType):
+        return {"__self__": value.__self__}
+    if isinstance(value, type | ModuleType | FunctionType):
+        return {}
+    own = getattr(value, "__dict__", {})
+    if isinstance(value, nn.Module):
+        own = {
+            **{key: item for key, item in own.items() if key not in _PYTORCHS_OWN},
+            **parameter_store(value),
+            **buffer_store(value),
+            **dict(value.named_children()),
+        }
+    slots = {name: getattr(value, name, None) for name in copyreg._slotnames(type(value))}  # type: ignore[attr-defined]
+    return {**own, **slots}
 
 
 def _count(tensor: Tensor) -> Any:
-    """PyTorch's count of writes into a tensor, and where its memory is."""
-    return (write_count(tensor), tensor.data_ptr(), tensor.shape) if has_bits(tensor) else None
+    """PyTorch's count of writes into a tensor, where its memory is, and whether it requires a gradient."""
+    writes = None if tensor.is_inference() else write_count(tensor)
+    if not has_bits(tensor):
+        return writes
+    return writes, tensor.data_ptr(), tensor.shape, tensor.requires_grad
 
 
 def _is_frozen(tensor: Tensor | None) -> bool:

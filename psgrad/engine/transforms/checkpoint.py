@@ -24,6 +24,7 @@ from psgrad.engine.transforms.calls import (
 from psgrad.engine.transforms.derivatives import DerivativeLevel, DerivativeTracer, creation_numbers
 from psgrad.engine.transforms.forward import ForwardLevel
 from psgrad.engine.transforms.functional import current_swaps, swapped_again
+from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.private_torch import (
     DisableTorchFunction,
     make_fx_runs,
@@ -271,7 +272,7 @@ class CallSettings:
                 not torch.equal(random_state.state_of(generator), then) for generator, then in self.generators
             )
 
-    def _note(self, generator: torch.Generator | None) -> None:
+    def _note(self, op: Op, args: Any, generator: torch.Generator | None) -> None:
         if generator is not None and all(noted is not generator for noted, _ in self.generators):
             self.generators += random_state.states([generator])
 

@@ -268,7 +268,7 @@ def _dispatch_checked(
     if not is_random(op, args, kwargs):
         return op(*args, **kwargs) if level is None else level.process(op, args, kwargs)
     for watcher in state.draws:
-        watcher(kwargs.get("generator"))
+        watcher(op, args, kwargs.get("generator"))
     before, state.random_below = state.random_below, state.random_below if below is None else below.index
     try:
         for candidate in reversed(state.stack):

@@ -67,8 +67,9 @@ class _ThreadState(threading.local):
         self.marked = False
         # Called with each operator of the user's function before it runs (refused_writes.py, calls.py).
         self.watchers: tuple[Callable[[Op, Any, Any], None], ...] = ()
-        # Called with each generator that draws (checkpoint.py).
-        self.draws: tuple[Callable[[Any], None], ...] = ()
+        # Called with each operator that draws, its arguments and its generator, before it does
+        # (checkpoint.py).
+        self.draws: tuple[Callable[[Op, Any, Any], None], ...] = ()
         # The values that tapes need later; each is called with the operators that write.
         self.saved: set[weakref.ref[OperatorWatch]] = set()
 

@@ -138,6 +138,31 @@ def test_coins_of_a_model_that_seeds_pytorch_are_refused(seed: Any, put_back: bo
         summed(Seeding(seed, put_back), *rows(), secret())
 
 
+class WithGenerator(nn.Module):
+    """A model that draws from a generator in an attribute, or from a new one, and may seed it first."""
+
+    def __init__(self, kept: bool, seeds: bool) -> None:
+        super().__init__()
+        self.last, self.seeds = nn.Linear(FEATURES, CLASSES), seeds
+        self.generator = torch.Generator() if kept else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        generator = self.generator or torch.Generator()
+        if self.seeds:
+            generator.manual_seed(0)
+        return self.last(x * torch.rand(FEATURES, generator=generator))  # type: ignore[no-any-return]
+
+
+def test_coins_of_a_generator_that_the_model_seeds_or_makes_are_refused() -> None:
+    """Its numbers would be those of a record's place, and the same in each chunk."""
+    for kept, seeds in ((True, True), (False, True), (False, False)):
+        model = WithGenerator(kept, seeds)
+        with pytest.raises(ModelError, match="or draws from one that it has made there"):
+            summed(model, *rows(), Coins(make_generator("aes", seed=5), model))
+    model = WithGenerator(kept=True, seeds=False)
+    assert len(summed(model, *rows(), Coins(make_generator("aes", seed=5), model)).records.norms) == RECORDS
+
+
 class Drop(nn.Module):
     """A model that is zero for half of the records, by a drawn branch."""
 
@@ -278,3 +303,26 @@ def test_coins_of_an_augmentation_follow_from_the_secret_and_the_step() -> None:
     assert torch.equal(losses(5, 0), losses(5, 0))
     assert not torch.equal(losses(5, 0), losses(5, 1))
     assert not torch.equal(losses(5, 0), losses(6, 0))
+
+
+class DrawsInABranch(nn.Module):
+    """Records draw in a branch: those of negative numbers so many numbers, and others one."""
+
+    def __init__(self, negative: int) -> None:
+        super().__init__()
+        self.last, self.negative = nn.Linear(FEATURES, CLASSES), negative
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.rand(self.negative if x[0, 0] < 0 else 1)
+        return self.last(x * drawn[0])  # type: ignore[no-any-return]
+
+
+def test_coins_of_branches_that_draw_other_shapes_are_refused() -> None:
+    """The first number of a record at place p is number 2 p of the stream in one branch, p in the other."""
+    inputs, target = rows()
+    inputs[:, 0] = torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0, 1.0, 1.0, 1.0])
+    assert len(summed(DrawsInABranch(1), inputs, target, secret()).records.norms) == RECORDS
+    with pytest.raises(ModelError, match="take several branches"):
+        summed(DrawsInABranch(2), inputs, target, secret())
+    assert len(summed(DrawsInABranch(2), inputs[:4], target[:4], secret()).records.norms) == 4
+    assert len(summed(DrawsInABranch(2), inputs, target, secret(), samples=1).records.norms) == RECORDS

@@ -4,7 +4,12 @@ paid for.
 
 from __future__ import annotations
 
+import functools
+import queue
+import threading
+from array import array
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +29,13 @@ from psgrad.errors import PsgradError
 from tests.models import ARCHITECTURES, Architecture
 
 
+class Slots:
+    __slots__ = ("seen",)
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+
 class Writing(nn.Module):
     """A model that writes somewhere while it runs; nothing for None."""
 
@@ -34,6 +46,11 @@ class Writing(nn.Module):
         self.frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
         self.count, self.seen, self.cache, self.names = 0, [], {"a": torch.zeros(2)}, {1}
         self.array, self.nested, self.nothing = np.zeros(3), [{"x": [torch.zeros(2)]}], None
+        self.settings, self.slots, self.waiting = SimpleNamespace(scale=1.0), Slots(), queue.Queue()
+        self.called, self.bytes, self.small = threading.Event(), bytearray(b"a"), np.float32(0)
+        self.numbers, self.objects = array("d", [0.0]), np.array([{}], dtype=object)
+        self.layers, self.among = [nn.Linear(2, 2)], [SimpleNamespace(scale=torch.zeros(2))]
+        self.called_by, self.other = functools.partial(print, [0]), nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.write is not None:
@@ -61,6 +78,20 @@ WRITES: dict[str, Callable[[Any, Tensor], Any]] = {
     "new attribute": lambda m, x: setattr(m, "added", 1),
     "attribute that goes": lambda m, x: m.__dict__.pop("nothing", None),
     "attribute of a layer": lambda m, x: setattr(m.last, "seen", 1.0),
+    "attribute of an object": lambda m, x: setattr(m.settings, "scale", 2.0),
+    "slot of an object": lambda m, x: setattr(m.slots, "seen", 1),
+    "queue": lambda m, x: m.waiting.put(1),
+    "event": lambda m, x: m.called.set(),
+    "bytes": lambda m, x: m.bytes.extend(b"b"),
+    "number of numpy": lambda m, x: setattr(m, "small", np.float32(1)),
+    "array of Python": lambda m, x: m.numbers.append(1.0),
+    "array of objects": lambda m, x: m.objects[0].update(a=1),
+    "layer in a list": lambda m, x: m.layers[0].weight.data.add_(1),
+    "object in a list": lambda m, x: m.among[0].scale.add_(1),
+    "argument of a partial": lambda m, x: m.called_by.args[0].append(1),
+    "layer replaced": lambda m, x: setattr(m, "other", nn.Identity()),
+    "layer of a layer": lambda m, x: m.last.add_module("late", nn.Identity()),
+    "gradient required": lambda m, x: m.cache["a"].requires_grad_(True),
 }
 
 
@@ -108,6 +139,26 @@ def test_trained_parameter_that_is_written_by_numpy_ends_the_step() -> None:
     weight = as_numpy(model.last.weight)
     (message,) = paid(model, write=lambda: weight.fill(1))
     assert "wrote into last.weight" in message
+
+
+def test_object_in_the_place_of_another_that_is_gone_is_a_change() -> None:
+    """Python gives the number of an object that is gone to a new one."""
+    model = Writing(None)
+    model.nothing = object()
+    state = Unchanged(model)
+    for _ in range(99):
+        model.nothing = None
+        model.nothing = object()
+        assert state.changes() == ["nothing"]
+
+
+def test_state_that_refers_to_itself_is_compared() -> None:
+    model = Writing(None)
+    model.seen += [model.seen, model]
+    state = Unchanged(model)
+    assert not state.changes(by_bits=True)
+    model.seen.append(1)
+    assert "seen" in state.changes()
 
 
 def test_state_of_a_loss_that_is_written_ends_the_step() -> None:
