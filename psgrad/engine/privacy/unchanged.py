@@ -35,7 +35,9 @@ from psgrad.engine.transforms.tracer import Tracer
 from psgrad.errors import ModelError
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+# What PyTorch keeps of a module, without the hooks, which are part of what the module computes.
 _PYTORCHS_OWN = {name for name in nn.Module().__dict__ if name.startswith("_")}
+_PYTORCHS_OWN -= {"_forward_pre_hooks", "_forward_hooks"}
 _ABSENT = object()
 
 _ROW = 1 << 12  # words in a row of a table of bits

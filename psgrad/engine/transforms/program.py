@@ -50,13 +50,16 @@ def shorten(recording: Recording, hoists: bool) -> Shortened:
     """The kernels that a repetition of the call must run. hoists: see `program_of`."""
     kernels, results = _without_repeats(recording)
     outside, once, hoisted, each = set(recording.outside), list[Kernel](), list[Kernel](), list[Kernel]()
-    fixed = set(outside)
+    # What is made of numbers that lie elsewhere is not kept: they would lie here from then on.
+    fixed = {n for n, x in recording.outside.items() if not hasattr(x, "memory_key")}
     changing = _written_memory(recording) | {recording.memory[n] for n in results}
     for kernel in kernels:
         reads, made = kernel.reads, list(_numbers(kernel.results))
         if _is_view(kernel, recording) and outside.issuperset(reads):
             once.append(kernel)
             outside.update(made)
+            if not fixed.issuperset(reads):
+                continue
         elif (
             hoists
             and fixed.issuperset(reads)

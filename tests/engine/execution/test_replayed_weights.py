@@ -22,6 +22,8 @@ from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.execution.weight_sources import Quantised
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.measures.builtin.norms import GradientNorms
+from psgrad.engine.transforms.program import shorten
+from psgrad.engine.transforms.recorder import Recording, record
 from psgrad.ragged import Block
 from tests.engine.execution.test_stored import CPU, in_file
 
@@ -101,3 +103,15 @@ def test_chunks_are_replayed_with_weights(kind: str, again: bool, tmp_path: Path
     assert not stream.counts.reasons
     if supply is not None and before is not None:  # no weight, and nothing as large, stays with a program
         assert 0.9 * before.moved <= supply.moved <= 1.25 * before.moved
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_keeps_no_value_of_weights_that_lie_elsewhere(kind: str, tmp_path: Path) -> None:
+    model, _ = KINDS[kind](tmp_path / "weights.safetensors")
+    stored = model.blocks[1].weight  # type: ignore[index]
+    plain, x = torch.ones(8, 8), torch.ones(3, 8)
+    with torch.no_grad():
+        _, recording = record(lambda: x @ (2 * stored).t() + x @ (2 * stored.t()) + x @ (2 * plain), [x])
+    assert isinstance(recording, Recording)
+    hoisted = shorten(recording, hoists=True).hoisted
+    assert [str(kernel.op) for kernel in hoisted] == ["aten.mul.Tensor"]  # of the plain matrix

@@ -163,6 +163,30 @@ def test_weighted_sum_branching_model() -> None:
 
 
 @pytest.mark.parametrize("memory", [None, 0])
+@pytest.mark.parametrize("by", ["nonzero", "mask", "repeats"])
+def test_weighted_sum_of_samples_that_count_beside_others_with_other_lengths(
+    by: str, memory: float | None
+) -> None:
+    weight = {"w": torch.arange(1.0, 6.0, dtype=torch.float64)}
+    rows = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
+
+    def loss(params: dict[str, Tensor], row: Tensor) -> Tensor:
+        chosen = {
+            "nonzero": lambda: row.nonzero().flatten(),
+            "mask": lambda: row > 0,
+            "repeats": lambda: torch.repeat_interleave(row),
+        }[by]()
+        return params["w"][chosen].square().sum()
+
+    counted = torch.tensor([False, True, False, True])
+    found = per_sample_weighted_sum(
+        loss, weight, rows, weights=lambda _: counted.double(), memory=memory, counted=counted
+    )
+    expected = per_sample_weighted_sum(loss, weight, rows[counted], weights=lambda _: torch.ones(2))
+    torch.testing.assert_close(found.sums, expected.sums)
+
+
+@pytest.mark.parametrize("memory", [None, 0])
 def test_weighted_sum_two_branches_and_nonfinite_sample(memory: float | None) -> None:
     """Two branches, so that samples are split twice, and one sample that is no number."""
     params = {"w": torch.randn(3, dtype=torch.float64), "v": torch.randn((), dtype=torch.float64)}

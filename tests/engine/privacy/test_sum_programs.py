@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -287,7 +288,20 @@ def test_steps_of_a_run_are_replayed(dropout: float) -> None:
     assert (streams.replayed, plain.replayed) == (8 * 6 - 3, 0)
 
 
-def test_a_value_that_a_loop_changes_between_steps_is_read_again() -> None:
+def set_value(model: nn.Module) -> None:
+    model.scale = 3.0  # type: ignore[assignment]
+
+
+def add_hook(model: nn.Module) -> None:
+    model.register_forward_hook(lambda module, given, output: 3.0 * output)
+
+
+def add_hook_before(model: nn.Module) -> None:
+    model.register_forward_pre_hook(lambda module, given: (3.0 * given[0],))
+
+
+@pytest.mark.parametrize("change", [set_value, add_hook, add_hook_before])
+def test_a_value_that_a_loop_changes_between_steps_is_read_again(change: Callable[[nn.Module], None]) -> None:
     def trained(capturable: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = Scaled()
@@ -303,7 +317,8 @@ def test_a_value_that_a_loop_changes_between_steps_is_read_again() -> None:
         )
         private, optimizer, criterion, loader = parts
         for step in range(10):
-            model.scale = 1.0 if step < 6 else 3.0
+            if step == 6:
+                change(model)
             for x, y in loader:
                 if not capturable:
                     private._loop[0]._programs = SumPrograms()

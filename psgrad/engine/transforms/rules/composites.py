@@ -78,14 +78,22 @@ for _op, _kernel in (
     replace(_op)(_softmax(_op, _kernel))
 
 
+def _followed(batch: Any, values: torch.Tensor) -> torch.Tensor:
+    """[n, ...]: the values of each sample, or of the first one that counts in place of those that do not."""
+    counted = batch.level.counted
+    if counted is None:
+        return values
+    first = values.index_select(0, counted.int().argmax().reshape(1))
+    return torch.where(counted.reshape(-1, *[1] * (values.dim() - 1)), values, first)
+
+
 def shared_number(batch: Any, op: Op, values: torch.Tensor) -> Any:
     """The Python number that all of `values` [n] are; if they differ, an error or a split of the batch."""
     if not batch.size:
         return aten._local_scalar_dense.default(values.new_zeros(()))
-    counted = batch.level.counted
-    first = values[0] if counted is None else values.index_select(0, counted.int().argmax().reshape(1))[0]
-    same = (values == first) | ((values != values) & (first != first))
-    if bool((same if counted is None else same | ~counted).all()):
+    values = _followed(batch, values)
+    first = values[0]
+    if bool(((values == first) | ((values != values) & (first != first))).all()):
         return aten._local_scalar_dense.default(first)
     if values.dtype.is_floating_point or values.dtype.is_complex:
         raise TransformError(
@@ -122,7 +130,7 @@ def _allclose(
 
 def _nonzero(batch: Any, op: Op, x: torch.Tensor) -> torch.Tensor:
     """Tensors of equal length if all samples have as many places; else the batch is split by their number."""
-    physical = batch.physical(x)
+    physical = _followed(batch, batch.physical(x))
     count = shared_number(batch, op, (physical != 0).reshape(batch.size, x.numel()).sum(1))
     return op(physical).reshape(batch.size, count, x.dim() + 1)[..., 1:]
 
@@ -133,7 +141,7 @@ constant(aten.nonzero.default, batch=_nonzero)
 def _repeat_interleave(
     batch: Any, op: Op, repeats: torch.Tensor, *, output_size: int | None = None
 ) -> torch.Tensor:
-    physical = batch.physical(repeats)
+    physical = _followed(batch, batch.physical(repeats))
     count = shared_number(batch, op, physical.sum(1))
     return op(physical.reshape(-1)).reshape(batch.size, count) % max(repeats.shape[0], 1)
 
