@@ -71,11 +71,13 @@ def _require_no_update(model: nn.Module, state: Unchanged, names: set[str] | Non
     """Raises ModelError where a forward pass has changed something of these names; of any for None."""
     changed = [name for name in state.changes(by_bits=True) if names is None or name in names]
     if changed:
-        name = changed[0]
-        layer = model.get_submodule(name.partition("[")[0].rpartition(".")[0])
+        modules, parts = dict(model.named_modules()), changed[0].split(".")
+        prefixes = [".".join(parts[:count]) for count in reversed(range(len(parts)))]
+        owner = next(prefix for prefix in prefixes if prefix in modules)
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise _updates(
-            f"a forward pass changes {name}{more} of the layer {_of(name.rpartition('.')[0], layer)}", layer
+            f"a forward pass changes {changed[0]}{more} of the layer {_of(owner, modules[owner])}",
+            modules[owner],
         )
 
 

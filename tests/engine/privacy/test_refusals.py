@@ -307,6 +307,23 @@ def test_refusal_parameter_changed_by_forward_pass() -> None:
     assert "a forward pass changes middle.weight of the layer middle (Projected)" in refusal(model)
 
 
+def test_refusal_state_in_an_object_of_a_layer() -> None:
+    class Counter:
+        calls = 0
+
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 6)
+            self.counter = Counter()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.counter.calls = self.counter.calls + 1
+            return super().forward(x)
+
+    message = refusal(Around(Counting()))
+    assert "a forward pass changes middle.counter.calls of the layer middle (Counting)" in message
+
+
 def test_refusal_memory_bank() -> None:
     assert "a forward pass changes middle.seen" in refusal(Around(Bank()))
 
