@@ -69,9 +69,9 @@ def ledger_header(setup: PrivateSetup, base: float) -> dict[str, Any]:
         "clipping": setup.clipping.describe(),
         "adaptive": None if privacy.clipping.adaptive is None else privacy.clipping.adaptive.model_dump(),
         "optimizer": privacy.optimizer.model_dump(),
-        # Where they are not the default: ledgers of before have neither.
+        # Where it is not the default: ledgers of before have none. What is done with records that fail may
+        # change with a resume.
         **({} if privacy.records == "together" else {"records": privacy.records}),
-        **({} if privacy.on_error == "end" else {"on_error": privacy.on_error}),
         "trainable": setup.trainable,
         "model": {
             **json.loads(json.dumps(decisive), parse_constant=str),  # NaN and infinities as text
