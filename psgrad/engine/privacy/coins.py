@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ import torch
 
 from psgrad import random_state
 from psgrad.engine.privacy.generators import Generator, SecureGenerator, make_generator
+from psgrad.engine.privacy.unchanged import attributes_of
 from psgrad.engine.transforms import diagnostics
 from psgrad.engine.transforms.private_torch import DisableTorchFunction, without_modes
 from psgrad.engine.transforms.state import state
@@ -239,14 +240,10 @@ def generators_of(*roots: object) -> list[Any]:
                 found.append(value)
         elif isinstance(value, dict) and len(value) <= _MOST_PARTS:
             waiting += value.values()
-        elif isinstance(value, list | tuple | set) and len(value) <= _MOST_PARTS:
+        elif isinstance(value, list | tuple | set | frozenset | deque) and len(value) <= _MOST_PARTS:
             waiting += value
-        elif isinstance(value, partial):
-            waiting += [value.func, value.args, value.keywords]
-        elif isinstance(value, MethodType):
-            waiting.append(value.__self__)
         elif not isinstance(value, type | ModuleType | FunctionType | torch.Tensor | np.ndarray):
-            waiting += getattr(value, "__dict__", {}).values()
+            waiting += [*attributes_of(value).values(), *getattr(value, "__dict__", {}).values()]
     return found
 
 

@@ -193,11 +193,11 @@ class _State:
                 self._note(f"{where}[{place}]", item)
         else:
             self.places[where] = id(value)  # another object in its place
-        for key, item in _attributes(value).items():
+        for key, item in attributes_of(value).items():
             self._note(f"{where}.{key}" if where else key, item)
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes of an object by their names; what PyTorch keeps of a module is left out but for its
     parameters, buffers and modules.
     """

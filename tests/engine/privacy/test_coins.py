@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -270,6 +271,16 @@ def test_generators_in_attributes_are_seeded_from_the_secret_stream(make: Any) -
             drawn.append(reader.noise())
         assert reader.noise() == Reader(make()).noise()  # where it was before
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+class WithSlots:
+    __slots__ = ("own",)
+
+
+def test_generators_in_slots_and_queues_are_found() -> None:
+    inside, own = WithSlots(), random.Random(0)
+    inside.own = own  # type: ignore[attr-defined]
+    assert generators_of(Reader(deque([inside]))) == [own]
 
 
 def test_generator_that_cannot_be_seeded_is_refused() -> None:
