@@ -169,6 +169,7 @@ def test_weighted_sum_of_samples_that_count_beside_others_with_other_lengths(
 ) -> None:
     weight = {"w": torch.arange(1.0, 6.0, dtype=torch.float64)}
     rows = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
+
     def loss(params: dict[str, Tensor], row: Tensor) -> Tensor:
         chosen = {
             "nonzero": lambda: row.nonzero().flatten(),
