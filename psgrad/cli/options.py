@@ -156,8 +156,9 @@ def say_computed(manifest: dict[str, Any]) -> None:
     for about in ("versions", "engine", "timings"):
         facts: dict[str, Any] = manifest.get(about) or {}
         if facts:
-            words = ", ".join(f"{key} {_brief(value)}" for key, value in facts.items())
-            typer.echo(f"{about}: {words}", err=True)
+            known = {key: value for key, value in facts.items() if value is not None and value != []}
+            words = [f"{key.replace('_', ' ')} {_brief(value)}" for key, value in known.items()]
+            typer.echo(f"{about}: {', '.join(words)}", err=True)
 
 
 def _brief(value: object) -> str:

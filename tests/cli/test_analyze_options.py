@@ -91,6 +91,8 @@ def test_quiet_says_nothing_and_verbose_says_more(workplace: Workplace) -> None:
     err = workplace.succeeded("--no-report", "-v", "--overwrite").err
     assert "timings: load" in err
     assert "engine: device" in err
+    assert "not replayed fewer than" in err
+    assert "None" not in err
     assert workplace.analyze("-q", "-v").code == 2
     assert "error: " in workplace.analyze("-q", "--set", "engine.verify=-1").err
 

@@ -13,10 +13,7 @@ import torch
 
 from psgrad import random_state
 from psgrad.engine.execution.buckets import Added
-from psgrad.engine.execution.kernel_costs import python_and_kernels
-from psgrad.engine.execution.ladder import pays_to_fill
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
-from psgrad.engine.gradients.machine import machine
 from psgrad.engine.gradients.per_sample import (
     ProjectedGradients,
     per_sample_gradients,
@@ -28,7 +25,6 @@ from psgrad.engine.gradients.terms.numerics import flagging
 from psgrad.engine.transforms.capture import COMPILED, Captured, Entry, agree
 from psgrad.engine.transforms.private_torch import register_pytree_node
 from psgrad.engine.transforms.program import Compiler
-from psgrad.engine.transforms.recorder import Recording
 
 # A program pays if so many chunks of its shape are to come: a recording takes about three times a chunk, a
 # comparison one program more.
@@ -150,9 +146,6 @@ class ChunkReplay:
         self.rounding = 4 * eps if compile == "none" else COMPILED
         # The parameters are tensors from outside for a program, which makes their views once.
         self._captured = Captured(self._flagged, compile, self.counts.add_reason, hoists=True)
-        # rows of a recorded chunk -> its entry, and its recording until it is known what the transforms take
-        # beside its rows, in rows
-        self._recorded: dict[int, tuple[Entry, Recording | float]] = {}
 
     def _flagged(self, *chunk: Any) -> tuple[Any, Any]:
         with flagging() as flags:
@@ -161,21 +154,6 @@ class ChunkReplay:
 
     def _unflagged(self, *chunk: Any) -> Any:
         return self.function(self.params, *chunk)
-
-    def fills_to(self, rows: int) -> int | None:
-        """The number of rows of a program that takes less for `rows` rows, and others that do not count, than
-        the function itself; None where there is none. A program that draws has other numbers then.
-        """
-        for filled, (entry, once) in sorted(self._recorded.items(), key=lambda item: item[0]):
-            if filled <= rows or entry.program is None or entry.program.draws:
-                continue
-            if isinstance(once, Recording):
-                python, kernels = python_and_kernels(once, machine(next(iter(self.params.values())).device))
-                once = python * filled / kernels
-                self._recorded[filled] = entry, once
-            if pays_to_fill(rows, filled, once):
-                return filled
-        return None
 
     @torch.no_grad()
     def __call__(
@@ -215,8 +193,6 @@ class ChunkReplay:
         else:
             with self.alone:
                 values = self._captured.record(call)
-                if entry.recording is not None:
-                    self._recorded[len(inputs[0])] = entry, entry.recording
             found = self._unless_flagged(entry, values, before)
             if found is not None:
                 return found
@@ -243,4 +219,3 @@ class ChunkReplay:
     def drop_program(self) -> None:
         """Give back what programs hold: memory ran out."""
         self._captured.entries.clear()
-        self._recorded.clear()

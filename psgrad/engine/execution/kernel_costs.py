@@ -11,7 +11,6 @@ import torch
 from psgrad.engine.gradients.costs import Machine
 from psgrad.engine.transforms.operators import Op
 from psgrad.engine.transforms.private_torch import schema_of, tree_leaves
-from psgrad.engine.transforms.recorder import Recording, Slot
 
 Kind = Literal["view", "product", "convolution", "grouped convolution", "other"]
 
@@ -78,33 +77,6 @@ def kernel_of(op: Op, args: Any, kwargs: Any, results: Any, fresh: int) -> Kerne
     elif "attention" in name and len(given) >= 3:
         operations = _attention_operations(name, args)
     return Kernel(name, kind, operations, moved, fresh, workspace, sizes, dtype)
-
-
-# Kernels for each operator that the transforms run. Measured on eight small networks: 3 to 7.
-_KERNELS_OF_AN_OPERATOR = 4
-
-
-def python_and_kernels(recording: Recording, on: Machine) -> tuple[float, float]:
-    """The seconds that the transforms' Python took for a recorded call, and those of its kernels."""
-    made = dict[int, torch.Tensor]()
-
-    def tensors(tree: Any) -> Any:
-        if type(tree) is Slot:
-            if tree.number not in made:
-                _, shape, stride, dtype, *_ = recording.views[tree.number]
-                made[tree.number] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            return made[tree.number]
-        return type(tree)(map(tensors, tree)) if isinstance(tree, (list, tuple)) else tree
-
-    count, seconds = len(recording.kernels), 0.0
-    for kernel in recording.kernels:
-        numbers = [n for n in kernel.results if n is not None]
-        results = [tensors(Slot(n)) for n in numbers]
-        new = [x for n, x in zip(numbers, results, strict=True) if recording.memory[n] == n]
-        kwargs = {name: tensors(value) for name, value in kernel.kwargs.items()}
-        fresh = sum(map(_bytes, new))
-        seconds += kernel_of(kernel.op, tensors(kernel.args), kwargs, results, fresh).seconds(on)
-    return count * (on.operator_seconds / _KERNELS_OF_AN_OPERATOR + on.kernel_seconds), seconds
 
 
 def _bytes(x: torch.Tensor) -> int:

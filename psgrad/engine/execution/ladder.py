@@ -72,13 +72,6 @@ def why_without_programs(ragged: RaggedAxes) -> str | None:
     return None
 
 
-def pays_to_fill(rows: int, filled: int, once: float) -> bool:
-    """Whether a program of `filled` rows takes less than the transforms for `rows` rows. once: what a pass of
-    the transforms takes beside its rows, in rows.
-    """
-    return once * _OF_A_PROGRAM + filled < once + rows
-
-
 def _filled(
     padded: Numbers, fits: npt.NDArray[np.bool_], ragged: RaggedAxes, once: float, most: int | None
 ) -> list[Bucket]:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from psgrad.engine.execution.bucket_plan import positions_of
-from psgrad.engine.execution.buckets import ModelSize, RaggedChunks, first_rows
+from psgrad.engine.execution.buckets import ModelSize, RaggedChunks
 from psgrad.engine.execution.chunk_measure import ChunkMeasure, Columns, NoColumns, on_the_cpu
 from psgrad.engine.execution.chunk_plan import chunk_for, chunk_for_factors, plan_chunk
 from psgrad.engine.execution.chunk_replay import PAYS_FROM, ChunkReplay, ReplayCounts
@@ -120,6 +120,9 @@ class Stream(RowComputation):
         self._measured = False  # whether the chunk size comes from one small chunk's factors
         self._too_large: int | None = None  # the smallest size that failed since one as large went through
         self._alone: Sequence[int] | None = None  # the row that failed by itself, once
+        # Chunks of a run from row 0 on: equal for a run that goes on from a later row, whose numbers are the
+        # same to the last bit.
+        self._in_run = 0
         self._nothing_is_read = threading.Lock()
         self._compile = compile
         self.replays: dict[Callable[..., Any], ChunkReplay] = {}
@@ -232,6 +235,7 @@ class Stream(RowComputation):
                     if not self.automatic and not any(isinstance(later, range) for later in waiting):
                         loader.expect(reached, min(reached + self.chunk_size, count))
                     to_come = (count - chunk.start) // len(chunk) if len(chunk) == self.chunk_size else 1
+                    self._in_run = count // self.chunk_size
                     values = self._attempt(loader, chunk, measures, compute, to_come, materialise)
                 if values is None:
                     size = max(1, min(self.chunk_size, (len(chunk) + 1) // 2))
@@ -327,7 +331,7 @@ class Stream(RowComputation):
         finds = getattr(function, "replayable", None)
         if not self.replays or finds is None:
             return self.computed(how, block)
-        replay, count = self._replay_of(function), len(block)
+        replay = self._replay_of(function)
         may_be_filled = finds == "rows" and self.randomness == "error"
         if block.ragged is not None:
             replay.ragged_chunks += 1
@@ -336,14 +340,10 @@ class Stream(RowComputation):
             )
             if why is not None:
                 self.counts.add_reason(why)
-            if why is not None or max(to_come, replay.ragged_chunks) < PAYS_FROM:
+            if why is not None or max(to_come, self._in_run, replay.ragged_chunks) < PAYS_FROM:
                 return self.computed(how, block)
             return self.computed(how, block, lambda some: replay(some.inputs, some.target, to_come, given))
-        filled = replay.fills_to(count) if may_be_filled else None
-        if filled is None:
-            return replay(block.inputs, block.target, to_come, given)
-        some = block.at([*range(count), *[count - 1] * (filled - count)])
-        return first_rows(replay(some.inputs, some.target, to_come, given), count, filled)
+        return replay(block.inputs, block.target, to_come, given)
 
     def _replay_of(self, function: Callable[..., Any]) -> ChunkReplay:
         if function not in self.replays:

@@ -129,8 +129,7 @@ def both(model: nn.Module, rows: Block, measure: Any = GradientNorms, **options:
 def test_replayed_chunks_have_the_same_numbers(build: Any, rows: Any, chunk_size: int, measure: Any) -> None:
     torch.manual_seed(0)
     run, _ = both(build(), rows(), measure, chunk_size=chunk_size)
-    # a last short chunk is filled with rows that do not count
-    assert run.replayed == -(-ROWS // chunk_size) - NOT_REPLAYED
+    assert run.replayed == ROWS // chunk_size - NOT_REPLAYED
     assert run.stream.replayed == {
         "chunks": -(-ROWS // chunk_size),
         "chunks_replayed": run.replayed,
@@ -150,38 +149,20 @@ def test_dropout_draws_what_it_would_have_drawn(measure: Any) -> None:
     assert torch.equal(run.columns["loss"], plain.columns["loss"])
 
 
-class Wide(nn.Linear):
-    """A layer at 96 positions, whose kernels take longer than the Python of a pass."""
-
-    def __init__(self) -> None:
-        super().__init__(600, 600, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.repeat(1, 100).unsqueeze(1).expand(-1, 96, -1)).mean(1)
-
-
-@pytest.mark.long
-def test_a_short_chunk_of_large_kernels_is_not_filled() -> None:
-    run, _ = both(Wide(), vectors(), chunk_size=9)
-    assert run.replayed == ROWS // 9 - NOT_REPLAYED
-    assert ROWS % 9
-
-
-@pytest.mark.parametrize("measure", [GradientNorms, Factors])
-def test_batches_of_varying_size_are_filled(measure: Any) -> None:
-    """As a stream's ranges are where several processes share its rows, or where memory ran out."""
-    model, rows = perceptron(), vectors()
-    found = []
-    for capture in ("auto", "off"):
-        run = Run(model, rows, measure(), chunk_size=6, capture=capture)
-        before, parts, start = run.replayed, [], 0
-        for size in (6, 4, 5, 1, 6, 3, 2, 6, 6, 6, 5):
-            parts += list(run.stream.run(start + size, [measure()], start=start))
-            start += size
-        names = parts[0].values
-        found.append({name: torch.cat([part.values[name] for part in parts]) for name in names})
-        assert run.replayed - before == (11 if capture == "auto" else 0)
-    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+@pytest.mark.parametrize("start", [21, 42, 49])
+@pytest.mark.parametrize(("build", "rows"), [(perceptron, vectors), (convolutional, vectors), (Tied, tokens)])
+def test_a_run_that_goes_on_has_the_bits_of_the_whole_run(build: Any, rows: Any, start: int) -> None:
+    """Also of its last chunk, of one row: there may be no program yet."""
+    torch.manual_seed(0)
+    model = build()
+    whole = Run(model, rows(), chunk_size=7)
+    plain = Run(model, rows(), chunk_size=7, capture="off")
+    later = list(plain.stream.run(ROWS, [GradientNorms()], start=start))
+    rest = list(whole.stream.run(ROWS, [GradientNorms()], start=start))
+    assert whole.replayed
+    for name, values in whole.columns.items():
+        for chunks in (later, rest):
+            assert torch.equal(values[start:], torch.cat([chunk.values[name] for chunk in chunks])), name
 
 
 def test_chunks_that_come_one_by_one_are_recorded_once_many_came() -> None:
@@ -265,7 +246,7 @@ class Branching(nn.Module):
 
 def test_a_model_that_reads_a_buffer_is_replayed() -> None:
     run, _ = both(Branching(), vectors(), chunk_size=4)
-    assert run.replayed == -(-ROWS // 4) - NOT_REPLAYED
+    assert run.replayed == ROWS // 4 - NOT_REPLAYED
     assert not run.reasons
 
 
@@ -284,7 +265,7 @@ def test_a_chunk_that_takes_another_branch_is_computed_again() -> None:
     rows = vectors()
     rows.inputs[0][31, 0] = -1e4
     run, _ = both(Masked(), rows, chunk_size=4)
-    assert run.replayed == -(-ROWS // 4) - NOT_REPLAYED - 1
+    assert run.replayed == ROWS // 4 - NOT_REPLAYED - 1
 
 
 def test_a_model_whose_shapes_depend_on_data_is_not_replayed_for_that_reason() -> None:

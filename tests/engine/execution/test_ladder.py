@@ -91,6 +91,18 @@ def test_replayed_buckets_give_each_rows_own_numbers(kind: str, factors: bool) -
     assert_close(torch.cat([chunk.values["loss"] for chunk in chunks]), ragged.losses(rows))
 
 
+def test_ragged_chunks_of_a_run_that_goes_on_are_padded_as_in_the_whole_run() -> None:
+    ragged = with_limit("bert")
+    rows = ragged.rows(np.random.default_rng(0).integers(3, 24, 36).tolist())
+    found = []
+    for start in (0, 30):
+        stream = ragged.stream(rows, chunk_size=6, model_size=TINY)
+        (*_, last) = stream.run(len(rows), [Watched(False)], start=start)
+        found.append(last.values)
+    for name, values in found[0].items():
+        assert torch.equal(values, found[1][name]), name
+
+
 @pytest.mark.long
 def test_nine_of_ten_chunks_of_many_ragged_texts_are_replayed() -> None:
     ragged = with_limit("bert")
