@@ -132,7 +132,7 @@ def test_a_file_that_is_changed_while_other_commands_read_it(
     (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
     arguments = ["influence", "index"] if command == "index" else ["dp-step"]
     kind: Any = TableSamples if command == "index" else PrivateTraining
-    name = "read" if command == "index" else "step"
+    name = "read" if command == "index" else "clipped"
     original, calls = getattr(kind, name), 0
 
     def changing(self: Any, *arguments: Any, **options: Any) -> Any:
