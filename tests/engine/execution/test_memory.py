@@ -247,7 +247,7 @@ def test_memory_that_is_given_back_has_large_pages() -> None:
 def test_a_real_limit_on_memory_is_met_by_smaller_chunks() -> None:
     done, retries, chunk_size = in_a_process("""
         model = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Linear(16384, 10))
-        run(model, rows(16384), 32 * 6, chunk_size=32)  # a program is made: what PyTorch imports for it is there
+        run(model, rows(16384), 32 * 6, chunk_size=32)  # what PyTorch imports for a program is there
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), resource.RLIM_INFINITY))
         stream, done = run(model, rows(16384), 2048, chunk_size=1024)
