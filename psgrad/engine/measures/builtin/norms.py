@@ -218,8 +218,9 @@ class NormDistributions:
         """[streams, m]: the norms that wait, without those of samples that are left out."""
         if not self._waiting:
             return np.empty((len(self._known.mean), 0))
-        squares = torch.cat([squares for squares, _ in self._waiting], 1).cpu()
-        losses = torch.cat([losses for _, losses in self._waiting]).cpu()
+        device = self._waiting[-1][0].device  # restored ones are on the CPU
+        squares = torch.cat([squares.to(device) for squares, _ in self._waiting], 1).cpu()
+        losses = torch.cat([losses.to(device) for _, losses in self._waiting]).cpu()
         counted = torch.isfinite(losses) & torch.isfinite(squares).all(0)
         return squares[:, counted].double().sqrt().numpy()
 
