@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
+from psgrad.engine.privacy.accounting import Epsilon
 from tests.workplace import Outcome, Workplace
 
 PRIVACY: dict[str, Any] = {
@@ -29,6 +31,17 @@ EXACT: dict[str, Any] = {
     "noise": {"multiplier": 0.0},
     "optimizer": {"name": "SGD", "kwargs": {"lr": 1.0}},
 }
+
+
+def leave_out_slow_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have private runs draw no figures, and state no epsilon by PLD, which take longest."""
+    monkeypatch.setattr(
+        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
+    )
+    monkeypatch.setattr("psgrad.workflows.private_steps.pld_curve", lambda events, delta: [])
+    monkeypatch.setattr(
+        "psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
+    )
 
 
 class PrivateWorkplace:

@@ -18,7 +18,6 @@ import yaml
 from dp_accounting import pld
 
 from psgrad.config import load_config
-from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.engine.privacy.accounting.budgets import accounts_of, composed
 from psgrad.engine.privacy.generators import Generator
 from psgrad.errors import LedgerError
@@ -27,7 +26,7 @@ from psgrad.storage.ledger_lines import has_begun
 from psgrad.workflows.dp_step import dp_step
 from psgrad.workflows.private_budget import read_budget
 from tests.crashes import Go, Tell, kill_and_resume, points_of
-from tests.private_workplace import PrivateWorkplace
+from tests.private_workplace import PrivateWorkplace, leave_out_slow_parts
 from tests.workplace import Workplace
 
 BUDGET = {"file": "budget.jsonl", "epsilon": 100.0, "delta": 0.01}
@@ -35,12 +34,7 @@ BUDGET = {"file": "budget.jsonl", "epsilon": 100.0, "delta": 0.01}
 
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    monkeypatch.setattr(
-        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
-    )
-    monkeypatch.setattr(
-        "psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
-    )
+    leave_out_slow_parts(monkeypatch)
     private = PrivateWorkplace(workplace)
     private.privacy["budget"] = dict(BUDGET)
     return private

@@ -14,14 +14,13 @@ from torch import nn
 
 from psgrad.config import load_config
 from psgrad.engine.privacy import coins
-from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.engine.privacy.batches import RecordStreams
 from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.step import private_sum
 from psgrad.workflows.private_setup import set_up_privately
-from tests.private_workplace import EXACT, PrivateWorkplace
+from tests.private_workplace import EXACT, PrivateWorkplace, leave_out_slow_parts
 from tests.workplace import Workplace
 
 # As our own examples do it: whoever reads the factory knows the state of PyTorch's generator when the first
@@ -35,13 +34,7 @@ def Model():
 
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    monkeypatch.setattr(
-        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
-    )
-    monkeypatch.setattr(
-        "psgrad.workflows.private_statement.epsilon_pld",
-        lambda events, delta: Epsilon(None, "not asked for in this test"),
-    )
+    leave_out_slow_parts(monkeypatch)
     found = PrivateWorkplace(workplace)
     workplace.use_model(SEEDING)
     found.config["model"]["mode"] = "train"

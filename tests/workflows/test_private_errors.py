@@ -18,13 +18,12 @@ from safetensors.torch import load_file
 
 from psgrad.config import load_config
 from psgrad.engine.execution.streaming import Stream
-from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.engine.privacy.batches import RecordStreams
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.records import Records
 from psgrad.ragged import Block
 from psgrad.workflows.private_setup import set_up_privately
-from tests.private_workplace import EXACT, PrivateWorkplace
+from tests.private_workplace import EXACT, PrivateWorkplace, leave_out_slow_parts
 from tests.workplace import Workplace
 
 RAISING = """\
@@ -44,12 +43,7 @@ HOSTILE = 10
 
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    monkeypatch.setattr(
-        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
-    )
-    monkeypatch.setattr(
-        "psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
-    )
+    leave_out_slow_parts(monkeypatch)
     workplace.use_model(RAISING)
     private = PrivateWorkplace(workplace)
     private.config["privacy"] |= EXACT

@@ -9,19 +9,13 @@ import shutil
 
 import pytest
 
-from psgrad.engine.privacy.accounting import Epsilon
-from tests.private_workplace import PrivateWorkplace
+from tests.private_workplace import PrivateWorkplace, leave_out_slow_parts
 from tests.workplace import Workplace
 
 
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    monkeypatch.setattr(
-        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
-    )
-    monkeypatch.setattr(
-        "psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
-    )
+    leave_out_slow_parts(monkeypatch)
     return PrivateWorkplace(workplace)
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from psgrad.engine.privacy.accounting import Epsilon, StepEvent, epsilon_rdp
+from psgrad.engine.privacy.accounting import StepEvent, epsilon_rdp
 from psgrad.engine.privacy.sampling import Sampling
-from tests.private_workplace import PrivateWorkplace
+from tests.private_workplace import PrivateWorkplace, leave_out_slow_parts
 from tests.workplace import Workplace
 
 TABLE = "private/NOT_PRIVATE_individual_epsilon.parquet"
@@ -20,12 +20,7 @@ TABLE = "private/NOT_PRIVATE_individual_epsilon.parquet"
 
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
-    monkeypatch.setattr(
-        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
-    )
-    monkeypatch.setattr(
-        "psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
-    )
+    leave_out_slow_parts(monkeypatch)
     private = PrivateWorkplace(workplace)
     # Weights that stay, so that each record's norm does.
     private.privacy["optimizer"] = {"name": "SGD", "kwargs": {"lr": 0.0}}

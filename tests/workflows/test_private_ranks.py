@@ -28,7 +28,6 @@ from safetensors.torch import load_file
 from psgrad.engine.execution import rank_tensors
 from psgrad.engine.execution.process_group import RankGroup
 from psgrad.engine.privacy import rank_steps
-from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.engine.privacy.coins import Coins
 from psgrad.engine.privacy.rank_steps import LeadingRank
 from psgrad.engine.privacy.snapshot import Snapshot
@@ -39,7 +38,7 @@ from psgrad.storage.ledger_lines import has_begun
 from psgrad.storage.private_runs import WARNING
 from psgrad.workflows import private_ranks, private_steps
 from tests.forked_ranks import EndedRank, Plant, die, hasty, run_ranks
-from tests.private_workplace import EXACT, PrivateWorkplace
+from tests.private_workplace import EXACT, PrivateWorkplace, leave_out_slow_parts
 from tests.workflows.test_processes import alive, wait_for_ranks
 from tests.workplace import Workplace
 
@@ -49,13 +48,7 @@ SEEDED = ("--insecure-deterministic", "--set", "privacy.noise.seed=5")
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
     """A run in float64 without figures and the slow accountant; the dead are noticed at once."""
-    monkeypatch.setattr(
-        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
-    )
-    monkeypatch.setattr("psgrad.workflows.private_steps.pld_curve", lambda events, delta: [])
-    monkeypatch.setattr(
-        "psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
-    )
+    leave_out_slow_parts(monkeypatch)
     hasty(monkeypatch)
     return PrivateWorkplace(workplace)
 

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.engine.privacy.clipping import MARGIN
 from tests.oracles import one_sample_gradients
-from tests.private_workplace import EXACT, PrivateWorkplace
+from tests.private_workplace import EXACT, PrivateWorkplace, leave_out_slow_parts
 from tests.workplace import ROWS, Workplace
 
 BOUND = 0.5
@@ -29,13 +28,7 @@ def rows_of(user: int) -> np.ndarray:
 @pytest.fixture
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
     """A run without noise on all records, without the figures and the slow accountant, which take longest."""
-    monkeypatch.setattr(
-        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
-    )
-    monkeypatch.setattr(
-        "psgrad.workflows.private_statement.epsilon_pld",
-        lambda events, delta: Epsilon(None, "not asked for in this test"),
-    )
+    leave_out_slow_parts(monkeypatch)
     found = PrivateWorkplace(workplace)
     found.privacy.update(EXACT)
     found.workplace.save(user=np.array([f"user-{user}" for user in USERS]))

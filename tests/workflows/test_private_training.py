@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from scipy import stats
 
-from psgrad.engine.privacy.accounting import Epsilon
 from psgrad.engine.privacy.clipping import MARGIN
 from psgrad.engine.privacy.rounding import residual_epsilon
 from psgrad.results import STEP_COLUMNS, STEP_KEYS
@@ -29,7 +28,7 @@ from psgrad.workflows import private_statement, private_steps
 from psgrad.workflows.private_statement import Statement
 from psgrad.workflows.private_steps import PrivateRun
 from tests.oracles import one_sample_gradients
-from tests.private_workplace import EXACT, PrivateWorkplace
+from tests.private_workplace import EXACT, PrivateWorkplace, leave_out_slow_parts
 from tests.workplace import ROWS, Workplace
 
 PUBLIC = {"epsilon.png", "ledger.jsonl", "model.safetensors", "noisy_sum.safetensors", "step.json"}
@@ -50,14 +49,7 @@ def whole(workplace: Workplace) -> PrivateWorkplace:
 @pytest.fixture
 def private(whole: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
     """The same without the figures and the slow accountant, which take longest."""
-    monkeypatch.setattr(
-        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
-    )
-    monkeypatch.setattr("psgrad.workflows.private_steps.pld_curve", lambda events, delta: [])
-    monkeypatch.setattr(
-        "psgrad.workflows.private_statement.epsilon_pld",
-        lambda events, delta: Epsilon(None, "not asked for in this test"),
-    )
+    leave_out_slow_parts(monkeypatch)
     return whole
 
 
