@@ -22,8 +22,8 @@ from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.execution.weight_sources import Quantised
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.measures.builtin.norms import GradientNorms
-from psgrad.engine.transforms.program import shorten
 from psgrad.engine.transforms.recorder import Recording, record
+from psgrad.engine.transforms.shortening import shorten
 from psgrad.ragged import Block
 from tests.engine.execution.test_stored import CPU, in_file
 

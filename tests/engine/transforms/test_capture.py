@@ -13,8 +13,9 @@ from torch import nn
 
 from psgrad.engine.transforms import functional_call, grad, grad_and_value, vmap
 from psgrad.engine.transforms.capture import MOST_PROGRAMS, Captured, capture
-from psgrad.engine.transforms.program import CudaGraph, obstacle_to_cuda_graph, shorten
+from psgrad.engine.transforms.program import CudaGraph, obstacle_to_cuda_graph
 from psgrad.engine.transforms.recorder import record
+from psgrad.engine.transforms.shortening import shorten
 from psgrad.errors import TransformError
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from psgrad.engine.transforms import capture as make
-from psgrad.engine.transforms import program
+from psgrad.engine.transforms import program, shortening
 from psgrad.engine.transforms.capture import Captured
 from tests.random_programs import queries
 from tests.random_programs.backends import Ours
@@ -164,6 +164,6 @@ def test_recorded_programs_notice_a_missed_write_through_a_view(
 ) -> None:
     x = torch.tensor([1.0, 2.0])
     assert torch.equal(replayed(aliasing, x, x + 1)[1], aliasing(x + 1))
-    monkeypatch.setattr(program, "_written_memory", lambda recording: set())
+    monkeypatch.setattr(shortening, "_written_memory", lambda recording: set())
     with pytest.warns(UserWarning, match="other numbers"):  # the comparison sees it
         replayed(aliasing, x, x + 1)
