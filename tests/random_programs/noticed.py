@@ -32,7 +32,7 @@ NOTICED: dict[str, int] = {
     "aten.addcdiv.default": 495,
     "aten.addcmul.default": 122,
     "aten.alias.default": 144,
-    "aten.amax.default": 310,
+    "aten.amax.default": 340,
     "aten.amin.default": 808,
     "aten.atan.default": 77,
     "aten.atan2.default": 434,
