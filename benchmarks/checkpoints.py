@@ -27,14 +27,14 @@ from sklearn.metrics import roc_auc_score
 from torch import nn
 
 from benchmarks.script import command_line, write_json
+from psgrad.commands.analyze import analyze
 from psgrad.config import load_config
+from psgrad.data.rows import Block
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.measures.builtin.over_checkpoints import CheckpointColumns
 from psgrad.engine.measures.checkpoint_history import checkpoint_summary
 from psgrad.engine.measures.checkpoint_passes import StackedModels, grouped
-from psgrad.inputs.rows import Block
-from psgrad.workflows.analyze import analyze
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # Column -> whether large values are the suspicious ones.

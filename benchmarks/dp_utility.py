@@ -42,8 +42,8 @@ from script import command_line, write_json
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
+from psgrad.commands.dp_step import dp_step
 from psgrad.config import load_config
-from psgrad.workflows.dp_step import dp_step
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "digits-dp.yaml"

@@ -304,7 +304,7 @@ def _our_norms(
 ) -> tuple[Way, Way, Callable[[], Facts]]:
     """Norms by a chunk itself, and by its program, which has the same ones; and how often it was replayed."""
     if bits:
-        from psgrad.inputs.models.quantised import store_weights
+        from psgrad.models.quantised import store_weights
 
         store_weights(model)
     place(model, device, torch.float32, "as-saved")

@@ -38,7 +38,7 @@ from psgrad.engine.influence.method import Checkpoint, Method
 from psgrad.engine.influence.methods.gradient_products import GradientDot
 from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
 from psgrad.engine.influence.ranking import joined_scores
-from psgrad.storage.gradient_index import GradientIndex
+from psgrad.run.gradient_index import GradientIndex
 
 Array = np.ndarray[Any, Any]
 LOST, SHARE = 0.01, 20

@@ -38,7 +38,7 @@ from torch import Tensor
 from psgrad.engine.influence.index.index_rows import RowBlock
 from psgrad.engine.influence.index.row_products import FloatRows, Queries
 from psgrad.engine.influence.index.stored_index import StoredRows, encoded
-from psgrad.storage.gradient_index import GradientIndex
+from psgrad.run.gradient_index import GradientIndex
 
 BAR, BAR_ROWS, BAR_COLUMNS, BAR_QUERIES = 1.0, 1_000_000, 4096, 10
 SHARD, MOST_OF_RIVALS, CACHED = 4096, 100_000, 128

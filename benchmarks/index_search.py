@@ -31,6 +31,7 @@ from norms import machine
 from script import command_line, print_facts, write_json
 from torch import Tensor, nn
 
+from psgrad.commands.influence_search import new_lists
 from psgrad.engine.influence.index.build import build_index, from_index
 from psgrad.engine.influence.index.estimators import FittedRows
 from psgrad.engine.influence.index.search import FoundRows, found_rows, recalls, strongest_rows, vectors_of
@@ -39,9 +40,8 @@ from psgrad.engine.influence.method import Checkpoint, Method
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot
 from psgrad.engine.influence.methods.projected import TRAK
 from psgrad.engine.influence.ranking import Strongest
-from psgrad.storage.gradient_index import GradientIndex
-from psgrad.storage.row_lists import RowLists
-from psgrad.workflows.influence_search import new_lists
+from psgrad.run.gradient_index import GradientIndex
+from psgrad.run.row_lists import RowLists
 
 TOP, CANDIDATES, FEATURES, CLASSES, CLUSTERS = 10, 2, 32, 10, 6
 METHODS: dict[str, Method] = {

@@ -33,6 +33,7 @@ from inner import DIGITS, digits_network
 from norms import machine
 from script import command_line, print_facts, write_json
 
+from psgrad.commands.measure_setup import joined_summary
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective, Summary
 from psgrad.engine.measures.builtin.norms import GradientNorms
@@ -42,7 +43,6 @@ from psgrad.engine.measures.passes import SecondPass
 from psgrad.errors import MeasureError
 from psgrad.plugins import MEASURES, own_classes
 from psgrad.ragged import Block
-from psgrad.workflows.measure_setup import joined_summary
 
 # All measures of the one pass together, as a multiple of the norm pass, on two CPU cores.
 BAR = 1.5

@@ -83,7 +83,7 @@ def serve(folder: Path, where: str) -> None:
     from psgrad.engine.execution.recompute import Recompute
     from psgrad.engine.execution.weight_supply import Supply
     from psgrad.engine.gradients.per_sample import per_sample_square_norms
-    from psgrad.inputs.models.factory import load_model
+    from psgrad.models.factory import load_model
 
     device, offloaded = torch.device("cpu"), where != "resident"
     if offloaded:

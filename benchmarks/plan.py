@@ -27,15 +27,15 @@ from script import command_line, write_json
 from torch import Tensor
 
 from psgrad.config import load_config
+from psgrad.data.loss import resolve_loss
+from psgrad.data.sources.load import load_data
 from psgrad.engine.execution.chunk_plan import plan_chunk
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.run_plan import plan_run
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
 from psgrad.engine.gradients.machine import device_name
-from psgrad.inputs.loss import resolve_loss
-from psgrad.inputs.models.factory import load_model
-from psgrad.inputs.sources.load import load_data
+from psgrad.models.factory import load_model
 from psgrad.ragged import Block
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -59,7 +59,7 @@ def samples(rows: int, first: int, seed: int) -> pd.DataFrame:
 
 def run_folder(folder: Path, frame: pd.DataFrame) -> Path:
     """A finished run with this table."""
-    from psgrad.storage import RunFolder
+    from psgrad.run import RunFolder
 
     run = RunFolder.create(folder)
     run.write_table("samples.parquet", frame)

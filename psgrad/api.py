@@ -3,7 +3,7 @@ psgrad` has these names.
 
 A config is the path of a YAML file, a mapping with the same keys (paths in it are relative to the current
 directory), or a `Config`. Objects stand in place of its sections: `analyze(model=m, data=dataset, loss=f)`;
-see psgrad.workflows.config_objects.Objects. Everything that can be wrong raises a PsgradError
+see psgrad.commands.config_objects.Objects. Everything that can be wrong raises a PsgradError
 (psgrad.errors), whose text is what the command line prints.
 """
 
@@ -15,17 +15,20 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack
 
+from psgrad.commands.config_objects import Live, Objects, config_of
 from psgrad.config import Config, config_from
 from psgrad.config import load_config as _load
 from psgrad.errors import PsgradError
-from psgrad.workflows.config_objects import Live, Objects, config_of
 
 if TYPE_CHECKING:
+    from psgrad.commands.report import WrittenReport
+    from psgrad.commands.select import Selection
+    from psgrad.commands.validation import Validation
     from psgrad.config import EvaluationKind
     from psgrad.engine.gradients import per_sample_gradients as per_sample_gradients
     from psgrad.engine.privacy.loop import make_private as make_private
-    from psgrad.inputs.models.run_checkpoints import RunCheckpoints as RunCheckpoints
-    from psgrad.results import (
+    from psgrad.models.run_checkpoints import RunCheckpoints as RunCheckpoints
+    from psgrad.run.results import (
         AnalyzeResult,
         CheckResult,
         DPAuditResult,
@@ -36,12 +39,9 @@ if TYPE_CHECKING:
         PlanResult,
         Progress,
     )
-    from psgrad.results.findings import BaselineChange, Comparison
-    from psgrad.results.influence import EvaluationResult
-    from psgrad.results.privacy_report import BudgetResult, DPReport
-    from psgrad.workflows.report import WrittenReport
-    from psgrad.workflows.select import Selection
-    from psgrad.workflows.validation import Validation
+    from psgrad.run.results.findings import BaselineChange, Comparison
+    from psgrad.run.results.influence import EvaluationResult
+    from psgrad.run.results.privacy_report import BudgetResult, DPReport
 
 __all__ = [
     "Config",
@@ -70,7 +70,7 @@ __all__ = [
 ]
 
 _WITH_TORCH = {
-    "RunCheckpoints": "psgrad.inputs.models.run_checkpoints",
+    "RunCheckpoints": "psgrad.models.run_checkpoints",
     "make_private": "psgrad.engine.privacy.loop",
     "per_sample_gradients": "psgrad.engine.gradients",
 }
@@ -105,7 +105,7 @@ def load_config(config: AnyConfig, settings: Sequence[str] = ()) -> Config:
 
 def validate(config: AnyPath, settings: Sequence[str] = (), *, deep: bool = False) -> Validation:
     """Everything that is wrong with a config file and the files that it names; `psgrad validate`."""
-    from psgrad.workflows.validate import validate as found
+    from psgrad.commands.validate import validate as found
 
     return found(Path(config), settings, deep=deep)
 
@@ -125,7 +125,7 @@ def analyze(
     and comes back: `samples` and `parameters` are pandas frames, `measures` what was measured of the whole
     dataset, `check` the gate's verdict.
     """
-    from psgrad.workflows.analyze import analyze as run_analyze
+    from psgrad.commands.analyze import analyze as run_analyze
 
     with config_of(config, objects, resume=resume) as found:
         return _whole(
@@ -143,14 +143,14 @@ def analyze(
 
 def load_run(run: AnyPath) -> AnalyzeResult:
     """A finished run of `analyze`, from its folder, without torch."""
-    from psgrad.storage.finished import load_run as loaded
+    from psgrad.run.finished import load_run as loaded
 
     return loaded(Path(run))
 
 
 def report(run: AnyPath, *, output: AnyPath | None = None) -> WrittenReport:
     """Make report.html of a finished run again; `psgrad report`."""
-    from psgrad.workflows.report import report as run_report
+    from psgrad.commands.report import report as run_report
 
     return run_report(Path(run), output=None if output is None else Path(output))
 
@@ -159,21 +159,21 @@ def check(run: AnyPath, *, settings: Sequence[str] = (), baseline: AnyPath | Non
     """The gate's verdict on a finished run, without torch; `psgrad check`. `exit_code` is what the command
     leaves with.
     """
-    from psgrad.workflows.check import check as evaluated
+    from psgrad.commands.check import check as evaluated
 
     return evaluated(Path(run), settings=settings, baseline=None if baseline is None else Path(baseline))
 
 
 def save_baseline(run: AnyPath, output: AnyPath, *, grow: bool = False) -> BaselineChange:
     """Accept what a finished run has found; `psgrad baseline save`."""
-    from psgrad.workflows.check import save_baseline as saved
+    from psgrad.commands.check import save_baseline as saved
 
     return saved(Path(run), output=Path(output), grow=grow)
 
 
 def diff(a: AnyPath, b: AnyPath, *, top: int = 20) -> Comparison:
     """Which samples rose, fell, came and went between two finished runs; `psgrad diff`."""
-    from psgrad.workflows.diff import diff as run_diff
+    from psgrad.commands.diff import diff as run_diff
 
     return run_diff(Path(a), Path(b), top=top)
 
@@ -190,8 +190,8 @@ def select(
     overwrite: bool = False,
 ) -> Selection:
     """Write the rows of a finished run's dataset that are chosen; `psgrad select`."""
-    from psgrad.workflows.select import Choice
-    from psgrad.workflows.select import select as run_select
+    from psgrad.commands.select import Choice
+    from psgrad.commands.select import select as run_select
 
     others = None if rejected is None else Path(rejected)
     choice = Choice(where, by, top, drop)
@@ -200,7 +200,7 @@ def select(
 
 def plan(config: AnyConfig | None = None, **objects: Unpack[Objects]) -> PlanResult:
     """What `analyze` would take: time, memory, orders of contraction; `psgrad plan`."""
-    from psgrad.workflows.plan import plan as run_plan
+    from psgrad.commands.plan import plan as run_plan
 
     with config_of(config, objects) as found:
         return run_plan(found)
@@ -216,7 +216,7 @@ def influence(
     **objects: Unpack[Objects],
 ) -> InfluenceResult:
     """Which training examples made the model do this; `psgrad influence`."""
-    from psgrad.workflows.influence import influence as run_influence
+    from psgrad.commands.influence import influence as run_influence
 
     with config_of(config, objects) as found:
         return _whole(
@@ -236,7 +236,7 @@ def influence_index(
     """Build the config's index of training gradients; `psgrad influence index`. update: let a finished one
     follow its data.
     """
-    from psgrad.workflows.influence_index import influence_index as run_influence_index
+    from psgrad.commands.influence_index import influence_index as run_influence_index
 
     with config_of(config, objects, resume=resume) as found:
         return _whole(
@@ -256,7 +256,7 @@ def evaluate_influence(
     """Retrain, and see whether the scores are true; `psgrad influence --evaluate`. kind: 'lds', 'loo',
     'removal' or 'curve'.
     """
-    from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
+    from psgrad.commands.influence_evaluate import evaluate_influence as run_evaluate_influence
 
     folder = None if output is None else Path(output)
     with config_of(config, objects) as found:
@@ -275,7 +275,7 @@ def dp_step(
     **objects: Unpack[Objects],
 ) -> DPStepResult:
     """Take differentially private steps; `psgrad dp-step`."""
-    from psgrad.workflows.dp_step import dp_step as run_dp_step
+    from psgrad.commands.dp_step import dp_step as run_dp_step
 
     with config_of(config, objects, resume=resume) as found:
         return _whole(run_dp_step(found, steps=steps, resume=resume, overwrite=overwrite, progress=progress))
@@ -283,7 +283,7 @@ def dp_step(
 
 def dp_plan(config: AnyConfig | None = None, **objects: Unpack[Objects]) -> DPPlanResult:
     """What the planned private steps would cost; `psgrad dp-step --plan`."""
-    from psgrad.workflows.dp_plan import dp_plan as run_dp_plan
+    from psgrad.commands.dp_plan import dp_plan as run_dp_plan
 
     with config_of(config, objects) as found:
         return run_dp_plan(found)
@@ -297,7 +297,7 @@ def dp_audit(
     **objects: Unpack[Objects],
 ) -> DPAuditResult:
     """Attack the private steps that a config describes; `psgrad dp-audit`."""
-    from psgrad.workflows.dp_audit import dp_audit as run_dp_audit
+    from psgrad.commands.dp_audit import dp_audit as run_dp_audit
 
     with config_of(config, objects) as found:
         return _whole(run_dp_audit(found, overwrite=overwrite, progress=progress))
@@ -305,13 +305,13 @@ def dp_audit(
 
 def dp_budget(file: AnyPath) -> BudgetResult:
     """What all private runs on a dataset spent together; `psgrad dp-budget`."""
-    from psgrad.workflows.private_budget import dp_budget as run_dp_budget
+    from psgrad.commands.private_budget import dp_budget as run_dp_budget
 
     return run_dp_budget(Path(file))
 
 
 def dp_report(folder: AnyPath) -> DPReport:
     """What a private run guarantees, of its public files; `psgrad dp-report`."""
-    from psgrad.workflows.dp_report import dp_report as run_dp_report
+    from psgrad.commands.dp_report import dp_report as run_dp_report
 
     return run_dp_report(Path(folder))

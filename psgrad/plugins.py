@@ -79,8 +79,8 @@ DETECTORS = PluginKind(
 LOSSES = PluginKind(
     "loss",
     "losses",
-    "psgrad.inputs.losses",
-    "psgrad.inputs.loss:Loss",
+    "psgrad.data.losses",
+    "psgrad.data.loss:Loss",
     "loss",
     "CONTRIBUTING.md",
     LossError,
@@ -88,8 +88,8 @@ LOSSES = PluginKind(
 SOURCES = PluginKind(
     "source",
     "sources",
-    "psgrad.inputs.sources.formats",
-    "psgrad.inputs.sources.source:Source",
+    "psgrad.data.sources.formats",
+    "psgrad.data.sources.source:Source",
     "data.path",
     "CONTRIBUTING.md",
     DataError,

@@ -1,4 +1,4 @@
-"""Runs that are killed: at every durable operation of psgrad.storage in turn, and resumed until they finish.
+"""Runs that are killed: at every durable operation of psgrad.run in turn, and resumed until they finish.
 
 Each run is a child forked from this process, which has everything imported already, so that a hundred of them
 take seconds. What a run lets out (a release) it tells through a pipe, which outlives it.
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from psgrad.storage import durable_files
+from psgrad.run import durable_files
 
 _SECONDS = 60  # a child that takes longer hangs
 

@@ -136,7 +136,7 @@ def _import_everything() -> None:
     use.
     """
     for name in ("analyze", "influence", "influence_index", "dp_step"):
-        import_module(f"psgrad.workflows.{name}")
+        import_module(f"psgrad.commands.{name}")
     params = {"weight": torch.ones(3, 4), "bias": torch.ones(3)}
 
     def loss(params: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

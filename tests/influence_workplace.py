@@ -11,9 +11,9 @@ import yaml
 from safetensors.torch import save_file
 from torch import nn
 
+from psgrad.commands.influence import influence
 from psgrad.config import load_config
 from psgrad.engine.execution.ranks import OneProcess
-from psgrad.workflows.influence import influence
 from tests.workplace import CLASSES, FEATURES, Outcome, Workplace
 
 QUERIES = 5

@@ -36,11 +36,11 @@ EXACT: dict[str, Any] = {
 def leave_out_slow_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have private runs draw no figures, and state no epsilon by PLD, which take longest."""
     monkeypatch.setattr(
-        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
+        "psgrad.commands.private_steps.write_plots", lambda result, public, private, unit: None
     )
-    monkeypatch.setattr("psgrad.workflows.private_steps.pld_curve", lambda events, delta: [])
+    monkeypatch.setattr("psgrad.commands.private_steps.pld_curve", lambda events, delta: [])
     monkeypatch.setattr(
-        "psgrad.workflows.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
+        "psgrad.commands.private_statement.epsilon_pld", lambda events, delta: Epsilon(None, "not asked for")
     )
 
 

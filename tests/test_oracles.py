@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.models import ARCHITECTURES, Architecture
 from tests.oracles import one_sample_gradients, torch_func_gradients
+from tests.small_models import ARCHITECTURES, Architecture
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)

@@ -18,8 +18,8 @@ from tools import plugin_options as generator
 OTHER_PACKAGE = """
 from dataclasses import dataclass
 from psgrad.engine.measures.measure import Measure
-from psgrad.inputs.losses.value_losses import MSE
-from psgrad.inputs.sources.formats.arrays import NPZ
+from psgrad.data.losses.value_losses import MSE
+from psgrad.data.sources.formats.arrays import NPZ
 
 @dataclass
 class Halved(Measure):

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 
 from psgrad.config import DataConfig
 from psgrad.config.model import Task
+from psgrad.data.rows import Samples
+from psgrad.data.sources.load import load_data
 from psgrad.errors import PsgradError
-from psgrad.inputs.models.pretrained import Pretrained
-from psgrad.inputs.rows import Samples
-from psgrad.inputs.sources.load import load_data
+from psgrad.models.pretrained import Pretrained
 from tests.hugging_face import TEXTS, tiny_model, tiny_tokenizer
 
 Row = dict[str, Any]

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.results import CheckResult, Finding, GateOutcome, Location
-from psgrad.results.check import CheckFacts
-from psgrad.storage import RunFolder
+from psgrad.run import RunFolder
+from psgrad.run.results import CheckResult, Finding, GateOutcome, Location
+from psgrad.run.results.check import CheckFacts
 
 REFERENCE: dict[str, Any] = {
     "decided_by": "reference",

@@ -75,7 +75,7 @@ def run_command(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str
 ) -> Outcome:
     """`psgrad` with these arguments, in this process. That files are synced to the disk is tested in
-    tests/storage, and left out here.
+    tests/run, and left out here.
     """
     monkeypatch.setattr("sys.argv", ["psgrad", *arguments])
     monkeypatch.setattr(typer.main, "get_command", _command)

@@ -29,7 +29,7 @@ from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 from psgrad.errors import EXIT_OK
 
 if TYPE_CHECKING:
-    from psgrad.results import AnalyzeResult
+    from psgrad.run.results import AnalyzeResult
 
 
 def _limit(text: str | float) -> float:
@@ -109,7 +109,7 @@ def analyze(
     style = ProgressStyle.none if quiet else shown
     if part is not None:
         number, count = part_of(part)
-        from psgrad.workflows.parts import measure_part
+        from psgrad.commands.parts import measure_part
 
         with progress_display(style) as progress:
             folder = measure_part(resolved, number, count, limit=limit, sample=sample, progress=progress)
@@ -117,7 +117,7 @@ def analyze(
         return
     if not resume:
         require_free(resolved.output, overwrite)
-    from psgrad.workflows.analyze import analyze as run_analyze
+    from psgrad.commands.analyze import analyze as run_analyze
 
     with shared_run(processes, style, resolved.output) as (group, progress):
         result = run_analyze(
@@ -168,7 +168,7 @@ def show_result(
 
 def _say(result: AnalyzeResult, verbose: bool) -> None:
     from psgrad.reports.analyze_terminal import summary
-    from psgrad.results.manifest import read_manifest
+    from psgrad.run.results.manifest import read_manifest
 
     run = read_manifest(result.manifest)
     if run.partial:

@@ -15,8 +15,8 @@ from psgrad.cli.options import RunPath
 from psgrad.errors import EXIT_OK
 
 if TYPE_CHECKING:
-    from psgrad.results import CheckResult
-    from psgrad.results.findings import BaselineChange
+    from psgrad.run.results import CheckResult
+    from psgrad.run.results.findings import BaselineChange
 
 
 class CheckFormat(StrEnum):
@@ -80,7 +80,7 @@ def check(
     which is not a pass. Writes findings.jsonl and check.json in the run folder. Needs neither the model nor
     the data.
     """
-    from psgrad.workflows.check import check as evaluated
+    from psgrad.commands.check import check as evaluated
 
     result = evaluated(run, settings=settings or (), baseline=baseline)
     show_check(result, style.value, output)
@@ -117,7 +117,7 @@ def write_text(text: str, output: Path | None) -> None:
     if output is None:
         sys.stdout.write(text)
         return
-    from psgrad.storage import RunFolder
+    from psgrad.run import RunFolder
 
     RunFolder(output.parent).write_bytes(output.name, text.encode("utf-8", "backslashreplace"))
 
@@ -134,7 +134,7 @@ def baseline_save(
     An existing baseline only becomes smaller: entries that are no longer found are dropped, and new findings
     are refused, unless --grow is given. Prints the path of the file.
     """
-    from psgrad.workflows.check import save_baseline
+    from psgrad.commands.check import save_baseline
 
     change = save_baseline(run, output=output, grow=grow)
     for line in _words(change):

@@ -12,7 +12,7 @@ from psgrad.cli.check import write_text
 from psgrad.cli.command import Panel, command
 
 if TYPE_CHECKING:
-    from psgrad.results.findings import Comparison
+    from psgrad.run.results.findings import Comparison
 
 
 class DiffFormat(StrEnum):
@@ -57,8 +57,8 @@ def diff(
     Samples are matched by their id if the config names one, else by their content. Needs neither the model
     nor the data.
     """
+    from psgrad.commands.diff import diff as compared
     from psgrad.reports.comparison import render_comparison, sentences
-    from psgrad.workflows.diff import diff as compared
 
     result = compared(a, b, top=top)
     suffix = "" if output is None else output.suffix.lower()
@@ -73,7 +73,7 @@ def diff(
 
 def _draw(result: Comparison, output: Path, suffix: str) -> None:
     from psgrad.reports.comparison import draw_comparison, render_page
-    from psgrad.storage import RunFolder
+    from psgrad.run import RunFolder
 
     if suffix == ".html":
         data = render_page(result).encode("utf-8", "replace")

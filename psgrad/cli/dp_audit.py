@@ -77,8 +77,8 @@ def dp_audit(
     resolved = read_config(config, settings, None)
     folder = output or resolved.output_of("audit")
     require_free(folder, overwrite)
+    from psgrad.commands.dp_audit import dp_audit as run_dp_audit
     from psgrad.reports.audit import PRIVATE_WARNING, write_audit
-    from psgrad.workflows.dp_audit import dp_audit as run_dp_audit
 
     with shared_run(processes, shown, folder, private=True) as (group, progress):
         result = run_dp_audit(

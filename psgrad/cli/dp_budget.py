@@ -24,7 +24,7 @@ def dp_budget(
     Exit code 3 if the file was edited, or lines of it are missing. An older copy of it is whole, too: compare
     the number of lines and the last hash with those that were printed before.
     """
+    from psgrad.commands.private_budget import dp_budget as read
     from psgrad.reports.privacy import write_budget
-    from psgrad.workflows.private_budget import dp_budget as read
 
     write_budget(read(file), "json" if as_json else "terminal", sys.stdout)

@@ -24,8 +24,8 @@ def dp_report(
 
     Reads public/ alone, and writes public/report.html. Exit code 1 if the files contradict each other.
     """
+    from psgrad.commands.dp_report import dp_report as report_of
     from psgrad.reports.privacy_report import write_report
-    from psgrad.workflows.dp_report import dp_report as report_of
 
     report = report_of(run)
     write_report(report, "json" if as_json else "terminal", sys.stdout)

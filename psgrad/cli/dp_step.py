@@ -77,8 +77,8 @@ def dp_step(
         require_alone("--plan", "takes no step", "a run", given)
         require_one("dp-step --plan")
         resolved = read_config(config, settings, output)
+        from psgrad.commands.dp_plan import dp_plan as run_dp_plan
         from psgrad.reports.privacy import write_plan_of_noise
-        from psgrad.workflows.dp_plan import dp_plan as run_dp_plan
 
         planned = run_dp_plan(resolved)
         _say_notes(planned.notes)
@@ -87,7 +87,7 @@ def dp_step(
     resolved = read_config(config, settings, output)
     if not resume:
         require_free(resolved.output, overwrite)
-    from psgrad.workflows.dp_step import dp_step as run_dp_step
+    from psgrad.commands.dp_step import dp_step as run_dp_step
 
     with shared_run(processes, shown, resolved.output, private=True) as (group, progress):
         result = run_dp_step(

@@ -34,7 +34,7 @@ from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 from psgrad.errors import ConfigError
 
 if TYPE_CHECKING:
-    from psgrad.results import InfluenceResult
+    from psgrad.run.results import InfluenceResult
 
 
 class EvaluationKind(StrEnum):
@@ -175,8 +175,8 @@ def influence(
         resolved = read_config(config, settings, None)
         folder = output or resolved.output_of(evaluate.value)
         require_free(folder, overwrite)
+        from psgrad.commands.influence_evaluate import evaluate_influence as run_evaluate_influence
         from psgrad.reports.evaluation import write_evaluation
-        from psgrad.workflows.influence_evaluate import evaluate_influence as run_evaluate_influence
 
         with shared_run(processes, shown, folder) as (group, progress):
             evaluation = run_evaluate_influence(
@@ -194,14 +194,14 @@ def influence(
         return
     resolved = read_config(config, settings, output)
     if part is not None:
-        from psgrad.workflows.parts import influence_part
+        from psgrad.commands.parts import influence_part
 
         with progress_display(shown) as progress:
             folder = influence_part(resolved, *part_of(part), matrix=matrix, progress=progress)
         typer.echo(str(folder))
         return
     require_free(resolved.output, overwrite)
-    from psgrad.workflows.influence import influence as run_influence
+    from psgrad.commands.influence import influence as run_influence
 
     with shared_run(processes, shown, resolved.output) as (group, progress):
         result = run_influence(
@@ -243,11 +243,11 @@ def influence_index(
     wanted = resolved.influence.index
     folder = resolved.output if wanted is None else wanted.path
     if wanted is not None and which is None and not (resume or update or in_a_group()):
-        from psgrad.storage.gradient_index import GradientIndex
+        from psgrad.run.gradient_index import GradientIndex
 
         GradientIndex.require_free(folder, overwrite)
+    from psgrad.commands.influence_index import influence_index as run_influence_index
     from psgrad.reports.influence_terminal import index_summary
-    from psgrad.workflows.influence_index import influence_index as run_influence_index
 
     with shared_run(processes, shown, folder) as (group, progress):
         result = run_influence_index(

@@ -108,7 +108,7 @@ def init(
     else:
         if kind is not None:
             raise ConfigError("--from was given together with --kind", expected="one of them")
-        from psgrad.workflows.proposals import proposed
+        from psgrad.commands.proposals import proposed
 
         proposal = proposed(model, base, data, folder)
         content, notes = _with_schema(proposal.settings, {}, full), proposal.notes

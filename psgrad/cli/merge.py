@@ -40,21 +40,21 @@ def merge(
     Prints what psgrad analyze, psgrad influence, or psgrad influence index prints.
     """
     require_one("merge")
-    from psgrad.storage.gradient_index import GradientIndex
+    from psgrad.run.gradient_index import GradientIndex
 
     if GradientIndex.begun(output) is not None:
+        from psgrad.commands.influence_index import finish_index
         from psgrad.reports.influence_terminal import index_summary
-        from psgrad.workflows.influence_index import finish_index
 
         finished = finish_index(output)
         typer.echo(index_summary(finished), err=True)
         typer.echo(str(finished.folder))
         return
-    from psgrad.storage.folders import manifest_of
+    from psgrad.run.folders import manifest_of
 
     style = ProgressStyle.none if quiet else shown
     if (manifest_of(output) or {}).get("command") == "influence":
-        from psgrad.workflows.parts import merge_influence
+        from psgrad.commands.parts import merge_influence
 
         with progress_display(style) as progress:
             scores = merge_influence(output, report=report, progress=progress)
@@ -62,7 +62,7 @@ def merge(
             say_computed(scores.manifest)
         show_scores(scores, scores.manifest["config"]["influence"]["top"], "json" if as_json else "terminal")
         return
-    from psgrad.workflows.parts import merge as run_merge
+    from psgrad.commands.parts import merge as run_merge
 
     with progress_display(style) as progress:
         result = run_merge(output, report=report, progress=progress)

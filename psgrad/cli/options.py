@@ -150,7 +150,7 @@ Verbose = Annotated[
 def say_computed(manifest: dict[str, Any]) -> None:
     """The processes of a finished run, a line each, its versions, engine and times."""
     if manifest.get("ranks"):
-        from psgrad.workflows.run_manifest import words_for
+        from psgrad.commands.run_manifest import words_for
 
         typer.echo("\n".join(words_for(manifest["ranks"])), err=True)
     for about in ("versions", "engine", "timings"):

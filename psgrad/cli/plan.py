@@ -25,8 +25,8 @@ def plan(
     the time and the memory. The time is that of one process, by two chunks of the first few rows.
     """
     resolved = read_config(config, settings, None)
+    from psgrad.commands.plan import plan as run_plan
     from psgrad.reports.plan import write_plan
-    from psgrad.workflows.plan import plan as run_plan
 
     result = run_plan(resolved, say=lambda message: typer.echo(message, err=True))
     write_plan(result, "json" if as_json else "terminal", sys.stdout)

@@ -66,7 +66,7 @@ def require_free(folder: Path, overwrite: bool) -> None:
     imported. Of several processes the first one looks, later: it makes the folder for all.
     """
     if not in_a_group():
-        from psgrad.storage.folders import RunFolder
+        from psgrad.run.folders import RunFolder
 
         RunFolder.require_free(folder, overwrite)
 
@@ -192,7 +192,7 @@ def joined(folder: Path) -> Iterator[Processes | None]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a rank says in its own words what was lost
     from psgrad.engine.execution.process_group import RankGroup
     from psgrad.engine.execution.rank_pieces import RankPieces
-    from psgrad.inputs.sources.host_files import shared_on_host
+    from psgrad.run.host_files import shared_on_host
 
     group = RankGroup.join(_STARTED_BY if "TORCHELASTIC_RUN_ID" in os.environ else None)
     try:

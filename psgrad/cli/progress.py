@@ -26,7 +26,7 @@ from psgrad.reports.words import count, duration
 
 if TYPE_CHECKING:
     from psgrad.engine.execution.ranks import Processes
-    from psgrad.results import Progress
+    from psgrad.run.results import Progress
 
 
 PLAIN_INTERVAL_S = 10.0

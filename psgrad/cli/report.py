@@ -26,6 +26,6 @@ def report(
 
     Prints the path of the page.
     """
-    from psgrad.workflows.report import report as run_report
+    from psgrad.commands.report import report as run_report
 
     typer.echo(str(run_report(run, output=output).page))

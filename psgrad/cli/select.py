@@ -71,8 +71,8 @@ def select(
     archives, images and code the ids and indices are written (.txt, .csv, .jsonl, .parquet). Files that were
     changed after the run are refused. Prints the path of the new file.
     """
-    from psgrad.workflows.select import Choice
-    from psgrad.workflows.select import select as run_select
+    from psgrad.commands.select import Choice
+    from psgrad.commands.select import select as run_select
 
     choice = Choice(where, by, top, drop)
     found = run_select(run, choice, output=output, rejected=rejected, overwrite=overwrite)

@@ -11,7 +11,7 @@ from psgrad.cli.command import Panel, command
 from psgrad.cli.options import AsJson, ConfigPath, Output, Settings, settings_of
 
 if TYPE_CHECKING:
-    from psgrad.workflows.validation import Validation
+    from psgrad.commands.validation import Validation
 
 Deep = Annotated[
     bool,
@@ -33,7 +33,7 @@ def validate(
     that the config names, but does not import it. Exit code 2 if the config is wrong, 3 if a file or code
     that it names is wrong.
     """
-    from psgrad.workflows.validate import validate as look
+    from psgrad.commands.validate import validate as look
 
     found = look(
         config,

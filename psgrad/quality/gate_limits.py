@@ -12,7 +12,7 @@ from psgrad.quality.findings import counts_of
 from psgrad.quality.gates import evaluate, resolution_words
 from psgrad.quality.judging import resolution
 from psgrad.quality.references import ALL
-from psgrad.results.manifest import OutlierCounts, OutlierFacts
+from psgrad.run.results.manifest import OutlierCounts, OutlierFacts
 
 
 def undecided_rules(

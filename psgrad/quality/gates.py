@@ -26,10 +26,10 @@ from psgrad.config.values import require_regular
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality.findings import KNOWN, NEW
 from psgrad.quality.references import Reference
-from psgrad.results import RULES, GateOutcome
-from psgrad.results.check import FINDINGS_OF_A_GATE
-from psgrad.results.findings import Baseline, BaselineChange, Known
-from psgrad.results.manifest import GroupFacts, OutlierFacts, Separability
+from psgrad.run.results import RULES, GateOutcome
+from psgrad.run.results.check import FINDINGS_OF_A_GATE
+from psgrad.run.results.findings import Baseline, BaselineChange, Known
+from psgrad.run.results.manifest import GroupFacts, OutlierFacts, Separability
 
 
 def share_of(fraction: float, count: int) -> Fraction:

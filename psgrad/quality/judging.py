@@ -33,8 +33,8 @@ from psgrad.quality.gates import (
 )
 from psgrad.quality.references import Reference, join_small, joined, labels_of, robust_z, scored_by
 from psgrad.quality.score_order import loss_agreement, score_gap
-from psgrad.results import SAMPLE_COLUMNS
-from psgrad.results.manifest import (
+from psgrad.run.results import SAMPLE_COLUMNS
+from psgrad.run.results.manifest import (
     DetectorFacts,
     GroupFacts,
     Groups,

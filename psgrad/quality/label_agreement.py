@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from psgrad.results.manifest import LabelFacts
+from psgrad.run.results.manifest import LabelFacts
 
 Array = npt.NDArray[np.int64]
 

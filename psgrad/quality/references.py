@@ -15,7 +15,7 @@ import pandas as pd
 
 from psgrad.config import did_you_mean
 from psgrad.errors import ConfigError, DataError
-from psgrad.results.manifest import RunManifest
+from psgrad.run.results.manifest import RunManifest
 from psgrad.wording import short_repr
 
 Labels = npt.NDArray[Any]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.results.findings import CHANGE_COLUMNS
+from psgrad.run.results.findings import CHANGE_COLUMNS
 
 MAX_GROUPS = 100
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from psgrad.quality.gates import share_of
-from psgrad.results.manifest import LossAgreement, ScoreGap
+from psgrad.run.results.manifest import LossAgreement, ScoreGap
 from psgrad.wording import correlation
 
 _LEVEL = 1e-3  # the largest probability of a gap in scores without one, over all places looked at

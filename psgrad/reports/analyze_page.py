@@ -57,8 +57,8 @@ from psgrad.reports.sections import (
 from psgrad.reports.sections import render as render_page
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import MISSING, brief, identifier, label, number, percent
-from psgrad.results import AnalyzeResult, TopSample, disagrees, has_classes, top_samples
-from psgrad.results.manifest import UNKNOWN_UNIT, read_manifest
+from psgrad.run.results import AnalyzeResult, TopSample, disagrees, has_classes, top_samples
+from psgrad.run.results.manifest import UNKNOWN_UNIT, read_manifest
 from psgrad.wording import common_prefix, parameter_names, prefix_note
 
 # Every part of the page is bounded, so that the page is.

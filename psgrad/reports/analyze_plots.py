@@ -32,8 +32,8 @@ from psgrad.reports.outliers import LISTED, listed_words
 from psgrad.reports.pictures import PICTURE_NOTE, to_rgb
 from psgrad.reports.ticks import count_axis, log_axis
 from psgrad.reports.words import count, identifier, label, number, percent, shorten_middle
-from psgrad.results import AnalyzeResult, TopSample, has_classes, top_samples
-from psgrad.results.manifest import read_manifest
+from psgrad.run.results import AnalyzeResult, TopSample, has_classes, top_samples
+from psgrad.run.results.manifest import read_manifest
 from psgrad.wording import common_prefix, correlation, parameter_names, prefix_note, shorten_apart
 
 MAX_GROUPS = 30  # classes or parameters in one figure: more can't be read

@@ -29,10 +29,10 @@ from psgrad.reports.words import (
     value_words,
     words_of,
 )
-from psgrad.results import AnalyzeResult, disagrees, has_classes, top_samples
-from psgrad.results.check import CheckResult
-from psgrad.results.findings import RULES, Finding
-from psgrad.results.manifest import read_manifest
+from psgrad.run.results import AnalyzeResult, disagrees, has_classes, top_samples
+from psgrad.run.results.check import CheckResult
+from psgrad.run.results.findings import RULES, Finding
+from psgrad.run.results.manifest import read_manifest
 
 MAX_SAMPLES = 200
 MAX_COLUMNS = 26

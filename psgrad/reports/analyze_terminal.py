@@ -11,9 +11,9 @@ from psgrad.reports.labels import label_warning, label_words
 from psgrad.reports.outliers import MAX_NAMED, OFFER, OPTION, gap_words, nonfinite_ids, rankings_of
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import count, group_words, identifier, label, number, percentile, printable
-from psgrad.results import AnalyzeResult, top_samples
-from psgrad.results.check import check_content
-from psgrad.results.manifest import read_manifest
+from psgrad.run.results import AnalyzeResult, top_samples
+from psgrad.run.results.check import check_content
+from psgrad.run.results.manifest import read_manifest
 
 SCHEMA_VERSION = 1
 

@@ -38,7 +38,7 @@ from psgrad.reports.drawing import (
 )
 from psgrad.reports.pictures import to_rgb
 from psgrad.reports.words import identifier, number, shorten_middle
-from psgrad.results import AnalyzeResult, MeasureResult, TopSample
+from psgrad.run.results import AnalyzeResult, MeasureResult, TopSample
 
 MAX_PICTURES = 12
 MAX_PASSAGES = 6

@@ -19,8 +19,8 @@ from psgrad.reports.drawing import REVIEW, Array
 from psgrad.reports.pictures import picture_uri, to_png, to_rgb
 from psgrad.reports.sections import data_uri
 from psgrad.reports.words import count, identifier, number, printable
-from psgrad.results import AnalyzeResult, MeasureResult, TopSample
-from psgrad.results.manifest import UNKNOWN_UNIT, read_manifest
+from psgrad.run.results import AnalyzeResult, MeasureResult, TopSample
+from psgrad.run.results.manifest import UNKNOWN_UNIT, read_manifest
 
 LEVELS = 6  # shades on either side of nothing
 RAISES, LOWERS = REVIEW, "#2b66b0"

@@ -24,9 +24,9 @@ from psgrad.reports.ci_text import (
     sentence,
     who,
 )
-from psgrad.results import RULES, CheckResult, Finding, GateOutcome
-from psgrad.results.check import check_content
-from psgrad.results.findings import finding_content
+from psgrad.run.results import RULES, CheckResult, Finding, GateOutcome
+from psgrad.run.results.check import check_content
+from psgrad.run.results.findings import finding_content
 
 
 def render_json(result: CheckResult) -> str:

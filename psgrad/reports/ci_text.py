@@ -13,7 +13,7 @@ from pathlib import Path
 from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.terminal import print_table
 from psgrad.reports.words import brief, count, identifier, number
-from psgrad.results import RULES, CheckResult, Finding, GateOutcome
+from psgrad.run.results import RULES, CheckResult, Finding, GateOutcome
 
 MESSAGE_LIMIT = 600
 VERDICTS = {"passed": "PASS", "failed": "FAIL", "not evaluable": "NOT EVALUABLE"}

@@ -21,7 +21,7 @@ from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.terminal import print_table, write_json
 from psgrad.reports.ticks import log_axis
 from psgrad.reports.words import MISSING, count, identifier, number, percentile
-from psgrad.results.findings import Comparison
+from psgrad.run.results.findings import Comparison
 from psgrad.wording import correlation
 
 FORMATS = ("terminal", "json", "csv", "markdown")

@@ -11,7 +11,7 @@ import pandas as pd
 from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.terminal import facts_lines, print_table, write_json
 from psgrad.reports.words import MISSING, count, printable
-from psgrad.results.influence import HEADLINE, EvaluationResult, evaluation_content
+from psgrad.run.results.influence import HEADLINE, EvaluationResult, evaluation_content
 
 Row = Mapping[Hashable, Any]
 

@@ -24,8 +24,8 @@ from psgrad.reports.drawing import (
 from psgrad.reports.evaluation import method_name, ordered
 from psgrad.reports.ticks import count_axis, log_axis
 from psgrad.reports.words import brief
-from psgrad.results.influence import HEADLINE, RANDOM, EvaluationResult
-from psgrad.results.manifest import read_manifest
+from psgrad.run.results.influence import HEADLINE, RANDOM, EvaluationResult
+from psgrad.run.results.manifest import read_manifest
 
 _AXES = {
     "lds": "linear datamodeling score (mean rank correlation over the queries)",

@@ -50,8 +50,8 @@ from psgrad.reports.sections import (
 )
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import FACT_LIMIT, MISSING, brief, count, identifier, label, number, plural
-from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, disagrees, has_classes
-from psgrad.results.manifest import read_manifest
+from psgrad.run.results import ALL_INDEX, SIGN, InfluenceResult, disagrees, has_classes
+from psgrad.run.results.manifest import read_manifest
 
 # Every part of the page is bounded, so that the page is: 90 pictures of noise are about 1.5 MB.
 PICTURE_SIDE = 64

@@ -27,8 +27,8 @@ from psgrad.reports.drawing import (
 from psgrad.reports.influence_words import own_words, query_name, reported_queries, unit_words
 from psgrad.reports.ticks import log_axis
 from psgrad.reports.words import count, label, percent, shorten_middle
-from psgrad.results import ALL_INDEX, SIGN, InfluenceResult, carriers, cumulative_influence, disagrees
-from psgrad.results.manifest import read_manifest
+from psgrad.run.results import ALL_INDEX, SIGN, InfluenceResult, carriers, cumulative_influence, disagrees
+from psgrad.run.results.manifest import read_manifest
 from psgrad.wording import correlation
 
 MAX_ROWS = 12  # queries in one figure

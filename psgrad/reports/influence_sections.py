@@ -24,10 +24,10 @@ from psgrad.reports.words import (
     percent,
     shorten_middle,
 )
-from psgrad.results import ALL_INDEX, InfluenceResult
-from psgrad.results.influence import harmful_rows
-from psgrad.results.influence_details import Array, TokenPair, TokenText
-from psgrad.results.manifest import read_manifest
+from psgrad.run.results import ALL_INDEX, InfluenceResult
+from psgrad.run.results.influence import harmful_rows
+from psgrad.run.results.influence_details import Array, TokenPair, TokenText
+from psgrad.run.results.manifest import read_manifest
 from psgrad.wording import listed_names
 
 # Parameters that are named.

@@ -22,8 +22,8 @@ from psgrad.reports.influence_words import (
 from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.terminal import print_table, write_json
 from psgrad.reports.words import MISSING, amount, brief, count
-from psgrad.results import ALL_INDEX, SIGN, IndexResult, InfluenceResult, TopSample
-from psgrad.results.manifest import read_manifest
+from psgrad.run.results import ALL_INDEX, SIGN, IndexResult, InfluenceResult, TopSample
+from psgrad.run.results.manifest import read_manifest
 
 SHOWN_QUERIES = 3
 TEXT_LIMIT = 40  # characters of a text that are shown

@@ -12,7 +12,7 @@ import pandas as pd
 
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import FACT_LIMIT, MISSING, brief, cell, identifier, label, number, percent
-from psgrad.results import (
+from psgrad.run.results import (
     ALL_INDEX,
     ALL_QUERIES,
     SIGN,
@@ -23,7 +23,7 @@ from psgrad.results import (
     pairs_of,
     shown_queries,
 )
-from psgrad.results.manifest import UNKNOWN_UNIT, read_manifest
+from psgrad.run.results.manifest import UNKNOWN_UNIT, read_manifest
 
 UNIT_LIMIT = 260
 

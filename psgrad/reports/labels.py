@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from psgrad.reports.words import LABEL_LIMIT, brief, percent
-from psgrad.results.manifest import LabelFacts
+from psgrad.run.results.manifest import LabelFacts
 
 _ALL, _FIRST = 12, 5  # so many classes are all listed; of more the first ones and the last
 

@@ -30,7 +30,7 @@ from psgrad.reports.outliers import LISTED
 from psgrad.reports.sections import Image
 from psgrad.reports.ticks import log_axis
 from psgrad.reports.words import count, identifier, label, number
-from psgrad.results import disagrees
+from psgrad.run.results import disagrees
 from psgrad.wording import correlation
 
 MAX_POINTS = 4000  # single samples drawn as pixels; above, they are binned

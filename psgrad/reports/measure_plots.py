@@ -28,7 +28,7 @@ from psgrad.reports.drawing import (
 )
 from psgrad.reports.ticks import TickWords, count_axis, log_axis
 from psgrad.reports.words import count, identifier, label, number, percent, shorten, shorten_middle, words_of
-from psgrad.results import AnalyzeResult, MeasureResult
+from psgrad.run.results import AnalyzeResult, MeasureResult
 from psgrad.wording import shorten_apart
 
 MAX_PANELS = 6

@@ -11,7 +11,7 @@ from psgrad.reports.drawing import Plot
 from psgrad.reports.sections import Facts, Fold, Meanings, Part, Section, Subtitle, Text, image
 from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.words import FACT_LIMIT, brief, cell, key_of, label, listed, number, words_of
-from psgrad.results import AnalyzeResult, MeasureResult
+from psgrad.run.results import AnalyzeResult, MeasureResult
 from psgrad.wording import listed_names
 
 MAX_MEASURES = 40

@@ -22,8 +22,8 @@ from psgrad.reports.words import (
     percent,
     words_of,
 )
-from psgrad.results import AnalyzeResult, disagrees, has_classes
-from psgrad.results.manifest import OutlierFacts, read_manifest
+from psgrad.run.results import AnalyzeResult, disagrees, has_classes
+from psgrad.run.results.manifest import OutlierFacts, read_manifest
 from psgrad.wording import correlation
 
 # The names of the samples in orange: the first ranks, or those that differ from a reference.

@@ -10,7 +10,7 @@ from PIL import Image
 
 from psgrad.reports.sections import data_uri
 from psgrad.reports.words import brief, values_line
-from psgrad.results import TopSample
+from psgrad.run.results import TopSample
 
 Array = np.ndarray[Any, Any]
 

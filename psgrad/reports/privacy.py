@@ -12,8 +12,8 @@ from typing import Any, TextIO
 from psgrad.reports.tables import Table, TableColumn, Writer, table
 from psgrad.reports.terminal import facts_lines, print_table, write_json
 from psgrad.reports.words import MISSING, count, number
-from psgrad.results import DPPlanResult, DPStepResult
-from psgrad.results.privacy_report import BudgetResult, BudgetRun
+from psgrad.run.results import DPPlanResult, DPStepResult
+from psgrad.run.results.privacy_report import BudgetResult, BudgetRun
 
 RELATIONS = {
     "add_or_remove_one": "neighbouring datasets differ by one record that is added or removed",

@@ -29,7 +29,7 @@ from psgrad.reports.drawing import (
 from psgrad.reports.privacy import compact, epsilon, sampling_words
 from psgrad.reports.ticks import count_axis, log_axis
 from psgrad.reports.words import count, number, percent
-from psgrad.results import DPPlanResult, DPStepResult, NoisePlan
+from psgrad.run.results import DPPlanResult, DPStepResult, NoisePlan
 
 STEPS_AXIS = "steps"
 # Dark to light for the multipliers around the configured one: an order that greys and every kind of colour

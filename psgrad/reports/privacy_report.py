@@ -12,7 +12,7 @@ from psgrad.reports.sections import data_uri, render_template
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.terminal import facts_lines, print_table, write_json
 from psgrad.reports.words import count, number, percent
-from psgrad.results.privacy_report import DPReport
+from psgrad.run.results.privacy_report import DPReport
 
 CRITICAL, THEORETICAL, NEGLIGIBLE = "critical", "theoretical", "negligible"
 

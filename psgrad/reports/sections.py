@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from psgrad.reports.tables import Pairs, Table, TableColumn
 from psgrad.reports.words import FACT_LIMIT, brief, number
-from psgrad.results.manifest import RunManifest, SelfCheckFacts
+from psgrad.run.results.manifest import RunManifest, SelfCheckFacts
 
 if TYPE_CHECKING:
     import jinja2

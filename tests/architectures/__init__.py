@@ -4,7 +4,7 @@ draw data.
 
 from __future__ import annotations
 
-from tests import models
+from tests import small_models as models
 from tests.architectures import (
     convolutional,
     generative,

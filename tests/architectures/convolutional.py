@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models import CLASSES, Architecture, draw_images
+from tests.small_models import CLASSES, Architecture, draw_images
 
 
 def trained(layer: nn.Module) -> nn.Module:

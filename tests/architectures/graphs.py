@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models import CLASSES, Architecture
+from tests.small_models import CLASSES, Architecture
 
 NODES, EDGES, WIDTH = 5, 9, 4
 

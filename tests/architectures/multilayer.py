@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models import CLASSES, Architecture
+from tests.small_models import CLASSES, Architecture
 
 WIDTH = 6
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.models import CLASSES, VOCABULARY, Architecture, draw_passages
+from tests.small_models import CLASSES, VOCABULARY, Architecture, draw_passages
 
 WIDTH, TIMES = 4, 6
 

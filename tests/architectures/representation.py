@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models import CLASSES, VOCABULARY, Architecture
+from tests.small_models import CLASSES, VOCABULARY, Architecture
 
 WIDTH = 5
 

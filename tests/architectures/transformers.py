@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models import CLASSES, VOCABULARY, Architecture, draw_images, draw_passages
+from tests.small_models import CLASSES, VOCABULARY, Architecture, draw_images, draw_passages
 
 PADDING = 0
 

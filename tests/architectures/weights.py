@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from tests.models import CLASSES, VOCABULARY, Architecture, draw_images, draw_passages
+from tests.small_models import CLASSES, VOCABULARY, Architecture, draw_images, draw_passages
 
 WIDTH = 5
 

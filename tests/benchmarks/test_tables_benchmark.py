@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from psgrad.workflows.check import check
-from psgrad.workflows.diff import diff
+from psgrad.commands.check import check
+from psgrad.commands.diff import diff
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from psgrad.reports.analyze_page import write_report
-from psgrad.results import AnalyzeResult
+from psgrad.run.results import AnalyzeResult
 from tests.browser.results import full, nasty
 
 CHROMIUM = (

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from psgrad.results import AnalyzeResult, MeasureResult, TopSample, top_samples
-from psgrad.results.check import CheckResult, GateOutcome
-from psgrad.results.findings import Finding, Location
+from psgrad.run.results import AnalyzeResult, MeasureResult, TopSample, top_samples
+from psgrad.run.results.check import CheckResult, GateOutcome
+from psgrad.run.results.findings import Finding, Location
 from tests.nasty import NASTY
 from tests.reports import frames
 

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from psgrad.reports.comparison import render_page
-from psgrad.results.findings import CHANGE_COLUMNS, Comparison
+from psgrad.run.results.findings import CHANGE_COLUMNS, Comparison
 from tests.browser.conftest import Open, Opened
 from tests.browser.results import SCRIPTS, full
 from tests.reports import frames

@@ -37,8 +37,8 @@ def workflow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], 
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Callable[..., Any]) -> None:
-    """Puts a module with these functions in the place of psgrad.workflows.`module`, which is not imported."""
-    name = f"psgrad.workflows.{module}"
+    """Puts a module with these functions in the place of psgrad.commands.`module`, which is not imported."""
+    name = f"psgrad.commands.{module}"
     made = types.ModuleType(name)
     vars(made).update(functions)
     monkeypatch.setitem(sys.modules, name, made)

@@ -10,7 +10,7 @@ import pytest
 
 from psgrad.cli import main
 from psgrad.errors import CheckpointError, ConfigError, DataError, OutputExistsError
-from psgrad.results import Progress
+from psgrad.run.results import Progress
 from tests.reports import frames
 
 Install = Callable[[Callable[..., Any]], None]

@@ -181,7 +181,7 @@ def test_a_run_that_can_not_be_written_to_is_still_checked(
     def refuse(*_: object) -> None:
         raise OutputError("run/findings.jsonl can't be written: Read-only file system")
 
-    monkeypatch.setattr("psgrad.workflows.check.write_check", refuse)
+    monkeypatch.setattr("psgrad.commands.check.write_check", refuse)
     judged(workplace)
     outcome = workplace.command("check", "run")
     assert (outcome.code, "the verdict is not kept in the run folder" in outcome.out) == (0, True)
@@ -251,8 +251,8 @@ def test_check_and_diff_do_without_torch(workplace: Workplace) -> None:
         "import sys; from pathlib import Path\n"
         "from psgrad.reports.ci import FORMATS, render_check\n"
         "from psgrad.reports.comparison import render_page\n"
-        "from psgrad.workflows.check import check, save_baseline\n"
-        "from psgrad.workflows.diff import diff\n"
+        "from psgrad.commands.check import check, save_baseline\n"
+        "from psgrad.commands.diff import diff\n"
         "result = check(Path('run')); [render_check(result, each) for each in FORMATS]\n"
         "save_baseline(Path('run')); render_page(diff(Path('run'), Path('run')))\n"
         "print(sorted({'torch', 'sklearn', 'transformers'} & set(sys.modules)))"

@@ -16,7 +16,7 @@ import yaml
 from psgrad.cli import processes
 from psgrad.cli.processes import first_host, in_a_group, take_slurm
 from psgrad.errors import ConfigError
-from tests.workflows.same_runs import assert_same_runs
+from tests.commands.same_runs import assert_same_runs
 from tests.workplace import Workplace
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"

@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+from psgrad.commands import audit_neighbours, dp_audit
 from psgrad.config import PrivacyConfig
 from psgrad.engine.gradients import weighted_sums
 from psgrad.engine.privacy import clipped_sums
@@ -24,7 +25,6 @@ from psgrad.engine.privacy.clipping import Clipping
 from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.unchanged import Unchanged
-from psgrad.workflows import audit_neighbours, dp_audit
 from tests.workplace import Outcome, Workplace
 
 PRIVACY: dict[str, Any] = {

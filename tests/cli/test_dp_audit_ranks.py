@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import yaml
 
+from psgrad.commands import dp_audit
 from psgrad.engine.privacy import rank_steps
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.errors import DataError
-from psgrad.workflows import dp_audit
 from tests.cli.test_dp_audit import _drawn_alike, private
 from tests.forked_ranks import EndedRank, Plant, hasty, run_ranks
 from tests.workplace import Workplace

@@ -28,7 +28,7 @@ def private(
 ) -> PrivateWorkplace:
     """A workplace with a run of 4 of 20 steps, which is made once."""
     monkeypatch.setattr(
-        "psgrad.workflows.private_steps.write_plots", lambda result, public, private, unit: None
+        "psgrad.commands.private_steps.write_plots", lambda result, public, private, unit: None
     )
     private = PrivateWorkplace(workplace)
     if not finished:

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psgrad.cli import main
+from psgrad.commands.dp_plan import curve_points
 from psgrad.errors import ConfigError, OutputExistsError
-from psgrad.results import Progress
-from psgrad.workflows.dp_plan import curve_points
+from psgrad.run.results import Progress
 from tests.cli.conftest import stand_in
 from tests.reports import private_runs
 

@@ -15,8 +15,8 @@ import pytest
 
 from psgrad.cli import main
 from psgrad.errors import InfluenceError
-from psgrad.results import IndexResult, Progress
-from psgrad.results.influence import EVALUATION_COLUMNS, EvaluationResult
+from psgrad.run.results import IndexResult, Progress
+from psgrad.run.results.influence import EVALUATION_COLUMNS, EvaluationResult
 from tests.cli.conftest import stand_in
 from tests.reports.influence_runs import UNIT, result
 

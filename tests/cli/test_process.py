@@ -25,7 +25,7 @@ SLEEPER = """
         print("under way", file=sys.stderr, flush=True)
         {body}
 
-    workflow = sys.modules["psgrad.workflows.analyze"] = types.ModuleType("psgrad.workflows.analyze")
+    workflow = sys.modules["psgrad.commands.analyze"] = types.ModuleType("psgrad.commands.analyze")
     workflow.analyze = analyze
     main()
 """

@@ -8,7 +8,7 @@ import pytest
 
 from psgrad.cli.progress import BarDisplay, PlainDisplay, progress_display
 from psgrad.reports.words import duration
-from psgrad.results import Progress
+from psgrad.run.results import Progress
 
 
 class Clock:

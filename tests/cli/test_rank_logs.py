@@ -10,9 +10,9 @@ import pytest
 
 from psgrad.cli import progress as displays
 from psgrad.cli.progress import ProgressStyle, display, log_of, with_last_lines
+from psgrad.commands.analyze_passes import Passes
 from psgrad.errors import DistributedError
-from psgrad.results import Progress
-from psgrad.workflows.analyze_passes import Passes
+from psgrad.run.results import Progress
 from tests.forked_ranks import die, hasty, run_ranks
 from tests.workplace import Workplace
 

@@ -119,7 +119,7 @@ def test_a_folder_that_is_no_finished_run_is_refused(
 def test_no_torch_is_loaded(workplace: Workplace) -> None:
     workplace.succeeded()
     script = (
-        "import sys, pathlib; from psgrad.workflows.report import report; report(pathlib.Path('out'));"
+        "import sys, pathlib; from psgrad.commands.report import report; report(pathlib.Path('out'));"
         " assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -7,7 +7,7 @@ import pytest
 
 from psgrad.config.values import names_in_condition
 from psgrad.errors import ConfigError
-from psgrad.results.analyze import rows_where
+from psgrad.run.results.analyze import rows_where
 
 FRAME = pd.DataFrame(
     {

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+from psgrad.commands.influence_setup import errors_of_own_method, method_from
 from psgrad.config import IndexConfig, InfluenceConfig, MethodConfig, load_config
 from psgrad.engine.influence.index.stored_index import IndexSpec
 from psgrad.errors import ConfigError, InfluenceError
 from psgrad.plugins import METHODS, own_classes
-from psgrad.workflows.influence_setup import errors_of_own_method, method_from
 from tests.config.test_config import MINIMAL
 
 QUERIES = "{path: queries.npz, inputs: x, target: y}"

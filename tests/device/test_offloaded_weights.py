@@ -23,7 +23,7 @@ from tests.architectures import ARCHITECTURES
 from tests.device import streams
 from tests.device.strict_or_gpu import STRICT, named_device, needs_a_device, needs_the_strict_device
 from tests.engine.execution.test_stored import in_file
-from tests.models import Architecture
+from tests.small_models import Architecture
 
 pytestmark = needs_a_device
 NAMES = {"gpt", "bert", "mixture-of-experts", "shared-layers", "resnet-batch-norm"}

@@ -32,8 +32,8 @@ from psgrad.reports.ci_text import (
     SHOWN_IN_TERMINAL,
     SUMMARY_BYTES,
 )
-from psgrad.results import RULES
-from psgrad.results.findings import FINDINGS_OF_A_RULE
+from psgrad.run.results import RULES
+from psgrad.run.results.findings import FINDINGS_OF_A_RULE
 from tests.workplace import Workplace
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "ci.md").read_text(encoding="utf-8")

@@ -136,7 +136,7 @@ LOSS_PROGRAM = """
 import torch
 from psgrad.config.schema import schema
 from psgrad.config.config import LossConfig
-from psgrad.inputs.loss import resolve_loss
+from psgrad.data.loss import resolve_loss
 print(schema()["definitions"]["LossConfig"]["anyOf"][1]["properties"]["scale"])
 loss = resolve_loss(LossConfig(name="log_cosh", scale=2.0), Path())
 print(loss.function(torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0])).item())
@@ -146,7 +146,7 @@ print(loss.function(torch.tensor([3.0, 1.0]), torch.tensor([1.0, 1.0])).item())
 @pytest.mark.sweep
 def test_the_loss_is_found_by_its_file(tmp_path: Path) -> None:
     described, value = run_with(
-        "psgrad.inputs.losses", "log_cosh", block(PAGE, "LogCosh"), LOSS_PROGRAM, tmp_path
+        "psgrad.data.losses", "log_cosh", block(PAGE, "LogCosh"), LOSS_PROGRAM, tmp_path
     ).splitlines()
     assert "The error at which they meet; of log_cosh." in described
     assert float(value) == pytest.approx(np.log(np.cosh(1)) / 2)
@@ -154,8 +154,8 @@ def test_the_loss_is_found_by_its_file(tmp_path: Path) -> None:
 
 SOURCE_PROGRAM = """
 from psgrad.config.data import DataConfig
-from psgrad.inputs.sources.load import load_data
-from psgrad.inputs.sources.source import data_headers, header_problems
+from psgrad.data.sources.load import load_data
+from psgrad.data.sources.source import data_headers, header_problems
 config = DataConfig(path=Path("rows.npy"), inputs="x", target="y")
 (header,) = data_headers(config, Path())
 print(header.rows, [str(each) for each in header_problems(header, config)])
@@ -170,7 +170,7 @@ def test_the_source_is_found_by_its_file(tmp_path: Path) -> None:
     rows["x"], rows["y"] = np.arange(6).reshape(3, 2), [0, 1, 2]
     np.save(tmp_path / "rows.npy", rows)
     source = block(PAGE, "NPY(ArraySource)")
-    printed = run_with("psgrad.inputs.sources.formats", "npy", source, SOURCE_PROGRAM, tmp_path)
+    printed = run_with("psgrad.data.sources.formats", "npy", source, SOURCE_PROGRAM, tmp_path)
     assert printed.splitlines() == ["3 []", "[[2.0, 3.0], [4.0, 5.0]] [1, 2]"]
 
 
@@ -179,7 +179,7 @@ def test_the_command_is_found_by_its_file(workplace: Workplace, tmp_path: Path) 
     script = "import importlib, sys\n"
     for package, words in (
         ("psgrad.cli", "@command"),
-        ("psgrad.workflows", "def count_rows(config: Config)"),
+        ("psgrad.commands", "def count_rows(config: Config)"),
     ):
         folder = tmp_path / package
         folder.mkdir()

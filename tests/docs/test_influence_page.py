@@ -22,8 +22,8 @@ from psgrad.cli.app import app
 from psgrad.config import IndexConfig, IndexSearchConfig, load_config
 from psgrad.engine.influence.evaluation.retraining import fresh_model
 from psgrad.plugins import METHODS, own_classes
-from psgrad.results.influence import EVALUATION_COLUMNS, SCORE_COLUMNS
-from psgrad.storage.folders import OWN_ENTRIES
+from psgrad.run.folders import OWN_ENTRIES
+from psgrad.run.results.influence import EVALUATION_COLUMNS, SCORE_COLUMNS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guides" / "influence.md"

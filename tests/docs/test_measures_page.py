@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from psgrad.commands.analyze import analyze
+from psgrad.commands.measure_setup import RESERVED
 from psgrad.config import load_config
 from psgrad.plugins import MEASURES, own_classes
-from psgrad.workflows.analyze import analyze
-from psgrad.workflows.measure_setup import RESERVED
+from tests.commands.same_runs import assert_same_runs
 from tests.forked_ranks import run_ranks
-from tests.workflows.same_runs import assert_same_runs
 from tools import measures_page
 
 ROOT = Path(__file__).parents[2]

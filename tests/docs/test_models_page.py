@@ -13,9 +13,9 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from psgrad.workflows import validate as validation
+from psgrad.commands import validate as validation
 from tests.hugging_face import tiny_model
-from tests.inputs.test_adapters import KINDS, make_adapter
+from tests.models.test_adapters import KINDS, make_adapter
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "models.md"
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)

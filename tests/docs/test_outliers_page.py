@@ -18,7 +18,7 @@ from psgrad.config import load_config
 from psgrad.plugins import DETECTORS, own_classes
 from psgrad.quality.judging import resolution
 from psgrad.quality.references import LEAST_ROWS, SAVED_ROWS
-from psgrad.results import SAMPLE_COLUMNS
+from psgrad.run.results import SAMPLE_COLUMNS
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "explanation" / "outliers.md").read_text(encoding="utf-8")

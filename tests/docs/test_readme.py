@@ -15,7 +15,7 @@ import pytest
 
 from psgrad.config import Config, load_config
 from psgrad.reports.outliers import OFFER, OPTION, rankings_of
-from psgrad.results.manifest import OutlierFacts, read
+from psgrad.run.results.manifest import OutlierFacts, read
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -13,9 +13,9 @@ from PIL import Image
 
 import psgrad
 from psgrad.config.model import TASKS
+from tests.commands.test_text_commands import write_adapter
 from tests.docs.test_readme import DOCS, README, blocks
 from tests.hugging_face import CHAT_TEMPLATE, tiny_model, tiny_tokenizer, transformers
-from tests.workflows.test_text_commands import write_adapter
 
 GUIDES = DOCS / "guides" / "tasks"
 IMAGES = GUIDES / "image-classification.md"

@@ -9,8 +9,8 @@ import pytest
 from psgrad.config import GateConfig
 from psgrad.quality import findings
 from psgrad.quality.findings import counts_of, in_order, levels_of, listed_findings, named_samples
-from psgrad.results import Finding, Location
-from psgrad.results.manifest import read_manifest
+from psgrad.run.results import Finding, Location
+from psgrad.run.results.manifest import read_manifest
 from tests.verdicts import NO_REFERENCE, REFERENCE, table
 
 

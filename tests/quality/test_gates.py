@@ -14,9 +14,9 @@ from psgrad.config import GateConfig
 from psgrad.errors import ConfigError, DataError
 from psgrad.quality.findings import counts_of, in_order, named_samples, read_ignore_list, with_states
 from psgrad.quality.gates import changed, evaluate, gone, mark_known, read_baseline, written
-from psgrad.results import GateOutcome
-from psgrad.results.findings import Baseline, Known
-from psgrad.results.manifest import read_manifest
+from psgrad.run.results import GateOutcome
+from psgrad.run.results.findings import Baseline, Known
+from psgrad.run.results.manifest import read_manifest
 from tests.verdicts import NO_REFERENCE, REFERENCE, table
 
 TODAY = datetime.date(2026, 6, 15)

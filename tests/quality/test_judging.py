@@ -15,8 +15,8 @@ from scipy.stats import median_abs_deviation, spearmanr
 from psgrad.errors import ConfigError
 from psgrad.quality.judging import judge, rank_samples
 from psgrad.quality.references import OTHER, join_small, labels_of, robust_z
-from psgrad.results import SAMPLE_COLUMNS
-from psgrad.results.manifest import content_of
+from psgrad.run.results import SAMPLE_COLUMNS
+from psgrad.run.results.manifest import content_of
 from tests.quality.frames import config, samples, trusted
 
 NEW_COLUMNS = (

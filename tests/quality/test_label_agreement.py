@@ -10,7 +10,7 @@ from scipy.optimize import linear_sum_assignment
 
 from psgrad.quality.label_agreement import _assigned, by_chance, label_facts
 from psgrad.reports.labels import label_warning, label_words
-from psgrad.results.manifest import LabelFacts
+from psgrad.run.results.manifest import LabelFacts
 
 NAMES = ("stay", "upgrade", "churn")
 

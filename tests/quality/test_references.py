@@ -19,7 +19,7 @@ from psgrad.quality.references import (
     require_comparable,
     saved_reference,
 )
-from psgrad.results.manifest import read_manifest
+from psgrad.run.results.manifest import read_manifest
 from tests.quality.frames import config, samples, trusted
 
 MANIFEST: dict[str, Any] = {

@@ -13,6 +13,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
+from psgrad.commands.diff import diff
 from psgrad.errors import DataError
 from psgrad.quality.run_comparison import changes_of, counts_of, groups_of, matched, spearman
 from psgrad.reports.comparison import (
@@ -24,7 +25,6 @@ from psgrad.reports.comparison import (
     tables,
 )
 from psgrad.reports.words import number, percentile
-from psgrad.workflows.diff import diff
 from tests.nasty import NASTY, NOT_IN_PARQUET
 from tests.verdicts import finished, table
 

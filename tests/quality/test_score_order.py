@@ -15,7 +15,7 @@ from scipy.stats import multivariate_normal, norm
 
 from psgrad.quality.judging import judge
 from psgrad.quality.score_order import expected_overlap, score_gap
-from psgrad.results.manifest import ScoreGap
+from psgrad.run.results.manifest import ScoreGap
 from tests.quality.frames import config, samples
 
 Array = np.ndarray

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from psgrad.quality.judging import rank_samples
-from psgrad.results import AnalyzeResult, TopSample, top_samples
+from psgrad.run.results import AnalyzeResult, TopSample, top_samples
 
 MANIFEST: dict[str, Any] = {
     "config": {"loss": {"name": "cross_entropy"}, "report": {"title": None}},

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from psgrad.results import ALL_INDEX, ALL_QUERIES, InfluenceResult, TopSample, ranked_pairs, shown_rows
+from psgrad.run.results import ALL_INDEX, ALL_QUERIES, InfluenceResult, TopSample, ranked_pairs, shown_rows
 from tests.reports import frames
 
 UNIT = "predicted rise of the query's loss, in nats, if the training example were removed"

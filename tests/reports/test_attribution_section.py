@@ -32,7 +32,7 @@ from psgrad.reports.attribution_section import (
     spans_of,
     style_of,
 )
-from psgrad.results import AnalyzeResult, MeasureResult, TopSample
+from psgrad.run.results import AnalyzeResult, MeasureResult, TopSample
 from tests.reports.frames import MANIFEST, classification, parameters
 
 

@@ -18,10 +18,10 @@ import pytest
 from psgrad.reports.ci import FORMATS, SARIF_RESULTS, render_check
 from psgrad.reports.ci_text import SUMMARY_BYTES, render_markdown, write_summary
 from psgrad.reports.comparison import cell
-from psgrad.results import RULES, CheckResult, GateOutcome, Location
-from psgrad.results.findings import finding_content
-from psgrad.storage import RunFolder
-from psgrad.storage.finished import read_check, write_check
+from psgrad.run import RunFolder
+from psgrad.run.finished import read_check, write_check
+from psgrad.run.results import RULES, CheckResult, GateOutcome, Location
+from psgrad.run.results.findings import finding_content
 from tests.nasty import NASTY
 from tests.verdicts import finding, verdict
 

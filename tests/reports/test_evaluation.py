@@ -14,7 +14,7 @@ import pytest
 
 from psgrad.reports.evaluation import decimals, write_evaluation
 from psgrad.reports.evaluation_plots import evaluation_plots
-from psgrad.results.influence import EvaluationResult, evaluation_content
+from psgrad.run.results.influence import EvaluationResult, evaluation_content
 
 UNIT = "rise of the query's loss, in nats"
 

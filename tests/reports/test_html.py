@@ -20,7 +20,7 @@ from psgrad.quality.judging import rank_samples
 from psgrad.reports import drawing
 from psgrad.reports.analyze_page import render, write_report
 from psgrad.reports.analyze_plots import norm_histogram
-from psgrad.results import AnalyzeResult, MeasureResult, TopSample, top_samples
+from psgrad.run.results import AnalyzeResult, MeasureResult, TopSample, top_samples
 from tests.reports import frames, influence_runs, private_runs
 
 LIMIT_BYTES = 2_000_000

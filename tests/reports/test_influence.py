@@ -18,7 +18,7 @@ from psgrad.reports.influence_page import render_influence, write_influence_repo
 from psgrad.reports.influence_plots import draw_influence_plots
 from psgrad.reports.influence_terminal import summary, write_influence
 from psgrad.reports.influence_words import examples, flattened, signed
-from psgrad.results import (
+from psgrad.run.results import (
     ALL_INDEX,
     SIGN,
     CheckedRemoval,

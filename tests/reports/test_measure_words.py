@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from psgrad.commands.analyze_tables import result_of
 from psgrad.engine.measures.measure import Gathered
 from psgrad.plugins import MEASURES, own_classes
 from psgrad.reports.measure_plots import histograms
 from psgrad.reports.measures import measure_sections
 from psgrad.reports.sections import Facts, Subtitle
-from psgrad.results import MeasureResult
-from psgrad.workflows.analyze_tables import result_of
+from psgrad.run.results import MeasureResult
 from tests.reports import frames
 
 

@@ -30,7 +30,7 @@ from psgrad.reports.loss_against_norm import loss_against_norm
 from psgrad.reports.measure_plots import trajectories
 from psgrad.reports.privacy_plots import epsilon_by_multiplier, private_plots, public_plots
 from psgrad.reports.ticks import power_words
-from psgrad.results import TopSample, has_classes, top_samples
+from psgrad.run.results import TopSample, has_classes, top_samples
 from psgrad.wording import correlation
 from tests.browser.results import measured
 from tests.reports import frames, influence_runs, private_runs

@@ -14,9 +14,9 @@ from psgrad.reports.analyze_plots import norm_histogram
 from psgrad.reports.analyze_sections import gate_table
 from psgrad.reports.analyze_terminal import summary
 from psgrad.reports.outliers import rankings_of
-from psgrad.results import AnalyzeResult
-from psgrad.results.check import CheckResult, GateOutcome
-from psgrad.results.manifest import OutlierFacts, read
+from psgrad.run.results import AnalyzeResult
+from psgrad.run.results.check import CheckResult, GateOutcome
+from psgrad.run.results.manifest import OutlierFacts, read
 from tests.reports import frames
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from psgrad.reports.analyze_terminal import summary, top_table
 from psgrad.reports.terminal import print_table
-from psgrad.results import AnalyzeResult
+from psgrad.run.results import AnalyzeResult
 from tests.nasty import NASTY
 from tests.reports import frames
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from psgrad.reports.drawing import Plot, figure_with_axes
 from psgrad.reports.measure_plots import matrix, spectrum
 from psgrad.reports.ticks import LogTicks, log_axis
-from psgrad.results import MeasureResult
+from psgrad.run.results import MeasureResult
 
 
 def _ticks(figure: Figure, axis: str = "x") -> list[str]:

@@ -15,7 +15,7 @@ _AT_ONCE = 64  # pieces that are fetched by one request
 
 
 class RankPieces:
-    """Pieces in the key-value store of the ranks; see `psgrad.inputs.sources.host_files.in_pieces`."""
+    """Pieces in the key-value store of the ranks; see `psgrad.run.host_files.in_pieces`."""
 
     def __init__(self, heartbeats: Heartbeats) -> None:
         self._heartbeats = heartbeats

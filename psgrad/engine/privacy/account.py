@@ -15,7 +15,7 @@ from psgrad.errors import ConfigError
 
 
 class StepLedger(Protocol):
-    """What an account needs of a ledger; `psgrad.storage.Ledger` is one. A line is on the disk when `append`
+    """What an account needs of a ledger; `psgrad.run.Ledger` is one. A line is on the disk when `append`
     returns.
     """
 

@@ -91,7 +91,7 @@ def make_private(
             neighbours differ by a record that is replaced, and no amplification is accounted.
         generator: of draws and noise; by default a cryptographic one.
         ledger: gets a line for each step before anything of it is released, and has those of earlier
-            processes, such as psgrad.storage.Ledger.
+            processes, such as psgrad.run.Ledger.
 
     A batch that was drawn is stepped: the loader refuses to go on after one that a loop left out.
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from psgrad.data.rows import Block
 from psgrad.engine.execution import chunk_replay
 from psgrad.engine.execution.chunk_replay import NOT_REPLAYED, PAYS_FROM
 from psgrad.engine.execution.objective import Objective
@@ -19,7 +20,6 @@ from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_square_norms
 from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.transforms.capture import Captured
-from psgrad.inputs.rows import Block
 
 ROWS = 50
 

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from psgrad.data.rows import Block
 from psgrad.engine.execution.loading import Chunk, Loader
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.errors import DataError, ModelError
-from psgrad.inputs.rows import Block
 
 ROWS = 40
 CPU = torch.device("cpu")

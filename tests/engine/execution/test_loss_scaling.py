@@ -17,8 +17,8 @@ from psgrad.engine.execution.self_check import self_check
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients, per_sample_square_norms
 from psgrad.ragged import Block
-from tests.models import Tied
 from tests.oracles import one_sample_gradients
+from tests.small_models import Tied
 
 ROWS = 6
 EPS = torch.finfo(torch.float16).eps

@@ -170,7 +170,7 @@ import torch.nn.functional as F
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.execution.objective import Objective
-from psgrad.inputs.rows import Block
+from psgrad.data.rows import Block
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

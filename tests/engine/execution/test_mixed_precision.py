@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from psgrad.data.rows import Block
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.self_check import self_check
 from psgrad.engine.execution.streaming import Stream
@@ -17,9 +18,8 @@ from psgrad.engine.gradients import PerSampleGradients, per_sample_gradients
 from psgrad.engine.gradients.per_sample import per_sample_square_norms
 from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.errors import SelfCheckError
-from psgrad.inputs.rows import Block
-from tests.models import Tied
 from tests.oracles import one_sample_gradients
+from tests.small_models import Tied
 
 HALF = torch.bfloat16
 EPS = torch.finfo(HALF).eps

@@ -27,7 +27,7 @@ from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients import per_sample_gradients, per_sample_square_norms
 from psgrad.ragged import Block
 from tests.device.strict_or_gpu import named_device
-from tests.models import ARCHITECTURES, Architecture
+from tests.small_models import ARCHITECTURES, Architecture
 
 # How far a predicted peak may be off, as a share of the measured one.
 MEMORY_BAR = 0.25

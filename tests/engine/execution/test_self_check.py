@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from psgrad.data.rows import Block
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.ranks import spread_rows
 from psgrad.engine.execution.self_check import self_check
@@ -17,7 +18,6 @@ from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.gradients.deferral import DeferredGradient, Placed
 from psgrad.engine.gradients.queries import PerSampleGradients
 from psgrad.errors import ModelError, SelfCheckError
-from psgrad.inputs.rows import Block
 
 ROWS = 10
 

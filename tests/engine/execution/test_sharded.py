@@ -28,13 +28,13 @@ from psgrad.engine.execution.weight_sources import InFile
 from psgrad.engine.execution.weight_supply import Supply
 from psgrad.engine.gradients.per_sample import per_sample_square_norms
 from psgrad.errors import DistributedError, ModelError
-from psgrad.inputs.models.checkpoints import load_into
-from psgrad.inputs.models.in_files import built_without_memory, tensors_in_files
+from psgrad.models.checkpoints import load_into
+from psgrad.models.in_files import built_without_memory, tensors_in_files
 from tests.architectures import ARCHITECTURES
 from tests.engine.execution.test_stored import CPU, found_by, in_file
 from tests.engine.execution.thread_ranks import ThreadRank, by_ranks
 from tests.forked_ranks import die, hasty, run_in_group
-from tests.models import Architecture
+from tests.small_models import Architecture
 
 DTYPES = (torch.float32, torch.float64)
 CHOSEN = [

@@ -31,10 +31,10 @@ from psgrad.engine.gradients import (
 )
 from psgrad.engine.transforms.private_torch import tree_leaves
 from psgrad.errors import CheckpointError, ConfigError, ModelError, TransformError
-from psgrad.inputs.models.checkpoints import load_into
-from psgrad.inputs.models.in_files import built_without_memory, tensors_in_files
+from psgrad.models.checkpoints import load_into
+from psgrad.models.in_files import built_without_memory, tensors_in_files
 from tests.architectures import ARCHITECTURES
-from tests.models import Architecture
+from tests.small_models import Architecture
 
 CPU = torch.device("cpu")
 SAMPLES = 3

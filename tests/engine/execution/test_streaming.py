@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from psgrad.data.rows import Block
 from psgrad.engine.execution.chunk_plan import plan_chunk
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
@@ -24,7 +25,6 @@ from psgrad.engine.gradients.per_sample import per_sample_square_norms
 from psgrad.engine.measures.builtin.norms import GradientNorms
 from psgrad.engine.transforms import vmap
 from psgrad.errors import DataError, ModelError
-from psgrad.inputs.rows import Block
 from tests.oracles import one_sample_gradients
 
 ROWS = 37

@@ -20,8 +20,8 @@ from tests.engine.gradients.agreement import (
     draw_weights_and_vector,
     joined,
 )
-from tests.models import ARCHITECTURES, Architecture
 from tests.oracles import one_sample_gradients
+from tests.small_models import ARCHITECTURES, Architecture
 
 # Not a multiple of any chunk size but 1, so that each also ends with a smaller chunk.
 SAMPLES = 34

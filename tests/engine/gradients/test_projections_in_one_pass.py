@@ -23,8 +23,8 @@ from psgrad.engine.gradients import (
     per_sample_gradients,
     per_sample_projections,
 )
-from tests import models
-from tests.models import Architecture
+from tests import small_models as models
+from tests.small_models import Architecture
 
 SAMPLES = 5
 PROJECTIONS: list[Projection] = [

@@ -33,8 +33,8 @@ from tests.engine.gradients.agreement import (
     rows,
 )
 from tests.engine.gradients.test_layers import CONVOLUTIONS, convolutions
-from tests.models import Program
 from tests.oracles import Gradients, one_sample_gradients
+from tests.small_models import Program
 
 few = st.integers(1, 4)
 counts = st.integers(0, 4)

@@ -35,7 +35,7 @@ from psgrad.engine.gradients.terms import (
 from psgrad.engine.gradients.terms.numerics import flagging
 from psgrad.engine.transforms.rules.convolution_weights import Geometry
 from tests.engine.gradients.agreement import LargestTensor, check_layer
-from tests.models import Program
+from tests.small_models import Program
 
 samples = st.integers(0, 4)
 few = st.integers(1, 4)

@@ -29,7 +29,7 @@ from psgrad.engine.influence.method import Checkpoint, Method
 from psgrad.engine.influence.methods.gradient_products import GradientCosine, GradientDot, TracIn
 from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
 from psgrad.errors import ConfigError, InfluenceError, OutputError
-from psgrad.storage.gradient_index import GradientIndex
+from psgrad.run.gradient_index import GradientIndex
 from tests.crashes import Tell, in_a_child
 from tests.engine.influence.problems import cross_entropy, examples
 from tests.engine.influence.rows_of_gradients import matrix_of, scores_of

@@ -29,7 +29,7 @@ from psgrad.engine.influence.methods.projected import TRAK, ProjectedInfluence
 from psgrad.engine.influence.methods.source import Source
 from psgrad.errors import DistributedError, InfluenceError
 from psgrad.plugins import METHODS, own_classes
-from psgrad.storage.gradient_index import GradientIndex
+from psgrad.run.gradient_index import GradientIndex
 from tests.engine.execution.thread_ranks import ThreadRank, by_ranks
 from tests.engine.influence.problems import cross_entropy, examples
 

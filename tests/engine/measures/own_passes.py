@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from psgrad.data.rows import Block
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
-from psgrad.inputs.rows import Block
 
 
 def setting_of(

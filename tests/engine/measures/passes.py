@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from psgrad.commands.measure_setup import joined_summary
 from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Objective
@@ -19,7 +20,6 @@ from psgrad.engine.measures.builtin.outputs import Predictions, summary_for
 from psgrad.engine.measures.measure import Gathered, Measure, Setting
 from psgrad.engine.measures.passes import SecondPass
 from psgrad.ragged import Block
-from psgrad.workflows.measure_setup import joined_summary
 
 Criterion = Callable[[Any, Any], Tensor]
 

@@ -15,7 +15,7 @@ from psgrad.engine.measures.builtin.curvature import HessianTopEigenvalue, Hessi
 from psgrad.engine.measures.passes import random_signs
 from psgrad.errors import MeasureError
 from tests.engine.measures.own_passes import columns_of, setting_of
-from tests.models import ARCHITECTURES, Architecture
+from tests.small_models import ARCHITECTURES, Architecture
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from psgrad.config import LossConfig
+from psgrad.data.loss import resolve_loss
 from psgrad.engine.measures.builtin.input_attribution import (
     Attribution,
     GradientXInput,
@@ -26,10 +27,9 @@ from psgrad.engine.measures.builtin.input_attribution import (
 )
 from psgrad.engine.measures.passes import random_normals
 from psgrad.errors import MeasureError
-from psgrad.inputs.loss import resolve_loss
 from psgrad.user_code import resolve
 from tests.engine.measures.own_passes import columns_of, gathered_of, setting_of
-from tests.models import ARCHITECTURES, Architecture
+from tests.small_models import ARCHITECTURES, Architecture
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

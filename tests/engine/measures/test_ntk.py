@@ -19,7 +19,7 @@ from psgrad.engine.measures.measure import Gathered, Setting
 from psgrad.errors import MeasureError
 from tests.engine.measures.one_run import measured
 from tests.engine.measures.own_passes import setting_of
-from tests.models import ARCHITECTURES, Architecture
+from tests.small_models import ARCHITECTURES, Architecture
 
 
 def found_of(setting: Setting, options: dict[str, Any] | None = None, chunk_size: int = 7) -> Gathered:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from psgrad.storage.finished import load_run
+from psgrad.run.finished import load_run
 from tests.workplace import ROWS, Workplace
 
 NAMES = [

@@ -20,8 +20,8 @@ from psgrad.engine.measures.measure import Gathered, Setting
 from psgrad.errors import MeasureError
 from tests.engine.measures.one_run import measured
 from tests.engine.measures.own_passes import setting_of
-from tests.models import ARCHITECTURES, Architecture
 from tests.oracles import one_sample_gradients
+from tests.small_models import ARCHITECTURES, Architecture
 
 
 def gradients_are(rows: Tensor, **facts: Any) -> Setting:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
-from tests.models import Architecture
 from tests.oracles import Gradients, one_sample_gradients
+from tests.small_models import Architecture
 
 Batch = tuple[tuple[Tensor, ...], Tensor]
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from psgrad.data.rows import Block
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.privacy.batches import ClippedSum, batch_source, stream_source
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
-from psgrad.inputs.rows import Block
 from tests.engine.privacy.clipped_loop import (
     Batch,
     clipped_loop,
@@ -23,8 +23,8 @@ from tests.engine.privacy.clipped_loop import (
     group_norms,
     median_norm,
 )
-from tests.models import ARCHITECTURES, Architecture
 from tests.oracles import Gradients
+from tests.small_models import ARCHITECTURES, Architecture
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

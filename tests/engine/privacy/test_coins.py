@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from psgrad.data.rows import Block
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.privacy.batches import ClippedSum, RecordStreams, batch_source
@@ -23,7 +24,6 @@ from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.records import Records
 from psgrad.engine.privacy.sum_programs import SumPrograms
 from psgrad.errors import ModelError
-from psgrad.inputs.rows import Block
 from tests.engine.privacy.drawing_models import CLASSES, FEATURES, MODELS
 
 RECORDS = 8

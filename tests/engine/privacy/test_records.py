@@ -21,7 +21,7 @@ from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.privacy.records import RecordReader, Records, record_loss
 from psgrad.errors import DataError
 from psgrad.ragged import Block
-from tests.models import ARCHITECTURES, Architecture
+from tests.small_models import ARCHITECTURES, Architecture
 
 USERS = np.array([3, 3, 1, 3, 2, 1, 1, 1, 9, 9, 2, 3, 3, 7])  # 5, 4, 2, 2 and 1 rows
 NAMES = [architecture.name for architecture in ARCHITECTURES]

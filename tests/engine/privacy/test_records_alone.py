@@ -19,7 +19,7 @@ from psgrad.engine.privacy.records import Records
 from psgrad.ragged import Block
 from tests.architectures import ARCHITECTURES
 from tests.engine.privacy.clipped_loop import distance
-from tests.models import Architecture
+from tests.small_models import Architecture
 
 
 class Split(nn.Module):

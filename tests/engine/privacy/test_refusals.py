@@ -24,7 +24,7 @@ from psgrad.engine.privacy.refusals import require_expected_batch_size, require_
 from psgrad.engine.privacy.sampling import Sampling
 from psgrad.engine.privacy.unchanged import Unchanged
 from psgrad.errors import EXIT_RUNTIME, EXIT_USAGE, ConfigError, ModelError
-from tests.models import ARCHITECTURES, Architecture
+from tests.small_models import ARCHITECTURES, Architecture
 
 # -- Numbers -------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from psgrad.data.rows import Block
 from psgrad.engine.execution import streaming
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
@@ -21,7 +22,6 @@ from psgrad.engine.privacy.batches import ClippedSum, GradientSource, batch_sour
 from psgrad.engine.privacy.clipping import MARGIN, Clipping
 from psgrad.engine.transforms import functional_call
 from psgrad.errors import ModelError
-from psgrad.inputs.rows import Block
 from tests.engine.privacy.clipped_loop import clipped_loop, distance, group_norms
 from tests.oracles import one_sample_gradients
 

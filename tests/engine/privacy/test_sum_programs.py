@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from psgrad.data.rows import Block
 from psgrad.engine.execution.ladder import rung
 from psgrad.engine.execution.objective import Objective
 from psgrad.engine.execution.streaming import Stream
@@ -22,7 +23,6 @@ from psgrad.engine.privacy.generators import make_generator
 from psgrad.engine.privacy.loop import make_private
 from psgrad.engine.privacy.records import Records
 from psgrad.engine.privacy.sum_programs import SumPrograms
-from psgrad.inputs.rows import Block
 
 TOGETHER = 8
 FEATURES, CLASSES = 6, 3

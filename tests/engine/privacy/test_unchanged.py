@@ -26,7 +26,7 @@ from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.step import private_sum
 from psgrad.engine.privacy.unchanged import Unchanged
 from psgrad.errors import PsgradError
-from tests.models import ARCHITECTURES, Architecture
+from tests.small_models import ARCHITECTURES, Architecture
 
 
 class Slots:

@@ -32,8 +32,8 @@ from tests.engine.gradients.agreement import (
     flat,
     rows,
 )
-from tests.models import CLASSES, Architecture
 from tests.oracles import Gradients, one_sample_gradients, trainable
+from tests.small_models import CLASSES, Architecture
 
 each_architecture = pytest.mark.parametrize(
     "architecture", ARCHITECTURES, ids=lambda architecture: architecture.name

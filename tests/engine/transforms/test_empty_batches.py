@@ -18,8 +18,8 @@ from psgrad.errors import PsgradError, TransformError
 from tests.architectures import ARCHITECTURES
 from tests.engine.transforms.operators import entries, few_or_all_samples, programs
 from tests.engine.transforms.refused import AGREEING, UNJUDGED, UNJUDGED_MAPPED
-from tests.models import Architecture
 from tests.seeds import set_seed
+from tests.small_models import Architecture
 
 DATABASE = entries()
 # AGREEING read numbers, and how many residuals lstsq has depends on the ranks: an empty batch has neither.

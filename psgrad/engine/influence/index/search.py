@@ -19,7 +19,7 @@ from psgrad.engine.influence.ranking import Strongest
 
 
 class Lists(Protocol):
-    """What finds rows: psgrad.storage.row_lists.RowLists."""
+    """What finds rows: psgrad.run.row_lists.RowLists."""
 
     def search(self, vectors: np.ndarray, most: int, probes: int) -> np.ndarray: ...
 

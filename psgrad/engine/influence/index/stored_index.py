@@ -64,7 +64,7 @@ class IndexSpec:
 
 
 class IndexStore(Protocol):
-    """The interface of an index's storage: psgrad.storage.gradient_index.GradientIndex."""
+    """The interface of an index's storage: psgrad.run.gradient_index.GradientIndex."""
 
     @property
     def description(self) -> dict[str, Any]: ...

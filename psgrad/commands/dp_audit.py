@@ -1,0 +1,263 @@
+"""`psgrad dp-audit`: a private run's steps, taken with canaries and on neighbouring datasets, to test their
+stated guarantee.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+
+from psgrad.commands.audit_neighbours import audited_pairs, audited_state, contributions
+from psgrad.commands.private_ranks import agree, facts_of, follow, leading
+from psgrad.commands.private_resume import private_hashes
+from psgrad.commands.private_setup import (
+    PrivateSetup,
+    base_multiplier,
+    planned_events,
+    require_privacy,
+    set_up_privately,
+    unit_in_words,
+)
+from psgrad.commands.run_manifest import describe_run, running_manifest
+from psgrad.commands.run_progress import Clock
+from psgrad.config import Config, PrivacyConfig
+from psgrad.engine.execution.ranks import OneProcess, Processes
+from psgrad.engine.privacy.accounting import MECHANISM, Events, epsilon_pld, epsilon_rdp, part_of
+from psgrad.engine.privacy.audit import METHODS, AuditedRun, Canaries, judge, play
+from psgrad.engine.privacy.generators import make_generator
+from psgrad.errors import ConfigError
+from psgrad.reports.audit import audit_content
+from psgrad.run import PrivateRunFolder
+from psgrad.run.results import AuditBound, DPAuditResult, NoiseAudit, Progress, Say
+from psgrad.user_code import with_code_beside
+
+FILE = "audit.json"
+# More canaries say more, and fewer find a place in small clipping groups.
+_MANY, _ENOUGH = 5000, 1000
+# An audit of few draws shows little. By default each canary is drawn twice on average, in at most 50 steps
+# (500 without records), and in at least two, so that their noise can be compared.
+_DRAWS, _FEWEST_STEPS, _MOST_STEPS, _MOST_STEPS_ALONE = 2.0, 2, 50, 500
+
+
+@with_code_beside
+def dp_audit(
+    config: Config,
+    *,
+    canaries: int | None = None,
+    steps: int | None = None,
+    confidence: float = 0.95,
+    canaries_only: bool = False,
+    output: Path | None = None,
+    overwrite: bool = False,
+    progress: Say = lambda _: None,
+    processes: Processes | None = None,
+) -> DPAuditResult | None:
+    """Audit the steps that a config describes: the whole of `psgrad dp-audit`.
+
+    Args:
+        canaries: how many take part, each with gradient coordinates of its own; None for as many as there is
+            room for, up to 5,000.
+        steps: how many steps; None for enough that each canary is drawn about twice, or without records for
+            all that are planned, up to 500.
+        confidence: of the lower bound.
+        canaries_only: leave the dataset's records out: faster, and the result is then no secret.
+        output: a folder of its own; None for the config's, with -audit behind its name. A run in the config's
+            folder stays as it is.
+        overwrite: replace an earlier audit there.
+        processes: those that share the batches and the neighbours; None for this one alone.
+
+    Returns None on all ranks but the first, which alone draws, judges and writes.
+
+    Nothing is trained, published or paid for. Raises PsgradError for everything that can be wrong with the
+    config, the model, the data or the disk.
+    """
+    privacy = require_privacy(config)
+    path = output or config.output_of("audit")
+    processes = OneProcess() if processes is None else processes
+    if not processes.leads:
+        take_part(config, path, processes, progress, canaries_only)
+        return None
+    require_sense(privacy, steps, confidence)
+    PrivateRunFolder.require_free(path, overwrite)
+    clock = Clock()
+    with clock("load"):
+        setup = set_up_privately(
+            config, lambda message: progress(Progress(0, 0, "audit", message)), processes
+        )
+        base = base_multiplier(privacy)
+        hosts = agree(setup, private_hashes(setup, ""), processes)
+    taken = steps if steps is not None else steps_for(privacy, canaries_only)
+    random = coins()
+    count = canaries if canaries is not None else canaries_for(setup)
+    require_room(setup, count)
+    planted = Canaries.plant(setup.parameters, setup.clipping, count, random)
+    PrivateRunFolder.create(path, overwrite)
+    folder = PrivateRunFolder(path)
+    with (
+        running_manifest(folder, describe_run("dp-audit", setup.run, None), clock) as running,
+        leading(setup, processes) as lead,
+    ):
+        alone = None if canaries_only else contributions(setup)
+        with clock("canaries"):
+            # The config's seed is for its run; an audit does not use it.
+            mechanism = AuditedRun(
+                **setup.step_arguments(base), generator=lambda: make_generator(privacy.noise.generator)
+            )
+            numbers = itertools.count()
+            shared = setup if lead is None else lead
+            progress(Progress(0, taken, "audit", unit="step"))
+            played = play(
+                mechanism,
+                planted,
+                taken,
+                random,
+                source=None if canaries_only else lambda records: shared.source(records, next(numbers)),
+                records=0 if canaries_only else len(setup.records),
+                tell=lambda done: progress(Progress(done, taken, "audit", unit="step")),
+            )
+            if lead is not None:
+                lead.end()
+        running.add(ranks=facts_of(lead, hosts, processes))
+        with clock("bounds"):
+            events = part_of(planned_events(privacy, base), 0, taken)
+            accounted, accountant = accounted_epsilon(events, privacy.delta)
+            verdict = judge(played, events, privacy.delta, confidence, accounted)
+        with clock("neighbours"):
+            pairs, notes = ([], []) if canaries_only else audited_pairs(setup, base, processes)
+            pairs += [] if alone is None else audited_state(setup, alone, processes)
+        if privacy.noise.seed is not None:
+            notes.append(
+                "the audit drew its noise from the operating system; that of a run with privacy.noise.seed"
+                " can be drawn again"
+            )
+        noise = played.noise
+        result = DPAuditResult(
+            epsilon=verdict.epsilon,
+            accounted=accounted,
+            accountant=accountant,
+            delta=verdict.delta,
+            confidence=verdict.confidence,
+            steps=played.steps,
+            canaries=len(played.scores),
+            guesses=verdict.guesses.guesses,
+            right=verdict.guesses.right,
+            declared=verdict.declared,
+            reach=played.reach,
+            bounds=[
+                AuditBound(METHODS[bound.method], bound.epsilon, bound.noise, bound.evidence)
+                for bound in verdict.bounds
+            ],
+            noise=NoiseAudit(noise.numbers, noise.spread, noise.p_values, noise.alarms),
+            pairs=pairs,
+            untested=untested(privacy, played.steps, canaries_only),
+            records=0 if canaries_only else len(setup.records),
+            relation=privacy.relation,
+            scheme=setup.sampling.scheme,
+            unit=unit_in_words(privacy),
+            mechanism=MECHANISM,
+            file=Path(),
+            notes=notes,
+        )
+        return written(result, folder)
+
+
+def take_part(config: Config, path: Path, processes: Processes, progress: Say, canaries_only: bool) -> None:
+    """The audit on a rank that does not lead: its shares of the batches, and of the neighbours."""
+    setup, alone = follow(
+        config, path, processes, progress, lambda setup: None if canaries_only else contributions(setup)
+    )
+    if alone is not None:
+        audited_pairs(setup, base_multiplier(setup.privacy), processes)
+        audited_state(setup, alone, processes)
+
+
+def written(result: DPAuditResult, folder: PrivateRunFolder) -> DPAuditResult:
+    """The result, and where it was written: with what may be published only if no record took part."""
+    if result.records:
+        folder.write_private_json(FILE, audit_content(result))
+        return dataclasses.replace(result, file=folder.path / "private" / f"NOT_PRIVATE_{FILE}")
+    folder.write_public_json(FILE, audit_content(result))
+    return dataclasses.replace(result, file=folder.path / "public" / FILE)
+
+
+def untested(privacy: PrivacyConfig, steps: int, canaries_only: bool) -> list[str]:
+    """What an audit of so many steps leaves open, in words."""
+    left = [
+        "the optimiser's update, and that the files of a run hold nothing else of the records",
+        "noise that repeats other noise in another order, or so far apart that it is in no part that is kept",
+        "what code keeps of a record outside of the model's attributes; running times; the generator's key",
+    ]
+    if privacy.sampling.scheme != "poisson":
+        left.append("which records a batch has: only how many they are")
+    if steps < privacy.steps:
+        left.append(f"the steps after the first {steps:,} of {privacy.steps:,}")
+    if canaries_only:
+        left.append("the dataset: how its records are clipped, and what one of them changes")
+    else:
+        left.append("neighbours of other batches, and by records that are not in the list above")
+    return left
+
+
+def coins() -> np.random.Generator:
+    """What tosses the canaries' coins and finds their places, seeded from the operating system."""
+    return np.random.default_rng()
+
+
+def require_sense(privacy: PrivacyConfig, steps: int | None, confidence: float) -> None:
+    """Raises ConfigError for numbers of steps that are not planned, and for a confidence that is not a
+    probability.
+    """
+    if steps is not None and not 1 <= steps <= privacy.steps:
+        raise ConfigError(
+            f"an audit of {steps} steps was asked for, and {privacy.steps} are planned",
+            expected=f"from 1 to {privacy.steps} steps",
+        )
+    if not 0.5 <= confidence < 1:
+        raise ConfigError(
+            f"the confidence of the audit is {confidence!r}",
+            expected="a number from 0.5 to below 1, such as 0.95",
+        )
+
+
+def require_room(setup: PrivateSetup, canaries: int) -> None:
+    """Raises ConfigError for more canaries than there are places, where they take those of records."""
+    room = setup.sampling.dataset_size
+    if room is not None and canaries > room:
+        raise ConfigError(
+            f"an audit with {canaries} canaries in a dataset of {room} records",
+            expected="fewer: under truncated Poisson sampling they take the places of records",
+            next_step=f"--canaries {max(room // 2, 1)}",
+        )
+
+
+def steps_for(privacy: PrivacyConfig, canaries_only: bool) -> int:
+    """How many of the planned steps are audited by default."""
+    if canaries_only:
+        return min(privacy.steps, _MOST_STEPS_ALONE)
+    rate = privacy.sampling.sample_rate
+    wanted = _FEWEST_STEPS if rate is None else max(math.ceil(_DRAWS / rate), _FEWEST_STEPS)
+    return min(wanted, _MOST_STEPS, privacy.steps)
+
+
+def canaries_for(setup: PrivateSetup) -> int:
+    """How many canaries by default: many if each clipping group has coordinates for them."""
+    sizes = [
+        sum(setup.parameters[name].numel() for name in group.parameters) for group in setup.clipping.groups
+    ]
+    room = (
+        max(sizes)
+        if setup.sampling.dataset_size is None
+        else min(max(sizes), max(setup.sampling.dataset_size // 2, 1))
+    )
+    return min(_MANY, max(_ENOUGH, min(sizes)), room)
+
+
+def accounted_epsilon(events: Events, delta: float) -> tuple[float | None, str]:
+    """(the smaller of the accountants' epsilons, whose it is); None where neither has one."""
+    known = [(epsilon_pld(events, delta).value, "PLD"), (epsilon_rdp(events, delta).value, "RDP")]
+    stated = [(value, name) for value, name in known if value is not None]
+    return min(stated) if stated else (None, "")

@@ -1,0 +1,106 @@
+"""`psgrad dp-step --plan`: what the planned steps would cost, without the data or the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from psgrad.commands.private_setup import (
+    adaptive_of,
+    base_multiplier,
+    clipping_without_model,
+    planned_events,
+    require_privacy,
+    sampling_of,
+    schedule_of,
+    unit_in_words,
+)
+from psgrad.config import Config, PrivacyConfig
+from psgrad.engine.privacy.accounting import (
+    MECHANISM,
+    curve_accountant,
+    epsilon_curve,
+    epsilon_pld,
+    epsilon_rdp,
+    pld_curve,
+)
+from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.step import sharing_with_count
+from psgrad.reports.privacy_plots import epsilon_by_multiplier
+from psgrad.run import RunFolder
+from psgrad.run.results import DPPlanResult, NoisePlan
+
+# The multipliers beside the config's own, as multiples of it.
+_AROUND = (0.5, 0.75, 1.5, 2.0)
+
+
+def dp_plan(config: Config, multipliers: Sequence[float] | None = None) -> DPPlanResult:
+    """What the config's planned steps would cost with its noise multiplier, and with others: the whole of
+    `psgrad dp-step --plan`.
+
+    Args:
+        multipliers: those to compare with; None for some around the config's own.
+
+    Writes the figure beside the output folder, as <output>-plan.png. Raises ConfigError where the target
+    can't be met.
+    """
+    privacy = require_privacy(config)
+    own = base_multiplier(privacy)
+    compared = (
+        multipliers
+        if multipliers is not None
+        else [factor * own for factor in _AROUND]
+        if own > 0
+        else [0.5, 1.0, 2.0]
+    )
+    rows = [noise_plan(privacy, base, configured=base == own) for base in sorted({own, *compared})]
+    events = planned_events(privacy, own)
+    why_not = {
+        "epsilon_rdp": epsilon_rdp(events, privacy.delta).why_not,
+        "epsilon_pld": epsilon_pld(events, privacy.delta).why_not,
+    }
+    sampling = sampling_of(privacy)
+    setting = {
+        "planned_steps": privacy.steps,
+        "delta": privacy.delta,
+        "relation": privacy.relation,
+        "unit": unit_in_words(privacy),
+        "scheme": sampling.scheme,
+        "sampling": sampling.describe(),
+        "sample_rate": sampling.sample_rate,
+        "sensitivity": clipping_without_model(privacy).sensitivity(privacy.relation),
+        "expected_batch_size": privacy.expected_batch_size,
+        "mechanism": MECHANISM,
+        "schedule": schedule_of(privacy).describe(),
+        "target_epsilon": privacy.noise.target_epsilon,
+        "why_not": {key: reason for key, reason in why_not.items() if reason is not None},
+    }
+    plot = config.output.with_name(f"{config.output.name}-plan.png")  # the run folder is for a run
+    result = DPPlanResult(rows, setting, curve_accountant(events), plot)
+    RunFolder(plot.parent).write_bytes(plot.name, epsilon_by_multiplier(result).png())
+    return result
+
+
+def noise_plan(privacy: PrivacyConfig, base: float, *, configured: bool) -> NoisePlan:
+    """What the planned steps cost with this base of the noise schedule; its multiplier and noise are those of
+    the first step.
+    """
+    events = planned_events(privacy, base)
+    without_count = Noise(schedule_of(privacy).multiplier(base, 0))
+    bounds = clipping_without_model(privacy)
+    clipping, noise = sharing_with_count(bounds, without_count, adaptive_of(privacy, bounds))
+    return NoisePlan(
+        noise_multiplier=without_count.multiplier,
+        noise_std=noise.standard_deviation(clipping.sensitivity(privacy.relation)),
+        epsilon_rdp=epsilon_rdp(events, privacy.delta).value,
+        epsilon_pld=epsilon_pld(events, privacy.delta).value,
+        curve=epsilon_curve(events, privacy.delta, curve_points(privacy.steps)),
+        curve_pld=pld_curve(events, privacy.delta),
+        configured=configured,
+    )
+
+
+def curve_points(steps: int, count: int = 50) -> list[int]:
+    """After how many of `steps` steps a curve of epsilon has its points: densest at first, where it is steep,
+    as it grows like a root.
+    """
+    return sorted({max(1, round(steps * (place / count) ** 2)) for place in range(1, count + 1)})

@@ -1,0 +1,159 @@
+"""`psgrad dp-report`: what the public files of a private run say of its privacy: to an attacker, for groups,
+at other deltas, and of what a claim must name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from psgrad.engine.privacy.accounting import epsilon_pld, epsilon_rdp, event_of, merged, tightest_epsilon
+from psgrad.engine.privacy.accounting.trade_off import (
+    gaussian_parameter,
+    group_epsilon,
+    profile_of,
+    true_positive_rate,
+)
+from psgrad.errors import DataError
+from psgrad.reports.privacy_report import render
+from psgrad.run import Ledger, LedgerContent, RunFolder
+from psgrad.run.folders import LEDGER, PUBLIC
+from psgrad.run.results.privacy import STEP_KEYS, assumptions_of
+from psgrad.run.results.privacy_report import DPReport
+
+_PAGE, _FIGURE = f"{PUBLIC}/report.html", f"{PUBLIC}/epsilon.png"
+_FALSE_POSITIVES = (0.001, 0.01)
+_GROUPS = (2, 5, 10)
+# What step.json says must be what the ledger gives; another version of dp-accounting may differ this much.
+_CLOSE = 1e-3
+_NUMBER = (int, float)
+_TYPES: dict[str, Any] = {  # of what is taken from step.json alone; the rest is that of the ledger's header
+    **{
+        "steps": int,
+        "noise_multiplier": _NUMBER,
+        "noise_std": _NUMBER,
+        "sensitivity": _NUMBER,
+        "generator": str,
+    },
+    **{"rounding": dict, "ledger": dict, "versions": dict, "insecure_deterministic": bool},
+}
+_ROUNDING = ("residual_epsilon", "unrounded_steps")
+_OF_HEADER = ("planned_steps", "delta", "relation", "unit", "sampling", "mechanism", "optimizer", "adaptive")
+
+
+def dp_report(run: Path) -> DPReport:
+    """The privacy of the run in a folder, from its public files alone; the page is written there.
+
+    Raises LedgerError for a ledger that is damaged, and DataError where there is no private run.
+    """
+    ledger = Ledger.read(run / LEDGER)
+    said = read_step(run, ledger)
+    step = {**said, **{key: ledger.header.get(key) for key in (*_OF_HEADER, "budget")}}
+    lines, delta = ledger.steps, step["delta"]
+    events = list(merged((event_of(line), 1) for line in lines).items())
+    profile = profile_of(events)
+    deltas = sorted({delta, *(10.0**-power for power in range(4, 11))}, reverse=True)
+    audit, notes = audit_of(run, step)
+    found = tightest_epsilon(events, delta)
+    report = DPReport(
+        run=run,
+        step=step,
+        epsilon=found.value,
+        epsilons=[(each, found.value if each == delta else _epsilon_at(profile, each)) for each in deltas],
+        mu=gaussian_parameter(profile, delta),
+        attacks=[(rate, true_positive_rate(profile, rate)) for rate in _FALSE_POSITIVES],
+        groups=[(records, group_epsilon(profile, records, delta)) for records in _GROUPS],
+        audit=audit,
+        assumptions=step.get("assumptions") or assumptions_of(step),
+        problems=problems_of(run, said, ledger),
+        notes=notes,
+        page=run / _PAGE,
+    )
+    figure = run / _FIGURE
+    page = render(report, figure.read_bytes() if figure.is_file() else None)
+    RunFolder(run).write_bytes(_PAGE, page.encode("utf-8", "replace"))
+    return report
+
+
+def _epsilon_at(profile: list[tuple[float, float]], delta: float) -> float | None:
+    return min((epsilon for epsilon, each in profile if each <= delta), default=None)
+
+
+def read_step(run: Path, ledger: LedgerContent) -> dict[str, Any]:
+    """The content of public/step.json. Raises DataError where there is none, or one of them is not what
+    psgrad writes.
+    """
+    path = run / PUBLIC / "step.json"
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} can't be read: {getattr(error, 'strerror', None) or error}",
+            expected="the folder of a run of psgrad dp-step, or a copy of its folder public/",
+            next_step="check the path",
+        ) from error
+    known = {*STEP_KEYS} - {"budget", "assumptions"}
+    whole = isinstance(content, dict) and known <= content.keys() and {*_OF_HEADER} <= ledger.header.keys()
+    whole = whole and all(isinstance(content[key], kind) for key, kind in _TYPES.items())
+    whole = whole and all(isinstance(each, dict) for each in content.get("assumptions", []))
+    if not whole or not all(isinstance(content["rounding"].get(key), _NUMBER) for key in _ROUNDING):
+        raise DataError(
+            f"{path} is not what psgrad dp-step writes beside its ledger",
+            cause="a file was edited, or another version of psgrad wrote it",
+            next_step="put the files back",
+        )
+    return {**content}
+
+
+def problems_of(run: Path, step: dict[str, Any], ledger: LedgerContent) -> list[str]:
+    """Where the public files contradict each other, a sentence each."""
+    lines, mark = ledger.steps, (step["ledger"].get("ledger_position"), step["ledger"].get("ledger_sha256"))
+    found = [
+        f"step.json and the ledger differ in {key}" for key in _OF_HEADER if step[key] != ledger.header[key]
+    ]
+    if mark not in enumerate(ledger.digests, 1):
+        found.append("step.json belongs to another ledger, or lines of the ledger are missing")
+    if step["steps"] != len(lines):
+        found.append(
+            f"step.json counts {step['steps']} steps, and the ledger has {len(lines)}: what follows is of the"
+            " ledger; psgrad dp-step --resume brings both together"
+        )
+    else:
+        events = list(merged((event_of(line), 1) for line in lines).items())
+        for key, accountant in (("epsilon_rdp", epsilon_rdp), ("epsilon_pld", epsilon_pld)):
+            value, said = accountant(events, step["delta"]).value, step[key]
+            if said is not None and value is not None and not math.isclose(value, said, rel_tol=_CLOSE):
+                found.append(f"step.json has {key} {said:.6g}, and its ledger's steps cost {value:.6g}")
+    for number, line in enumerate(lines, 1):
+        multiplier = line.get("sum_noise_multiplier", line["noise_multiplier"])
+        if not math.isclose(line["noise_std"], multiplier * line["sensitivity"], rel_tol=1e-9):
+            found.append(f"the noise of step {number} is not its multiplier times its sensitivity")
+            break
+    weights, digest = run / PUBLIC / "model.safetensors", step["model_sha256"]
+    if (
+        digest is not None
+        and weights.is_file()
+        and hashlib.sha256(weights.read_bytes()).hexdigest() != digest
+    ):
+        found.append(f"{PUBLIC}/model.safetensors is not the file that step.json was written with")
+    return found
+
+
+def audit_of(run: Path, step: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
+    """The public result of psgrad dp-audit beside the run, None without one; and what to know of it."""
+    folder = run.with_name(f"{run.name}-audit")
+    try:
+        found = json.loads((folder / PUBLIC / "audit.json").read_bytes())
+    except (OSError, ValueError):
+        private = folder / "private" / "NOT_PRIVATE_audit.json"
+        hint = "psgrad dp-audit CONFIG --canaries-only makes one that may be shown"
+        there = f"the audit in {folder} took records of the dataset and is NOT PRIVATE: left out"
+        return None, [f"{there if private.is_file() else f'there is no audit in {folder}'}; {hint}"]
+    of_run = {key: step[key] for key in ("relation", "scheme", "unit", "mechanism", "delta")}
+    other = [key for key, value in of_run.items() if found.get(key) != value]
+    if other:
+        return None, [f"the audit in {folder} is of another setting ({', '.join(other)}), and is left out"]
+    return found, []

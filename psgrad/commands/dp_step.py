@@ -1,0 +1,212 @@
+"""`psgrad dp-step`: private steps, each paid for in the ledger before anything of it is released."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+from uuid import uuid4
+
+from psgrad.commands.private_budget import budget_of, require_same_budget
+from psgrad.commands.private_ranks import agree, facts_of, follow, leading
+from psgrad.commands.private_resume import (
+    last_snapshot,
+    opened_ledger,
+    private_hashes,
+    require_known_form,
+    require_same_code,
+    require_same_data,
+    weights_note,
+    with_bound_of,
+)
+from psgrad.commands.private_setup import (
+    base_multiplier,
+    planned_events,
+    require_possible_steps,
+    require_privacy,
+    set_up_privately,
+)
+from psgrad.commands.private_statement import ledger_header
+from psgrad.commands.private_steps import PrivateRun
+from psgrad.commands.run_manifest import describe_run, running_manifest
+from psgrad.commands.run_progress import Clock, without_interrupts
+from psgrad.config import Config, PrivacyConfig
+from psgrad.engine.execution.ranks import OneProcess, Processes
+from psgrad.engine.privacy.accounting import part_of
+from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.snapshot import tensors_of
+from psgrad.engine.privacy.step import PrivateTraining, make_optimizer
+from psgrad.errors import ConfigError
+from psgrad.reports.words import count
+from psgrad.run import Ledger, PrivateRunFolder
+from psgrad.run.ledger_lines import require_same
+from psgrad.run.results import DPStepResult, Progress, Say
+from psgrad.user_code import with_code_beside
+
+
+@with_code_beside
+def dp_step(
+    config: Config,
+    *,
+    steps: int | Literal["all"] = 1,
+    resume: bool = False,
+    overwrite: bool = False,
+    insecure_deterministic: bool = False,
+    progress: Say = lambda _: None,
+    processes: Processes | None = None,
+) -> DPStepResult | None:
+    """Take private steps: the whole of `psgrad dp-step`.
+
+    Args:
+        steps: how many of the planned ones to take now; all for those that are left, which may be none.
+        resume: continue the run in the config's output folder. Where all planned steps are paid for and the
+            process that paid ended before it could publish, that is done now, and no step is taken.
+        overwrite: replace what an earlier run left in that folder; one that has a ledger is never replaced.
+        insecure_deterministic: whether `privacy.noise.seed` may be set, which makes the noise public.
+        processes: those that share each batch; None for this one alone.
+
+    Returns None on all ranks but the first, which alone draws, pays, updates and writes.
+
+    Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk.
+    Whatever happens, the ledger has a line for each step of which anything was released.
+    """
+    processes = OneProcess() if processes is None else processes
+    if not processes.leads:
+        follow(config, config.output, processes, progress)
+        return None
+    privacy = require_privacy(config)
+    if privacy.individual_every is not None and processes.size > 1:
+        raise ConfigError(
+            f"privacy.individual_every with {processes.size} processes",
+            expected="one process, which has the norms of all records",
+            next_step="leave privacy.individual_every out, or run one process",
+        )
+    require_honest_seed(privacy, insecure_deterministic)
+    if resume:
+        folder = PrivateRunFolder.open(config.output)
+        before = Ledger.read(folder.ledger)
+        require_known_form(before)
+    else:
+        PrivateRunFolder.require_free(config.output, overwrite)
+        before = None
+    taken = 0 if before is None else len(before.steps)
+    asked = privacy.steps - taken if isinstance(steps, str) else steps
+    if before is not None and taken == privacy.steps and not folder.finished:
+        asked = 0  # the process that paid for the last step ended before it could publish what came of it
+    elif not isinstance(steps, str):
+        require_steps_left(privacy, taken, asked)
+    clock = Clock()
+    with clock("load"):
+        setup = set_up_privately(
+            config,
+            lambda message: progress(Progress(taken, taken + asked, "steps", message, "step")),
+            processes,
+        )
+        base = privacy.noise.multiplier
+        if base is None:  # solved once: a run that goes on has it in its ledger
+            base = base_multiplier(privacy) if before is None else float(before.header["noise_multiplier"])
+        require_possible_steps(setup, base)
+        header = ledger_header(setup, base)
+        hashes = private_hashes(setup, uuid4().hex if before is None else before.header["run"])
+        hosts = agree(setup, hashes, processes)
+        budget = budget_of(setup, hashes["data"], hashes["run"])
+        ahead = part_of(planned_events(privacy, base), taken, asked)
+        if before is not None:
+            require_same_budget(before.header, budget)
+        if budget is not None:
+            budget.require(before, ahead)
+    with clock("self-check"):
+        check = setup.run.self_check(setup.run.stream(lambda _: None))
+        setup.unchanged.require(by_bits=True)
+    manifest = replace(describe_run("dp-step", setup.run, check), hashes=hashes)
+    optimizer = make_optimizer(privacy.optimizer.name, privacy.optimizer.kwargs, setup.parameters.values())
+    if before is None:
+        folder = PrivateRunFolder.create(config.output, overwrite)
+        # Before the ledger: a process that resumes the run must recognise the data.
+        folder.write_manifest(replace(manifest, state="running").content())
+        snapshot = None
+    else:
+        was = require_same_data(folder, hashes)
+        snapshot = last_snapshot(folder, before)
+        if snapshot is not None:
+            setup = with_bound_of(setup, snapshot)
+            snapshot.restore(tensors_of(setup.run.model), optimizer, str(folder.checkpoint))
+        require_same(before.header, header, f"the ledger {folder.ledger}")
+        require_same_code(folder, was, hashes)
+        manifest = replace(manifest, hashes=was)
+    own = {"run": hashes["run"], "weights_sha256": hashes["weights"], "budget": budget and budget.identity}
+    with (
+        opened_ledger(folder, before, header, snapshot, own if before is None else {}) as ledger,
+        nullcontext() if budget is None else budget.reserved(ledger, ahead),
+        running_manifest(folder, manifest, clock) as running,
+        leading(setup, processes) as lead,
+    ):
+        note = None if before is None else weights_note(before.header, hashes)
+        folder.remove_leftovers()
+        training = PrivateTraining(
+            setup.parameters,
+            lambda records: (setup if lead is None else lead).source(records, training.taken),
+            len(setup.records),
+            **setup.step_arguments(base),
+            optimizer=optimizer,
+            generator=make_generator(
+                privacy.noise.generator, seed=privacy.noise.seed, position=ledger.position
+            ),
+            taken=taken,
+        )
+        saved = taken if snapshot is None else int(snapshot.metadata["step"])
+        pay = ledger.append if budget is None else partial(budget.pay, ledger)
+        run = PrivateRun(setup, base, folder, ledger, training, taken - saved, pay)
+        with clock("steps"):
+            progress(Progress(taken, taken + asked, "steps", unit="step"))
+            try:
+                with run.saved_if_ended():
+                    for left in reversed(range(asked)):
+                        with without_interrupts(processes.hurry):  # Ctrl-C waits for the end of a step
+                            run.before_step()
+                            drawn = training.draw()
+                            clipped = training.clipped(drawn)
+                            run.pay(training.event())  # on the disk, before anything of it is released
+                            noisy = training.noised(clipped)
+                            run.keep(noisy, last=not left)
+                            training.update(noisy)
+                            run.release(noisy)
+                        run.show(progress, taken, asked)
+            finally:
+                engine = replace(running.manifest.engine, **setup.run.counts.facts())
+                running.add(ranks=facts_of(lead, hosts, processes), engine=engine)
+            if lead is not None:
+                lead.end()
+        with clock("accounting"):
+            return run.finish([] if note is None else [note])
+
+
+def require_honest_seed(privacy: PrivacyConfig, insecure_deterministic: bool) -> None:
+    """Raises ConfigError for a seed without --insecure-deterministic."""
+    if privacy.noise.seed is not None and not insecure_deterministic:
+        raise ConfigError(
+            "privacy.noise.seed is set, and with a seed nothing is private: who knows it can draw the noise"
+            " again, and take it off",
+            expected="no seed: the noise comes from the operating system's entropy",
+            next_step=(
+                "remove privacy.noise.seed; or, for a test, add --insecure-deterministic, which is written"
+                " into all that comes out"
+            ),
+        )
+
+
+def require_steps_left(privacy: PrivacyConfig, taken: int, steps: int) -> None:
+    """Raises ConfigError where fewer planned steps are left than asked for."""
+    if steps < 1:
+        raise ConfigError(f"{steps} steps were asked for", expected="at least 1")
+    left = privacy.steps - taken
+    if steps > left:
+        asked = f"{count(steps, 'step')} {'was' if steps == 1 else 'were'} asked for"
+        raise ConfigError(
+            f"{asked}, and {max(left, 0)} of the {privacy.steps} planned ones are left",
+            expected=f"at most {left} steps" if left > 0 else "a run with steps left",
+            cause="the noise was chosen for the planned number of steps, and each one spends its part",
+            next_step="plan more steps (privacy.steps) for a run of its own"
+            + (f", or take --steps {left}" if left > 0 else ""),
+        )

@@ -1,0 +1,385 @@
+"""`psgrad influence`: which training examples made the model do this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from psgrad.commands.evaluation_parts import earlier_evaluations
+from psgrad.commands.influence_check import check_removals, with_weight_decay
+from psgrad.commands.influence_index import open_index
+from psgrad.commands.influence_questions import answered, require_room, require_tokens, token_pairs
+from psgrad.commands.influence_ranking import QueryRankings, marked_beyond_loss, rank
+from psgrad.commands.influence_search import require_searchable, searched
+from psgrad.commands.influence_setup import (
+    InfluenceSetup,
+    errors_of_own_method,
+    is_on_one_scale,
+    set_up_influence,
+    unit_of,
+)
+from psgrad.commands.influence_tables import (
+    ScreenedRows,
+    Warnings,
+    coverage,
+    query_table,
+    training_table,
+    warn_of_plain_mean,
+    warn_of_unranked,
+    with_agreement,
+    with_overall,
+    without_nonfinite,
+    write_tables,
+)
+from psgrad.commands.run_manifest import (
+    RunningManifest,
+    describe_run,
+    rank_facts_of_steps,
+    running_manifest,
+)
+from psgrad.commands.run_progress import LOADING, Clock, PassProgress
+from psgrad.config import Config
+from psgrad.data.previews import input_of
+from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, output_size
+from psgrad.engine.execution.ranks import OneProcess, Processes
+from psgrad.engine.influence.index.build import from_index
+from psgrad.engine.influence.method import Fitted
+from psgrad.engine.influence.ranking import divisor, joined_self
+from psgrad.engine.influence.solvers.solver_costs import solved_products
+from psgrad.reports.words import duration
+from psgrad.run import RunFolder
+from psgrad.run.gradient_index import GradientIndex
+from psgrad.run.input_files import require_unchanged
+from psgrad.run.results import InfluenceResult, Say
+from psgrad.run.results.influence import (
+    SIGN,
+    RemovalCheck,
+    shown_queries,
+    shown_rows,
+)
+from psgrad.run.results.influence_details import QuestionTables, TokenPair
+from psgrad.run.results.manifest import Counts, InfluenceFacts, RunManifest
+from psgrad.user_code import with_code_beside
+
+# Figures of the report: how many queries, and for each how many examples of either sign.
+_SHOWN_QUERIES = 6
+_SHOWN_EXAMPLES = 8
+# Seconds that self-influence, by one solve for each example, may be predicted to take where the config leaves
+# it open.
+_SELF_SECONDS = 30.0
+
+
+@with_code_beside
+def influence(
+    config: Config,
+    *,
+    overwrite: bool = False,
+    matrix: bool = False,
+    report: bool = True,
+    progress: Say = lambda _: None,
+    processes: Processes | None = None,
+) -> InfluenceResult | None:
+    """Rank the training examples for each query: the whole of `psgrad influence`.
+
+    `matrix` has all scores written, too, as matrix.safetensors; without `report` plots and page are left out.
+    processes: those that share the rows of each pass; None for this one alone. Returns None on all ranks but
+    the first, which alone writes.
+
+    Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk.
+    """
+    processes = OneProcess() if processes is None else processes
+    if processes.leads:
+        RunFolder.require_free(config.output, overwrite)
+    require_searchable(config, matrix=matrix, part=False, processes=processes)
+    clock, warnings = Clock(), Warnings(progress)
+    progress(LOADING)
+    with clock("load"):
+        setup, store = loaded(config, warnings, progress, processes)
+    setup = setup.watched(PassProgress(clock, progress, processes))
+    if not processes.leads:
+        with clock("screening"):
+            finite = without_nonfinite(setup, store, warnings)
+        scored = scored_by_all(*finite, matrix, clock, warnings, progress)
+        checked(scored, clock, warnings)
+        return None
+    with clock("self-check"):
+        manifest = manifest_for(setup)
+    folder = RunFolder.create(config.output, overwrite)
+    with running_manifest(folder, manifest, clock) as running:
+        with clock("screening"):
+            finite = without_nonfinite(setup, store, warnings)
+        scored = scored_by_all(*finite, matrix, clock, warnings, progress)
+        require_unchanged(setup.run.samples.stamps)
+        result = with_tables_written(scored, running, folder, clock, warnings)
+        try:
+            removals = checked(scored, clock, warnings)
+        except KeyboardInterrupt:
+            warnings(_CHECK_INTERRUPTED.format(folder.path))
+            raise
+        return finished(replace(result, check=removals), running, folder, clock, report)
+
+
+def loaded(
+    config: Config, warnings: Warnings, progress: Say, processes: Processes
+) -> tuple[InfluenceSetup, GradientIndex | None]:
+    """(what the run is made of, the index that answers; None without one)."""
+    setup = set_up_influence(config, warnings, progress, processes)
+    require_tokens(setup)
+    if config.influence.index is None:
+        return setup, None
+    store = open_index(config, setup.run)
+    return replace(setup, method=from_index(setup.method, store)), store
+
+
+def manifest_for(setup: InfluenceSetup) -> RunManifest:
+    """manifest.json at the beginning, with the self-check, which runs now. Raises SelfCheckError."""
+    run, wanted = setup.run, setup.run.config.influence
+    check = run.self_check(setup.views[0].training.stream)
+    training = {} if wanted.training is None else wanted.training.code
+    specs = [wanted.method.name, wanted.measurement.name, *training.values()]
+    return replace(describe_run("influence", run, check, specs), influence=described(setup))
+
+
+_CHECK_INTERRUPTED = (
+    "all scores are written to {}; the check of the largest ones was interrupted, and there is no page;"
+    " influence.check: never leaves it out"
+)
+
+
+def with_tables_written(
+    scored: Scored,
+    running: RunningManifest,
+    folder: RunFolder,
+    clock: Clock,
+    warnings: Warnings,
+) -> InfluenceResult:
+    """The result of a run, with its tables written: all but what a check of removals adds, and the page."""
+    if described(scored.setup).predicts_removal:
+        known = scored.queries[scored.queries["status"] == "ok"].set_index("index")["measurement"]
+        marked = marked_beyond_loss(scored.setup, scored.rankings.scores, known, warnings)
+        scored = replace(scored, rankings=replace(scored.rankings, scores=marked))
+    setup, questions = scored.setup, QuestionTables()
+    if scored.rankings.matrix is not None:
+        with clock("questions"):
+            all_scores = scored.rankings.matrix["scores"]
+            questions = answered(setup, all_scores, scored.queries, scored.training, warnings)
+    size = setup.processes.size
+    found = replace(
+        described(setup),
+        queries=running.manifest.influence.queries,
+        unit=scored.unit,
+        fit=scored.fit,
+        search=scored.search,
+        coverage=coverage(setup.run.model, setup.views[0].training.params, scored.fit),
+        warnings=warnings.messages,
+    )
+    facts = running.add(
+        influence=found,
+        counts=scored.counts(),
+        engine=replace(
+            running.manifest.engine, processes=size if size > 1 else None, **setup.run.counts.facts()
+        ),
+        ranks=scored.ranks,
+        timings=clock.seconds,
+    )
+    with clock("tables"):
+        result = replace(
+            _result(scored, facts, folder, warnings.messages),
+            questions=questions,
+            tokens=scored.tokens,
+            evaluations=earlier_evaluations(setup.run.config, found),
+        )
+        write_tables(result, scored.rankings.matrix if scored.matrix else None, folder)
+        folder.write_manifest(replace(running.manifest, state="running").content())
+    return result
+
+
+def checked(scored: Scored, clock: Clock, warnings: Warnings) -> RemovalCheck | None:
+    """The check of the largest scores, by all processes together; None where there is none."""
+    setup = scored.setup
+    if not described(setup).predicts_removal:
+        return None
+    with clock("check"), errors_of_own_method(setup.run.config.influence.method.name):
+        return check_removals(setup, scored.fitted, scored.rankings.scores, scored.own, warnings, clock.count)
+
+
+def finished(
+    result: InfluenceResult, running: RunningManifest, folder: RunFolder, clock: Clock, report: bool
+) -> InfluenceResult:
+    """The result with its whole manifest; plots and page are written where a report is asked for."""
+    check = None if result.check is None else {**asdict(result.check), "words": result.check.words}
+    influence = replace(running.manifest.influence, check=check, warnings=result.warnings)
+    result = replace(result, manifest=running.add(influence=influence, timings=clock.seconds))
+    if report:
+        from psgrad.reports.influence_page import write_influence_report  # which is all that needs matplotlib
+
+        with clock("report"):
+            write_influence_report(result, folder.write_bytes)
+    return result
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a run has found.
+
+    setup: without the rows that have no score. queries, training: the tables of the result. fit: the facts of
+    the method at each checkpoint. unit: of a score. matrix: whether all scores become a file. tokens: see
+    `token_pairs`. search: the facts of an approximate search. fitted: the method at each checkpoint, and own
+    [n] the self-influences, for the check of removals; neither of a run that was merged.
+    """
+
+    setup: InfluenceSetup
+    queries: pd.DataFrame
+    training: pd.DataFrame
+    rankings: QueryRankings
+    fit: list[dict[str, Any]]
+    unit: str
+    ranks: dict[str, Any] | None = None
+    matrix: bool = False
+    tokens: list[TokenPair] = field(default_factory=list)
+    search: dict[str, Any] | None = None
+    fitted: Sequence[Fitted] = ()
+    own: np.ndarray | None = None
+
+    def counts(self) -> Counts:
+        excluded = [int((table["status"] != "ok").sum()) for table in (self.training, self.queries)]
+        return Counts(
+            training_examples=len(self.training),
+            training_nonfinite=excluded[0],
+            queries=len(self.queries),
+            queries_nonfinite=excluded[1],
+        )
+
+
+def scored_by_all(
+    setup: InfluenceSetup,
+    screening: ScreenedRows,
+    matrix: bool,
+    clock: Clock,
+    warnings: Warnings,
+    progress: Say,
+) -> Scored:
+    """What all processes compute together, of rows that are finite."""
+    wanted = setup.run.config.influence
+    require_room(setup, matrix)
+    with clock("weight decay"):
+        setup = with_weight_decay(setup, screening.training.norms[screening.kept], warnings)
+    with clock("fit"), errors_of_own_method(wanted.method.name):
+        fitted = setup.method.fit_run([(view.training, view.checkpoint) for view in setup.views])
+    with clock("normalize"), errors_of_own_method(wanted.method.name):
+        divisors = None
+        if wanted.normalize != "none":
+            divisors = [divisor(each.self_influence(), wanted.normalize) for each in fitted]
+    everything, search = setup, None
+    if wanted.index_search.approximate:
+        search = searched(setup, fitted, clock, warnings, progress)
+        setup, fitted = search.setup, search.fitted
+    with clock("scores"), errors_of_own_method(wanted.method.name):
+        queries = query_table(setup, screening)
+        shown = shown_queries(queries, _SHOWN_QUERIES, setup.measurement.sign > 0)
+        rankings = rank(setup, fitted, divisors, shown, matrix or setup.keeps_all_scores, progress)
+        warn_of_unranked(setup, rankings, warnings)
+        warn_of_plain_mean(setup, rankings, warnings)
+        queries = with_agreement(queries, setup.query_rows, rankings.agreement)
+        tokens = token_pairs(setup, fitted, rankings.pairs, shown)
+    spent = setup.agreed_seconds(clock.seconds["scores"])
+    with clock("self-influence"), errors_of_own_method(wanted.method.name):
+        own = self_influence(everything, fitted, spent, warnings)
+    training = with_overall(training_table(everything, screening, own), setup.training_rows, rankings.overall)
+    facts, unit = [each.facts for each in fitted], unit_of(setup, fitted)
+    ranks = rank_facts_of_steps(setup.processes, "influence.")
+    found = None if search is None else search.facts
+    return Scored(
+        *(setup, queries, training, rankings, facts, unit, ranks, matrix, tokens, found, fitted, own)
+    )
+
+
+def described(setup: InfluenceSetup) -> InfluenceFacts:
+    """Facts about the scores for manifest.json, before there are any scores."""
+    wanted = setup.run.config.influence
+    return InfluenceFacts(
+        method=setup.method.name,
+        sign=SIGN,
+        unit=unit_of(setup),
+        predicts_removal=(
+            setup.method.predicts_removal and wanted.normalize == "none" and not is_on_one_scale(setup)
+        ),
+        measurement=setup.measurement.name,
+        normalize=wanted.normalize,
+        average=wanted.average if len(setup.views) > 1 else None,
+        parameters=list(setup.views[0].training.params),
+        coverage=coverage(setup.run.model, setup.views[0].training.params),
+        checkpoints=[
+            {
+                "path": view.path,
+                "sha256": view.sha256,
+                "learning_rate": view.checkpoint.learning_rate,
+            }
+            for view in setup.views
+        ],
+        queries={"rows": len(setup.query_rows), "fingerprint": setup.query_reader.samples.fingerprint},
+    )
+
+
+def self_influence(
+    setup: InfluenceSetup, fitted: Sequence[Fitted], seconds: float, say: Callable[[str], None]
+) -> np.ndarray | None:
+    """[n]: each training example's influence on itself, over checkpoints as scores are; None where the config
+    leaves it out, or where it is predicted to take long and the config leaves that open. seconds: what the
+    scores of the queries took.
+    """
+    wanted = setup.run.config.influence.self_influence
+    if wanted == "never":
+        return None
+    if not all(each.has_self_influence for each in fitted):
+        n, m = len(setup.training_rows), len(setup.query_rows)
+        if any(each.solver() is None for each in fitted) and wanted == "auto":  # a method without one
+            return None
+        predicted = seconds * solved_products(n) / solved_products(m)
+        words = (
+            f"self-influence takes a solve for each of the {n:,} training examples, predicted to take"
+            f" {duration(predicted)}"
+        )
+        large = output_size(setup.views[0].training) > LARGEST_OUTPUT  # which exact and dual don't take
+        cheaper = (
+            f"{'curvature: fisher' if large else 'solver: exact or dual'} has it for the price of scores"
+        )
+        if wanted == "auto" and predicted > _SELF_SECONDS:
+            say(f"{words}, and is left out; {cheaper}; self_influence: always computes it")
+            return None
+        if predicted > _SELF_SECONDS:
+            say(f"{words}; {cheaper}; self_influence: never leaves it out")
+    found = [torch.cat([block.self_influence for block in each.self_influence()]) for each in fitted]
+    return joined_self(setup.method, found, setup.run.config.influence.average).numpy()
+
+
+def _result(scored: Scored, facts: dict[str, Any], folder: RunFolder, warnings: list[str]) -> InfluenceResult:
+    setup, rankings, queries = scored.setup, scored.rankings, scored.queries
+    config, samples = setup.run.config, setup.run.samples
+    first, examples = shown_rows(
+        rankings.scores, queries, _SHOWN_QUERIES, _SHOWN_EXAMPLES, setup.measurement.sign > 0
+    )
+    seen = config.report.include_inputs
+    return InfluenceResult(
+        scores=rankings.scores,
+        queries=queries,
+        training=scored.training,
+        manifest=facts,
+        folder=folder.path,
+        method=setup.method.name,
+        unit=facts["influence"]["unit"],
+        predicts_removal=facts["influence"]["predicts_removal"],
+        measurement=setup.measurement.name,
+        shown=rankings.shown,
+        query_inputs={row: input_of(setup.query_reader.samples, row) for row in first} if seen else {},
+        training_inputs={row: input_of(samples, row) for row in examples} if seen else {},
+        facts=scored.fit,
+        warnings=warnings,
+        class_names=setup.run.config.data.class_names,
+        larger_is_worse=setup.measurement.sign > 0,
+    )

@@ -1,0 +1,330 @@
+"""`psgrad influence index`: the training gradients on the disk, built once, to be asked many times.
+
+With `--update` the index follows its data: new rows are computed, and rows that are gone are left out of all
+answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from psgrad.commands.class_names import with_names_of_index
+from psgrad.commands.influence_checkpoints import first_run, run_at, sha256_at
+from psgrad.commands.influence_queries import chosen_rows
+from psgrad.commands.run_identity import hashes_of
+from psgrad.commands.run_manifest import RankReport, rank_facts
+from psgrad.commands.run_progress import LOADING, Clock, read_ahead
+from psgrad.commands.setup import Setup
+from psgrad.config import Config, IndexConfig
+from psgrad.data.reader import CheckedReader
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.ranks import OneProcess, Processes, RowPart
+from psgrad.engine.influence.index.build import build_index, write_sums
+from psgrad.engine.influence.index.index_rows import BLOCK
+from psgrad.engine.influence.index.stored_index import IndexSpec, StoredRows, describe
+from psgrad.engine.influence.method import RowNorms
+from psgrad.errors import ConfigError, DistributedError, OutputError
+from psgrad.quality.references import CLASSES
+from psgrad.run import RunFolder
+from psgrad.run.gradient_index import GradientIndex
+from psgrad.run.results import IndexResult, Progress, Say
+from psgrad.user_code import with_code_beside
+
+
+@with_code_beside
+def influence_index(
+    config: Config,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    update: bool = False,
+    progress: Say = lambda _: None,
+    processes: Processes | None = None,
+    part: tuple[int, int] | None = None,
+) -> IndexResult | None:
+    """Build the index that a config describes, go on with one that was interrupted, or let a finished one
+    follow its data: the whole of `psgrad influence index`.
+
+    processes: those that share the shards; None for this one alone. part: (which, how many) part of a job
+    array this is; `finish_index` ends the index of all parts. Returns None for a part, and on all ranks but
+    the first.
+
+    Raises PsgradError for everything that can be wrong with the config, the model, the data or the disk.
+    Shards that are finished by then stay, and `resume` goes on behind them, or `update`: the index answers as
+    before until an update is finished.
+    """
+    wanted = require_index(config)
+    config = config if overwrite else with_names_of_index(config)
+    processes = OneProcess() if processes is None else processes
+    clock = Clock()
+    progress(LOADING)
+
+    def say(message: str) -> None:
+        progress(Progress(0, 0, "index", message))
+
+    with clock("load"):
+        run = first_run(config, processes).with_reader(with_digests=True)
+        read_ahead(run.samples, len(run.samples), progress)
+        description = described_index(config, run)
+    if part is not None:
+        store = GradientIndex.join(wanted.path, description)
+        processes = RowPart.of(*part, len(store.shards), 1)
+    elif not processes.leads:
+        begun = processes.agreed("index.begun", list)  # the first rank has made the folder by then
+        store = _made_by_first(wanted.path, description, begun != [], processes)
+    else:
+        begun = []
+        if update:
+            current = GradientIndex.open(wanted.path)
+            store = begin_update(current, description, run, say)
+            begun = [] if store is current else [store.layout.updates]
+        elif resume:
+            store = GradientIndex.resume(wanted.path, description)
+        else:
+            store = GradientIndex.create(wanted.path, description, overwrite)
+        processes.agreed("index.begun", lambda: begun)
+    new = np.flatnonzero(store.layout.places() >= store.new_rows.start)
+
+    def load(number: int) -> Examples:
+        there = run_at(run, number)
+        read, numbers = chosen_rows(run.reader, new), torch.from_numpy(new)
+        return Examples(there.objective, read, len(new), there.stream_options(say), numbers)
+
+    with clock("gradients"):
+        began = time.monotonic()
+        rows, waited = build_index(
+            store,
+            load,
+            say=say,
+            progress=lambda done, of: progress(Progress(done, of, "index", unit="training example")),
+            processes=processes,
+            digests=digests_read(run.reader, new),
+        )
+        seconds = time.monotonic() - began - waited
+    ranks = rank_facts(processes, "index.", RankReport(seconds, waited, rows))
+    if not processes.leads:
+        return None
+    if update:
+        store.finish_update()
+    folder, engine = RunFolder(store.path), run.counts.facts()
+    folder.write_json("logs/engine.json", engine)
+    if ranks is not None:
+        folder.write_json("logs/ranks.json", ranks)
+    return replace(result_of(store, clock), ranks=ranks, engine=engine)
+
+
+def _made_by_first(
+    path: Path, description: dict[str, Any], update: bool, processes: Processes
+) -> GradientIndex:
+    """The index that the first rank has made, or the update that it has begun. Raises DistributedError where
+    this one does not see it.
+    """
+    store = GradientIndex.begun(path, update)
+    if store is None:
+        raise DistributedError(
+            f"rank {processes.rank} does not see the index {path} that rank 0 has made",
+            expected="an index folder on storage that all machines share",
+            next_step="choose such an influence.index.path; or run --part K/N on each machine",
+        )
+    store.require(description)
+    return store
+
+
+def finish_index(path: Path) -> IndexResult:
+    """End the index whose parts have all been built. Raises OutputError where one is missing."""
+    store, clock = GradientIndex.begun(path), Clock()
+    assert store is not None, "an index"
+    todo = store.unwritten()
+    missing = [(number, shard) for number, shard in todo if shard is not None]
+    if missing:
+        number, shard = missing[0]
+        rows = store.shards[shard]
+        raise OutputError(
+            f"the index {path} lacks {len(missing):,} shards, the first one that of the rows {rows.start:,}"
+            f" to {rows.stop - 1:,} at checkpoint {number}",
+            expected="all shards, each built by one part",
+            cause="a part has not run, or has not come to its end",
+            next_step="run that part again: finished shards are kept",
+        )
+    with clock("gradients"):
+        write_sums(store, [number for number, _ in todo])
+    return result_of(store, clock)
+
+
+def result_of(store: GradientIndex, clock: Clock) -> IndexResult:
+    size = sum(file.stat().st_size for file in store.path.rglob("*.safetensors"))
+    facts = store.description
+    return IndexResult(
+        store.path,
+        int(facts["rows"]),
+        int(facts["columns"]),
+        int(facts["checkpoints"]),
+        size,
+        clock.seconds,
+    )
+
+
+def require_index(config: Config) -> IndexConfig:
+    """The index that a config describes. Raises ConfigError where there is none."""
+    if config.influence.index is None:
+        raise ConfigError(
+            "the config has no influence.index",
+            expected="where the index is to be, and what it holds: influence: {index: {path: runs/my-index}}",
+        )
+    return config.influence.index
+
+
+def open_index(config: Config, run: Setup) -> GradientIndex:
+    """The finished index of a config. Raises OutputError where it is not there, half built, or of another
+    model, data or settings.
+    """
+    store = GradientIndex.open(require_index(config).path)
+    expected = described_index(config, run)
+    ours, theirs = expected["fingerprint"], store.description.get("fingerprint", {})
+    for now, then in ((ours, theirs), (ours["loss"], theirs.get("loss", {}))):
+        now |= dict.fromkeys(then.keys() - now.keys())  # what it was built with, and is at its default now
+    store.require(expected)
+    rows = sorted({place * len(run.samples) // _COMPARED for place in range(_COMPARED)})
+    require_losses(store, run, rows, StoredRows(store, 0).losses_and_square_norms()[0][rows])
+    return store
+
+
+def described_index(config: Config, run: Setup) -> dict[str, Any]:
+    """The description of this config's index. Two indexes with the same description hold the same rows."""
+    wanted = require_index(config)
+    spec = IndexSpec(**wanted.model_dump(exclude={"path"}))
+    count = len(config.influence.checkpoints or [None])
+    hashes = hashes_of(run)
+    model = {
+        "frozen dtype" if key == "dtype" else key: value
+        for key, value in config.model.decisive().items()
+        if key != "checkpoint"
+    }
+    fingerprint: dict[str, Any] = {
+        "data": run.samples.content(),
+        "columns": {
+            "inputs": config.data.inputs,
+            "target": config.data.target,
+            **({} if config.data.weight is None else {"weight": config.data.weight}),
+        },
+        # The first checkpoint by its loaded weights; the others by their files, which the same code loads in
+        # the same manner.
+        "checkpoints": [hashes["weights"], *(sha256_at(config, number) for number in range(1, count))],
+        **{key: hashes[key] for key in ("modules", "code", "packages")},
+        **model,
+        "loss": config.loss.decisive(),
+        CLASSES: run.config.data.class_names,
+        "dtype": run.config.engine.dtype,
+    }
+    training = Examples(run.objective, run.reader, len(run.samples))
+    return describe(spec, training, fingerprint, count)
+
+
+def stored_row_norms(store: GradientIndex) -> list[RowNorms]:
+    """The losses and norms that an index holds of each training example, checkpoint by checkpoint."""
+    found = []
+    for number in range(store.description["checkpoints"]):
+        losses, squares = StoredRows(store, number).losses_and_square_norms()
+        found.append(RowNorms(squares.isfinite(), losses.numpy(), squares.sqrt().numpy(), {}))
+    return found
+
+
+_READ = 64  # rows at once, whose digests are taken
+_COMPARED = 8  # rows whose loss is compared with an index
+
+
+def digests_read(reader: CheckedReader, rows: np.ndarray | None = None) -> Callable[[int, int], np.ndarray]:
+    """(start, stop) to uint8 [b, 16], the digests of rows that have been read. rows: those that are counted,
+    all if None.
+    """
+    contents = reader.contents
+    assert contents is not None, "a reader that notes digests"
+
+    def read(start: int, stop: int) -> np.ndarray:
+        found = contents[start:stop] if rows is None else contents[rows[start:stop]]
+        return np.frombuffer(bytes.fromhex("".join(found)), np.uint8).reshape(-1, 16)
+
+    return read
+
+
+def begin_update(
+    current: GradientIndex, description: dict[str, Any], run: Setup, say: Callable[[str], None]
+) -> GradientIndex:
+    """What a finished index will be when it has followed its data; itself, where nothing has changed.
+
+    All rows are read, and recognised by their digests; of some of those that are kept the loss is computed
+    again. Raises OutputError for an index of another model or of other settings, one without digests, and one
+    whose losses are others.
+    """
+    same = {name: value for name, value in description.items() if name not in ("rows", "fingerprint")}
+    same["fingerprint"] = {
+        name: value for name, value in description["fingerprint"].items() if name != "data"
+    }
+    current.require(same)
+    before = current.layout.places()
+    for start in range(0, len(run.samples), _READ):
+        run.reader(start, min(start + _READ, len(run.samples)))
+    now = digests_read(run.reader)(0, len(run.samples))
+    places = matched(_stored_digests(current), before, now)
+    kept = np.flatnonzero(places >= 0)
+    if len(kept):
+        rows = kept[:: -(-len(kept) // _COMPARED)]
+        losses = np.full(int(before.max()) + 1, np.nan)
+        losses[before] = StoredRows(current, 0).losses_and_square_norms()[0].numpy()
+        require_losses(current, run, rows.tolist(), torch.from_numpy(losses[places[rows]]))
+    added, deleted = len(places) - len(kept), len(before) - len(kept)
+    say(f"{len(kept):,} rows are kept, {added:,} are added, and {deleted:,} are deleted")
+    if np.array_equal(places, before) and not current.differences(description):
+        return current
+    return GradientIndex.update(current, description, places)
+
+
+def matched(stored: np.ndarray, places: np.ndarray, now: np.ndarray) -> np.ndarray:
+    """[n]: the place of the stored row that each row is, by their digests [k, 16] and [n, 16]; -1 for a row
+    that none is. Of rows that are alike each is taken once, in order.
+    """
+    known: defaultdict[bytes, deque[int]] = defaultdict(deque)
+    for digest, place in zip(stored, places.tolist(), strict=True):
+        known[digest.tobytes()].append(place)
+    found = (known.get(digest.tobytes()) for digest in now)
+    return np.array([each.popleft() if each else -1 for each in found], np.int64)
+
+
+def require_losses(index: GradientIndex, run: Setup, rows: list[int], known: torch.Tensor) -> None:
+    """Raises OutputError where the losses of some rows are not those that an index knows, float64.
+
+    A description does not see what code reads from elsewhere while it runs.
+    """
+    found = run.stream(lambda _: None).gradients_at(rows).losses.double().cpu()
+    rounding = torch.finfo(run.objective.autocast or run.dtype).eps ** 0.5
+    different = known.isfinite() & ~torch.isclose(found, known, rtol=rounding, atol=rounding)
+    if bool(different.any()):
+        place = int(different.nonzero()[0])
+        raise OutputError(
+            f"the index {index.path} is of something else: it has a loss of {float(known[place]):.4g} for row"
+            f" {rows[place]}",
+            expected=f"{float(found[place]):.4g}, as the model has it now",
+            cause="a file that the model or the loss reads while it runs was changed since it was built",
+            next_step="put them back, or build the index again with --overwrite",
+        )
+
+
+def _stored_digests(index: GradientIndex) -> np.ndarray:
+    """[n, 16] of the index's rows."""
+    parts = [block for _, block in index.blocks(0, BLOCK, ("digest",))]
+    if any("digest" not in part for part in parts):
+        raise OutputError(
+            f"the index {index.path} does not say which rows it holds",
+            expected="a digest of each row, by which --update knows it again",
+            cause="an earlier version of psgrad built it",
+            next_step="build it again with --overwrite",
+        )
+    return np.concatenate([part["digest"] for part in parts])

@@ -1,0 +1,266 @@
+"""From fitted methods to ranked pairs: training examples stream past, and each query keeps its strongest.
+Scores that predict more than a loss can fall by are marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+import torch
+
+from psgrad.commands.influence_setup import InfluenceSetup, is_on_one_scale
+from psgrad.engine.execution.loading import Read
+from psgrad.engine.influence.method import Fitted, with_total
+from psgrad.engine.influence.ranking import (
+    CheckpointAgreement,
+    JoinedBlock,
+    OverQueries,
+    Strongest,
+    joined_over,
+    joined_scores,
+    over_queries,
+)
+from psgrad.run.results import Progress
+from psgrad.run.results.influence import ALL_INDEX, ALL_QUERIES, ranked_pairs
+
+# The share of the free memory for the prepared gradients of a block of queries.
+_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class QueryRankings:
+    """What is kept of the scores.
+
+    pairs: the ranked pairs of each query, with SCORE_COLUMNS; scores: the same with those of all queries
+    together. overall: [n], over the queries that have a score, their mean or the largest. sums: label of a
+    layer -> [2, n, 1 + checkpoints], of all checkpoints together and of each, see `over_queries`. shown:
+    query row -> all scores, [rows of the training data], NaN where a row was excluded. matrix: where all
+    scores were to be kept, scores [n, m], train_index [n] and query_index [m]. agreement, largest_share: [m],
+    of several checkpoints, see `CheckpointAgreement`; empty of one.
+    """
+
+    pairs: pd.DataFrame
+    sums: dict[str, torch.Tensor]
+    scores: pd.DataFrame
+    overall: np.ndarray
+    shown: dict[int, np.ndarray]
+    matrix: dict[str, np.ndarray] | None
+    agreement: np.ndarray
+    largest_share: np.ndarray
+
+
+def rank(
+    setup: InfluenceSetup,
+    fitted: Sequence[Fitted],
+    divisors: Sequence[torch.Tensor] | None,
+    shown: Sequence[int],
+    matrix: bool,
+    progress: Callable[[Progress], None],
+) -> QueryRankings:
+    """Score all training examples for all queries, some queries at a time where their gradients would not fit
+    in memory.
+
+    shown: of these queries, named by their rows, all scores are kept.
+    """
+    wanted, n, m = setup.run.config.influence, len(setup.training_rows), len(setup.query_rows)
+    size = queries_at_once(setup)
+    blocks = []
+    kept = range(m) if matrix else np.flatnonzero(np.isin(setup.query_rows, shown)).tolist()
+    for first in range(0, m, size):
+        places = range(first, min(first + size, m))
+        asked = [
+            replace(view.queries, read=_some(view.queries.read, first), count=len(places))
+            for view in setup.views
+        ]
+        block = _QueryBlock(
+            wanted.top, [place - first for place in kept if place in places], wanted.over_queries
+        )
+        per = "total" if wanted.layers == "none" else wanted.layers
+        for joined in joined_scores(setup.method, fitted, asked, per, divisors, wanted.average):
+            totals = tuple(map(with_total, joined.single))
+            block.add(replace(joined, scores=with_total(joined.scores), single=totals))
+            progress(Progress(joined.stop, n, "scores", unit="training example"))
+        blocks.append(block)
+    return _assembled(setup, blocks, shown, matrix)
+
+
+def queries_at_once(setup: InfluenceSetup) -> int:
+    """How many queries' gradients may be held for all checkpoints: each in float64, and once more while it is
+    made. Where checkpoints are put on one scale, so are all of their scores.
+    """
+    training, wanted = setup.views[0].training, setup.run.config
+    if wanted.influence.index_search.approximate:
+        return len(setup.query_rows)  # which are projected already, so that no gradient is held
+    room = training.free_bytes() * _SHARE if wanted.engine.memory == "auto" else wanted.engine.memory
+    numbers = training.flat.size
+    if is_on_one_scale(setup):
+        labels = 1 if wanted.influence.layers == "none" else len(training.params) + 1
+        numbers += labels * len(setup.training_rows)
+    return max(1, int(room / (2 * 8 * numbers * len(setup.views))))
+
+
+def _some(read: Read, first: int) -> Read:
+    return lambda start, stop: read(first + start, first + stop)
+
+
+class _QueryBlock:
+    """What is kept of the scores of m queries while the training examples stream past.
+
+    strongest: label -> of all checkpoints together, then of each. columns: the scores of the queries at the
+    places `wanted`, part by part. sums: label -> parts of [2, n, 1 + checkpoints], of all checkpoints
+    together and of each, see `over_queries`.
+    """
+
+    def __init__(self, top: int, wanted: list[int], joined_by: OverQueries) -> None:
+        self.top, self.wanted, self.m, self.joined_by = top, wanted, 0, joined_by
+        self.strongest: dict[str, list[Strongest]] = {}
+        self.columns: list[torch.Tensor] = []
+        self.sums: dict[str, list[torch.Tensor]] = {}
+        self.agreement = CheckpointAgreement()
+
+    def add(self, block: JoinedBlock) -> None:
+        if len(block.single) > 1:
+            self.agreement.add([each[""] for each in block.single])
+        for label, scores in block.scores.items():
+            self.m = scores.shape[1]
+            single = [each[label] for each in block.single] if len(block.single) > 1 else []
+            kept = self.strongest.setdefault(
+                label, [Strongest(self.top, self.m) for _ in range(1 + len(single))]
+            )
+            kept[0].add(block.start, scores, **({"score_std": block.spread(label)} if single else {}))
+            for strongest, own in zip(kept[1:], single, strict=True):
+                strongest.add(block.start, own)
+            whole = torch.stack([scores, *single], 2).double()
+            self.sums.setdefault(label, []).append(over_queries(whole, self.joined_by))
+        self.columns.append(next(iter(block.scores.values()))[:, self.wanted])
+
+
+def _assembled(
+    setup: InfluenceSetup, blocks: list[_QueryBlock], shown: Sequence[int], matrix: bool
+) -> QueryRankings:
+    ids, rows = setup.run.samples.ids, setup.training_rows
+    query_ids = setup.query_reader.samples.ids[setup.query_rows]
+    layers = setup.run.config.influence.layers != "none"
+    parts, sums = [], dict[str, torch.Tensor]()
+    for label in blocks[0].strongest:
+        place = 0
+        for block in blocks:
+            here = slice(place, place + block.m)
+            kept = block.strongest[label]
+            layer = label if layers else None
+            parts.append(_pairs(kept, query_ids[here], setup.query_rows[here], ids, rows, layer))
+            place += block.m
+        sums[label] = joined_over(
+            [torch.cat(block.sums[label], 1) for block in blocks],
+            setup.run.config.influence.over_queries,
+        )
+    pairs = pd.concat(parts, ignore_index=True)
+    scores, overall = with_all_queries(setup, pairs, sums)
+    columns = torch.cat([torch.cat(block.columns) for block in blocks], 1).numpy()
+    of = setup.query_rows if matrix else setup.query_rows[np.isin(setup.query_rows, shown)]
+    first = {
+        row: of_all(column, rows, len(ids))
+        for row, column in zip(of.tolist(), columns.T, strict=True)
+        if row in shown
+    }
+    everything = {"scores": columns, "train_index": rows, "query_index": setup.query_rows} if matrix else None
+    agreement, shares = np.empty(0), np.empty(0)
+    if len(setup.views) > 1:
+        agreement = torch.cat([block.agreement.correlation() for block in blocks]).numpy()
+        shares = torch.cat([block.agreement.largest_share() for block in blocks]).numpy()
+    return QueryRankings(pairs, sums, scores, overall, first, everything, agreement, shares)
+
+
+def with_all_queries(
+    setup: InfluenceSetup, pairs: pd.DataFrame, sums: Mapping[str, torch.Tensor]
+) -> tuple[pd.DataFrame, np.ndarray]:
+    """(the pairs with those of all queries together, by the mean of their scores or the largest; that number
+    [n]). See `QueryRankings`.
+    """
+    ids, rows, wanted = setup.run.samples.ids, setup.training_rows, setup.run.config.influence
+    parts, found = [], list[np.ndarray]()
+    for label, (total, count) in sums.items():
+        means = total / count  # NaN for an example without a score
+        whole = [Strongest(wanted.top, 1) for _ in range(means.shape[1])]
+        spread = {"score_std": means[:, 1:].std(1, keepdim=True)} if len(whole) > 1 else {}
+        whole[0].add(0, means[:, :1], **spread)
+        for number, each in enumerate(whole[1:], 1):
+            each.add(0, means[:, number : number + 1])
+        layer = None if wanted.layers == "none" else label
+        parts.append(pairs if layer is None else pairs[pairs["layer"] == layer])
+        parts.append(_pairs(whole, [ALL_QUERIES], [ALL_INDEX], ids, rows, layer))
+        found.append(means[:, 0].numpy())
+    return pd.concat(parts, ignore_index=True), found[0]
+
+
+def of_all(values: np.ndarray, rows: np.ndarray, count: int) -> np.ndarray:
+    """[count]: the values of these rows, and NaN of the others."""
+    column = np.full(count, np.nan)
+    column[rows] = values
+    return column
+
+
+def _pairs(
+    kept: list[Strongest],
+    query_ids: Sequence[str] | np.ndarray,
+    query_rows: Sequence[int] | np.ndarray,
+    ids: np.ndarray,
+    rows: np.ndarray,
+    layer: str | None,
+) -> pd.DataFrame:
+    """The rows of the table for some queries. kept: of all checkpoints together, then of each, where there
+    are several.
+    """
+    whole, single = kept[0], kept[1:]
+    more = dict(whole.extras)
+    if single:
+        there = torch.stack([(whole.rows.unsqueeze(2) == each.rows.unsqueeze(1)).any(2) for each in single])
+        more["rank_stability"] = there.double().mean(0)
+    places = whole.rows.numpy()
+    extras = {name: value.numpy() for name, value in more.items()}
+    return ranked_pairs(
+        query_ids,
+        query_rows,
+        ids,
+        whole.values.numpy(),
+        np.where(places >= 0, rows[places], -1),
+        extras,
+        layer,
+    )
+
+
+# Losses that are never negative, by name.
+_NEVER_NEGATIVE = (
+    "cross_entropy",
+    "token_cross_entropy",
+    "bce_with_logits",
+    "mse",
+    "l1",
+    "smooth_l1",
+    "huber",
+)
+
+
+def marked_beyond_loss(
+    setup: InfluenceSetup, scores: pd.DataFrame, losses: pd.Series, say: Callable[[str], None]
+) -> pd.DataFrame:
+    """The ranked pairs with `beyond_loss`, where the scores predict changes of a loss that is never negative.
+    losses: of the queries, by their row.
+    """
+    if setup.measurement.name != "loss" or setup.measurement.criterion.name not in _NEVER_NEGATIVE:
+        return scores
+    known = pd.concat([losses, pd.Series({ALL_INDEX: losses.mean()})])
+    limit = scores["query_index"].map(known).to_numpy(float)
+    beyond = scores["score"].to_numpy(float) < -limit * (1 + 1e-6)
+    if "layer" in scores:
+        beyond &= (scores["layer"] == "").to_numpy()
+    if beyond.any():
+        say(
+            f"{int(beyond.sum()):,} of {len(scores):,} ranked scores predict that a query's loss falls by"
+            " more than it is, and no loss of this kind is below zero: they are marked, and rank, but are no"
+            " amounts"
+        )
+    return scores.assign(beyond_loss=beyond)

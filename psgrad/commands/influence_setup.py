@@ -1,0 +1,320 @@
+"""The parts of an influence run, made from its config: training examples and queries, as the model of each
+checkpoint sees them.
+
+The method of a config: found by its name, its options checked against what it takes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from psgrad.commands.class_names import with_names_of_index
+from psgrad.commands.influence_checkpoints import checkpoints_of, first_run, recomputed_run, run_at
+from psgrad.commands.influence_queries import (
+    chosen_rows,
+    contrasted_rows,
+    queries_of,
+)
+from psgrad.commands.run_identity import digest, flattened, identity, require_same_on_ranks
+from psgrad.commands.run_progress import read_ahead
+from psgrad.commands.setup import Setup, same_weights
+from psgrad.config import Config, MethodConfig, is_callable_spec
+from psgrad.data.measurements import Measurement, resolve_measurement
+from psgrad.data.reader import CheckedReader
+from psgrad.engine.execution.examples import Examples
+from psgrad.engine.execution.ranks import Processes
+from psgrad.engine.influence.method import RELATIVE, REMOVAL, UNCALIBRATED, Checkpoint, Fitted, Method
+from psgrad.engine.influence.methods.gradient_products import TracIn
+from psgrad.engine.influence.ranking import is_relative
+from psgrad.engine.measures.builtin.outputs import summary_for
+from psgrad.errors import ConfigError, InfluenceError, PsgradError
+from psgrad.models.run_checkpoints import adam_state, second_moments
+from psgrad.plugins import METHODS, configured
+from psgrad.run.results import Say
+from psgrad.user_code import describe_failure
+
+
+def method_from(config: MethodConfig, base: Path) -> Method:
+    """The method that a config names, with its options. Raises ConfigError for a name or options that are not
+    known, or can't be.
+    """
+    method: Method = configured(METHODS, config.name, config.options, base)
+    return method
+
+
+@contextmanager
+def errors_of_own_method(name: str) -> Iterator[None]:
+    """An exception of a user's own method becomes an InfluenceError that names the method. Exceptions of
+    psgrad's methods stay as they are.
+    """
+    try:
+        yield
+    except PsgradError:
+        raise
+    except Exception as error:
+        if not is_callable_spec(name):
+            raise
+        raise InfluenceError(
+            f"scoring by the method {name} raised {describe_failure(error)}",
+            expected=(
+                "scores [rows, queries] for all training examples, block by block in order, as"
+                " psgrad.engine.influence.method says"
+            ),
+            cause="a mistake in the method",
+            next_step="--debug shows the line",
+        ) from error
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    """Training examples and queries as the model of one checkpoint sees them. path, sha256: of the
+    checkpoint's file, where it has one.
+    """
+
+    checkpoint: Checkpoint
+    training: Examples
+    queries: Examples
+    path: str | None
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class InfluenceSetup:
+    """What an influence run is made of.
+
+    run: model, loss and training data, at the first checkpoint. asked_rows: the rows of `query_reader` that
+    the config asks about. query_rows: [m], those of them that have scores. training_rows: [n], those of the
+    training data that are ranked. groups: [rows of the training data], the group of each, where the config
+    names a column. contrasts: pairs of rows of `query_reader`.
+    """
+
+    run: Setup
+    method: Method
+    measurement: Measurement
+    views: list[CheckpointView]
+    query_reader: CheckedReader
+    asked_rows: np.ndarray
+    query_rows: np.ndarray
+    training_rows: np.ndarray
+    groups: np.ndarray | None = None
+    contrasts: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def keeps_all_scores(self) -> bool:
+        """Whether all scores are kept in memory for questions about several rows at once: where the config
+        asks one, and for a summary by class where they are few.
+        """
+        wanted = self.run.config.influence
+        if wanted.index_search.approximate:
+            return False
+        asked = self.groups is not None or self.contrasts
+        return bool(asked) or len(self.asked_rows) * len(self.run.samples) <= _FEW_SCORES
+
+    @property
+    def processes(self) -> Processes:
+        return self.views[0].training.processes
+
+    def with_queries(self, rows: np.ndarray) -> InfluenceSetup:
+        """This setup with `rows` as its only queries."""
+        read = chosen_rows(self.query_reader, rows)
+        views = [
+            replace(view, queries=replace(view.queries, read=read, count=len(rows))) for view in self.views
+        ]
+        return replace(self, views=views, query_rows=rows)
+
+    def watched(self, watch: Callable[[int, int], None]) -> InfluenceSetup:
+        """This setup with passes that are watched; see `Examples`."""
+        views = [
+            replace(
+                view,
+                training=replace(view.training, watch=watch),
+                queries=replace(view.queries, watch=watch),
+            )
+            for view in self.views
+        ]
+        return replace(self, views=views)
+
+    def agreed_seconds(self, own: float) -> float:
+        """The time that the first process took for something, for choices that all make alike."""
+        name = self.processes.step("time")
+        return self.processes.agreed(name, lambda: [round(own * 1e6)])[0] / 1e6
+
+
+# Up to this number of scores, 32 MiB, are kept even where no question of the config needs them.
+_FEW_SCORES = 1 << 22
+
+
+def unit_of(setup: InfluenceSetup, fitted: Sequence[Fitted] = ()) -> str:
+    """What a score is, for headers. fitted: the method at each checkpoint, once there is one."""
+    calibrated = (
+        setup.method.unit == UNCALIBRATED and len(fitted) > 0 and all(each.calibrated for each in fitted)
+    )
+    unit = REMOVAL if calibrated else setup.method.unit
+    if is_on_one_scale(setup):
+        return f"{RELATIVE}{_ONE_SCALE}{_DIVIDED[setup.run.config.influence.normalize]}"
+    return unit.format(change=setup.measurement.change) + _DIVIDED[setup.run.config.influence.normalize]
+
+
+def is_on_one_scale(setup: InfluenceSetup) -> bool:
+    """Whether each checkpoint's scores of a query are divided by their own scale before they are averaged."""
+    return is_relative(setup.method, len(setup.views), setup.run.config.influence.average)
+
+
+_ONE_SCALE = (
+    ": the mean over checkpoints of scores that are divided, for each query, by their root mean square over"
+    " the training examples"
+)
+_DIVIDED: dict[str, str] = {
+    "none": "",
+    "self_influence": ", divided by the square root of the training example's influence on itself",
+    "preconditioned_norm": ", divided by the norm of the training example's preconditioned gradient",
+}
+
+
+def set_up_influence(
+    config: Config, say: Callable[[str], None], progress: Say, processes: Processes
+) -> InfluenceSetup:
+    """Load all that a config names: model, data, queries, method, and each checkpoint. progress: of rows that
+    code makes, which are read now. processes: those that share the passes.
+
+    Raises PsgradError for everything that can be wrong with the config, the model, a checkpoint or the data.
+    """
+    config = with_names_of_index(with_default_method(config, say))
+    method = method_from(config.influence.method, config.base)
+    if method.fits_whole_run and len(checkpoints_of(config)) == 1:
+        say(_ALONE.format(config.influence.method.name))
+    run = first_run(config, processes)
+    read_ahead(run.samples, len(run.samples), progress)  # before queries are chosen by their ids or losses
+    if processes.size > 1:
+        require_same_on_ranks("training data", identity_at_first(run), processes)
+    measurement = resolve_measurement(config.influence.measurement, run.criterion, config.base)
+    training = None
+    if config.influence.training is not None:
+        if processes.size > 1:
+            raise ConfigError(
+                "replay computes one training run, step after step, and can't be shared by several processes",
+                next_step="run it in one process",
+            )
+        run, training = recomputed_run(config, run, say)
+    if isinstance(method, TracIn) and method.optimizer == "sgd":
+        _warn_of_adam(config, say)
+    last = len(checkpoints_of(config)) - 1
+    reader, rows = queries_of(config, run, measurement, lambda: run_at(run, last), processes)
+    views: list[CheckpointView] = []
+    for number in range(len(checkpoints_of(config))):
+        there = run_at(run, number)
+        _require_another(views, there)
+        view = _view(there, number, measurement, reader, rows, say, processes)
+        views.append(replace(view, checkpoint=replace(view.checkpoint, run=training)))
+    require_same_on_ranks("queries", identity_of_asked(reader, rows, views), processes)
+    column = config.influence.groups
+    groups = None if column is None else run.more_samples(config.data, column).units
+    return InfluenceSetup(
+        *(run, method, measurement, views, reader, rows, rows, np.arange(len(run.samples))),
+        groups=groups,
+        contrasts=contrasted_rows(config, reader.samples, rows),
+    )
+
+
+def with_default_method(config: Config, say: Callable[[str], None]) -> Config:
+    """The config with EK-FAC as its method, where it names none and the loss is one of tokens. A solve for
+    each query, and the Gauss-Newton matrix of outputs as large as a vocabulary, take minutes there.
+    """
+    influence = config.influence
+    named = "method" in influence.model_fields_set
+    if named or config.loss.name != "token_cross_entropy" or config.data.group or influence.index:
+        return config
+    say("influence.method: ekfac, the default where the loss is one of tokens")
+    changed = influence.model_copy(update={"method": MethodConfig(name="ekfac")})
+    return config.model_copy(update={"influence": changed})
+
+
+_ALONE = (
+    "influence.checkpoints has one checkpoint, and {} follows a training run: from the beginning to there,"
+    " gradients and curvature are taken to be as they are at its end. psgrad.RunCheckpoints saves more"
+)
+
+
+def _warn_of_adam(config: Config, say: Callable[[str], None]) -> None:
+    """Say that a run took steps of Adam, where the state of one lies beside a checkpoint."""
+    paths = [each.path if each is not None else config.model.checkpoint for each in checkpoints_of(config)]
+    states = (adam_state(config.base / path) for path in paths if path is not None)
+    if (state := next(filter(None, states), None)) is not None:
+        say(_ADAM.format(os.path.relpath(state, config.base)))
+
+
+_ADAM = (
+    "{} has the state of Adam, and tracin undoes plain gradient steps, which this run did not take: its"
+    " scores are no amounts; influence.method: {{name: tracin, optimizer: adam}} undoes steps of Adam, by"
+    " this state"
+)
+
+
+def identity_at_first(run: Setup) -> dict[str, Any]:
+    """All that scores depend on beside queries and checkpoints; see `psgrad.commands.run_identity`."""
+    section = run.config.model_dump(mode="json")["influence"]
+    return {**identity(run, len(run.samples)), **flattened({"influence": section})}
+
+
+def identity_of_asked(
+    reader: CheckedReader, rows: np.ndarray, views: Sequence[CheckpointView]
+) -> dict[str, Any]:
+    """The queries and the checkpoints as lines of an identity. rows: the numbers of the queries."""
+    return {
+        "queries (their content)": reader.samples.content(),
+        "queries (their rows)": digest({"rows": np.ascontiguousarray(rows, np.int64).tolist()}),
+        "influence.checkpoints (their content)": [view.sha256 for view in views],
+    }
+
+
+def _require_another(views: list[CheckpointView], run: Setup) -> None:
+    """Raises ConfigError for the weights of an earlier checkpoint."""
+    weights = run.model.state_dict()
+    for view in views:
+        own = view.training.objective.model.state_dict()
+        if own.keys() == weights.keys() and all(torch.equal(own[name], weights[name]) for name in own):
+            raise same_weights(view.path, run.config.model.checkpoint, "influence.checkpoints")
+
+
+def _view(
+    run: Setup,
+    number: int,
+    measurement: Measurement,
+    reader: CheckedReader,
+    rows: np.ndarray,
+    say: Callable[[str], None],
+    processes: Processes,
+) -> CheckpointView:
+    options = run.stream_options(say)
+    training = Examples(run.objective, run.reader, len(run.samples), options, processes=processes)
+    summary = (
+        summary_for(run.criterion.kind, run.criterion.ignore_index)
+        if measurement.criterion.kind != "custom"
+        else None
+    )
+    measured = run.objective_of(reader.samples).with_scalar(measurement.criterion.function, summary)
+    queries = Examples(measured, chosen_rows(reader, rows), len(rows), options, processes=processes)
+    checkpoint, path = checkpoints_of(run.config)[number], run.config.model.checkpoint
+    learning_rate = None if checkpoint is None else checkpoint.learning_rate
+    step = None if checkpoint is None else checkpoint.step
+    return CheckpointView(
+        Checkpoint(
+            *(number, learning_rate, say, len(rows), step),
+            of=len(checkpoints_of(run.config)),
+            second_moments=lambda: (
+                None if path is None else second_moments(run.config.base / path, run.model)
+            ),
+        ),
+        training,
+        queries,
+        None if path is None else str(path),
+        run.loaded.sha256,
+    )

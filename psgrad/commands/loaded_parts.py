@@ -1,0 +1,363 @@
+"""What a config names, loaded: the device and precision, the model and where its weights live, the loss, and
+the samples.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from psgrad.commands.class_names import require_names_of_outputs, require_one_numbering
+from psgrad.commands.residence import Ranks, Residence, agreed_residence, share_weights, turn_to_read
+from psgrad.config import Config, DataConfig, ModelConfig
+from psgrad.config.model import TASK_LOSSES
+from psgrad.data.derived import GroupedSamples, SamplesWithColumns
+from psgrad.data.loss import Criterion, resolve_loss
+from psgrad.data.rows import Samples
+from psgrad.data.sources.load import load_data
+from psgrad.engine.execution.memory import give_freed_memory_back
+from psgrad.engine.execution.objective import Forward
+from psgrad.engine.execution.placement import place
+from psgrad.engine.execution.recompute import Recompute
+from psgrad.engine.execution.sharded import shard
+from psgrad.engine.execution.weight_supply import Supply
+from psgrad.errors import ConfigError
+from psgrad.models.factory import LoadedModel, load_model
+from psgrad.models.model_folders import automatic_precision
+from psgrad.models.model_identity import ModelIdentity, identify
+from psgrad.wording import first_of
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a config names, before any row went through the model.
+
+    Attributes:
+        trained: the parameters that are differentiated.
+        dtype, autocast: see `pick_precision`.
+        loaded: the model as its factory and checkpoint gave it, and where it came from.
+        identity: the hashes of that model.
+        model: the same on the device, as `place` puts it there.
+        forward: how that model is called on a batch of the samples.
+        residence: where its weights live.
+        recompute: whether its repeated modules run again in the backward pass; None for never.
+    """
+
+    config: Config
+    trained: Trained
+    device: torch.device
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    loaded: LoadedModel
+    identity: ModelIdentity
+    criterion: Criterion
+    samples: Samples
+    model: nn.Module
+    forward: Forward
+    residence: Residence
+    recompute: Recompute | None
+
+    @property
+    def supply(self) -> Supply | None:
+        """What brings offloaded weights to the device; None where all are there."""
+        return self.residence.supply
+
+    def another(self, section: ModelConfig, *, in_files: bool = False) -> LoadedModel:
+        """The model of another section model of the config, such as one of another checkpoint, with the same
+        parameters trained; on no device yet. in_files: see `load_model`.
+        """
+        return load_model(
+            section,
+            self.config.base,
+            self.trained.patterns,
+            self.trained.key,
+            allow_download=self.config.allow_download,
+            in_files=in_files,
+        )
+
+    def placed(self, model: nn.Module) -> nn.Module:
+        """Another model, such as that of another checkpoint, where this one's is and as this one is."""
+        frozen = self.config.model.dtype
+        found = share_weights(place(model, self.device, self.dtype, frozen, self.supply))
+        return found if self.recompute is None else self.recompute.add(found)
+
+    def class_count(self, criterion: Criterion) -> int | None:
+        """The size of the output's class axis, by the first row; None where that differs from row to row, the
+        loss has no classes, or the model fails (reported later).
+        """
+        if self.samples.labels_are_positions or criterion.kind not in ("class", "token"):
+            return None
+        output = self._output_or_none()
+        if output is None or output.dim() < 2:
+            return None
+        return int(output.shape[-1 if criterion.kind == "token" else 1])
+
+    def require_names_of_outputs(self, classes: int | None) -> None:
+        """Raises ConfigError or DataError where the classes have names, and not as many as the model has
+        outputs. classes: as the loss counts them; of a loss of the user's own the model's output tells it,
+        where that is one vector a row.
+        """
+        custom = self.criterion.kind == "custom"
+        if custom and self.config.data.class_names is not None:
+            output = self._output_or_none()
+            classes = int(output.shape[1]) if output is not None and output.dim() == 2 else None
+            if not self.samples.names_found and classes != len(self.config.data.class_names):
+                return  # a loss of one's own may read the output as it likes
+        require_names_of_outputs(self.config, self.samples, classes, custom)
+
+    def _output_or_none(self) -> torch.Tensor | None:
+        """The model's output for the first row; None where it fails, which is reported later, or where that
+        is no tensor.
+        """
+        try:
+            output = self.first_output()
+        except Exception:
+            return None
+        return output if isinstance(output, torch.Tensor) else None
+
+    def more_samples(
+        self, data: DataConfig, unit: str | None = None, weighted: bool | None = None
+    ) -> Samples:
+        """Another dataset for the same model and loss: labels by name mean the same as in the run's own.
+
+        weighted: whether its losses are to have weights; None for as the run's own have.
+        """
+        names = self.config.data.class_names
+        if data.class_names is not None and names not in (None, data.class_names):
+            raise ConfigError(
+                f"class_names of {data.source} are {first_of(data.class_names, 20)}, and those of"
+                f" {self.config.data.source} {first_of(names or [], 20)}",
+                expected="one order of the classes, that of the model's outputs",
+            )
+        if names is not None:
+            data = data.model_copy(update={"class_names": names})
+        found = samples_of(data, self.config, self.loaded, self.criterion, unit)
+        require_one_numbering(names, self.config.data.source, found, data.source)
+        if found.ragged is not None and self.samples.ragged is not None:
+            found.ragged = replace(found.ragged, masked=self.samples.ragged.masked)
+        if found.weighted != (self.samples.weighted if weighted is None else weighted):
+            raise ConfigError(
+                f"only one of {self.config.data.source} and {data.source} has weights",
+                expected="a column data.weight in both, or in neither",
+            )
+        if (found.ungrouped is None) != (self.samples.ungrouped is None):
+            raise ConfigError(
+                f"only one of {self.config.data.source} and {data.source} has groups",
+                expected="a column data.group for both, or for neither",
+                next_step="say group there, too; what is not said is taken from data",
+            )
+        return found
+
+    def first_output(self) -> Any:
+        """The model's output for the first row as a batch of one, without psgrad's transforms."""
+        samples = self.samples if self.samples.ungrouped is None else self.samples.ungrouped
+        inputs = samples.read(0, 1).inputs
+        with torch.no_grad():
+            return self.forward(
+                self.model,
+                *[x.to(self.device, self.dtype if x.is_floating_point() else None) for x in inputs],
+            )
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The parameters that are differentiated.
+
+    patterns: of their names; None for those that the factory left trainable. key: the config's name for the
+    patterns.
+    """
+
+    patterns: Sequence[str] | None
+    key: str
+
+
+def load(
+    config: Config,
+    *,
+    trained: Trained,
+    unit: str | None = None,
+    kept: Path | None = None,
+    updates: bool = False,
+    ranks: Ranks | None = None,
+) -> Loaded:
+    """Load all that a config names. All processes of a run do so together, once.
+
+    Args:
+        trained: the parameters that are differentiated.
+        unit: the column of the data that says whom each row belongs to.
+        kept: the folder of a run that keeps the tokens of texts.
+        updates: whether the run writes to the parameters that are trained.
+        ranks: those that run it; None for this process alone.
+
+    Raises PsgradError for everything that can be wrong with the config, the model or the data.
+    """
+    device = pick_device(config.engine.device)
+    ranks = Ranks.of(None) if ranks is None else ranks
+    residence = agreed_residence(config, device, ranks)
+    often_freed = residence.where != "resident" or config.model.load is not None
+    if often_freed and device.type == "cpu":
+        give_freed_memory_back()  # before the first tensor is made
+    parts = ranks.parts(residence)
+    with turn_to_read(config.model, config.base):
+        loaded = load_model(
+            config.model,
+            config.base,
+            trained.patterns,
+            trained.key,
+            allow_download=config.allow_download,
+            in_files=residence.where != "resident",
+        )
+        config = with_precision(config, loaded)
+        dtype, autocast = pick_precision(config.engine.dtype)
+        identity = identify(loaded.model)  # now: placing converts tensors
+        residence = residence.supplied(loaded.model, device, config.engine.memory == "auto")
+        if parts is not None:
+            shard(loaded.model, dtype, config.model.dtype, parts, trained_too=not updates)
+        model = share_weights(
+            place(loaded.model, device, dtype, config.model.dtype, residence.supply, trained_too=not updates)
+        )
+        residence.require_room(model)
+    if parts is not None:  # when no rank waits for its turn
+        parts.serve(identity.weights_sha256)
+    engine, recompute = config.engine, None
+    if engine.recompute != "none":
+        recompute = Recompute(
+            engine.recompute != "auto" or residence.supply is not None,
+            engine.recompute if isinstance(engine.recompute, list) else (),
+        )
+        recompute.add(model)
+    criterion = resolve_loss(config.loss, config.base)
+    _require_loss_of_the_head(loaded, criterion)
+    samples = samples_of(config.data, config, loaded, criterion, unit, kept)
+    if config.data.class_names is None and samples.class_names is not None:
+        named = config.data.model_copy(update={"class_names": list(samples.class_names)})
+        config = config.model_copy(update={"data": named})
+    forward = Forward(samples.keywords, loaded.pick, samples.weighted, samples.loss_columns)
+    return Loaded(
+        config,
+        trained,
+        device,
+        dtype,
+        autocast,
+        loaded,
+        identity,
+        criterion,
+        samples,
+        model,
+        forward,
+        residence,
+        recompute,
+    )
+
+
+def _require_loss_of_the_head(loaded: LoadedModel, criterion: Criterion) -> None:
+    """Raises ConfigError where a head of several labels a row, or of one a token, would be compared with one
+    class a row.
+    """
+    task = None if loaded.pretrained is None else loaded.pretrained.task
+    if task is not None and TASK_LOSSES[task] == "token_cross_entropy" and criterion.kind == "class":
+        raise ConfigError(
+            f"the task {task} has a label for each token, and the loss {criterion.name} takes one a row",
+            expected="loss: token_cross_entropy, or a loss of your own",
+            next_step="leave loss out: the task has its own",
+        )
+    problem = None if loaded.pretrained is None else getattr(loaded.pretrained.config, "problem_type", None)
+    if problem == "multi_label_classification" and criterion.kind == "class":
+        raise ConfigError(
+            f"the model has several labels a row ({problem}), and the loss {criterion.name} has one",
+            expected="loss: bce_with_logits, or a loss of your own",
+            next_step="say the loss in the config; the task's own is that of one label",
+        )
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a config; 'auto' is a GPU if there is one. One of several processes on a machine takes
+    the GPU of its own number (LOCAL_RANK, as torchrun sets it).
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{int(os.environ['LOCAL_RANK']) % max(1, torch.cuda.device_count())}"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"engine.device: {name!r} can't be used: {str(error).splitlines()[0]}",
+            expected="auto, cpu, cuda or cuda:N",
+            next_step="set engine.device: auto, or install a PyTorch build for this device",
+        ) from error
+    return device
+
+
+def with_precision(config: Config, loaded: LoadedModel) -> Config:
+    """The config with the precision that `engine.dtype: auto` is for its model: all that is kept of a run
+    names that one.
+    """
+    if config.engine.dtype != "auto":
+        return config
+    found = "float32" if loaded.pretrained is None else automatic_precision(loaded.pretrained.precision)
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"dtype": found})})
+
+
+def pick_precision(name: str) -> tuple[torch.dtype, torch.dtype | None]:
+    """(the type of parameters and inputs, the type that autocast computes in) of a config's dtype; None
+    without autocast.
+
+    What is differentiated of a checkpoint in half precision is float32, which holds its numbers exactly.
+    """
+    kind: torch.dtype = getattr(torch, name)
+    return (torch.float32, kind) if kind.itemsize == 2 else (kind, None)
+
+
+def samples_of(
+    data: DataConfig,
+    config: Config,
+    loaded: LoadedModel,
+    criterion: Criterion,
+    unit: str | None = None,
+    kept: Path | None = None,
+) -> Samples:
+    """The dataset as `load_data` has it for a config's model and loss, with the columns that the loss takes;
+    of groups where data.group names them.
+    """
+    # timm's facts about the images that its model was trained on.
+    images = getattr(loaded.model, "pretrained_cfg", None) if config.model.timm is not None else None
+
+    def read(column: str | None) -> Samples:
+        return load_data(
+            data,
+            config.base,
+            column,
+            loaded.pretrained,
+            kept,
+            criterion=criterion,
+            trained_on=images,
+            allow_download=config.allow_download,
+        )
+
+    found = _with_columns(read(data.group or unit), data, config.base, criterion, config.allow_download)
+    if data.group is None:
+        return found
+    return GroupedSamples(found, data.group, None if unit is None else read(unit).units)
+
+
+def _with_columns(
+    found: Samples, data: DataConfig, base: Path, criterion: Criterion, allow_download: bool
+) -> Samples:
+    """Rows with the columns that the loss takes, if it takes any."""
+    if not criterion.columns:
+        return found
+    columns = load_data(data.with_inputs(criterion.columns), base, allow_download=allow_download)
+    if len(columns) != len(found):
+        raise ConfigError(
+            f"loss.columns: the columns have {len(columns):,} rows, and there are {len(found):,} samples",
+            expected="one row each",
+        )
+    return SamplesWithColumns(found, columns, criterion.columns)

@@ -1,0 +1,153 @@
+"""Whether a private run may continue, and from where: only with the data, the model and the code that it
+began with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from psgrad.commands.private_setup import PrivateSetup
+from psgrad.commands.private_statement import software
+from psgrad.commands.run_identity import flat, hashes_of
+from psgrad.engine.privacy.accounting.events import MECHANISM, require_gaussian
+from psgrad.engine.privacy.snapshot import Snapshot, tensors_of
+from psgrad.errors import CheckpointError, ConfigError
+from psgrad.run import Ledger, LedgerContent, PrivateRunFolder
+from psgrad.run.ledger_lines import require_same
+
+
+def require_known_form(before: LedgerContent) -> None:
+    """Raises ConfigError for the ledger of a run that can't be known again, or had other noise."""
+    require_gaussian(before.header.get("mechanism", MECHANISM), f"the ledger {before.path}")
+    if "run" not in before.header:
+        raise ConfigError(
+            f"the run of {before.path} was begun by an older psgrad, which kept neither the model's mode and"
+            " arguments, nor hashes of its weights, of all rows and of imported code",
+            expected="a run that can be known again: nobody can tell whether these are the same",
+            next_step="begin a run of its own with another --output; the ledger says what this one spent",
+        )
+
+
+def private_hashes(setup: PrivateSetup, run: str) -> dict[str, Any]:
+    """The values by which a run is recognised, its number first. It stays private: the data's hash tells
+    whether a guess of all rows is right.
+    """
+    augmentation, data = setup.privacy.augmentation, setup.run.config.data
+    restored = tensors_of(setup.run.model)
+    return {
+        "run": run,
+        "attributes": {
+            name: digest for name, digest in setup.run.identity.tensors.items() if name not in restored
+        },
+        "data": setup.run.samples.content(),
+        "columns": data.model_dump(mode="json", include={"inputs", "target", "id"})
+        | ({} if data.class_names is None else {"class_names": data.class_names}),
+        **hashes_of(setup.run, [] if augmentation is None else [augmentation.function]),
+    }
+
+
+def require_same_data(folder: PrivateRunFolder, now: Mapping[str, Any]) -> dict[str, Any]:
+    """The hashes that the run began with. Raises ConfigError where the data are others, or the private folder
+    is another run's.
+    """
+    then: dict[str, Any] = folder.private_manifest().get("hashes") or {}
+    if then.get("run") != now["run"]:
+        raise ConfigError(
+            f"the private folder in {folder.path} belongs to another run than the ledger",
+            expected=f"the one of the run {now['run']}",
+            cause="a part of the folder was put back from a copy",
+            next_step="put the whole folder of one run there",
+        )
+    if (then.get("data"), then.get("columns")) != (now["data"], now["columns"]):
+        raise ConfigError(
+            f"the dataset is not the one that the run in {folder.path} began with",
+            expected=(
+                "the same data: what was spent was spent on them, and on other data other steps are a run of"
+                " their own"
+            ),
+            cause=(
+                "the file was changed, or what the dataset's code reads, or a name in data: path, inputs,"
+                " target, id or class_names"
+            ),
+            next_step="put the data back, or begin a run of its own with another --output",
+        )
+    return then
+
+
+def require_same_code(folder: PrivateRunFolder, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ConfigError where code, the model's modules, or tensors of it that no checkpoint has are
+    others.
+    """
+    # Not compared: what the checkpoint brings, parameters and buffers; and versions, which each line of the
+    # ledger has.
+    was, found = (
+        {f"the tensor {name}": digest for name, digest in each["attributes"].items()}
+        | {
+            key: value
+            for key, value in flat(each).items()
+            if key != "model (its weights)" and not key.startswith("version of ")
+        }
+        for each in (then, now)
+    )
+    require_same(
+        was, {key: found.get(key) for key in {**was, **found}}, f"the run in {folder.path}", show=False
+    )
+
+
+def weights_note(header: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """A sentence where the factory gives other weights than the run began with."""
+    if header.get("weights_sha256") == now["weights"]:
+        return None
+    return (
+        "the model comes with other weights than the run began with: all of them are replaced by those of the"
+        " checkpoint, and what its factory reads besides is not known"
+    )
+
+
+def last_snapshot(folder: PrivateRunFolder, before: LedgerContent) -> Snapshot | None:
+    """The checkpoint of a run to be resumed; None where no step was taken that it could have seen."""
+    if folder.checkpoint.exists():
+        try:
+            data = folder.checkpoint.read_bytes()
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder.checkpoint} can't be read: {error.strerror or error}",
+                expected="the checkpoint that the run wrote",
+                next_step="put the checkpoint back that belongs to this run",
+            ) from error
+        return Snapshot.from_bytes(data, str(folder.checkpoint))
+    if not before.steps:
+        return None
+    raise CheckpointError(
+        f"{folder.checkpoint} is gone, and {len(before.steps)} steps were taken",
+        expected="the checkpoint that the run wrote before its first step, or a later one",
+        next_step=(
+            "put the file back, or begin a run of its own with another --output; the ledger says what this"
+            " one spent"
+        ),
+    )
+
+
+def opened_ledger(
+    folder: PrivateRunFolder,
+    before: LedgerContent | None,
+    header: dict[str, Any],
+    snapshot: Snapshot | None,
+    own: dict[str, Any],
+) -> Ledger:
+    """The ledger, new or to go on with. own: what this process's line says besides."""
+    if before is None:
+        return Ledger.create(folder.ledger, {**header, **own, "versions": software()})
+    saved = None if snapshot is None else snapshot.metadata
+    note = {**own, "checkpoint_step": 0 if saved is None else saved["step"], "versions": software()}
+    mark = saved and {key: saved[key] for key in ("ledger_position", "ledger_sha256")}
+    return Ledger.resume(folder.ledger, note, expected=header, mark=mark, seen=before)
+
+
+def with_bound_of(setup: PrivateSetup, snapshot: Snapshot) -> PrivateSetup:
+    """The setup with an adaptive bound where the checkpoint left it."""
+    if setup.adaptive is None:
+        return setup
+    return replace(setup, adaptive=replace(setup.adaptive, bound=float(snapshot.metadata["bound"])))

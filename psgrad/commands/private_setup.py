@@ -1,0 +1,359 @@
+"""The parts of a private run, made from its config: records, clipping, noise, sampling, and the sources of
+gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from psgrad.commands.loaded_parts import Loaded, Trained, load
+from psgrad.commands.residence import Ranks
+from psgrad.commands.setup import Setup, require_precision_of_all, setup_of
+from psgrad.config import Config, PrivacyConfig
+from psgrad.engine.execution.loading import to_device
+from psgrad.engine.execution.ranks import Processes
+from psgrad.engine.privacy.accounting import Events, StepEvent, noise_multiplier_for
+from psgrad.engine.privacy.batches import ClippedSum, GradientSource, RecordStreams
+from psgrad.engine.privacy.clipping import AdaptiveBound, Clipping, Group
+from psgrad.engine.privacy.coins import Coins
+from psgrad.engine.privacy.generators import make_generator
+from psgrad.engine.privacy.noise import Noise
+from psgrad.engine.privacy.preflight import (
+    NotRun,
+    require_separate_records,
+    stand_ins,
+    warm_up,
+)
+from psgrad.engine.privacy.records import RecordReader, Records
+from psgrad.engine.privacy.refusals import require_expected_batch_size, require_small_delta, require_tail
+from psgrad.engine.privacy.sampling import Sampling, Schedule
+from psgrad.engine.privacy.unchanged import Unchanged
+from psgrad.errors import ConfigError
+from psgrad.user_code import resolve
+
+# The number of rows that are run through the model to check that it keeps them apart.
+_ROWS_LOOKED_AT = 4
+
+
+@dataclass(frozen=True)
+class PrivateSetup:
+    """What a private run is made of, before anything was drawn.
+
+    `parameters` are those that are trained, by name. `adaptive` is where an adaptive bound starts, None for a
+    bound that stays. `unchanged` is the state of the model and the loss from before any record was read;
+    `rank` that of this process. `preflight` says how the model was checked before the first step.
+    """
+
+    run: Setup
+    privacy: PrivacyConfig
+    records: Records
+    streams: RecordStreams
+    parameters: dict[str, nn.Parameter]
+    clipping: Clipping
+    adaptive: AdaptiveBound | None
+    sampling: Sampling
+    unchanged: Unchanged
+    rank: int
+    preflight: str = ""
+
+    def source(self, records: np.ndarray, step: int = 0) -> GradientSource:
+        """The clipped sum of these records, chunk by chunk. One source at a time: the next one's records take
+        the place of this one's.
+
+        step: to which the records' coins belong.
+        """
+        inner = self.streams.source(records, step, self.rank)
+
+        def source(clipping: Clipping) -> ClippedSum:
+            with self.unchanged.throughout():
+                return inner(clipping)
+
+        return source
+
+    def noise(self, base: float) -> Callable[[int], Noise]:
+        """Step number 0, 1, ... to its noise, for this base of the schedule."""
+        schedule = schedule_of(self.privacy)
+        return lambda step: Noise(schedule.multiplier(base, step))
+
+    def step_arguments(self, base: float) -> dict[str, Any]:
+        """What a step is taken with, by the names of its parts in the engine; base: of the noise schedule."""
+        return {
+            "clipping": self.clipping,
+            "noise": self.noise(base),
+            "sampling": self.sampling,
+            "relation": self.privacy.relation,
+            "expected_batch_size": self.privacy.expected_batch_size,
+            "adaptive": self.adaptive,
+        }
+
+    @property
+    def loss(self) -> Callable[..., Any]:
+        """(loss, summary) of one row; it requires that the state of the model and the loss stays."""
+        return self.unchanged.checked(self.run.objective.loss)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the model may draw, or code that reads or changes rows."""
+        return self.run.model.training or self.streams.options["coins"] is not None
+
+    @property
+    def trainable(self) -> dict[str, int]:
+        """How much is trained, for people: tensors and numbers in them, of how many numbers."""
+        return {
+            "tensors": len(self.parameters),
+            "parameters": sum(parameter.numel() for parameter in self.parameters.values()),
+            "of_parameters": sum(parameter.numel() for parameter in self.run.model.parameters()),
+        }
+
+
+def require_privacy(config: Config) -> PrivacyConfig:
+    """The private section of a config. Raises ConfigError where there is none."""
+    if config.privacy is None:
+        raise ConfigError(
+            "the config has no section privacy",
+            expected=(
+                "privacy: with steps, delta, expected_batch_size, sampling, clipping, noise and optimizer"
+            ),
+            next_step=(
+                "docs/guides/private-training.md describes the section; configs/digits-dp.yaml is an example"
+            ),
+        )
+    if config.data.group is not None:
+        raise ConfigError(
+            "data.group: a private run has its groups in the section privacy",
+            expected="privacy.unit.column, whose rows are clipped together",
+            next_step=(
+                f"leave data.group out, and set privacy.unit: {{column: {config.data.group}, combine: sum}}"
+                " for sums of gradients, or combine: mean for averages"
+            ),
+        )
+    return config.privacy
+
+
+def set_up_privately(
+    config: Config, say: Callable[[str], None] = lambda _: None, processes: Processes | None = None
+) -> PrivateSetup:
+    """Load all that the config of a private run names, and refuse what would break its guarantee.
+
+    Raises PsgradError for everything that can be wrong with the config, the model or the data.
+    """
+    privacy = require_privacy(config)
+    require_precision_of_all(config, "dp-step")
+    unit = privacy.unit
+    column = None if unit is None else unit.column
+    trained = Trained(privacy.trainable, "privacy.trainable")
+    loaded = load(config, trained=trained, unit=column, updates=True, ranks=Ranks.of(processes))
+    _require_public_classes(loaded)
+    # A row of a record must draw anew in each step.
+    loaded = replace(loaded, samples=loaded.samples.anew())
+    rows = loaded.samples if loaded.samples.ungrouped is None else loaded.samples.ungrouped
+    inputs, _ = to_device(rows.read(0, 1).inputs, None, loaded.device, loaded.dtype)
+    warm_up(loaded.model, lambda: loaded.forward(loaded.model, *stand_ins(inputs)[0]))
+    unchanged = Unchanged(loaded.model, loaded.criterion.function)
+    run = setup_of(loaded, targets_later=privacy.on_error == "zero")
+    if unit is None or run.samples.units is None:
+        records = Records.of_rows(len(run.samples))
+    else:
+        records = Records.of_units(run.samples.units, unit.max_rows)
+    augmentation = privacy.augmentation
+    augment = None if augmentation is None else resolve(augmentation.function, config.base)
+    draws = run.model.training or bool(run.samples.code) or augment is not None
+    told: set[str] = set()
+
+    def once(message: str) -> None:
+        if message not in told:  # a step's streams would say it again in each step
+            told.add(message)
+            say(message)
+
+    streams = RecordStreams(
+        records,
+        run.reader.take,
+        unchanged.checked(run.objective.loss),
+        run.objective.params,
+        lambda loss, read: run.stream(once, loss, read),
+        # with a seed, they follow from the seed, the step and the rank: also when resumed
+        coins=Coins(
+            make_generator("aes", seed=privacy.noise.seed),
+            run.model,
+            run.criterion.function,
+            augment,
+            *run.samples.code,
+        ),
+        reads_by_code=bool(run.samples.code),
+        alone=privacy.records == "alone" or (privacy.on_error == "zero" and draws),
+        randomness=run.randomness,
+        zero_on_error=privacy.on_error == "zero",
+        combine="mean" if unit is None else unit.combine,
+        augment=augment,
+        copies=1 if augmentation is None else augmentation.copies,
+        source="privacy.augmentation.function" if augmentation is None else augmentation.function,
+    )
+    parameters = {name: run.model.get_parameter(name) for name in run.objective.params}
+    clipping = clipping_of(privacy, parameters)
+    setup = PrivateSetup(
+        run=run,
+        privacy=privacy,
+        records=records,
+        streams=streams,
+        parameters=parameters,
+        clipping=clipping,
+        adaptive=adaptive_of(privacy, clipping),
+        sampling=sampling_of(privacy),
+        unchanged=unchanged,
+        rank=0 if processes is None else processes.rank,
+    )
+    return replace(setup, preflight=refuse(setup))
+
+
+def _require_public_classes(loaded: Loaded) -> None:
+    """Raises ConfigError where labels are numbered by the names that the records have."""
+    if loaded.samples.names_found == "sorted":
+        raise ConfigError(
+            f"the labels of data.target: {loaded.config.data.target} are names, and their numbers follow from"
+            " all names in the data",
+            expected="data.class_names: a record with another name would give others' labels new numbers",
+            next_step="list all names in data.class_names, in the order of the model's outputs",
+        )
+
+
+def refuse(setup: PrivateSetup) -> str:
+    """Refuse settings that would void the guarantee, before anything is drawn. How the model was checked, in
+    words. What is looked at here only ever stops a run.
+    """
+    privacy, run = setup.privacy, setup.run
+    require_small_delta(privacy.delta, len(setup.records))
+    require_expected_batch_size(privacy.expected_batch_size, setup.sampling, len(setup.records))
+    setup.sampling.require_drawable(len(setup.records))
+    chosen = _looked_at(setup)
+    block = run.reader.take(np.array([setup.records.rows_of(int(record))[0] for record in chosen]))
+    inputs, target = to_device(block.inputs, block.target, run.device, run.dtype)
+    setup.unchanged.require(by_bits=True)
+    if privacy.preflight == "rows":
+        require_separate_records(run.objective, inputs, target)
+        if setup.streams.options["coins"] is not None:  # rows from files are the same each time
+            reader = RecordReader(setup.records, run.reader.take, **setup.streams.options)
+            reader.require_memoryless(chosen)
+        setup.unchanged.require(by_bits=True)
+        words = f"checked on {len(block)} rows of the data"
+    else:
+        try:
+            require_separate_records(run.objective, *stand_ins(inputs, target))
+            words = f"checked on {len(block)} stand-ins of the shapes of rows"
+        except NotRun as error:
+            words = f"not checked: {error.arrived}"
+        setup.unchanged.renew()  # what was set up on stand-ins is public
+    return words
+
+
+def _looked_at(setup: PrivateSetup) -> np.ndarray:
+    """Some records from all over the data. Where errors of records count as zero, records that have none;
+    raises the error where all of these have one, which is then the model's and not a record's.
+    """
+    count = len(setup.records)
+    chosen = np.unique(np.linspace(0, count - 1, min(count, _ROWS_LOOKED_AT), dtype=np.int64))
+    if not setup.streams.zero_on_error:
+        return chosen
+    sound = [
+        record
+        for record in chosen
+        if setup.source(np.array([record]))(setup.clipping).records.norms.isfinite().all()
+    ]
+    if not sound:
+        setup.streams.zero_on_error = False
+        setup.source(chosen[:1])(setup.clipping)
+        setup.streams.zero_on_error = True
+    return np.array(sound or chosen)
+
+
+def require_possible_steps(setup: PrivateSetup, base: float) -> None:
+    """Raises ConfigError for a plan with steps that can't be taken: better now than when the steps before
+    them are paid for.
+    """
+    privacy = setup.privacy
+    steps = [(event.noise_multiplier, count) for event, count in planned_events(privacy, base)]
+    require_tail(steps, privacy.delta, make_generator(privacy.noise.generator).reach)
+
+
+# -- values of a config --------------------------------------------------------------------------------------
+
+
+def sampling_of(privacy: PrivacyConfig) -> Sampling:
+    """How batches are drawn."""
+    return Sampling(**privacy.sampling.model_dump())
+
+
+def schedule_of(privacy: PrivacyConfig) -> Schedule:
+    """How the noise multiplier changes from step to step."""
+    return Schedule(**privacy.noise.schedule.model_dump())
+
+
+def clipping_of(privacy: PrivacyConfig, parameters: Mapping[str, nn.Parameter]) -> Clipping:
+    """What each record's gradient in these parameters is clipped to."""
+    wanted = privacy.clipping
+    rule = {"rule": wanted.rule, "stability": wanted.stability}
+    if isinstance(wanted.groups, dict):
+        return Clipping.by_pattern(parameters, wanted.groups, **rule)
+    assert wanted.norm is not None  # the config sees to it
+    make = {"flat": Clipping.flat, "layer": Clipping.per_layer, "parameter": Clipping.per_parameter}
+    return make[wanted.groups](parameters, wanted.norm, **rule)
+
+
+def clipping_without_model(privacy: PrivacyConfig) -> Clipping:
+    """A clipping of the same sensitivity as `clipping_of`, for a plan without parameters: a group for
+    each bound.
+    """
+    wanted = privacy.clipping
+    if isinstance(wanted.groups, dict):
+        return Clipping(tuple(Group(pattern, (pattern,), bound) for pattern, bound in wanted.groups.items()))
+    assert wanted.norm is not None  # the config sees to it
+    return Clipping.flat(["all"], wanted.norm)
+
+
+def adaptive_of(privacy: PrivacyConfig, clipping: Clipping) -> AdaptiveBound | None:
+    """Where an adaptive bound starts: at the config's norm."""
+    wanted = privacy.clipping.adaptive
+    if wanted is None:
+        return None
+    return AdaptiveBound(
+        clipping.groups[0].bound, wanted.quantile, wanted.learning_rate, wanted.count_noise_multiplier
+    )
+
+
+def planned_events(privacy: PrivacyConfig, base: float) -> Events:
+    """All steps of the plan, as an accountant sees them, for this base of the schedule."""
+    sampling = sampling_of(privacy)
+    runs = schedule_of(privacy).runs(base, privacy.steps)
+    return [(StepEvent(multiplier, sampling, privacy.relation), steps) for multiplier, steps in runs]
+
+
+def base_multiplier(privacy: PrivacyConfig) -> float:
+    """The base of the noise schedule: the config's multiplier, 1 for a list, or what meets the target epsilon
+    over all planned steps.
+    """
+    noise = privacy.noise
+    if noise.multiplier is not None:
+        return noise.multiplier
+    if noise.target_epsilon is None:
+        return 1.0  # a list has the multipliers themselves
+    return noise_multiplier_for(
+        noise.target_epsilon, privacy.delta, lambda base: planned_events(privacy, base)
+    )
+
+
+def unit_in_words(privacy: PrivacyConfig) -> str:
+    """Who is protected, as a part of a sentence."""
+    copies = (
+        f", with {privacy.augmentation.copies} augmented copies averaged inside it"
+        if privacy.augmentation is not None
+        else ""
+    )
+    if privacy.unit is None:
+        return f"one row{copies}"
+    capped = f", at most {privacy.unit.max_rows} of them" if privacy.unit.max_rows is not None else ""
+    combined = {"mean": "averaged", "sum": "summed"}[privacy.unit.combine]
+    return f"all rows with one {privacy.unit.column}{capped}, {combined} inside it{copies}"

@@ -1,0 +1,264 @@
+"""The manifest of a run: when, where and by which command it was made, what it ran, which processes shared
+it, and its state. manifest.json is kept up to date while the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from psgrad import __version__
+from psgrad.commands.run_identity import hashes_of
+from psgrad.commands.run_progress import Clock
+from psgrad.commands.setup import Setup
+from psgrad.config import Config
+from psgrad.data.image_files import folder_rows
+from psgrad.data.sources.file_hashes import file_hashes
+from psgrad.data.sources.library_datasets import library_dataset, library_hashes
+from psgrad.data.sources.source import data_files
+from psgrad.engine.execution.ranks import Processes
+from psgrad.engine.execution.self_check import SelfCheck
+from psgrad.engine.gradients.machine import device_name
+from psgrad.run.folders import RunFolder
+from psgrad.run.results.manifest import DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
+from psgrad.user_code import module_of
+
+_COMMIT = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
+
+
+def now() -> str:
+    """The time as ISO 8601, in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def command_line() -> str | None:
+    """The arguments of this process as a shell takes them; None where it is another program than psgrad,
+    whose arguments may be secret.
+    """
+    program = Path(sys.argv[0]) if sys.argv else Path()
+    own = program.stem == "psgrad" or (program.name == "__main__.py" and program.parent.name == "psgrad")
+    return shlex.join(["psgrad", *sys.argv[1:]]) if own else None
+
+
+def revision_of(folder: Path) -> str | None:
+    """The commit that is checked out where a folder lies; None outside of a git repository.
+
+    Git's files are read and git is not run, which would run programs that a repository's settings name. So
+    changes that are not committed are not seen.
+    """
+    try:
+        for above in (folder.resolve(), *folder.resolve().parents):
+            if (above / ".git").exists():
+                return _checked_out(above / ".git")
+    except (OSError, UnicodeDecodeError):
+        pass
+    return None
+
+
+def _checked_out(git: Path) -> str | None:
+    if git.is_file():  # of a worktree or a submodule: "gitdir: <path>"
+        git = git.parent / git.read_text().removeprefix("gitdir:").strip()
+    shared = git / (git / "commondir").read_text().strip() if (git / "commondir").exists() else git
+    head = (git / "HEAD").read_text().strip()
+    if not head.startswith("ref:"):
+        return _commit(head)
+    name = head.removeprefix("ref:").strip()
+    for where in (git, shared):
+        if (where / name).is_file():
+            return _commit((where / name).read_text())
+    packed = (shared / "packed-refs").read_text().splitlines() if (shared / "packed-refs").exists() else []
+    return next((_commit(line.split()[0]) for line in packed if line.endswith(f" {name}")), None)
+
+
+def _commit(text: str) -> str | None:
+    found = _COMMIT.fullmatch(text.strip())
+    return found and found[0]
+
+
+def describe_run(
+    command: str, run: Setup, check: SelfCheck | None, specs: Iterable[str | None] = ()
+) -> RunManifest:
+    """The content of manifest.json before a run starts. `specs` name code that it runs besides its model's,
+    loss's and data's.
+    """
+    config, loaded, device = run.config, run.loaded, str(run.device)
+    parameters = list(loaded.model.parameters())
+    made = module_of(config.data.factory) if config.data.factory else None
+    if run.device.type == "cuda":
+        device = f"{device} ({device_name(run.device)})"
+    return RunManifest(
+        command=command,
+        created=now(),
+        command_line=command_line(),
+        revision=revision_of(config.base),
+        config=config.model_dump(mode="json"),
+        config_folder=str(config.base),
+        versions={
+            "psgrad": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        model=ModelFacts(
+            factory=config.model.factory,
+            parameters=sum(p.numel() for p in parameters),
+            trainable=sum(p.numel() for p in parameters if p.requires_grad),
+            checkpoint=config.model.checkpoint,
+            sha256=loaded.sha256,
+            notes=loaded.notes,
+            modules_imported=[
+                *loaded.modules_imported,
+                *run.criterion.modules_imported,
+                *([] if made is None else [made]),
+            ],
+            origin=loaded.origin,
+        ),
+        data=DataFacts(
+            config.data.source, run.samples.fingerprint, _hashes_of_files(config), list(run.samples.notes)
+        ),
+        hashes=hashes_of(run, specs),
+        engine=EngineFacts(
+            device,
+            config.engine.dtype,
+            torch.get_num_threads(),
+            None if run.supply is None else run.residence.where,
+            run.residence.shard_ranks if run.residence.shard_ranks > 1 else None,
+            run.recompute.modules if run.recompute is not None and run.recompute.on else None,
+        ),
+        self_check=(
+            SelfCheckFacts(reason="the model draws at random in train mode")
+            if check is None
+            else SelfCheckFacts(
+                len(check.rows),
+                rows=check.rows,
+                worst_relative_error=check.worst,
+                worst_error_of_autocast=check.worst_rounding if check.rounding else None,
+                worst_norm_error_of_autocast=check.worst_norm_rounding if check.norm_rounding else None,
+            )
+        ),
+    )
+
+
+def _hashes_of_files(config: Config) -> list[str] | None:
+    """The hash of each file of the dataset, of a folder of images that of its listing; None where the
+    dataset is not in files. Of a dataset of the datasets library that of the columns that are named.
+    """
+    if config.data.dataset is not None and not config.data.streaming:
+        return library_hashes(config.data, library_dataset(config.data, config.base, config.allow_download))
+    if config.data.images is not None:
+        return [folder_rows(config.data, config.base).fingerprint]
+    if config.data.path is None:
+        return None
+    return file_hashes(data_files(config.data, config.base))
+
+
+class RunningManifest:
+    """The manifest of a run that is going on; `add` has more of it said when the run ends."""
+
+    def __init__(self, manifest: RunManifest) -> None:
+        self.manifest = manifest
+
+    def add(self, **parts: Any) -> dict[str, Any]:
+        """Say these parts of the manifest, too; returns what the file will hold."""
+        self.manifest = replace(self.manifest, **parts)
+        return self.manifest.content()
+
+
+@contextmanager
+def running_manifest(folder: RunFolder, manifest: RunManifest, clock: Clock) -> Iterator[RunningManifest]:
+    """Keeps manifest.json true to what has happened: running, finished, failed or interrupted. No other
+    process can replace the run meanwhile.
+
+    `created` is when the run began, whichever process continues it, and `finished` when it came to its end.
+    """
+    folder.hold()
+    before = folder.manifest()
+    running = RunningManifest(
+        replace(
+            manifest,
+            created=before.get("created") or manifest.created,
+            run=before.get("run") or manifest.run,
+        )
+    )
+    folder.write_manifest(replace(running.manifest, state="running").content())
+    try:
+        yield running
+    except BaseException as error:
+        state = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        counts = replace(running.manifest.counts, finished_samples=folder.rows)
+        running.add(state=state, error=str(error), counts=counts, timings=clock.seconds)
+        with suppress(Exception):  # the disk may be full, and the user must read what went wrong first
+            folder.write_manifest(running.manifest.content())
+        raise
+    else:
+        ended = replace(running.manifest, state="finished", finished=now(), timings=clock.seconds)
+        folder.write_manifest(ended.content())
+    finally:
+        folder.let_go()
+
+
+@dataclass
+class RankReport:
+    """What one process did.
+
+    seconds: computing. waited: seconds at the end of passes, for the others. rows: that it computed, in all
+    passes; None where they are not counted.
+    """
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    rows: int | None = None
+
+
+def rank_facts(processes: Processes, name: str, own: RankReport) -> dict[str, Any] | None:
+    """The work of all processes, on the first of several."""
+    if processes.size == 1:
+        return None
+    mine = {"rank": processes.rank, "host": socket.gethostname(), **asdict(own)}
+    each = [json.loads(text) for text in processes.texts(f"{name}ranks", json.dumps(mine))]
+    if not each:
+        return None
+    return facts_of_all(processes, each, [rank["seconds"] for rank in each])
+
+
+def rank_facts_of_steps(processes: Processes, name: str) -> dict[str, Any] | None:
+    """The `rank_facts` of processes that compute step by step, together."""
+    return rank_facts(processes, name, RankReport(*processes.spent()))
+
+
+def facts_of_all(
+    processes: Processes, each: Sequence[dict[str, Any]], seconds: Sequence[float]
+) -> dict[str, Any]:
+    """Facts about several processes for the manifest. balance: the mean of their seconds over the largest, 1
+    where all took as long.
+    """
+    return {
+        "processes": processes.size,
+        "backend": processes.backend,
+        "balance": round(sum(seconds) / len(seconds) / max(*seconds, 1e-9), 3),
+        "each": [
+            {key: round(value, 3) if isinstance(value, float) else value for key, value in rank.items()}
+            for rank in each
+        ],
+    }
+
+
+def words_for(ranks: dict[str, Any]) -> list[str]:
+    """A line for each process, for `-v`."""
+    return [
+        f"rank {each['rank']} on {each['host']}: "
+        + ("" if each["rows"] is None else f"{each['rows']:,} rows in ")
+        + f"{each['seconds']:.1f} s, waited {each['waited']:.1f} s"
+        for each in ranks["each"]
+    ]

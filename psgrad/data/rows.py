@@ -1,0 +1,261 @@
+"""A dataset once it is loaded: ids, targets where they are at hand, and rows read block by block."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import torch
+from torch import Tensor
+
+from psgrad.config import DataConfig
+from psgrad.data.sources.file_checks import not_numbers
+from psgrad.data.sources.source_rows import runs
+from psgrad.errors import DataError
+from psgrad.ragged import Block as Block
+from psgrad.ragged import RaggedAxes, joined
+from psgrad.run.input_files import Stamp
+
+Array = npt.NDArray[Any]
+
+_SHOWN = 5
+
+
+class Samples(ABC):
+    """A dataset in its own order. Rows are counted from 0, in messages too.
+
+    Attributes:
+        ids: [n], text or int64, all different.
+        targets: [n], int64 or float32, where the target is one number per row and cheap to read; else None.
+        keywords: how the model calls its inputs; empty where it takes them by position.
+        ragged: which axes differ in length from row to row, where some do; `read` then gives blocks with
+            lengths.
+        fingerprint: a SHA-256 that changes when the data does.
+        units: [n], text or int64, whom each row belongs to, where a column for that was named; else None.
+        weighted: whether the last input is the weight of each row's loss, which the model does not get.
+        loss_columns: how many of the first inputs only the loss gets.
+        sources: the Python modules that make the rows, where code does. code: the objects that do.
+        notes: sentences for the manifest.
+        class_names: of the classes 0, 1, 2, ... where the data or the model's folder has them. names_found:
+            'sorted' where they are only those that this dataset has, in sorted order, 'declared' where it
+            says which names its numbers have, else empty.
+        labels_are_positions: whether a label is a position of the input, so that the number of labels differs
+            from row to row.
+        ungrouped: the dataset of rows, where samples are groups of its rows. group_sizes, agreed_targets: as
+            in GroupedSamples.
+        stamps: of the files that each pass reads.
+        reading: a lock to hold while reading, because a dataset need not support threads.
+    """
+
+    keywords: tuple[str, ...] = ()
+    ragged: RaggedAxes | None = None
+    weighted: bool = False
+    loss_columns: int = 0
+    sources: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    class_names: tuple[str, ...] | None = None
+    names_found: str = ""
+    labels_are_positions: bool = False
+    code: tuple[object, ...] = ()
+    ungrouped: Samples | None = None
+    group_sizes: Array | None = None
+    agreed_targets: Array | None = None
+    stamps: tuple[Stamp, ...] = ()
+
+    def __init__(
+        self, ids: Array | None, targets: Array | None, fingerprint: str, units: Array | None = None
+    ) -> None:
+        """ids: None where a subclass has a property of that name."""
+        if ids is not None:
+            self.ids = ids
+        self.targets = targets
+        self.fingerprint = fingerprint
+        self.units = units
+        self.reading = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Block:
+        """The rows start, ..., stop - 1, which must exist. Raises DataError for one that can't be used."""
+
+    def take(self, rows: Array) -> Block:
+        """Any rows, at least one, in the given order; [n] whole numbers, of which one may occur more than
+        once.
+
+        Each row is read once, neighbours together. Raises IndexError for a row that is not there, DataError
+        as `read` does.
+        """
+        distinct, places = np.unique(self._existing(rows), return_inverse=True)
+        blocks = [self.read(start, stop) for start, stop in runs(distinct)]
+        return joined(blocks).at(places)
+
+    def anew(self) -> Samples:
+        """This dataset; rows that code makes are made each time they are read."""
+        return self
+
+    def read_ahead(self, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Reads these rows where code makes them, and keeps them for later reads. After each: (how many are
+        read, of how many). Nothing where rows are read from files.
+        """
+        return iter(())
+
+    def content(self, count: int | None = None) -> str:
+        """A SHA-256 of what the first `count` rows hold, None for all; or of the file that holds them."""
+        return self.fingerprint
+
+    def content_of(self, rows: Sequence[int]) -> str:
+        """A SHA-256 of what these rows hold, at least; of the whole file, where one holds them."""
+        digest = hashlib.sha256(self.content().encode())
+        digest.update(np.array(rows, dtype=np.int64).data)
+        return digest.hexdigest()
+
+    def _existing(self, rows: Array) -> Array:
+        found = np.asarray(rows, dtype=np.int64)
+        if found.ndim != 1 or not len(found) or found.min() < 0 or found.max() >= len(self):
+            raise IndexError(
+                f"rows must be a list of at least one number from 0 to {len(self) - 1}, got {rows!r}"
+            )
+        return found
+
+    def describe(self, row: int) -> str | None:
+        """A row's input as text for people; None where numbers or a picture say it best."""
+        return None
+
+    def row_name(self, row: int) -> str:
+        """A row in messages."""
+        return f"row {row}"
+
+    def first_row(self, sample: int) -> int:
+        """The row of a sample; of a group of rows its first, counted in `ungrouped`."""
+        return sample
+
+    def picture(self, row: int) -> Any:
+        """A row's image as it is in the data, of Pillow; None where rows are no images."""
+        return None
+
+    def input_names(self) -> list[str]:
+        """What the numbers of a row's inputs are called: a name a column of numbers, or a name an input."""
+        return []
+
+    def pieces(self, ids: Sequence[int]) -> list[str] | None:
+        """The text of each id; None where the dataset knows no text of ids."""
+        return None
+
+    def special_tokens(self) -> frozenset[int]:
+        """The ids that a tokenizer puts around or between texts; empty without a tokenizer."""
+        return frozenset()
+
+
+def to_tensor(value: Array | Tensor, name: str) -> Tensor:
+    """A copy in one of the three types that a block holds: bool, int64 and float32."""
+    if isinstance(value, Tensor):
+        if value.is_complex():
+            raise not_numbers(name, value.dtype)
+        kind = torch.float32 if value.is_floating_point() else torch.int64
+        kind = torch.bool if value.dtype == torch.bool else kind
+        return value.detach().to(device="cpu", dtype=kind, copy=True)
+    types = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float32}
+    if value.dtype.kind not in types:
+        raise not_numbers(name, value.dtype)
+    if value.dtype == np.uint64 and value.size and value.max() > np.iinfo(np.int64).max:
+        raise DataError(f"{name!r} holds {value.max()}, more than a 64-bit signed integer can")
+    with np.errstate(over="ignore"):  # what is beyond float32 is infinite, and its row reported as nonfinite
+        return torch.from_numpy(np.array(value, dtype=types[value.dtype.kind]))
+
+
+def stacked(tensors: Sequence[Tensor], names: Sequence[str], key: str) -> Tensor:
+    """Columns along a new last axis; fractions where one of them has fractions. Raises DataError where their
+    shapes differ; `key` is the config's that has them stacked.
+    """
+    if len({x.shape for x in tensors}) > 1:
+        shapes = ", ".join(str(list(x.shape[1:])) for x in tensors)
+        raise DataError(
+            f"{key}: {', '.join(names)} have the shapes {shapes}", expected="columns of one shape"
+        )
+    kind = reduce(torch.promote_types, (x.dtype for x in tensors))
+    return torch.stack([x.to(kind) for x in tensors], dim=-1)
+
+
+def checked_weights(weights: Tensor, name: str, row_name: Callable[[int], str]) -> Tensor:
+    """Weights [n] of rows, as float32. Raises DataError, with the row in the words of `row_name`."""
+    if weights.dim() != 1:
+        raise DataError(f"the weights {name!r} hold lists", expected="one number a row")
+    stored = weights.float()
+    wrong = ~(stored.isfinite() & (stored >= 0))
+    if wrong.any():
+        place = int(wrong.nonzero()[0])
+        raise DataError(
+            f"the weight {name!r} is {weights[place].item():g} in {row_name(place)}",
+            expected="a finite number from 0, at most 3.4e+38",
+        )
+    return stored
+
+
+def unit_ids(ids: Sequence[Any] | Array, name: str) -> Array:
+    """Whom each row belongs to, as text or int64. Raises DataError where one is missing or is neither."""
+    return _ids(pd.Series(ids), name)
+
+
+def unique_ids(ids: Sequence[Any] | Array, name: str) -> Array:
+    """The ids as an array of text or int64. Raises DataError where one is missing or occurs twice."""
+    series = pd.Series(ids)
+    found = _ids(series, name)
+    twice = series[series.duplicated()].drop_duplicates()
+    if len(twice):
+        rows = ((value, np.flatnonzero(series == value)[:3]) for value in twice[:_SHOWN])
+        shown = "; ".join(f"{value!r} in rows {', '.join(map(str, places))}" for value, places in rows)
+        more = f"; and {len(twice) - _SHOWN} more" if len(twice) > _SHOWN else ""
+        ids, occur = ("one id", "occurs") if len(twice) == 1 else (f"{len(twice)} ids", "occur")
+        raise DataError(
+            f"{ids} in {name!r} {occur} more than once: {shown}{more}",
+            expected="an id of its own for every row",
+        )
+    return found
+
+
+def _ids(series: pd.Series[Any], name: str) -> Array:
+    values = series.to_numpy()
+    # A text of nothing but blanks is no id, as in csv: the rows of all who have none would be one person's.
+    blank = [isinstance(value, str) and not value.replace("\0", "").strip() for value in values]
+    missing = np.flatnonzero(series.isna().to_numpy() | np.array(blank, dtype=bool))
+    if len(missing):
+        raise DataError(
+            f"the id in row {missing[0]} of {name!r} is missing",
+            expected="one id per row",
+        )
+    if values.dtype.kind in "iu":
+        return values.astype(np.int64)
+    if all(isinstance(value, str) for value in values):
+        found: Array = values.astype(np.str_)
+        cut = np.flatnonzero(found != values)
+        if len(cut):  # NumPy drops NUL characters at the end, and two ids might become one
+            raise DataError(
+                f"the id in row {cut[0]} of {name!r} ends with a NUL character",
+                expected="text without it",
+            )
+        return found
+    raise DataError(
+        f"the ids in {name!r} are of type {type(values[0]).__name__}", expected="texts or whole numbers"
+    )
+
+
+def ids_and_units(
+    config: DataConfig, unit: str | None, count: int, column: Callable[[str], Any]
+) -> tuple[Array, Array | None]:
+    """(the ids of the rows, whom each belongs to), as a config names them. column: values of one by name."""
+    ids = row_numbers(count) if config.id is None else unique_ids(column(config.id), config.id)
+    return ids, None if unit is None else unit_ids(column(unit), unit)
+
+
+def row_numbers(count: int) -> Array:
+    """The ids of a dataset that has none."""
+    return np.arange(count, dtype=np.int64)

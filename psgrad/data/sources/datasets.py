@@ -1,0 +1,344 @@
+"""Datasets that a factory of the user's own returns."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from psgrad.config import DataConfig
+from psgrad.data.rows import Array, Block, Samples, row_numbers, unique_ids, unit_ids
+from psgrad.data.sources.file_checks import input_names, require_rows
+from psgrad.data.sources.items import Item, Items, KeptItems, seed_by_row
+from psgrad.data.sources.streams import StreamedItems, is_library_stream
+from psgrad.data.targets import Labels
+from psgrad.errors import DataError, PsgradError
+from psgrad.ragged import RaggedAxes
+from psgrad.random_state import restored
+from psgrad.user_code import call_factory, describe_failure
+
+_KEPT_BYTES = 8 << 30  # on the disk, of items that were read and are going to be read again
+_KEPT_SHARE = 0.25  # the largest share for them of what is free in the temporary folder
+_LOOKED_AT = 32  # items, by which a dataset is known to have rows of unequal length
+
+
+def made_by_factory(config: DataConfig, base: Path) -> Any:
+    """The Dataset that the config's factory returns, of an iterable one its first items; the factory's file
+    is relative to `base`. Raises ConfigError and DataError.
+    """
+    assert config.factory is not None
+    dataset = call_factory(config.factory, base, config.kwargs, raises=DataError)
+    if is_library_stream(dataset):
+        return dataset
+    if isinstance(dataset, IterableDataset):
+        return StreamedItems(dataset, config.stream_rows, f"the dataset of {config.factory}")
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            f"the factory {config.factory} returned an object of type {type(dataset).__name__}",
+            expected="a map-style torch Dataset, with a length and items by number, or an iterable one",
+        )
+    return dataset
+
+
+class DatasetSamples(Samples):
+    """Items of a Dataset, read one by one and stacked; those that differ in length are padded.
+
+    An item that was read is kept, as far as there is room: so each is made once, for its fingerprint, its id
+    and all passes. Where there is no room it is made again, and draws the same from the global generators.
+    """
+
+    def __init__(
+        self, dataset: Any, config: DataConfig, unit: str | None = None, labels: Labels | None = None
+    ) -> None:
+        self._dataset, self._config = dataset, config
+        listed = None if unit is None else getattr(dataset, unit, None)
+        self._items = Items(dataset, config, unit if listed is None else None, labels or Labels())
+        self._source = self._items.source
+        self._kept, self._anew = KeptItems(_room()), False
+        self._contents: dict[str, str] = {}
+        self._ahead: tuple[int, Iterator[Item | PsgradError]] | None = None
+        self._count = count = len(self._items)
+        require_rows(count, self._source)
+        with restored():
+            self._first = self._looked_at(0)
+            units = None if unit is None else self._units(unit, listed)
+            self.ragged = self._ragged(count)
+        super().__init__(None, None, self._digest(count, units), units)
+        self.keywords = tuple(config.inputs) if isinstance(config.inputs, dict) else ()
+        self.weighted = config.weight is not None
+        made = dataset.stream if isinstance(dataset, StreamedItems) else dataset
+        self.notes = dataset.notes if isinstance(dataset, StreamedItems) else ()
+        self.sources, self.code = tuple(each.__module__ for each in type(made).__mro__), (made,)
+
+    @cached_property
+    def ids(self) -> Array:  # type: ignore[override]  # made when asked for: items may have to be read
+        """The ids that the items hold, each of which is read for them; without such, the rows' numbers."""
+        if self._config.id is None:
+            return row_numbers(self._count)
+        with restored():
+            return unique_ids([self._looked_at(row).id for row in range(self._count)], self._config.id)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, start: int, stop: int) -> Block:
+        return self._stacked(range(start, stop), self._in_order(start, stop))
+
+    def take(self, rows: Array) -> Block:
+        numbers = self._existing(rows).tolist()
+        distinct = {row: self._item(row) for row in dict.fromkeys(numbers)}
+        return self._stacked(numbers, [distinct[row] for row in numbers])
+
+    def anew(self) -> Samples:
+        found = copy.copy(self)
+        found._kept, found._anew, found.reading = KeptItems(0), True, threading.Lock()
+        return found
+
+    def read_ahead(self, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """See Samples: these items, or all where ids are in them."""
+        rows = rows if self._config.id is None else range(self._count)
+        with restored():
+            for done, (row, found) in enumerate(zip(rows, self._made_of(rows, seeded=True), strict=True), 1):
+                if isinstance(found, Item):
+                    self._kept.put(row, found)
+                yield done, len(rows)
+
+    def content(self, count: int | None = None) -> str:
+        """The SHA-256 of the rows, each of which is read for it; or of the dataset's own `fingerprint`, a
+        text, if it has one.
+
+        For a row that can't be read the error is hashed; it is raised when that row is used, after the rows
+        before it. Rows draw the same numbers from the global generators each time. A dataset with generators
+        of its own has another hash in each process.
+        """
+        own = getattr(self._dataset, "fingerprint", None)
+        if isinstance(own, str):
+            return hashlib.sha256(self.fingerprint.encode() + own.encode()).hexdigest()
+        return self.content_of(range(len(self) if count is None else count))
+
+    def content_of(self, rows: Sequence[int]) -> str:
+        if isinstance(getattr(self._dataset, "fingerprint", None), str):
+            return super().content_of(rows)
+        asked = hashlib.sha256(np.array(rows, dtype=np.int64).data).hexdigest()
+        if asked not in self._contents:
+            digest = hashlib.sha256(self.fingerprint.encode())
+            with restored():
+                for row, found in zip(rows, self._made_of(rows, seeded=True), strict=True):
+                    _add(digest, row, found)
+                    if isinstance(found, Item):
+                        self._kept.put(row, found)
+            self._contents[asked] = digest.hexdigest()
+        return self._contents[asked]
+
+    def describe(self, row: int) -> str | None:
+        """What the dataset's own `describe(row)` says, if it has one."""
+        if not hasattr(self._dataset, "describe"):
+            return None
+        try:
+            return str(self._dataset.describe(row))
+        except Exception as error:
+            raise DataError(f"describe({row}) of {self._source} raised {describe_failure(error)}") from error
+
+    def input_names(self) -> list[str]:
+        return list(map(str, input_names(self._config)))
+
+    def special_tokens(self) -> frozenset[int]:
+        tokenizer = getattr(self._dataset, "tokenizer", None)
+        return frozenset(map(int, getattr(tokenizer, "all_special_ids", None) or ()))
+
+    def pieces(self, ids: Sequence[int]) -> list[str] | None:
+        """What the dataset's own `tokens(ids)` says, or its `tokenizer`, as Hugging Face has them."""
+        tokens, tokenizer = getattr(self._dataset, "tokens", None), getattr(self._dataset, "tokenizer", None)
+        decode = getattr(tokenizer, "decode", None)
+        if not callable(tokens) and not callable(decode):
+            return None
+        try:
+            if callable(tokens):
+                return [str(each) for each in tokens(list(ids))]
+            return [str(decode([each])) for each in ids] if callable(decode) else []
+        except Exception as error:
+            how = "tokens(ids)" if callable(tokens) else "tokenizer.decode([id])"
+            raise DataError(f"{how} of {self._source} raised {describe_failure(error)}") from error
+
+    def _looked_at(self, row: int) -> Item:
+        """An item that draws by its row, and is kept."""
+        found = self._kept.get(row)
+        if found is None:
+            seed_by_row(row)
+            found = self._kept.put(row, self._items(row))
+        return found
+
+    def _item(self, row: int) -> Item:
+        if self._anew:
+            return self._items(row)
+        with restored():
+            return self._looked_at(row)
+
+    def _in_order(self, start: int, stop: int) -> list[Item]:
+        """The items of these rows: kept ones, those of workers that read ahead, or made now."""
+        if not self._config.workers:
+            return [self._item(row) for row in range(start, stop)]
+        if self._ahead is None or self._ahead[0] != start:
+            self._ahead = start, iter(self._made_of(range(start, len(self)), seeded=not self._anew))
+        found = []
+        for row in range(start, stop):
+            each = next(self._ahead[1])
+            self._ahead = row + 1, self._ahead[1]
+            if not isinstance(each, Item):
+                self._ahead = None
+                raise each
+            found.append(self._kept.put(row, each))
+        return found
+
+    def _made_of(self, rows: Sequence[int], *, seeded: bool = False) -> Iterator[Item | PsgradError]:
+        """The items of these rows, or what is wrong with them; made by data.workers, if any. `seeded`: what
+        they draw from the global generators goes by their row.
+        """
+        kept = [row in self._kept for row in rows]
+        missing = [row for row, known in zip(rows, kept, strict=True) if not known]
+        loader = DataLoader(
+            _Made(self._items, seeded),
+            sampler=missing,
+            batch_size=None,
+            num_workers=self._config.workers if missing else 0,
+        )
+        made = iter(loader)
+        for row, known in zip(rows, kept, strict=True):
+            yield (self._kept.get(row) or _made(self._items, row, seeded)) if known else next(made)
+
+    def _stacked(self, rows: Sequence[int], items: Sequence[Item]) -> Block:
+        for row, item in zip(rows, items, strict=True):
+            self._require_like_the_first(row, item)
+        columns = list(zip(*(item.tensors for item in items), strict=True))
+        if self.ragged is None:
+            tensors, lengths = [torch.stack(column) for column in columns], None
+        else:
+            padding = (*self.ragged.padding[: len(columns)],)
+            tensors = [_padded(column, value) for column, value in zip(columns, padding, strict=True)]
+            lengths = torch.tensor([self._lengths_of(item) for item in items])
+        target = tensors.pop() if self._first.has_target else None
+        return Block(tuple(tensors), target, lengths, self.ragged)
+
+    def _lengths_of(self, item: Item) -> list[int]:
+        assert self.ragged is not None
+        ragged = zip(item.tensors, self.ragged.axes, strict=False)
+        return [x.shape[axis] for x, axes in ragged for axis, _ in axes]
+
+    def _require_like_the_first(self, row: int, item: Item) -> None:
+        ours, firsts = item.shapes, self._first.shapes
+        for place, axes in enumerate(() if self.ragged is None else self.ragged.axes):
+            for axis, _ in axes if place < min(len(ours), len(firsts)) else ():
+                ours[place][axis : axis + 1] = firsts[place][axis : axis + 1]
+        if ours != firsts:
+            raise DataError(
+                f"row {row} of {self._source} has the shapes {item.shapes}, row 0 {self._first.shapes}",
+                expected="one shape in all rows, or axes that differ in the first, the last and 30 between",
+                next_step="pad or cut the items to one length in the dataset",
+            )
+
+    def _ragged(self, count: int) -> RaggedAxes | None:
+        """Which axes differ among some items of the dataset, which are read for it."""
+        differing: set[tuple[int, int]] = set()
+        for row in sorted({*np.linspace(0, count - 1, min(count, _LOOKED_AT)).astype(int).tolist()}):
+            try:
+                item = self._looked_at(row)
+            except PsgradError:
+                continue  # whoever comes to that row says so
+            for place, (mine, first) in enumerate(zip(item.shapes, self._first.shapes, strict=False)):
+                if len(mine) == len(first):
+                    differing |= {(place, axis) for axis, size in enumerate(mine) if size != first[axis]}
+        if not differing:
+            return None
+        column = {each: number for number, each in enumerate(sorted(differing))}
+        inputs = len(self._first.tensors) - self._first.has_target
+        axes = tuple(
+            tuple((axis, number) for (where, axis), number in column.items() if where == place)
+            for place in range(inputs + 1)
+        )
+        return RaggedAxes(axes, (*[0] * inputs, self._items.target_padding), masked=False)
+
+    def _units(self, unit: str, listed: Any) -> Array:
+        """Whom each row belongs to: the dataset's own list, or what its items hold."""
+        if listed is None:
+            return unit_ids([self._looked_at(row).unit for row in range(self._count)], unit)
+        values = np.asarray(listed.cpu() if isinstance(listed, Tensor) else listed)
+        if values.shape != (self._count,):
+            raise DataError(
+                f"{unit!r} of {self._source} has the shape {list(values.shape)}",
+                expected=f"one id for each of {self._count} rows",
+            )
+        return unit_ids(values, unit)
+
+    def _digest(self, count: int, units: Array | None) -> str:
+        """A hash of the factory and its arguments, the length, the first and last item, and the units."""
+        made_by = [self._config.factory, self._config.kwargs, count]
+        digest = hashlib.sha256(json.dumps(made_by, sort_keys=True, default=str).encode())
+        with restored():
+            for row in (0, count - 1):
+                try:
+                    _add(digest, row, self._looked_at(row))
+                except PsgradError as error:
+                    _add(digest, row, error)
+        if units is not None:
+            digest.update("\n".join(map(str, units.tolist())).encode())
+        return digest.hexdigest()
+
+
+def _room() -> int:
+    """How many bytes of items may be kept."""
+    try:
+        return min(_KEPT_BYTES, int(_KEPT_SHARE * shutil.disk_usage(tempfile.gettempdir()).free))
+    except OSError:
+        return 0
+
+
+class _Made(Dataset[Item | PsgradError]):
+    """The items for torch's DataLoader: what is wrong with one comes in its place."""
+
+    def __init__(self, items: Items, seeded: bool) -> None:
+        self._items, self._seeded = items, seeded
+
+    def __getitem__(self, row: int) -> Item | PsgradError:
+        return _made(self._items, row, self._seeded)
+
+
+def _made(items: Items, row: int, seeded: bool) -> Item | PsgradError:
+    if seeded:
+        seed_by_row(row)
+    try:
+        return items(row)
+    except PsgradError as error:
+        return error
+
+
+def _add(digest: Any, row: int, found: Item | PsgradError) -> None:
+    """Adds an item, or what is wrong with it, to a digest."""
+    if not isinstance(found, Item):
+        digest.update(f"{row} {found}".encode())
+        return
+    for tensor in found.tensors:
+        digest.update(f"{row} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().numpy().data)
+
+
+def _padded(tensors: Sequence[Tensor], value: float) -> Tensor:
+    """Tensors stacked, padded with `value` to the longest along each axis."""
+    if len({x.shape for x in tensors}) == 1:
+        return torch.stack(list(tensors))
+    longest = map(max, zip(*(x.shape for x in tensors), strict=True))
+    whole = tensors[0].new_full((len(tensors), *longest), value)
+    for place, x in enumerate(tensors):
+        whole[place][tuple(slice(size) for size in x.shape)] = x
+    return whole

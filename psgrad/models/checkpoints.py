@@ -1,0 +1,344 @@
+"""State dicts out of checkpoint files, which are never code, and into models, which they must fit exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor, nn
+
+from psgrad.config import nearest
+from psgrad.errors import CheckpointError, ConfigError
+from psgrad.models.checkpoint_headers import (
+    checkpoint_kind,
+    damaged_safetensors,
+    weight_map,
+)
+from psgrad.models.in_files import fill_from_files
+from psgrad.models.torch_files import (
+    Inert,
+    TorchFile,
+    holds_code,
+    read_distributed,
+    read_torch,
+    refers_to,
+)
+from psgrad.run.input_files import require_file
+from psgrad.wording import first_of
+
+_PREFIXES = ("module.", "_orig_mod.", "model.")  # put there by DataParallel, torch.compile and Lightning
+_SHOWN = 10
+_DEEPEST = 4  # wrappers around one another
+
+# -- Reading -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StateDict:
+    """The tensors of a checkpoint by name, on the CPU. notes: what of it was chosen or left out."""
+
+    tensors: dict[str, Tensor]
+    notes: tuple[str, ...] = ()
+
+
+def read_checkpoint(path: Path, key: str | None = None) -> StateDict:
+    """What a checkpoint holds; nothing in the file is ever executed.
+
+    `.safetensors`, `.safetensors.index.json` (sharded), folders of torch.distributed.checkpoint, and `.pt`,
+    `.pth`, `.ckpt` as torch.save writes them. `key` names the state dict inside a larger object, dotted where
+    it lies deeper. Raises ConfigError for a path that is no checkpoint, CheckpointError for a file that can't
+    be read, or only by running it.
+    """
+    kind = checkpoint_kind(path, key)
+    if kind == "distributed":
+        return StateDict(read_distributed(path, key))
+    if kind != "torch":
+        return StateDict(_read_sharded(path) if kind == "index" else _read_safetensors(path))
+    file = read_torch(path)
+    chosen = _only_candidate(file.content) if key is None else None
+    notes = [f"took the weights {chosen!r} of {path.name}"] if chosen is not None else []
+    if file.left_out:
+        notes.append(f"left out objects of {path.name} that are code: {', '.join(file.left_out[:_SHOWN])}")
+    return StateDict(state_dict_in(file, key if chosen is None else chosen, path), tuple(notes))
+
+
+def _read_safetensors(path: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    try:
+        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in (file.keys() if names is None else names)}
+    except Exception as error:  # the library raises a dozen types for a damaged file
+        raise damaged_safetensors(path, error) from error
+
+
+def _read_sharded(index: Path) -> dict[str, Tensor]:
+    names_of: dict[str, list[str]] = {}
+    for name, shard in weight_map(index).items():
+        names_of.setdefault(shard, []).append(name)
+    paths = {shard: require_file(index.parent / shard, "shard", CheckpointError) for shard in names_of}
+    state_dict: dict[str, Tensor] = {}
+    for shard, names in names_of.items():
+        state_dict |= _read_safetensors(paths[shard], names)
+    return state_dict
+
+
+_CANDIDATES = ("state_dict", "model_state_dict")
+
+
+def _only_candidate(loaded: object) -> str | None:
+    """The one of the usual keys below which there is a state dict; None where there is none, or several."""
+    if _is_state_dict(loaded) or not isinstance(loaded, dict):
+        return None
+    found = [key for key in _CANDIDATES if _is_state_dict(loaded.get(key))]
+    return found[0] if len(found) == 1 else None
+
+
+def state_dict_in(file: TorchFile, key: str | None, path: Path) -> dict[str, Tensor]:
+    """The state dict in what was read of `path`, at `key`. Raises ConfigError and CheckpointError."""
+    loaded = file.content
+    found = loaded if key is None else _at(loaded, key)
+    if _is_state_dict(found):
+        return dict(found)  # type: ignore[call-overload, no-any-return]
+    if isinstance(found, Inert) or (file.left_out and not _keys_of_state_dicts(loaded)):
+        raise holds_code(path, refers_to(file.left_out))
+    if key is not None and found is None:
+        raise ConfigError(f"the checkpoint {path} has no {key!r}", next_step=_keys_to_name(loaded))
+    what = f"{key!r} in the checkpoint {path}" if key is not None else f"the checkpoint {path}"
+    raise CheckpointError(
+        f"{what} is no state dict", expected="tensors by name", next_step=_keys_to_name(loaded)
+    )
+
+
+def _at(loaded: object, key: str) -> object:
+    """What lies at a key, or at a dotted path of keys; None where there is nothing."""
+    if not isinstance(loaded, dict) or key in loaded:
+        return loaded[key] if isinstance(loaded, dict) else None
+    first, dot, rest = key.partition(".")
+    return _at(loaded.get(first), rest) if dot else None
+
+
+def _is_state_dict(value: object) -> bool:
+    if not isinstance(value, dict) or not value:
+        return False
+    return all(isinstance(name, str) and isinstance(each, Tensor) for name, each in value.items())
+
+
+def _keys_of_state_dicts(loaded: object) -> list[str]:
+    if not isinstance(loaded, dict):
+        return []
+    return [str(key) for key, value in loaded.items() if _is_state_dict(value)]
+
+
+def _keys_to_name(loaded: object) -> str:
+    keys, usable = list(loaded) if isinstance(loaded, dict) else [], _keys_of_state_dicts(loaded)
+    if usable:
+        return f"set model.state_dict_key to the state dict that you mean: {', '.join(usable[:_SHOWN])}"
+    return f"it holds {', '.join(map(repr, keys[:_SHOWN])) if keys else f'a {type(loaded).__name__}'}"
+
+
+# -- Loading -------------------------------------------------------------------------------------------------
+
+
+def load_into(
+    model: nn.Module,
+    state_dict: Mapping[str, Tensor],
+    source: str,
+    *,
+    prefix: str | None = None,
+    strict: bool = True,
+    as_saved: bool = False,
+) -> str | None:
+    """Copies `state_dict` into the model's parameters and buffers; `source` is its name in messages. A
+    parameter without memory becomes the tensor itself, which stays where it is.
+
+    With a `prefix` only names that begin with it are taken, without it. Else the match must be exact, but for
+    two things: of the names of a tied tensor one is enough, and a wrapper's prefix is stripped where that,
+    and only that, makes the match exact for the names that have it. Without `strict` what fits is copied, and
+    what does not is listed. `as_saved`: a parameter takes the checkpoint's type where that is wider, so that
+    nothing is rounded. The returned note says what was stripped or left out. Raises CheckpointError.
+    """
+    chosen = _chosen(model, state_dict, source, prefix)
+    fit = _fit(model, chosen.tensors)
+    if not fit.exact and (strict or not fit.matched - len(fit.mismatched)):
+        raise CheckpointError(
+            f"the checkpoint {source} does not fit the model: {fit.describe()}",
+            cause=fit.likely_cause(),
+            next_step=_ways_out(fit) if strict else None,
+        )
+    odd = {line.partition(": ")[0] for line in fit.mismatched}
+    kept = {name: tensor for name, tensor in chosen.tensors.items() if name not in odd}
+    if as_saved:
+        _widen(model, kept)
+    _copy(model, kept, source)
+    notes = chosen.notes(source) if fit.exact else [*chosen.notes(source), fit.loose(source)]
+    return "; ".join(notes) or None
+
+
+def _ways_out(fit: _Fit) -> str | None:
+    if fit.missing or fit.mismatched or not fit.matched:
+        return None
+    return "set model.strict: false, or model.state_dict_prefix, to leave out the unexpected ones"
+
+
+@dataclass(frozen=True)
+class _PartOfStateDict:
+    """Tensors of a checkpoint, without the prefix that they had. rest: the names of the others."""
+
+    tensors: Mapping[str, Tensor]
+    prefix: str = ""
+    rest: tuple[str, ...] = ()
+
+    def notes(self, source: str) -> list[str]:
+        if not self.prefix:
+            return []
+        found = [f"stripped the prefix {self.prefix!r} from the {len(self.tensors)} names of {source}"]
+        if self.rest:
+            found.append(f"left out {len(self.rest)} others: {first_of(self.rest, _SHOWN)}")
+        return found
+
+
+def _below(state_dict: Mapping[str, Tensor], prefix: str) -> _PartOfStateDict:
+    chosen = {name.removeprefix(prefix): each for name, each in state_dict.items() if name.startswith(prefix)}
+    return _PartOfStateDict(chosen, prefix, tuple(name for name in state_dict if not name.startswith(prefix)))
+
+
+def _chosen(
+    model: nn.Module, state_dict: Mapping[str, Tensor], source: str, prefix: str | None
+) -> _PartOfStateDict:
+    """The part of a state dict that is the model's: that below `prefix`, or below the wrappers' prefix
+    without which the match is exact, or all of it.
+    """
+    if prefix is not None:
+        found = _below(state_dict, prefix)
+        if not found.tensors:
+            raise CheckpointError(
+                f"no name in the checkpoint {source} begins with {prefix!r} (model.state_dict_prefix)",
+                expected=f"names such as {first_of(list(state_dict), _SHOWN)}",
+            )
+        return found
+    if _fit(model, state_dict).exact:
+        return _PartOfStateDict(state_dict)
+    for each in _wrappings(state_dict):
+        if _fit(model, (found := _below(state_dict, each)).tensors).exact:
+            return found
+    return _PartOfStateDict(state_dict)
+
+
+def _wrappings(state_dict: Mapping[str, Tensor], outer: str = "") -> list[str]:
+    """The prefixes that wrappers may have put before names, the shorter ones first."""
+    found = [outer + each for each in _PREFIXES if any(name.startswith(outer + each) for name in state_dict)]
+    for prefix in list(found):
+        if prefix.count(".") < _DEEPEST:
+            found += _wrappings(state_dict, prefix)
+    return sorted(found, key=len)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """How the names of a checkpoint compare with those of a model."""
+
+    missing: list[str]  # the model's, with the nearest unexpected ones
+    unexpected: list[str]  # the checkpoint's, with the nearest missing ones
+    mismatched: list[str]
+    matched: int
+
+    @property
+    def exact(self) -> bool:
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def describe(self) -> str:
+        groups = (
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("of another shape or type", self.mismatched),
+        )
+        counts = ", ".join(f"{len(lines)} {name}" for name, lines in groups if lines)
+        details = [line for name, lines in groups if lines for line in _group(name, lines)]
+        return "\n".join([counts, *details])
+
+    def loose(self, source: str) -> str:
+        """What `strict: false` left out, and what it left as it was."""
+        groups = (
+            ("have no place in the model", self.unexpected),
+            ("have another shape or type", self.mismatched),
+            ("are not in it, and the model keeps what it was built with", self.missing),
+        )
+        said = [f"{len(names)} {words}: {first_of(names, _SHOWN)}" for words, names in groups if names]
+        return f"strict is false: of {source} " + "; ".join(said)
+
+    def likely_cause(self) -> str:
+        if self.matched == 0:
+            return "the checkpoint belongs to another model, or its names carry another prefix"
+        return "the factory's kwargs differ from those that the model was trained with"
+
+
+def _group(name: str, lines: list[str]) -> list[str]:
+    more = [f"      and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return [f"    {name}:", *(f"      {line}" for line in lines[:_SHOWN]), *more]
+
+
+def _fit(model: nn.Module, state_dict: Mapping[str, Tensor]) -> _Fit:
+    wanted = _persistent(model)
+    present = {id(tensor) for name, tensor in wanted.items() if name in state_dict}
+    absent = (name for name in wanted if name not in state_dict)
+    missing = [name for name in absent if id(wanted[name]) not in present]
+    unexpected = [name for name in state_dict if name not in wanted]
+    common = [name for name in wanted if name in state_dict]
+    problems = ((name, _mismatch(state_dict[name], wanted[name])) for name in common)
+    return _Fit(
+        missing=_with_nearest(missing, unexpected),
+        unexpected=_with_nearest(unexpected, missing),
+        mismatched=[f"{name}: {problem}" for name, problem in problems if problem],
+        matched=len(common),
+    )
+
+
+def _persistent(model: nn.Module) -> dict[str, Any]:
+    """What the model's state dict holds, by every name: the very tensors, so that tied ones are the same."""
+    tensors: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    return {name: tensors.get(name, value) for name, value in model.state_dict().items()}
+
+
+def _mismatch(got: Tensor, wanted: Any) -> str | None:
+    if not isinstance(wanted, Tensor):
+        return "the model keeps something other than a tensor under this name"
+    if got.shape != wanted.shape:
+        return f"{list(got.shape)} in the checkpoint, {list(wanted.shape)} in the model"
+    if not torch.can_cast(got.dtype, wanted.dtype):
+        return f"{got.dtype} in the checkpoint, {wanted.dtype} in the model".replace("torch.", "")
+    return None
+
+
+def _with_nearest(names: list[str], others: list[str]) -> list[str]:
+    # Only the first few are shown, and the search is quadratic.
+    close = ((name, nearest(name, others)) for name in names[:_SHOWN])
+    return [f"{name} (nearest: {other})" if other else name for name, other in close] + names[_SHOWN:]
+
+
+def _widen(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in state_dict and state_dict[name].is_floating_point():
+            kind = torch.promote_types(parameter.dtype, state_dict[name].dtype)
+            parameter.data = parameter.data.to(kind)
+
+
+def _copy(model: nn.Module, state_dict: Mapping[str, Tensor], source: str) -> None:
+    sources: dict[int, tuple[str, Tensor]] = {}
+    wanted = _persistent(model)
+    for name, tensor in wanted.items():
+        if name not in state_dict:
+            continue
+        first_name, first = sources.setdefault(id(tensor), (name, state_dict[name]))
+        if first is not state_dict[name] and not torch.equal(first, state_dict[name]):
+            raise CheckpointError(
+                f"the model ties {first_name} and {name}, but the checkpoint {source} holds two different"
+                " tensors for them",
+                cause="the checkpoint belongs to a model in which they are not tied",
+            )
+    whole = {name: sources[id(each)][1] for name, each in wanted.items() if id(each) in sources}
+    filled = fill_from_files(model, whole)
+    model.load_state_dict({name: each for name, each in whole.items() if name not in filled}, strict=False)

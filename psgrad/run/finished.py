@@ -1,0 +1,242 @@
+"""A finished run, read back from its folder, and the files that a check reads and writes there
+(samples.parquet, findings.jsonl, check.json), without torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from psgrad.errors import DataError
+from psgrad.run.folders import MEASURES, RunFolder, file_name, manifest_of
+from psgrad.run.results import (
+    AnalyzeResult,
+    CheckResult,
+    Finding,
+    GateOutcome,
+    Location,
+    MeasureResult,
+    TopSample,
+)
+from psgrad.run.results.check import CheckFacts, check_content
+from psgrad.run.results.findings import finding_content
+from psgrad.run.results.manifest import read
+from psgrad.wording import first_line
+
+FINDINGS = "findings.jsonl"
+CHECK = "check.json"
+
+
+def read_columns(folder: Path, needed: Sequence[str], welcome: Iterable[str] = ()) -> pd.DataFrame:
+    """The given columns of a run's samples, and those of the optional columns that it has, in the order of
+    the file.
+
+    Raises DataError if the table can't be read, or lacks a required column.
+    """
+    path = folder / "samples.parquet"
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            require_there(names, needed, path)
+            wanted = [name for name in names if name in {*needed, *welcome}]
+            frame: pd.DataFrame = file.read(columns=wanted).to_pandas()
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, error) from error
+    require_typed(frame, path)
+    return frame
+
+
+def require_there(names: Sequence[str], needed: Sequence[str], path: Path) -> None:
+    """Raises DataError for columns that a table of samples lacks."""
+    missing = [name for name in needed if name not in names]
+    if missing:
+        raise DataError(
+            f"{path} has no column {', '.join(missing)}",
+            expected="the table as psgrad analyze writes it",
+            cause="an older psgrad wrote it, or it was changed",
+            next_step="run psgrad analyze again",
+        )
+
+
+def require_typed(frame: pd.DataFrame, path: Path) -> None:
+    """Raises DataError for columns of another type: a verdict on them would be wrong."""
+    kinds = pd.api.types
+    expected = {
+        "loss": (kinds.is_numeric_dtype, "numbers"),
+        "grad_norm": (kinds.is_numeric_dtype, "numbers"),
+        "is_outlier_issue": (kinds.is_bool_dtype, "true or false"),
+        "status": (
+            lambda column: not len(frame) or kinds.infer_dtype(column, skipna=False) == "string",
+            "ok, nonfinite or skipped",
+        ),
+    }
+    for name, (is_kind, what) in expected.items():
+        if name in frame and not is_kind(frame[name]):
+            raise DataError(
+                f"the column {name} of {path} is of type {frame[name].dtype}",
+                expected=what,
+                cause="the table was changed after the run",
+                next_step="run psgrad analyze again",
+            )
+
+
+def write_check(folder: RunFolder, result: CheckResult) -> None:
+    """Write findings.jsonl, a finding a line, and check.json, all else. Raises OutputError."""
+    entries = map(finding_content, result.findings)
+    lines = "".join(f"{json.dumps(entry, allow_nan=False)}\n" for entry in entries)
+    folder.write_bytes(FINDINGS, lines.encode("ascii"))
+    folder.write_json(CHECK, check_content(result))
+
+
+def read_check(folder: Path) -> CheckResult | None:
+    """A run's last check; None if there was none. Raises DataError for files that can't be read."""
+    if not (folder / CHECK).exists():
+        return None
+    try:
+        about = json.loads((folder / CHECK).read_bytes())
+        lines = (folder / FINDINGS).read_text(encoding="utf-8").splitlines()
+        return CheckResult(
+            tuple(GateOutcome(**{**each, "findings": tuple(each["findings"])}) for each in about["outcomes"]),
+            tuple(_finding(json.loads(line)) for line in lines),
+            about["run"],
+            about["samples"],
+            tuple(about["warnings"]),
+            read(CheckFacts, about["facts"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"the findings in {folder} can't be read: {type(error).__name__}: {str(error)[:200]}",
+            expected=f"{CHECK} and {FINDINGS} as psgrad wrote them",
+            next_step=f"psgrad check {folder} writes them again",
+        ) from error
+
+
+def _finding(entry: dict[str, Any]) -> Finding:
+    return Finding(**{**entry, "location": Location(**entry["location"]), "reasons": tuple(entry["reasons"])})
+
+
+Array = np.ndarray[Any, Any]
+
+_COLUMNS = ("id", "index", "status", "is_outlier_issue", "loss", "grad_norm")
+_GROUPS = ("config", "counts", "data", "model", "versions", "outliers")
+
+
+def load_run(folder: Path) -> AnalyzeResult:
+    """The result of a finished `psgrad analyze` in a folder. Raises DataError where it can't be read."""
+    manifest = finished_manifest(folder)
+    samples = _table(folder / "samples.parquet")
+    require_there(list(map(str, samples)), _COLUMNS, folder / "samples.parquet")
+    require_typed(samples, folder / "samples.parquet")
+    told = _json(folder / f"{MEASURES}.json", {})
+    measures = {name: _measure(folder, name, about) for name, about in told.items()}
+    return AnalyzeResult(
+        samples,
+        _table(folder / "parameters.parquet"),
+        manifest,
+        folder,
+        _inputs(folder),
+        manifest.get("config", {}).get("data", {}).get("class_names"),
+        measures,
+        read_check(folder),
+        {int(number): text for number, text in _json(folder / "inputs" / "vocabulary.json", {}).items()},
+        frozenset(_json(folder / "inputs" / "special_tokens.json", [])),
+    )
+
+
+def finished_manifest(folder: Path, commands: Sequence[str] = ("analyze",)) -> dict[str, Any]:
+    """The manifest of a finished run of one of these commands. Raises DataError."""
+    manifest = manifest_of(folder)
+    if manifest is None:
+        raise DataError(
+            f"{folder} holds no run of psgrad",
+            expected="the folder of a finished psgrad analyze: its `output`",
+            cause="another folder was meant, or the run has not begun",
+        )
+    if manifest.get("command") not in commands:
+        raise DataError(
+            f"the run in {folder} is one of psgrad {manifest.get('command')}",
+            expected=f"a run of psgrad {' or '.join(commands)}",
+        )
+    if manifest.get("state") != "finished":
+        raise DataError(
+            f"the run in {folder} is not finished: its state is {manifest.get('state')}",
+            expected="a finished run",
+            next_step="psgrad analyze CONFIG --resume goes on with it",
+        )
+    damaged = [name for name in _GROUPS if not isinstance(manifest.get(name) or {}, dict)]
+    if damaged or not isinstance(manifest.get("config", {}).get("data") or {}, dict):
+        raise DataError(
+            f"{folder / 'manifest.json'} can't be read: {', '.join(damaged) or 'config.data'} holds no keys"
+            " and values",
+            expected="the file as psgrad analyze wrote it",
+            cause="it was changed after the run",
+            next_step="run psgrad analyze again",
+        )
+    return manifest
+
+
+def _measure(folder: Path, name: str, about: dict[str, Any]) -> MeasureResult:
+    stem = folder / MEASURES / file_name(name)
+    tables = {
+        table: _table(stem.with_name(f"{stem.name}.{file_name(table)}.parquet"))
+        for table in about.pop("tables")
+    }
+    arrays = _arrays(stem.with_name(f"{stem.name}.safetensors")) if about.pop("arrays") else {}
+    return MeasureResult(name=name, tables=tables, arrays=arrays, **about)
+
+
+def _inputs(folder: Path) -> list[TopSample]:
+    listed = _json(folder / "inputs" / "inputs.json", [])
+    file = folder / "inputs" / "images.safetensors"
+    images = _arrays(file) if file.exists() else {}
+    found = []
+    for place, each in enumerate(listed):
+        values = tuple((name, value) for name, value in each.get("values") or ())
+        original = images.get(f"original.{place}")
+        found.append(TopSample(each["id"], images.get(str(place)), each["text"], values, original))
+    return found
+
+
+def _table(path: Path) -> pd.DataFrame:
+    try:
+        if path.is_dir():  # which pandas takes for a table in parts
+            raise IsADirectoryError(f"{path} is a folder")
+        return pd.read_parquet(path)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _json(path: Path, otherwise: Any) -> Any:
+    if not path.exists():
+        return otherwise
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _arrays(path: Path) -> dict[str, Array]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        arrays: dict[str, Array] = load_file(path)
+        return arrays
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"{path} can't be read: {first_line(error)}",
+        expected="the file as psgrad analyze wrote it",
+        cause="it was changed or cut short after the run",
+        next_step="run psgrad analyze again",
+    )

@@ -1,0 +1,351 @@
+"""Run folders: a file is there whole or not at all, and finished work survives a crash or a full disk."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from psgrad.errors import OutputError, OutputExistsError
+from psgrad.run import durable_files
+from psgrad.run.folder_lock import FolderLock, require_unlocked
+from psgrad.run.ledger_lines import has_begun
+from psgrad.wording import json_values
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from psgrad.run.results import MeasureResult, TopSample
+
+
+MANIFEST = "manifest.json"
+SHARDS = "parts"
+MEASURES = "measures"
+PUBLIC, PRIVATE = "public", "private"  # of a private run: public files, and private ones
+LEDGER = f"{PUBLIC}/ledger.jsonl"
+CHECKPOINT = "checkpoint.safetensors"
+
+# The files of psgrad at the top of a run folder: replacing a run removes only these. Other files stay.
+OWN_ENTRIES = (
+    *(SHARDS, "plots", "report.html", "identity.json", "logs"),
+    *(
+        "samples.parquet",
+        "samples.csv",
+        "parameters.parquet",
+        "measures",
+        "measures.json",
+        "findings.jsonl",
+        "check.json",
+        "inputs",
+    ),
+    *("scores.parquet", "scores.csv", "self_influence.parquet", "queries.parquet", "matrix.safetensors"),
+    *("harmful.csv", "groups.parquet", "contrasts.parquet", "tokens.parquet"),
+    *("evaluation.json", "evaluation.csv", "evaluation_details.parquet", "evaluation_points.parquet"),
+    *(PUBLIC, PRIVATE, CHECKPOINT),
+)
+
+# The characters with which a spreadsheet begins a formula, also in full width, and behind characters that it
+# trims or does not show.
+_FORMULA = re.compile(
+    "[\\s\\x00-\\x20\ufeff\u200b-\u200f\u202a-\u202e\u2060-\u2069]*[-=+@\uff0d\uff1d\uff0b\uff20]|[\\t\\r\\n]"
+)
+
+
+class RunFolder:
+    """The folder of one run. Every write is atomic: temporary file, fsync, rename, fsync of the folder."""
+
+    after_more_space = "free some space, or choose an --output on another disk, and run again"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows = 0  # finished samples in shards
+        self._lock: FolderLock | None = None
+
+    @classmethod
+    def create(cls, path: Path, overwrite: bool = False) -> Self:
+        """Make the folder, or take one that is empty. `overwrite` also takes one that holds an earlier run,
+        and removes that run.
+
+        Call this late, when model and data are known to be good: the earlier run is gone afterwards.
+
+        Raises:
+            OutputExistsError: the folder holds a run and may not be replaced, or one that is going on, or
+                something that is not a run. A run with a ledger is never replaced: the ledger says what
+                privacy was spent.
+            OutputError: the folder can't be made.
+        """
+        run = cls(path)
+        cls.require_free(path, overwrite)
+        try:
+            # Norms and losses reveal single training examples: a new folder is readable by its owner only.
+            durable_files.make_folder(path, 0o700)
+            run._lock = FolderLock(path, alone=True)
+            run._clear()
+        except OSError as error:
+            raise _unusable(path, error) from error
+        run.write_manifest({"state": "running"})
+        run._lock.share()
+        return run
+
+    def hold(self) -> None:
+        """Keep others from replacing the run, until `let_go` or the end of this process. Raises
+        OutputExistsError where one does so now.
+        """
+        self._lock = self._lock or FolderLock(self.path)
+
+    def let_go(self) -> None:
+        """Nothing more will be written to the run."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+    @classmethod
+    def reopen(cls, path: Path) -> Self:
+        """The folder of a run that is resumed: its finished parts stay."""
+        run = cls(path)
+        try:
+            own = [path / name for name in (SHARDS, MEASURES, "inputs", "plots")]
+            folders = [folder for folder in own if folder.is_dir() and not folder.is_symlink()]
+            leftovers = [leftover for folder in folders for leftover in folder.rglob(".*.tmp")]
+            for leftover in [*path.glob(".*.tmp"), *leftovers]:
+                leftover.unlink()
+        except OSError as error:
+            raise _unusable(path, error) from error
+        return run
+
+    @staticmethod
+    def require_free(path: Path, overwrite: bool = False) -> None:
+        """Raises OutputExistsError if `create` would, and changes nothing: to be called before any work."""
+        try:
+            if not path.exists() and not path.is_symlink():
+                return
+            if not path.is_dir():
+                raise OutputExistsError(
+                    f"the output {path} exists and is not a folder", next_step="choose another --output"
+                )
+            # A run that was killed while it wrote its first file leaves the beginning of that file.
+            if set(path.iterdir()) <= set(durable_files.leftovers_of(path / MANIFEST)):
+                return
+        except OSError as error:
+            raise _unusable(path, error) from error
+        if manifest_of(path) is None:
+            raise OutputExistsError(
+                f"the output folder {path} is not empty and does not hold a psgrad run",
+                expected="a new or empty folder, or the folder of an earlier run",
+                next_step="choose another --output; --overwrite replaces earlier runs only",
+            )
+        if ledger_lost(path):
+            raise OutputExistsError(
+                f"the output folder {path} holds a checkpoint of a private run, and the ledger that paid for"
+                " it is gone",
+                expected="a new or empty folder",
+                cause=(
+                    f"{LEDGER} was removed or emptied: a checkpoint is written after the ledger has begun, so"
+                    " something may be spent"
+                ),
+                next_step=("put the ledger back, or choose another --output, or delete the folder by hand"),
+            )
+        if has_begun(path / LEDGER):
+            raise OutputExistsError(
+                f"the output folder {path} holds the ledger of a private run",
+                expected="a new or empty folder, or --resume to go on with that run",
+                cause=(
+                    "a ledger is the only record of the privacy that was spent on these data, and --overwrite"
+                    " never removes one"
+                ),
+                next_step=("choose another --output, or go on with --resume, or delete the folder by hand"),
+            )
+        if not overwrite:
+            raise OutputExistsError(
+                f"the output folder {path} holds an earlier run",
+                expected="a new or empty folder",
+                next_step="choose another --output, or replace the earlier run with --overwrite",
+            )
+        require_unlocked(path)
+
+    def _clear(self) -> None:
+        # The manifest stays until create() replaces it: a crash half-way leaves a folder that can be
+        # recognised and overwritten.
+        for name in OWN_ENTRIES:
+            _remove(self.path / name)
+        for name in (*OWN_ENTRIES, MANIFEST):
+            for leftover in durable_files.leftovers_of(self.path / name):
+                leftover.unlink()
+
+    def finish_samples(self, frame: pd.DataFrame) -> None:
+        """Write all rows as samples.parquet and samples.csv."""
+        self.write_table("samples.parquet", frame)
+        self.write_csv("samples.csv", frame)
+
+    def drop_shards(self) -> None:
+        """Remove the shards: everything that follows from them is written."""
+        _remove(self.path / SHARDS)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run in the folder came to its end."""
+        return (manifest_of(self.path) or {}).get("state") == "finished"
+
+    def write_measures(self, results: Mapping[str, MeasureResult]) -> None:
+        """Write measures.json (what each is, and its numbers), measures/<measure>.<table>.parquet and
+        measures/<measure>.safetensors.
+        """
+        about = {}
+        for name, result in results.items():
+            stem = f"{MEASURES}/{file_name(name)}"
+            for table, frame in result.tables.items():
+                self.write_table(f"{stem}.{file_name(table)}.parquet", frame)
+            if result.arrays:
+                self.write_bytes(f"{stem}.safetensors", packed(result.arrays))
+            keys = ("title", "formula", "unit", "source", "meanings", "numbers")
+            words = {key: getattr(result, key) for key in keys}
+            about[name] = {**words, "tables": list(result.tables), "arrays": list(result.arrays)}
+        self.write_json(f"{MEASURES}.json", about)
+
+    def write_inputs(
+        self,
+        inputs: Sequence[TopSample],
+        vocabulary: Mapping[int, str] | None = None,
+        special_tokens: AbstractSet[int] = frozenset(),
+    ) -> None:
+        """Write what is shown of samples: inputs/inputs.json (ids, texts and values),
+        inputs/images.safetensors, by place in the list (`original.<place>` as in the dataset),
+        inputs/vocabulary.json, the texts of ids, and inputs/special_tokens.json, the ids that are not part of
+        a text.
+        """
+        if vocabulary:
+            self.write_json("inputs/vocabulary.json", vocabulary)
+            self.write_json("inputs/special_tokens.json", sorted(special_tokens & vocabulary.keys()))
+        if not inputs:
+            return
+        listed = [{"id": each.id, "text": each.text, "values": each.values} for each in inputs]
+        self.write_json("inputs/inputs.json", listed)
+        images = {str(place): each.image for place, each in enumerate(inputs) if each.image is not None}
+        originals = ((place, each.original) for place, each in enumerate(inputs))
+        images |= {f"original.{place}": each for place, each in originals if each is not None}
+        if images:
+            self.write_bytes("inputs/images.safetensors", packed(images))
+
+    def write_table(self, name: str, frame: pd.DataFrame) -> None:
+        """Write a frame as parquet, without its index."""
+        buffer = io.BytesIO()
+        frame.to_parquet(buffer, index=False)
+        self.write_bytes(name, buffer.getbuffer())
+
+    def write_csv(self, name: str, frame: pd.DataFrame) -> None:
+        """Write a frame as CSV that a spreadsheet may open: nothing in it is run as a formula."""
+        harmless = _harmless(frame)
+        text = harmless.to_csv(index=False)
+        if "\r" in text:
+            # pandas leaves a cell with a carriage return bare, and readers would begin a new row inside it.
+            text = harmless.to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC)
+        self.write_bytes(name, text.encode("utf-8", "backslashreplace"))
+
+    def manifest(self) -> dict[str, Any]:
+        """The present content of manifest.json; empty if there is none."""
+        return manifest_of(self.path) or {}
+
+    def write_manifest(self, content: Mapping[str, Any]) -> None:
+        """Write manifest.json with the mark by which a run folder is known."""
+        self.write_json(MANIFEST, {"tool": "psgrad", **content})
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Write JSON for every reader: numpy values as plain ones, paths as text, what is not finite null."""
+        text = json.dumps(json_values(content), indent=2, ensure_ascii=False, allow_nan=False)
+        self.write_bytes(name, (text + "\n").encode("utf-8", "backslashreplace"))
+
+    def write_bytes(self, name: str, data: bytes | memoryview, mode: int | None = None) -> None:
+        """Write one file of the run, in a folder below if `name` has slashes. mode: of the file; None for
+        that of the process.
+
+        Raises:
+            OutputError: the disk is full, or the file can't be written; the file is then as it was before.
+        """
+        target = self.path / name
+        try:
+            durable_files.make_folder(target.parent)
+            durable_files.write_atomically(target, data, mode)
+        except OSError as error:
+            raise self._explain(error, target, len(data)) from error
+
+    def _explain(self, error: OSError, target: Path, wanted: int) -> OutputError:
+        if error.errno not in durable_files.NO_SPACE:
+            return OutputError(
+                f"{target} can't be written: {error.strerror or error}",
+                next_step="check the folder and its permissions",
+            )
+        what_is_kept = self._kept()
+        return OutputError(
+            f"the disk is full or over quota: {target} can't be written ({error.strerror})",
+            expected=f"{wanted:,} free bytes for this file",
+            cause=f"no space; what was written before is whole{f': {what_is_kept}' if what_is_kept else ''}",
+            next_step=self.after_more_space,
+        )
+
+    def _kept(self) -> str:
+        """Which samples are there after a write that failed, in words."""
+        return f"{self.rows:,} finished samples stay in {self.path / SHARDS}" if self.rows else ""
+
+
+def packed(arrays: Mapping[str, np.ndarray[Any, Any]], about: Mapping[str, str] | None = None) -> bytes:
+    """Arrays as the bytes of a safetensors file."""
+    from safetensors.numpy import save
+
+    # A tensor that is not contiguous would be read back with other numbers.
+    content: bytes = save(
+        {name: np.asarray(array, order="C") for name, array in arrays.items()}, dict(about) if about else None
+    )
+    return content
+
+
+def file_name(name: str) -> str:
+    return re.sub(r"[^\w-]", "_", name)
+
+
+def _unusable(path: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"the output folder {path} can't be made: {error.strerror or error}",
+        expected="a place where folders and files can be written",
+        next_step="choose another --output",
+    )
+
+
+def manifest_of(folder: Path) -> dict[str, Any] | None:
+    """The content of manifest.json; None if the folder is not a run of psgrad."""
+    # Other tools have files named manifest.json too: the mark inside decides.
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and content.get("tool") == "psgrad" else None
+
+
+def ledger_lost(folder: Path) -> bool:
+    """Whether a private run's checkpoint, which is written when a ledger has begun, has no ledger."""
+    checkpoint = folder / CHECKPOINT
+    return (checkpoint.exists() or checkpoint.is_symlink()) and not has_begun(folder / LEDGER)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _harmless(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame for a spreadsheet: text that would be run as a formula starts with an apostrophe."""
+    text_columns = frame.select_dtypes(exclude=["number", "bool", "datetime"]).columns
+    return frame.assign(**{column: frame[column].map(_without_formula) for column in text_columns})
+
+
+def _without_formula(cell: Any) -> Any:
+    return f"'{cell}" if isinstance(cell, str) and _FORMULA.match(cell) else cell

@@ -1,0 +1,222 @@
+"""The files of an index: arrays in safetensors, each with the hash of the index that it is of, and that of
+its own numbers; and the description: which rows of the files are the index's rows, after updates not all of
+them, nor in the order in which they were written; and in what two descriptions differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from itertools import pairwise
+from mmap import ACCESS_COPY, mmap
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from psgrad.errors import OutputError
+from psgrad.run import durable_files
+from psgrad.wording import shorten_middle
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class IndexLayout:
+    """Stored rows are counted in the order in which they were written, deleted ones included.
+
+    Attributes:
+        segments: how many rows were written at first, and by each update.
+        seals: for each segment but the last the hash of the index at that time, which is in its files.
+        runs: the stored rows that are the index's rows, in order: (first, behind the last).
+    """
+
+    segments: Sequence[int]
+    seals: Sequence[str]
+    runs: Sequence[Sequence[int]]
+
+    @classmethod
+    def of_new(cls, rows: int) -> Self:
+        return cls([rows], [], [[0, rows]])
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> Self:
+        return cls(content["segments"], content["seals"], content["runs"])
+
+    def content(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def updates(self) -> int:
+        return len(self.seals)
+
+    @property
+    def new_rows(self) -> range:
+        """The stored rows of the last segment."""
+        return range(sum(self.segments[:-1]), sum(self.segments))
+
+    def updated(self, places: Array, seal: str) -> IndexLayout:
+        """After an update of an index of this seal.
+
+        places: [n], for each row of the index its stored row, or -1 for a row that is to be written.
+        """
+        stored = places.astype(np.int64)
+        new = np.flatnonzero(stored < 0)
+        stored[new] = np.arange(len(new)) + sum(self.segments)
+        ends = [0, *(np.flatnonzero(np.diff(stored) != 1) + 1).tolist(), len(stored)]
+        runs = [[int(stored[start]), int(stored[stop - 1]) + 1] for start, stop in pairwise(ends)]
+        return IndexLayout([*self.segments, len(new)], [*self.seals, seal], runs)
+
+    def places(self) -> Array:
+        """[n]: the stored row of each row of the index."""
+        return np.concatenate([np.arange(start, stop) for start, stop in self.runs])
+
+    def shards(self, most: int) -> list[range]:
+        """The stored rows of each shard; a segment begins a new one."""
+        found, first = [], 0
+        for rows in self.segments:
+            found += [range(first + start, first + min(start + most, rows)) for start in range(0, rows, most)]
+            first += rows
+        return found
+
+    def segment_of(self, row: int) -> int:
+        """The segment of a stored row."""
+        return int(np.searchsorted(np.cumsum(self.segments), row, side="right"))
+
+    def pieces(self, shards: Sequence[range]) -> Iterator[tuple[int, int, Array]]:
+        """(first row of the index, shard, rows of that shard, rising) in the order of the index."""
+        places = self.places()
+        numbers = np.searchsorted([shard.start for shard in shards], places, side="right") - 1
+        cuts = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(places) < 1)) + 1
+        for start, stop in pairwise([0, *cuts.tolist(), len(places)]):
+            number = int(numbers[start])
+            yield start, number, places[start:stop] - shards[number].start
+
+
+def as_stored(description: Mapping[str, Any]) -> dict[str, Any]:
+    """The description as JSON gives it back."""
+    content: dict[str, Any] = json.loads(json.dumps(description, default=str))
+    return content
+
+
+def differences_of(expected: Any, actual: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    """(name, expected, found) of each value that differs, mappings followed by their keys."""
+    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
+        for key, value in expected.items():
+            yield from differences_of(value, actual.get(key), f"{name}.{key}" if name else str(key))
+    elif expected != actual:
+        yield name, expected, actual
+
+
+def differs_in_data_alone(different: Sequence[tuple[str, Any, Any]]) -> bool:
+    """Whether only the rows are others."""
+    return {name for name, _, _ in different} <= {"rows", "fingerprint.data"}
+
+
+def shortened(value: Any) -> str:
+    return shorten_middle(value, 32) if isinstance(value, str) else shorten_middle(str(value), 80)
+
+
+SEAL = "psgrad"  # of a file's metadata: which index or rows it is of, and the hash of its numbers
+# Numbers of a file by the names that safetensors has for them.
+_DTYPES = {
+    name: f"<{kind.lower()}{int(bits) // 8}"
+    for name in ("F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
+    for kind, bits in [(name[0], name[1:])]
+}
+
+Arrays = dict[str, np.ndarray]
+
+
+def write(target: Path, arrays: Mapping[str, np.ndarray], seal: str, next_step: str) -> None:
+    """Write a file all at once. Raises OutputError, and leaves no part of it.
+
+    seal: the hash of the index. next_step: where there is no space.
+    """
+    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    # One entry: safetensors writes several in any order, and the bytes of equal indexes would differ.
+    data = save(whole, metadata={SEAL: f"{seal} {digest_of(whole)}"})
+    try:
+        durable_files.make_folder(target.parent)
+        durable_files.write_atomically(target, data)
+        for leftover in durable_files.leftovers_of(target):  # of a process that was killed
+            leftover.unlink()
+    except OSError as error:
+        full = error.errno in durable_files.NO_SPACE
+        raise OutputError(
+            f"{target} can't be written: {error.strerror or error}",
+            expected=f"{len(data):,} free bytes for this file" if full else None,
+            cause="no space; the shards that were written before are whole" if full else None,
+            next_step=next_step if full else "check the folder and its permissions",
+        ) from error
+
+
+def opened(path: Path, seal: str, next_step: str) -> Any:
+    """A handle of a file. Raises OutputError for one that can't be read, or is of another index."""
+    try:
+        file: Any = safe_open(path, framework="numpy")
+        own = (file.metadata() or {}).get(SEAL, "").partition(" ")[0] == seal
+    except (OSError, SafetensorError) as error:
+        raise OutputError(
+            f"{path} can't be read: {getattr(error, 'strerror', None) or error}",
+            expected="a file that psgrad wrote",
+            cause="the file was cut short or changed",
+            next_step=next_step,
+        ) from error
+    if not own:
+        raise OutputError(
+            f"{path} is of another index",
+            cause="it was copied here, or left by one",
+            next_step=next_step,
+        )
+    return file
+
+
+def arrays_of(file: Any) -> Arrays:
+    """All arrays of an open file."""
+    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a handle, no dict)
+
+
+def require_as_written(path: Path, file: Any, next_step: str) -> None:
+    """Raises OutputError for an open file with other numbers than were written."""
+    if digest_of(arrays_of(file)) != file.metadata()[SEAL].rpartition(" ")[2]:
+        raise OutputError(
+            f"{path} holds other numbers than were written",
+            expected="the numbers that its own hash was made of",
+            cause="a damaged disk, or a file that was changed",
+            next_step=next_step,
+        )
+
+
+def mapped(path: Path, names: Sequence[str]) -> Arrays:
+    """Arrays of a file that safetensors has found in order, without copies, which it makes of each part."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        # Copied where it is written to: PyTorch warns of memory that can't be.
+        content = mmap(file.fileno(), 0, access=ACCESS_COPY)
+    found = {}
+    for name in names:
+        start, stop = header[name]["data_offsets"]
+        data = memoryview(content)[8 + size + start : 8 + size + stop]
+        found[name] = np.frombuffer(data, _DTYPES[header[name]["dtype"]]).reshape(header[name]["shape"])
+    return found
+
+
+def as_slice(rows: np.ndarray) -> np.ndarray | slice:
+    """Rising rows, as a slice where they are neighbours: parts of arrays are then no copies."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
+
+
+def digest_of(arrays: Arrays) -> str:
+    """The SHA-256 of arrays by name."""
+    digest = sha256()
+    for name in sorted(arrays):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(arrays[name]).data if arrays[name].size else b"")
+    return digest.hexdigest()

@@ -1,0 +1,93 @@
+"""Files that a run reads: checks before their content is read, hashes, whether they changed. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from psgrad.config.values import require_regular
+from psgrad.errors import ConfigError, DataError, PsgradError
+from psgrad.run.host_files import json_made_once
+
+_LFS_POINTER = b"version https://git-lfs"
+_HASH_BLOCK = 1 << 20
+
+
+def require_file(path: Path, what: str, unusable: type[PsgradError]) -> Path:
+    """`path`, once it is known to be a file with content of its own.
+
+    `what` names the file's part ("checkpoint"), `unusable` is the error for a file that is there but holds
+    nothing to read; one that is not there is the config's mistake.
+    """
+    if path.is_dir():
+        raise ConfigError(
+            f"the {what} {path} is a folder", expected="a file", next_step="name the file inside it"
+        )
+    if not path.exists():
+        raise ConfigError(
+            f"there is no {what} {path}",
+            next_step="check the path; it is relative to the config file's folder",
+        )
+    require_regular(path, what)
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(_LFS_POINTER))
+    except OSError as error:
+        raise unusable(f"the {what} {path} can't be read: {error.strerror}") from error
+    if not head:
+        raise unusable(f"the {what} {path} is empty", cause="an interrupted copy or download")
+    if head == _LFS_POINTER:
+        raise unusable(
+            f"the {what} {path} is a git-lfs pointer, not the file itself",
+            cause="the repository was cloned without git-lfs",
+            next_step=f"run `git lfs pull` in {path.parent}",
+        )
+    return path
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """The system's facts about a file: its size in bytes, when it was written last, and which file it is."""
+
+    path: Path
+    size: int
+    written: int
+    number: int
+
+    @classmethod
+    def of(cls, path: Path) -> Stamp:
+        """That of a file as it is now. Raises DataError where it is not there."""
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise DataError(f"the file {path} can't be read any more: {error.strerror}") from error
+        return cls(path, found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+def require_unchanged(stamps: Iterable[Stamp]) -> None:
+    """Raises DataError for a file that is not as it was."""
+    for stamp in stamps:
+        if Stamp.of(stamp.path) != stamp:
+            raise DataError(
+                f"the file {stamp.path} was changed while the run read it",
+                expected="the same rows in all passes",
+                next_step="put the file back and go on with --resume, or begin anew with --overwrite",
+            )
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal: of a large one taken once on each host."""
+    if path.stat().st_size <= _HASH_BLOCK:
+        return _sha256_of(path)
+    found: str = json_made_once(f"sha256 {Stamp.of(path)}", lambda: _sha256_of(path))
+    return found
+
+
+def _sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASH_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,217 @@
+"""`psgrad analyze` over several checkpoints: refusals before any work, a run that goes on, and the
+example.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.numpy import load_file
+from safetensors.torch import save_file
+from torch import nn
+
+import benchmarks.checkpoints as script
+import psgrad.commands.setup as moments
+from psgrad.commands.analyze import analyze
+from psgrad.config import load_config
+from tests.workplace import Workplace
+
+MEASURES = ["trajectory", "grand", "el2n_over_checkpoints", "forgetting", "vog"]
+FILES = ["first.safetensors", "second.safetensors", "third.safetensors"]
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def training(workplace: Workplace) -> Workplace:
+    """A workplace with three checkpoints and all measures over them."""
+    for seed, name in enumerate(FILES):
+        torch.manual_seed(10 + seed)
+        save_file(
+            nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).state_dict(), workplace.folder / name
+        )
+    workplace.config["analyze"] = {"checkpoints": list(FILES), "measures": list(MEASURES)}
+    return workplace
+
+
+def measures(training: Workplace, output: str = "out") -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((training.folder / output / "measures.json").read_text())
+    return content
+
+
+@pytest.mark.long
+def test_one_run_tells_all_that_measures_over_checkpoints_say(training: Workplace) -> None:
+    training.succeeded("--no-report")
+    frame, said = training.samples(), measures(training)
+    assert {
+        "grand",
+        "grand_std",
+        "el2n_mean",
+        "vog",
+        "vog_z",
+        "forgetting_events",
+        "mean_confidence",
+        "loss_slope",
+    } <= set(frame.columns)
+    assert not [name for name in frame.columns if name.startswith(("moments", "vog."))]
+    assert said["moments"]["numbers"]["checkpoints"] == FILES
+    for measure in MEASURES:
+        assert set(said[measure]["meanings"]) <= set(frame.columns)
+    table = pd.read_parquet(training.folder / "out" / "measures" / "trajectory.checkpoints.parquet")
+    assert table["checkpoint"].tolist() == FILES
+
+
+@pytest.mark.long
+def test_the_model_of_the_config_is_no_checkpoint_of_its_own(training: Workplace) -> None:
+    training.config["model"]["checkpoint"] = FILES[2]
+    training.succeeded("--no-report")
+
+    norms = load_file(training.folder / "out" / "measures" / "trajectory.safetensors")["grad_norm"]
+    assert norms.shape == (24, 3)
+    frame = training.samples().sort_values("index")
+    np.testing.assert_allclose(norms[:, 2], frame["grad_norm"], rtol=1e-5)
+    np.testing.assert_allclose(frame["grand"], norms.mean(1), rtol=1e-6)
+
+
+def test_measures_over_checkpoints_need_some(training: Workplace) -> None:
+    del training.config["analyze"]["checkpoints"]
+    training.refused(
+        3,
+        "looks at several checkpoints, and analyze.checkpoints lists none",
+        "list a training run's files, in order",
+    )
+    assert not (training.folder / "out").exists()
+
+
+def test_a_missing_file_is_reported_before_anything_is_loaded(
+    training: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.config["analyze"]["checkpoints"].append("fourth.safetensors")
+    monkeypatch.setattr(moments.Setup, "another", lambda *_, **__: pytest.fail("loaded"))
+    training.refused(2, "fourth.safetensors", "relative to the config file's folder")
+    assert not (training.folder / "out").exists()
+
+
+def test_the_same_weights_twice_are_refused(training: Workplace) -> None:
+    torch.manual_seed(10)
+    torch.save(
+        nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).state_dict(), training.folder / "copy.pt"
+    )
+    training.config["analyze"]["checkpoints"].append("copy.pt")
+    training.refused(
+        2, "the checkpoints first.safetensors and copy.pt hold the same weights", "it would count double"
+    )
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_any_work(training: Workplace) -> None:
+    save_file(
+        nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).state_dict(), training.folder / FILES[1]
+    )
+    training.refused(3, FILES[1])
+    assert not (training.folder / "out").exists()
+
+
+@pytest.mark.long
+def test_checkpoints_are_relative_to_the_config(training: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    training.succeeded("--no-report")
+    elsewhere = training.folder / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    config = load_config(training.folder / "config.yaml")
+    assert len(analyze(config, overwrite=True, report=False).samples) == 24
+
+
+@pytest.mark.long
+def test_a_run_that_was_stopped_goes_on_at_the_checkpoint_it_had_come_to(
+    training: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.config["engine"] = {"chunk_size": 5}
+    monkeypatch.setattr("psgrad.engine.measures.builtin.over_checkpoints.grouped", _one_by_one)
+    training.succeeded("--output", "whole", "--no-report")
+    plain, asked = moments._objective, []
+
+    def stopping(run: Any, path: Path) -> Any:
+        asked.append(str(path))
+        if asked.count(FILES[1]) == 1 and str(path) == FILES[1]:
+            raise KeyboardInterrupt
+        return plain(run, path)
+
+    monkeypatch.setattr(moments, "_objective", stopping)
+    assert training.analyze().code == 130
+    assert asked == FILES[:2]
+    training.succeeded("--resume", "--no-report")
+    assert asked[2:4] == FILES[1:]  # the first has passed, and is not asked again before the pass of vog
+    for name in (
+        "samples.parquet",
+        "measures/trajectory.safetensors",
+        "measures/trajectory.checkpoints.parquet",
+    ):
+        assert (training.folder / "out" / name).read_bytes() == (
+            training.folder / "whole" / name
+        ).read_bytes()
+
+
+def _one_by_one(examples: Any, objective: Any, count: int, chunk_size: int) -> Any:
+    from psgrad.engine.measures.checkpoint_passes import Grouping
+
+    return Grouping.one_by_one(count, "as the test says")
+
+
+@pytest.mark.long
+def test_a_run_does_not_go_on_with_other_checkpoints(
+    training: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = moments._objective
+
+    def stopping(run: Any, path: Path) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(moments, "_objective", stopping)
+    assert training.analyze().code == 130
+    monkeypatch.setattr(moments, "_objective", plain)
+    save_file(
+        nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).state_dict(), training.folder / FILES[1]
+    )
+    training.refused(
+        2, "was begun with something else", "analyze.checkpoints (their content)", options=("--resume",)
+    )
+
+
+@pytest.mark.sweep
+def test_the_example_of_checkpoints_finds_flipped_labels(tmp_path: Path) -> None:
+    config = load_config(CONFIGS / "digits-checkpoints.yaml", [f"output={tmp_path / 'run'}"])
+    result = analyze(config, report=False)
+    frame = result.samples
+    flipped = frame["id"].isin(
+        [each["id"] for each in json.loads((CONFIGS / "digits" / "flipped.json").read_text(encoding="utf-8"))]
+    )
+    assert flipped.sum() == 54
+    for name in ("grand", "el2n_mean", "forgetting_events"):
+        assert frame.loc[flipped, name].median() > frame.loc[~flipped, name].quantile(0.9)
+    assert frame.loc[flipped, "mean_confidence"].median() < frame.loc[~flipped, "mean_confidence"].quantile(
+        0.1
+    )
+
+
+def test_the_benchmark_counts_ties_by_their_share_and_times_both_ways(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flipped = np.array([True, True, False, False, True])
+    assert script.found(np.array([9.0, 5.0, 5.0, 1.0, 0.0]), flipped) == 1 + 2 * 0.5
+    monkeypatch.setattr(script, "REPEATS", 1)
+    monkeypatch.setattr(script, "CHUNKS", 1)
+    row = script.speed(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), 4)
+    assert (row["rows"], row["chosen"]) == (4, "together")
+    assert min(row["alone"], row["together"]) > 0
+
+
+def test_the_stored_numbers_are_of_all_columns_that_the_benchmark_knows() -> None:
+    stored = json.loads(
+        (CONFIGS.parent / "benchmarks" / "results" / "checkpoints-cpu.json").read_text(encoding="utf-8")
+    )
+    assert set(script.COLUMNS) < set(stored["quality"])

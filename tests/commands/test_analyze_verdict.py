@@ -1,0 +1,273 @@
+"""`psgrad analyze` with trusted samples: a dataset, another run, or a baseline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from safetensors.torch import save_file
+
+from psgrad.commands import analyze
+from psgrad.config import load_config
+from tests.oracles import one_sample_gradients
+from tests.workplace import CLASSES, FEATURES, Workplace
+
+ROOT = Path(__file__).parents[2]
+TRUSTED = 60
+TABLE = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 5)
+
+    def forward(self, x):
+        return self.table(x)
+"""
+
+
+@pytest.fixture
+def judged(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
+    """A workplace with trusted samples in trusted.npz, which draws no plots."""
+    monkeypatch.setattr("psgrad.reports.analyze_page.write_report", lambda result, write: None)
+    random = np.random.default_rng(7)
+    np.savez(
+        workplace.folder / "trusted.npz",
+        x=random.normal(size=(TRUSTED, FEATURES)).astype(np.float32),
+        y=random.integers(0, CLASSES, TRUSTED),
+        uid=np.array([f"known-{row:02d}" for row in range(TRUSTED)]),
+    )
+    workplace.config["analyze"] = {"outliers": {"reference": {"data": {"path": "trusted.npz"}}, "fdr": 0.5}}
+    return workplace
+
+
+def trusted_norms(place: Workplace) -> np.ndarray:
+    with np.load(place.folder / "trusted.npz") as file:
+        inputs, target = torch.from_numpy(file["x"]), torch.from_numpy(file["y"])
+    gradients = one_sample_gradients(place.model, F.cross_entropy, (inputs,), target)
+    return np.asarray(torch.cat([each.flatten(1).double() for each in gradients.values()], 1).norm(dim=1))
+
+
+def use_reference(place: Workplace, reference: object, **outliers: object) -> None:
+    place.config["analyze"] = {"outliers": {"reference": reference, "fdr": 0.5, **outliers}}
+
+
+def test_a_trusted_dataset_is_measured_in_the_same_command(judged: Workplace) -> None:
+    x = judged.arrays["x"].copy()
+    x[3] *= 100
+    judged.save(x=x)
+    outcome = judged.succeeded()
+    frame, facts = judged.samples(), judged.manifest()["outliers"]
+    known = trusted_norms(judged)
+    expected = [(1 + (known >= norm).sum()) / (TRUSTED + 1) for norm in frame["grad_norm"]]
+    np.testing.assert_allclose(frame["p_value"], expected)
+    assert frame["is_outlier_issue"][3]
+    assert facts["reference"] == {
+        "kind": "data",
+        "source": "trusted.npz",
+        "size": TRUSTED,
+        "nonfinite": 0,
+        "in_both": 0,
+    }
+    assert "reference-samples" in outcome.err
+    assert not (judged.folder / "out" / "parts").exists()
+
+
+@pytest.mark.long
+def test_a_run_and_its_baseline_judge_as_the_dataset_did(judged: Workplace) -> None:
+    judged.succeeded()
+    by_data = judged.samples()
+    own = dict(judged.config["data"])
+    judged.config["data"]["path"] = "trusted.npz"
+    judged.config["analyze"] = {}
+    judged.succeeded("--output", "known")
+    assert judged.command("baseline", "save", "known", "--output", "known.json").code == 0
+    judged.config["data"] = own
+    for reference in ("known", "known.json"):
+        use_reference(judged, reference)
+        judged.succeeded("--overwrite")
+        assert judged.samples()["p_value"].tolist() == by_data["p_value"].tolist()
+        assert judged.samples()["reasons"].tolist() == by_data["reasons"].tolist()
+
+
+def test_the_judged_run_itself_is_no_reference(judged: Workplace) -> None:
+    judged.config["analyze"] = {}
+    judged.succeeded("--output", "first")
+    use_reference(judged, {"run": "first"})
+    judged.succeeded()
+    facts = judged.manifest()["outliers"]
+    assert not facts["evaluable"]
+    assert "all of them are in the reference" in facts["why_not"]
+    assert judged.samples()["q_value"].isna().all()
+
+
+def test_a_reference_of_another_checkpoint_is_refused_before_anything_runs(judged: Workplace) -> None:
+    judged.config["analyze"] = {}
+    judged.succeeded("--output", "first")
+    assert judged.command("baseline", "save", "first", "--output", "first.json").code == 0
+    torch.manual_seed(9)
+    save_file(
+        {name: value + 1 for name, value in judged.model.state_dict().items()},
+        judged.folder / "model.safetensors",
+    )
+    for reference in ("first", "first.json"):
+        use_reference(judged, reference)
+        judged.refused(
+            2, "checkpoint:", "can't be compared", "run psgrad analyze on the trusted samples again"
+        )
+        assert not (judged.folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("reference", "outliers", "words"),
+    [
+        ({"data": {"path": "nowhere.npz"}}, {}, "nowhere.npz"),
+        ({"data": {"path": "trusted.npz", "target": "z"}}, {}, "has no column 'z'"),
+        ("nowhere", {}, "holds no run of psgrad"),
+        ("nowhere.json", {}, "there is no baseline"),
+        ({"data": {"path": "trusted.npz"}}, {"score": "grad_nrom"}, "did you mean grad_norm?"),
+        ({"data": {"path": "trusted.npz"}}, {"group_by": "length"}, "length counts positions"),
+        ({"data": {"path": "trusted.npz"}}, {"group_by": "source"}, "has no column 'source'"),
+        (
+            {"data": {"path": "trusted.npz"}},
+            {"detectors": [{"name": "a"}, {"name": "a"}]},
+            "the detector a is listed twice",
+        ),
+        ({"data": {"path": "trusted.npz"}, "run": "known"}, {}, "give exactly one of baseline"),
+    ],
+)
+def test_mistakes_are_reported_before_anything_runs(
+    judged: Workplace, reference: object, outliers: dict[str, object], words: str
+) -> None:
+    use_reference(judged, reference, **outliers)
+    outcome = judged.analyze()
+    assert outcome.code in (2, 3)
+    outcome.refused(outcome.code, words)
+    assert not (judged.folder / "out").exists()
+
+
+def test_keys_of_trusted_data_that_are_left_out_are_those_of_the_data(judged: Workplace) -> None:
+    judged.config["data"]["class_names"] = ["a", "b", "c"]
+    (judged.folder / "config.yaml").write_text(yaml.safe_dump(judged.config))
+    config = load_config(judged.folder / "config.yaml")
+    reference = config.analyze.outliers.reference
+    assert reference is not None
+    assert reference.data == config.data.model_copy(update={"path": Path("trusted.npz")})
+    again = type(config).model_validate(config.model_dump(mode="json"))
+    assert again.analyze == config.analyze, "a config that is written out loads again"
+
+
+def test_groups_may_be_a_column_of_the_dataset(judged: Workplace) -> None:
+    random = np.random.default_rng(3)
+    for name, rows in (("data", 24), ("trusted", TRUSTED)):
+        with np.load(judged.folder / f"{name}.npz") as file:
+            table = pd.DataFrame(file["x"], columns=list("abcd")).assign(y=file["y"], uid=file["uid"])
+        table.assign(source=np.where(random.random(rows) < 0.5, "web", "book")).to_csv(
+            judged.folder / f"{name}.csv", index=False
+        )
+    judged.config["data"] = {"path": "data.csv", "inputs": list("abcd"), "target": "y", "id": "uid"}
+    use_reference(judged, {"data": {"path": "trusted.csv"}}, group_by="source", min_group=5)
+    judged.succeeded()
+    frame, known = judged.samples(), pd.read_csv(judged.folder / "trusted.csv")
+    assert (
+        frame["group"].tolist()
+        == pd.read_csv(judged.folder / "data.csv")["source"].tolist()
+        == frame["source"].tolist()
+    )
+    norms = trusted_norms(judged)
+    expected = [
+        (1 + (norms[known["source"] == group] >= norm).sum()) / (1 + (known["source"] == group).sum())
+        for group, norm in zip(frame["group"], frame["grad_norm"], strict=True)
+    ]
+    np.testing.assert_allclose(frame["p_value"], expected)
+
+
+def test_lengths_count_the_positions_that_count(judged: Workplace) -> None:
+    judged.use_model(TABLE)
+    judged.config["loss"] = "token_cross_entropy"
+    random = np.random.default_rng(0)
+    y = random.integers(0, 5, (24, 8))
+    for row in range(24):
+        y[row, 1 + row % 8 :] = -100
+    judged.save(x=random.integers(0, 5, (24, 8)), y=y)
+    judged.config["analyze"] = {"outliers": {"group_by": "length", "min_group": 3}}
+    judged.succeeded()
+    frame = judged.samples()
+    assert frame["length"].tolist() == (y != -100).sum(1).tolist()
+    assert frame["group"].value_counts().to_dict() == {"0 to 1": 3, "2 to 3": 6, "4 to 7": 12, "8 to 15": 3}
+
+
+@pytest.mark.long
+def test_a_killed_run_goes_on_with_the_same_reference_alone(
+    judged: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged.succeeded("--output", "whole")
+    real = analyze.Judging.judge
+    monkeypatch.setattr(analyze.Judging, "judge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert judged.analyze().code == 130
+    monkeypatch.setattr(analyze.Judging, "judge", real)
+    assert (judged.folder / "out" / "parts" / "reference-samples").is_dir()
+    judged.succeeded("--resume")
+    pd.testing.assert_frame_equal(judged.samples(), judged.samples("whole"))
+    monkeypatch.setattr(analyze.Judging, "judge", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    judged.analyze("--overwrite")
+    with np.load(judged.folder / "trusted.npz") as file:
+        changed = {name: file[name] for name in file.files}
+    np.savez(judged.folder / "trusted.npz", **(changed | {"x": changed["x"] + 1}))
+    judged.refused(2, "reference (its content)", options=("--resume",))
+
+
+@pytest.mark.long
+def test_only_the_measures_that_judge_are_taken_of_trusted_samples(
+    judged: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    from psgrad.commands import analyze_verdict
+
+    real = analyze_verdict.measures_of
+    monkeypatch.setattr(
+        analyze_verdict,
+        "measures_of",
+        lambda config: asked.append([each.name for each in config.analyze.measures]) or real(config),
+    )
+    judged.config["analyze"]["measures"] = [{"name": "el2n"}, {"name": "margin"}]
+    judged.succeeded()
+    judged.config["analyze"]["outliers"]["score"] = "el2n"
+    judged.succeeded("--overwrite")
+    assert asked == [[], ["el2n"]]
+
+
+@pytest.mark.long
+def test_the_example_with_a_gate_runs_as_written(judged: Workplace) -> None:
+    command = judged.command("analyze", str(ROOT / "configs" / "digits-gate.yaml"), "--output", "gate")
+    assert command.code == 0, command.err
+    found = pd.read_json(ROOT / "configs" / "digits" / "flipped.json")["id"]
+    frame = judged.samples("gate")
+    flagged = frame.loc[frame["is_outlier_issue"], "id"]
+    assert flagged.isin(found).sum() >= 50
+    assert len(flagged) < 75
+    assert judged.command("check", "gate").code == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("score", "said"), [("vog", False), ("vog_z", True), ("cosine_to_mean", True)])
+def test_a_score_that_depends_on_the_other_samples_is_said_to(
+    judged: Workplace, score: str, said: bool
+) -> None:
+    checkpoints = [f"step{step}.safetensors" for step in range(3)]
+    for step, name in enumerate(checkpoints):
+        save_file(
+            {key: value * (1 + step) for key, value in judged.model.state_dict().items()},
+            judged.folder / name,
+        )
+    judged.config["analyze"]["outliers"]["score"] = score
+    judged.config["analyze"] |= {"measures": ["vog", "cosine_to_mean"], "checkpoints": checkpoints}
+    judged.succeeded()
+    caveats = judged.manifest()["outliers"]["caveats"]
+    assert (
+        any(each.startswith(f"{score} of a sample depends on the other samples") for each in caveats) == said
+    )

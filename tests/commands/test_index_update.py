@@ -1,0 +1,164 @@
+"""`psgrad influence index --update`: the index follows its data, and answers as a new one would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from psgrad.commands.influence_index import matched
+from psgrad.data.reader import digests
+from psgrad.data.rows import Block
+from psgrad.run.gradient_index import GradientIndex
+from tests.influence_workplace import InfluenceWorkplace
+from tests.workplace import ROWS
+
+
+@pytest.fixture
+def place(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> InfluenceWorkplace:
+    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
+    found.prepare()
+    found.section["index"] = {"path": "index", "projection": "none", "features": "margin"}
+    found.section["index"]["rows_per_shard"] = 7
+    return found
+
+
+def with_rows(place: InfluenceWorkplace, rows: list[int]) -> None:
+    """The data become these of their rows; those from ROWS on are new ones."""
+    random = np.random.default_rng(5)
+    more = {
+        "x": random.normal(size=(9, 4)).astype(np.float32),
+        "y": random.integers(0, 3, 9),
+        "uid": np.array([f"more-{row}" for row in range(9)]),
+    }
+    whole = {name: np.concatenate([place.arrays[name], more[name]]) for name in more}
+    np.savez(place.folder / "data.npz", **{name: array[rows] for name, array in whole.items()})
+
+
+def scores(place: InfluenceWorkplace, *options: str) -> pd.DataFrame:
+    found = place.ranked("--overwrite", "--no-report", *options)
+    return found.sort_values(["query_index", "train_id"]).reset_index(drop=True)
+
+
+def shards_of(place: InfluenceWorkplace) -> dict[str, int]:
+    """When each shard was written."""
+    folder = place.folder / "index" / "checkpoint-000"
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("gradients-*")}
+
+
+EVERY = list(range(ROWS))
+CHANGES = {
+    "append": ("gradient_dot", [*EVERY, 24, 25, 26, 27, 28, 29, 30, 31, 32], 9, 0),
+    "delete": ("trak", [row for row in EVERY if row % 5], 0, 5),
+    "all at once": ("trak", [30, *EVERY[12:], *EVERY[2:10], 24, 25], 3, 4),
+    "all others": ("gradient_dot", [24, 25, 26], 3, 24),
+}
+
+
+@pytest.mark.long
+@pytest.mark.every(2)
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_index_update_answers_as_a_new_index(place: InfluenceWorkplace, change: str) -> None:
+    place.section["method"], rows, added, deleted = CHANGES[change]
+    assert place.index().code == 0
+    with_rows(place, rows)
+    place.influence().refused(3, "let it follow its data: psgrad influence index CONFIG --update")
+    before = shards_of(place)
+    updated = place.index("--update")
+    assert updated.code == 0, updated.err
+    assert f"{len(rows) - added} rows are kept, {added} are added, and {deleted} are deleted" in updated.err
+    after = shards_of(place)
+    assert len(after) == 4 + -(-added // 7)
+    assert before.items() <= after.items(), "rows that were there were written again"
+    found = scores(place)
+    assert place.index("--overwrite").code == 0
+    pd.testing.assert_frame_equal(found, scores(place), rtol=1e-5, atol=1e-7)
+    place.section.pop("index")
+    if place.section["method"] == "gradient_dot":
+        pd.testing.assert_frame_equal(found, scores(place), rtol=1e-4, atol=1e-6)
+
+
+def test_index_update_of_unchanged_data(place: InfluenceWorkplace) -> None:
+    assert place.index().code == 0
+    files = {path: path.read_bytes() for path in (place.folder / "index").rglob("*.safetensors")}
+    assert place.index("--update").code == 0
+    assert {path: path.read_bytes() for path in (place.folder / "index").rglob("*.safetensors")} == files
+    assert GradientIndex.open(place.folder / "index").layout.updates == 0
+
+
+@pytest.mark.sweep
+def test_index_update_twice_and_back(place: InfluenceWorkplace) -> None:
+    expected = scores_with_index(place, EVERY, "--overwrite")
+    for rows in ([*EVERY[3:], 24], [25, *EVERY[:20]], EVERY):
+        found = scores_with_index(place, rows, "--update")
+    pd.testing.assert_frame_equal(found, expected, rtol=1e-6, atol=1e-9)
+
+
+def scores_with_index(place: InfluenceWorkplace, rows: list[int], option: str) -> pd.DataFrame:
+    with_rows(place, rows)
+    ended = place.index(option)
+    assert ended.code == 0, ended.err
+    return scores(place)
+
+
+@pytest.mark.long
+def test_index_update_names_new_rows_that_are_not_finite(place: InfluenceWorkplace) -> None:
+    assert place.index().code == 0
+    place.arrays["x"][0] = np.nan
+    with_rows(place, [*EVERY[1:], 24, 0])
+    assert "1 rows have a gradient that is not finite, and no score: 24" in place.index("--update").err
+    assert "row-00" not in set(scores(place)["train_id"])
+
+
+def test_index_update_of_another_model_refused(place: InfluenceWorkplace) -> None:
+    assert place.index().code == 0
+    with_rows(place, [*EVERY, 24])
+    place.save_checkpoint("model.safetensors", 9)
+    place.index("--update").refused(
+        3, "the index index is of something else: fingerprint.checkpoints differs", "put them back"
+    )
+    place.section["index"]["dtype"] = "float16"
+    assert "dtype" in place.index("--update").refused(3, "fingerprint.checkpoints")
+
+
+def test_index_update_with_other_losses_refused(place: InfluenceWorkplace) -> None:
+    assert place.index().code == 0
+    index = GradientIndex.open(place.folder / "index")
+    arrays = index.read(0, 0)
+    index.write(0, 0, arrays | {"loss": arrays["loss"] + 1})
+    with_rows(place, [*EVERY[2:], 24])
+    place.index("--update").refused(3, "is of something else: it has a loss of", "for row 0")
+
+
+@pytest.mark.long
+def test_index_update_without_digests_refused(place: InfluenceWorkplace) -> None:
+    assert place.index().code == 0
+    index = GradientIndex.open(place.folder / "index")
+    for shard in range(len(index.shards)):
+        index.write(0, shard, {key: x for key, x in index.read(0, shard).items() if key != "digest"})
+    assert len(scores(place))
+    place.index("--update").refused(3, "does not say which rows it holds", "--overwrite")
+
+
+def test_index_update_without_an_index(place: InfluenceWorkplace) -> None:
+    place.index("--update").refused(3, "there is no index in index", "psgrad influence index CONFIG")
+    place.index("--update", "--resume").refused(2, "--update was given together with --resume")
+    place.index("--update", "--overwrite").refused(2, "--update was given together with --overwrite")
+    place.index("--update", "--part", "1/2").refused(2, "--part was given together with --update")
+
+
+def test_rows_that_are_alike_are_matched_once_each() -> None:
+    stored, now = (np.array(numbers, np.uint8)[:, None] for numbers in ([3, 7, 3, 5], [3, 3, 3, 5, 8]))
+    assert matched(stored, np.array([10, 11, 12, 13]), now).tolist() == [10, 12, -1, 13, -1]
+
+
+def test_digests_of_bfloat16() -> None:
+    # which numpy does not have
+    rows = torch.tensor([[1.0, 2.0], [1.0, 3.0], [1.0, 2.0]], dtype=torch.bfloat16)
+    one, other, again = digests(Block((rows,), None))
+    assert one == again != other

@@ -1,0 +1,814 @@
+"""`psgrad influence` from its config to its files: what is ranked, what is left out, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.numpy import load_file
+from safetensors.torch import save_file
+
+from tests.engine.influence.problems import SoftmaxRegression
+from tests.influence_workplace import QUERIES, InfluenceWorkplace, loop_of_gradients
+from tests.workplace import CLASSES, FEATURES, ROWS
+
+
+@pytest.fixture
+def place(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> InfluenceWorkplace:
+    found = InfluenceWorkplace(tmp_path, monkeypatch, capfd)
+    found.prepare()
+    if "report" not in request.keywords:  # drawing takes longer than all the rest
+        monkeypatch.setattr(
+            "psgrad.reports.influence_page.write_influence_report", lambda result, write: None
+        )
+    return found
+
+
+def expected_products(place: InfluenceWorkplace) -> np.ndarray:
+    """[n, m]: the inner products of gradients, by a loop."""
+    training = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"])
+    queries = loop_of_gradients(place.model, place.queries["x"], place.queries["y"])
+    return (training @ queries.T).numpy()
+
+
+# -- What comes out ------------------------------------------------------------------------------------------
+
+
+def test_each_query_has_its_strongest_of_either_sign(place: InfluenceWorkplace) -> None:
+    ranked = place.ranked("--top", "4")
+    products = expected_products(place)
+    assert list(ranked.columns) == ["query_id", "query_index", "rank", "train_id", "train_index", "score"]
+    for query in range(QUERIES):
+        rows = ranked[ranked["query_index"] == query]
+        assert set(rows["query_id"]) == {f"query-{query}"}
+        order = np.argsort(-products[:, query], kind="stable")
+        helping, hurting = (
+            rows[rows["rank"] > 0].sort_values("rank"),
+            rows[rows["rank"] < 0].sort_values("rank", ascending=False),
+        )
+        assert helping["train_index"].tolist() == [row for row in order if products[row, query] > 0][:4]
+        assert hurting["train_index"].tolist() == [row for row in order[::-1] if products[row, query] < 0][:4]
+        np.testing.assert_allclose(helping["score"], products[helping["train_index"], query], rtol=1e-4)
+        assert helping["train_id"].tolist() == [f"row-{row:02d}" for row in helping["train_index"]]
+    everyone = ranked[ranked["query_index"] == -1]
+    assert everyone[everyone["rank"] == 1]["train_index"].item() == products.mean(1).argmax()
+    assert set(everyone["query_id"]) == {"(all)"}
+
+
+@pytest.mark.long
+@pytest.mark.report
+def test_the_files_of_a_run(place: InfluenceWorkplace) -> None:
+    ranked = place.ranked("--matrix")
+    products, folder = expected_products(place), place.folder / "out"
+    matrix = load_file(folder / "matrix.safetensors")
+    np.testing.assert_allclose(matrix["scores"], products, rtol=1e-4, atol=1e-6)
+    assert matrix["train_index"].tolist() == list(range(ROWS))
+    assert matrix["query_index"].tolist() == list(range(QUERIES))
+    assert len(pd.read_csv(folder / "scores.csv")) == len(ranked)
+    training, queries = (
+        pd.read_parquet(folder / "self_influence.parquet"),
+        pd.read_parquet(folder / "queries.parquet"),
+    )
+    own = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"]).square().sum(1).numpy()
+    np.testing.assert_allclose(training["self_influence"], own, rtol=1e-4)
+    np.testing.assert_allclose(training["grad_norm"] ** 2, own, rtol=1e-4)
+    np.testing.assert_allclose(training["overall"], products.mean(1), rtol=1e-3, atol=1e-6)
+    logits = place.model(torch.tensor(place.queries["x"]).double())
+    losses = torch.nn.functional.cross_entropy(logits, torch.tensor(place.queries["y"]), reduction="none")
+    np.testing.assert_allclose(queries["measurement"], losses.detach(), rtol=1e-4)
+    assert queries["prediction"].tolist() == logits.argmax(1).tolist()
+    assert {path.name for path in (folder / "plots").iterdir()} >= {
+        "score_distributions.png",
+        "cumulative_influence.png",
+    }
+    assert "<html" in (folder / "report.html").read_text()
+
+
+@pytest.mark.report
+def test_a_report_may_be_left_out(place: InfluenceWorkplace) -> None:
+    place.ranked("--no-report")
+    assert not {"plots", "report.html"} & {path.name for path in (place.folder / "out").iterdir()}
+
+
+def test_the_manifest_says_sign_and_unit_and_what_was_used(place: InfluenceWorkplace) -> None:
+    place.section["measurement"] = "margin"
+    place.ranked()
+    said = place.manifest()["influence"]
+    assert said["sign"] == "positive: the training example helps the query; negative: it hurts"
+    assert said["unit"].startswith("fall of the query's margin, in nats, if one gradient step")
+    assert said["predicts_removal"] is False
+    assert said["queries"]["rows"] == QUERIES
+    assert [each["path"] for each in said["checkpoints"]] == ["model.safetensors"]
+    assert place.manifest()["state"] == "finished"
+
+
+def test_a_margin_explains_with_the_sign_of_help(place: InfluenceWorkplace) -> None:
+    """What raises the margin helps, as does what lowers the loss."""
+    place.section["measurement"] = "margin"
+    place.ranked("--matrix")
+    found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+    products = expected_products(place)
+    with torch.no_grad():
+        wrong = 1 - torch.softmax(place.model(torch.tensor(place.queries["x"]).double()), 1)
+    # The gradient of the loss is that of minus the margin, times the probability of being wrong.
+    np.testing.assert_allclose(
+        found,
+        products / wrong[torch.arange(QUERIES), torch.tensor(place.queries["y"])].numpy(),
+        rtol=1e-4,
+        atol=1e-6,
+    )
+
+
+@pytest.mark.long
+def test_layers_have_ranks_of_their_own(place: InfluenceWorkplace) -> None:
+    place.section["layers"] = "module"
+    ranked = place.ranked()
+    assert set(ranked["layer"]) == {"", "0", "2"}
+    whole = ranked[ranked["layer"] == ""].drop(columns="layer").reset_index(drop=True)
+    place.section["layers"] = "none"
+    np.testing.assert_allclose(whole["score"], place.ranked("--overwrite")["score"], rtol=1e-5, atol=1e-9)
+
+
+def test_chosen_parameters_alone_count(place: InfluenceWorkplace) -> None:
+    place.section["parameters"] = ["2.*"]
+    place.ranked("--matrix")
+    found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+    last = slice(-18, None)  # 2.weight [3, 5] and 2.bias [3]
+    training = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"])[:, last]
+    queries = loop_of_gradients(place.model, place.queries["x"], place.queries["y"])[:, last]
+    np.testing.assert_allclose(found, (training @ queries.T).numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_queries_may_be_rows_of_the_training_data(place: InfluenceWorkplace) -> None:
+    place.section["queries"] = {"rows": [7, 2]}
+    ranked = place.ranked("--matrix")
+    assert ranked["query_id"].drop_duplicates().tolist() == ["row-07", "row-02", "(all)"]
+    matrix = load_file(place.folder / "out" / "matrix.safetensors")
+    assert matrix["query_index"].tolist() == [7, 2]
+    training = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"])
+    np.testing.assert_allclose(
+        matrix["scores"], (training @ training[[7, 2]].T).numpy(), rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.long
+def test_queries_in_small_blocks_are_ranked_as_at_once(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = place.ranked("--matrix")
+    matrix = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+    monkeypatch.setattr("psgrad.commands.influence_ranking.queries_at_once", lambda setup: 2)
+    in_blocks = place.ranked("--matrix", "--overwrite")
+    pd.testing.assert_frame_equal(at_once, in_blocks, rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(
+        load_file(place.folder / "out" / "matrix.safetensors")["scores"], matrix, rtol=1e-5, atol=1e-9
+    )
+
+
+def test_relative_influence_is_that_of_its_definition(place: InfluenceWorkplace) -> None:
+    place.section["normalize"] = "self_influence"
+    place.ranked("--matrix")
+    norms = loop_of_gradients(place.model, place.arrays["x"], place.arrays["y"]).norm(dim=1).numpy()
+    found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+    np.testing.assert_allclose(found, expected_products(place) / norms[:, None], rtol=1e-4, atol=1e-6)
+    assert place.manifest()["influence"]["predicts_removal"] is False
+
+
+# -- Several checkpoints -------------------------------------------------------------------------------------
+
+
+def test_tracin_adds_up_checkpoints_by_their_learning_rate(place: InfluenceWorkplace) -> None:
+    expected, each = 0.0, []
+    for name, seed, rate in (("a.safetensors", 3, 0.5), ("b.safetensors", 4, 0.125)):
+        place.save_checkpoint(name, seed)
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+        products = (
+            loop_of_gradients(model, place.arrays["x"], place.arrays["y"])
+            @ loop_of_gradients(model, place.queries["x"], place.queries["y"]).T
+        )
+        each.append(rate * products.numpy())
+        expected = expected + rate * products.numpy()
+    place.section["method"] = "tracin"
+    place.section["checkpoints"] = [
+        {"path": "a.safetensors", "learning_rate": 0.5},
+        {"path": "b.safetensors", "learning_rate": 0.125},
+    ]
+    ranked = place.ranked("--matrix", "--top", "3")
+    found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    for row in ranked[ranked["query_index"] >= 0].itertuples():
+        alone = [scores[:, row.query_index] for scores in each]
+        assert row.score_std == pytest.approx(
+            np.std([scores[row.train_index] for scores in alone], ddof=1), rel=1e-3
+        )
+        side = 1 if row.rank > 0 else -1
+        among = [
+            row.train_index in np.argsort(-side * scores)[:3] and side * scores[row.train_index] > 0
+            for scores in alone
+        ]
+        assert row.rank_stability == np.mean(among)
+
+
+@pytest.mark.long
+def test_two_checkpoints_are_not_the_first_one_twice(place: InfluenceWorkplace) -> None:
+    matrices = []
+    place.save_checkpoint("a.safetensors", 3)
+    place.save_checkpoint("b.safetensors", 4)
+    for names in (["a.safetensors"], ["b.safetensors"], ["a.safetensors", "b.safetensors"]):
+        place.section["checkpoints"] = names
+        place.ranked("--matrix", "--overwrite")
+        matrices.append(load_file(place.folder / "out" / "matrix.safetensors")["scores"])
+    alike = [scores / np.sqrt(np.mean(scores**2, axis=0)) for scores in matrices[:2]]
+    np.testing.assert_allclose(matrices[2], (alike[0] + alike[1]) / 2, rtol=1e-4, atol=1e-7)
+    assert not np.allclose(matrices[0], matrices[1])
+    influence = place.manifest()["influence"]
+    assert influence["average"] == "relative"
+    assert influence["unit"].startswith("relative, no unit: the mean over checkpoints")
+    assert influence["predicts_removal"] is False
+    queries = pd.read_parquet(place.folder / "out" / "queries.parquet")
+    expected = [np.corrcoef(*(each[:, query] for each in matrices[:2]))[0, 1] for query in range(5)]
+    np.testing.assert_allclose(queries["agreement"], expected, rtol=1e-4)
+
+
+@pytest.mark.long
+def test_source_reads_steps_and_learning_rates_and_warns_of_one_checkpoint(
+    place: InfluenceWorkplace,
+) -> None:
+    for seed in (3, 4):
+        place.save_checkpoint(f"{seed}.safetensors", seed)
+    entries = [{"path": f"{seed}.safetensors", "learning_rate": 0.1, "step": 10 * seed} for seed in (3, 4)]
+    place.section.update({"method": "source", "checkpoints": entries})
+    both = place.ranked("--matrix", "--no-report")
+    assert {"score_std", "rank_stability"} <= set(both)
+    facts = place.manifest()["influence"]["fit"]
+    assert [each["sum_of_learning_rates"] for each in facts] == pytest.approx([3.0, 1.0])
+    assert place.manifest()["influence"]["unit"] == "relative, no unit"
+    place.section["checkpoints"] = entries[:1]
+    alone = place.influence("--overwrite", "--no-report")
+    assert (alone.code, "one checkpoint, and source follows a training run" in alone.err) == (0, True)
+    place.section["checkpoints"] = [{"path": "3.safetensors", "learning_rate": 0.1}]
+    place.influence("--overwrite").refused(3, "checkpoint 0 has no step", "psgrad.RunCheckpoints")
+
+
+@pytest.mark.long
+def test_a_plain_mean_over_checkpoints_is_warned_of_and_keeps_its_unit(place: InfluenceWorkplace) -> None:
+    """With the share of the checkpoint of the largest scores."""
+    matrices = []
+    for name, seed in (("a.safetensors", 3), ("b.safetensors", 4)):
+        place.save_checkpoint(name, seed)
+    place.section["average"] = "plain"
+    for names in (["a.safetensors"], ["b.safetensors"], ["a.safetensors", "b.safetensors"]):
+        place.section["checkpoints"] = names
+        ran = place.influence("--matrix", "--overwrite")
+        assert ran.code == 0, ran.err
+        assert ("influence.average: plain" in ran.err) == (len(names) == 2)
+        matrices.append(load_file(place.folder / "out" / "matrix.safetensors")["scores"])
+    np.testing.assert_allclose(matrices[2], (matrices[0] + matrices[1]) / 2, rtol=1e-4, atol=1e-7)
+    sizes = [np.sqrt(np.mean(scores**2, axis=0)) for scores in matrices[:2]]
+    share = np.median(np.maximum(*sizes) / (sizes[0] + sizes[1]))
+    assert f"one checkpoint makes {share:.0%} of it or more" in ran.err
+    assert "per unit of learning rate" in place.manifest()["influence"]["unit"]
+
+
+@pytest.mark.long
+def test_stability_over_checkpoints_is_on_the_terminal_and_in_json(place: InfluenceWorkplace) -> None:
+    for seed in (3, 4):
+        place.save_checkpoint(f"{seed}.safetensors", seed)
+    place.section["checkpoints"] = ["3.safetensors", "4.safetensors"]
+    ran = place.influence("--top", "3")
+    assert ran.code == 0, ran.err
+    queries = pd.read_parquet(place.folder / "out" / "queries.parquet")
+    assert f"correlate by {queries['agreement'].median():.2f} (median over queries)" in ran.out
+    assert "stable" in ran.out
+    content = json.loads(place.influence("--json", "--overwrite").out)
+    assert content["rank_stability"]["agreement"] == pytest.approx(queries["agreement"].median())
+
+
+@pytest.mark.long
+def test_replayed_chunks_are_counted_for_the_manifest_and_for_verbose(place: InfluenceWorkplace) -> None:
+    """The scores of a run without replays; nothing of them is said unless it is asked for."""
+    place.section["method"] = {"name": "influence", "solver": "exact", "damping": 0.1}
+    small = ["--set", "engine.chunk_size=2"]
+    replayed = place.ranked(*small)
+    engine = place.manifest()["engine"]
+    assert engine["chunks_replayed"] > 0.5 * engine["chunks"]
+    assert engine["replayed_by"] == "kernel by kernel"
+    off = place.influence("--overwrite", "-v", *small, "--set", "engine.capture=off")
+    assert "chunks replayed 0, not replayed engine.capture is off" in off.err
+    plain = pd.read_parquet(place.folder / "out" / "scores.parquet")
+    pd.testing.assert_frame_equal(replayed, plain, rtol=1e-4, atol=1e-6)
+    assert "replayed" not in place.influence("--overwrite", *small).err
+
+
+@pytest.mark.long
+def test_replayed_chunks_of_an_index_are_counted(place: InfluenceWorkplace) -> None:
+    with_index(place, rows_per_shard=20)
+    built = place.index("-v", "--set", "engine.chunk_size=2")
+    assert built.code == 0, built.err
+    facts = json.loads((place.folder / "index" / "logs" / "engine.json").read_text())
+    assert facts["chunks_replayed"] > 0.5 * facts["chunks"]
+    assert f"chunks {facts['chunks']}, chunks replayed {facts['chunks_replayed']}, " in built.err
+
+
+# -- An index ------------------------------------------------------------------------------------------------
+
+
+def with_index(place: InfluenceWorkplace, **options: Any) -> None:
+    place.section["index"] = {"path": "index", "projection": "none", "rows_per_shard": 7} | options
+
+
+@pytest.mark.long
+def test_an_index_answers_as_the_data_do(place: InfluenceWorkplace) -> None:
+    without = place.ranked()
+    with_index(place)
+    built = place.index()
+    assert built.code == 0, built.err
+    assert built.out.strip() == "index"
+    (place.folder / "data.npz").touch()
+    pd.testing.assert_frame_equal(place.ranked("--overwrite"), without, rtol=1e-4, atol=1e-6)
+
+
+def test_an_index_of_another_model_is_refused(place: InfluenceWorkplace) -> None:
+    with_index(place)
+    assert place.index().code == 0
+    place.save_checkpoint("model.safetensors", 9)
+    place.influence().refused(
+        3,
+        "the index index is of something else: fingerprint.checkpoints differs",
+        "build an index of its own",
+    )
+    assert not (place.folder / "out").exists()
+
+
+@pytest.mark.long
+def test_an_index_that_is_half_built_is_refused_and_gone_on_with(place: InfluenceWorkplace) -> None:
+    with_index(place)
+    assert place.index().code == 0
+    (place.folder / "index" / "checkpoint-000" / "gradients-00001.safetensors").unlink()
+    place.influence().refused(
+        3, "the index index is half built: 4 of 5 files are written", "psgrad influence index CONFIG --resume"
+    )
+    assert place.index("--resume").code == 0
+    assert len(place.ranked())
+
+
+def test_an_index_is_not_replaced_unasked(place: InfluenceWorkplace) -> None:
+    with_index(place)
+    assert place.index().code == 0
+    place.index().refused(2, "the index folder index holds an index", "--resume", "--overwrite")
+
+
+def test_building_without_an_index_in_the_config_is_refused(place: InfluenceWorkplace) -> None:
+    place.index().refused(2, "the config has no influence.index", "expected: where the index is to be")
+
+
+def test_an_index_has_no_answer_by_methods_that_need_curvature(place: InfluenceWorkplace) -> None:
+    with_index(place)
+    assert place.index().code == 0
+    place.section["method"] = "influence"
+    place.influence().refused(
+        3, "an index has no answer by influence", "choose one of these, or leave influence.index out"
+    )
+
+
+# -- Rows that are not finite --------------------------------------------------------------------------------
+
+
+def test_rows_that_are_not_finite_are_named_left_out_and_counted(place: InfluenceWorkplace) -> None:
+    x, xq = place.arrays["x"].copy(), place.queries["x"].copy()
+    x[[3, 8], 0], xq[1, 0] = np.nan, np.inf
+    place.save(x=x)
+    place.save_queries(x=xq)
+    outcome = place.influence("--matrix")
+    assert outcome.code == 0, outcome.err
+    assert (
+        "excluded 2 of 24 training examples, whose loss or gradient is not finite: row-03, row-08"
+        in outcome.err
+    )
+    assert "excluded 1 of 5 queries, whose loss or gradient is not finite: query-1" in outcome.err
+    counts = place.manifest()["counts"]
+    assert counts == {"training_examples": 24, "training_nonfinite": 2, "queries": 5, "queries_nonfinite": 1}
+    matrix = load_file(place.folder / "out" / "matrix.safetensors")
+    assert matrix["train_index"].tolist() == [row for row in range(ROWS) if row not in (3, 8)]
+    assert matrix["query_index"].tolist() == [0, 2, 3, 4]
+    assert np.isfinite(matrix["scores"]).all()
+    expected = expected_products(place)[np.ix_(matrix["train_index"], matrix["query_index"])]
+    np.testing.assert_allclose(matrix["scores"], expected, rtol=1e-4, atol=1e-6)
+    training = pd.read_parquet(place.folder / "out" / "self_influence.parquet")
+    assert training.loc[training["status"] == "nonfinite", "index"].tolist() == [3, 8]
+    assert training.loc[[3, 8], "overall"].isna().all()
+    ranked = pd.read_parquet(place.folder / "out" / "scores.parquet")
+    assert not set(ranked["train_index"]) & {3, 8}
+    assert set(ranked["query_id"]) == {"query-0", "query-2", "query-3", "query-4", "(all)"}
+
+
+def test_an_index_has_no_score_for_rows_that_are_not_finite(place: InfluenceWorkplace) -> None:
+    x = place.arrays["x"].copy()
+    x[3, 0] = np.nan
+    place.save(x=x)
+    with_index(place)
+    built = place.index()
+    assert "1 rows have a gradient that is not finite, and no score: 3" in built.err
+    assert 3 not in set(place.ranked()["train_index"])
+    assert place.manifest()["counts"]["training_nonfinite"] == 1
+
+
+def test_nothing_finite_at_all_is_an_error(place: InfluenceWorkplace) -> None:
+    place.save(x=np.full((ROWS, 4), np.nan, np.float32))
+    place.influence().refused(
+        3, "the loss or the gradient of every one of the 24 training examples is not finite", "psgrad analyze"
+    )
+    assert place.manifest()["state"] == "failed"
+
+
+# -- Refusals ------------------------------------------------------------------------------------------------
+
+
+def test_queries_without_any_score_are_reported(place: InfluenceWorkplace) -> None:
+    place.use_loss("def loss(output, target):\n    return (output.square().sum() * (target >= 0))\n")
+    place.save_queries(y=np.array([0, -1, 1, -1, 2]))
+    outcome = place.influence()
+    assert "2 of 5 queries have no score but zeros and NaN, and no ranking: query-1, query-3" in outcome.err
+    assert (outcome.code, set(place.samples_of_queries())) == (0, {0, 2, 4, -1})
+
+
+def test_a_query_on_which_the_model_fails_is_called_a_query(place: InfluenceWorkplace) -> None:
+    place.save_queries(x=np.zeros((QUERIES, 3), np.float32))
+    place.influence().refused(
+        3, "the queries: the model or the loss raised", "check influence.queries and influence.measurement"
+    )
+
+
+def test_one_checkpoint_under_two_names_is_refused(place: InfluenceWorkplace) -> None:
+    place.save_checkpoint("a.safetensors", 3)
+    place.save_checkpoint("copy.safetensors", 3)
+    place.section["checkpoints"] = ["a.safetensors", "copy.safetensors"]
+    place.influence().refused(
+        2, "the checkpoints a.safetensors and copy.safetensors hold the same weights", "it would count double"
+    )
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(place: InfluenceWorkplace) -> None:
+    place.save_checkpoint("a.safetensors", 3)
+    place.save_checkpoint("wide.safetensors", 3, hidden=7)
+    place.section["checkpoints"] = ["a.safetensors", "wide.safetensors"]
+    place.influence().refused(3, "wide.safetensors", "0.weight")
+    assert not (place.folder / "out").exists()
+
+
+def test_a_query_without_a_target_is_refused(place: InfluenceWorkplace) -> None:
+    place.section["queries"]["target"] = None
+    place.influence().refused(
+        2,
+        "influence.queries.target is missing: the measurement 'loss' compares a query's output with its"
+        " target",
+    )
+
+
+def test_a_query_with_a_label_that_the_model_has_not_is_refused(place: InfluenceWorkplace) -> None:
+    place.save_queries(y=np.array([0, 1, 7, 0, 1]))
+    place.influence().refused(3, "the queries: row 2 has the label 7", "labels from 0 to 2")
+
+
+def test_a_row_that_is_not_there_is_refused(place: InfluenceWorkplace) -> None:
+    place.section["queries"] = {"rows": [0, 24]}
+    place.influence().refused(2, "influence.queries.rows names row 24", "rows from 0 to 23")
+
+
+def test_parameters_that_fit_nothing_are_refused(place: InfluenceWorkplace) -> None:
+    place.section["parameters"] = ["head.*"]
+    place.influence().refused(2, "influence.parameters: no parameter matches 'head.*'")
+
+
+def test_a_run_is_not_replaced_unasked(place: InfluenceWorkplace) -> None:
+    place.ranked()
+    place.influence().refused(2, "the output folder out holds an earlier run", "--overwrite")
+
+
+# -- Amounts -------------------------------------------------------------------------------------------------
+
+
+def convex(place: InfluenceWorkplace, weight_decay: float = 0.05) -> np.ndarray:
+    """A workplace of softmax regression at its minimum, and the rises of the queries' losses without each
+    row, [n, m], by retraining.
+    """
+    random = np.random.default_rng(2)
+    place.save(
+        x=random.normal(size=(150, FEATURES)).astype(np.float32),
+        y=random.integers(0, CLASSES, 150),
+        uid=np.arange(150).astype(str),
+    )
+    (place.folder / "linear.py").write_text(
+        f"from torch import nn\n\ndef build():\n    return nn.Linear({FEATURES}, {CLASSES}).double()\n"
+    )
+    inputs, labels = torch.tensor(place.arrays["x"]).double(), torch.tensor(place.arrays["y"])
+    problem = SoftmaxRegression.of(inputs, labels, weight_decay)
+    weights = problem.solve()
+    save_file(
+        {
+            "weight": torch.tensor(weights[:, :-1]).contiguous(),
+            "bias": torch.tensor(weights[:, -1]).contiguous(),
+        },
+        place.folder / "linear.safetensors",
+    )
+    place.config["model"] = {"factory": "linear.py:build", "checkpoint": "linear.safetensors"}
+    place.config["engine"] = {"dtype": "float64"}
+    place.section["method"] = {"name": "influence", "weight_decay": weight_decay}
+    asked, wanted = torch.tensor(place.queries["x"]).double(), torch.tensor(place.queries["y"])
+    before = problem.losses(weights, asked, wanted)
+    return np.stack(
+        [
+            problem.losses(problem.without(row).solve(weights), asked, wanted) - before
+            for row in range(len(labels))
+        ]
+    )
+
+
+@pytest.mark.long
+def test_amounts_of_a_convex_model_are_retraining_and_checked(place: InfluenceWorkplace) -> None:
+    truth = convex(place)
+    place.ranked("--matrix")
+    found = load_file(place.folder / "out" / "matrix.safetensors")["scores"]
+    slope = np.polyfit(found.ravel(), truth.ravel(), 1)[0]
+    assert abs(slope - 1) < 0.02
+    said = place.manifest()["influence"]
+    assert said["unit"] == "predicted rise of the query's loss, in nats, if the training example were removed"
+    assert said["fit"][0]["calibrated"] is True
+    check = said["check"]
+    assert check["converged"] is True
+    pairs = [each for each in check["removals"] if each["query_index"] is not None]
+    assert len(pairs) == 3
+    for each in pairs:
+        assert each["found"] == pytest.approx(truth[each["train_index"], each["query_index"]], rel=1e-3)
+        assert each["predicted"] == pytest.approx(found[each["train_index"], each["query_index"]])
+    (own,) = [each for each in check["removals"] if each["query_index"] is None]
+    assert own["found"] == pytest.approx(own["predicted"], rel=0.2)
+
+
+@pytest.mark.long
+def test_weight_decay_that_the_config_leaves_out_is_estimated_and_used(place: InfluenceWorkplace) -> None:
+    """Predicted, found and retrained agree; with the one that the config names nothing is replaced."""
+    truth = convex(place)
+    place.section["method"] = "influence"
+    outcome = place.influence()
+    assert outcome.code == 0, outcome.err
+    assert "weights are at a minimum with weight_decay 0.0500" in outcome.err
+    assert "cosine 1.000): used" in outcome.err
+    said = place.manifest()["influence"]
+    assert said["fit"][0]["weight_decay"] == pytest.approx(0.05, rel=1e-6)
+    assert said["unit"] == "predicted rise of the query's loss, in nats, if the training example were removed"
+    for each in said["check"]["removals"]:
+        assert each["found"] == pytest.approx(each["predicted"], rel=0.2)
+        if each["query_index"] is not None:
+            expected = truth[each["train_index"], each["query_index"]]
+            assert each["found"] == pytest.approx(expected, rel=1e-3)
+            assert each["predicted"] == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("named", [0.0, 0.2, 0.0501])
+def test_weight_decay_that_the_config_names_stays(place: InfluenceWorkplace, named: float) -> None:
+    convex(place)
+    place.section["method"] = {"name": "influence", "weight_decay": named}
+    outcome = place.influence()
+    assert outcome.code == 0, outcome.err
+    other = f"and the config names {named:g}, which is used" in outcome.err
+    assert other == (named != 0.0501)
+    said = place.manifest()["influence"]
+    assert said["fit"][0]["weight_decay"] == named
+    if named:  # without any the weights, which are small, are nearer to a minimum than a removal moves them
+        assert all((each["found"] is None) == other for each in said["check"]["removals"])
+
+
+@pytest.mark.long
+def test_scores_are_written_before_the_check_and_stay_when_it_is_interrupted(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    place.section["method"] = "influence"
+    expected = place.ranked()
+    monkeypatch.setattr("psgrad.commands.influence.check_removals", interrupted)
+    outcome = place.influence("--overwrite")
+    assert outcome.code == 130
+    assert "all scores are written to out; the check of the largest ones was interrupted" in outcome.err
+    pd.testing.assert_frame_equal(pd.read_parquet(place.folder / "out" / "scores.parquet"), expected)
+    manifest = place.manifest()
+    assert manifest["state"] == "interrupted"
+    assert manifest["influence"]["fit"][0]["solver"] == "exact"
+    assert manifest["counts"]["training_examples"] == ROWS
+    assert {"queries.parquet", "scores.csv", "harmful.csv"} <= {
+        path.name for path in (place.folder / "out").iterdir()
+    }
+
+
+@pytest.mark.long
+def test_check_that_would_take_long_is_left_out_with_its_predicted_time(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convex(place)
+    monkeypatch.setattr("psgrad.commands.influence_check._SECONDS", 0.0)
+    for solver in ("exact", "conjugate_gradient"):
+        place.section["method"] = {"name": "influence", "weight_decay": 0.05, "solver": solver}
+        outcome = place.influence("--overwrite")
+        assert outcome.code == 0, outcome.err
+        assert "no removal was tried by training on: one step is predicted to take" in outcome.err
+        assert place.manifest()["influence"]["check"] is None
+    place.section.update(check="always")
+    place.influence("--overwrite")
+    assert place.manifest()["influence"]["check"]["steps"] > 1
+
+
+@pytest.mark.long
+@pytest.mark.every(2)
+@pytest.mark.parametrize(
+    "method",
+    [
+        "ekfac",
+        "trak",
+        "datainf",
+        "projected_influence",
+        {"name": "ekfac", "fisher": "empirical"},
+        {"name": "influence", "curvature": "fisher"},
+        {"name": "influence", "curvature": "sampled"},
+    ],
+)
+def test_scores_that_are_no_amounts_say_so_everywhere(place: InfluenceWorkplace, method: Any) -> None:
+    place.section["method"] = method
+    outcome = place.influence()
+    assert outcome.code == 0, outcome.err
+    assert "unit: relative, no unit" in outcome.out
+    assert "nats" not in outcome.out
+    folder = place.folder / "out"
+    assert place.manifest()["influence"]["unit"] == "relative, no unit"
+    assert set(pd.read_csv(folder / "scores.csv")["unit"]) == {"relative, no unit"}
+    for name in ("scores.parquet", "self_influence.parquet"):
+        assert pd.read_parquet(folder / name).attrs["unit"] == "relative, no unit"
+    assert json.loads(place.influence("--json", "--overwrite").out)["unit"] == "relative, no unit"
+    assert "beyond_loss" not in pd.read_parquet(folder / "scores.parquet")
+
+
+@pytest.mark.long
+def test_amounts_of_a_network_at_no_minimum_are_marked(place: InfluenceWorkplace) -> None:
+    for method in ("influence", {"name": "influence", "solver": "conjugate_gradient"}):
+        place.section["method"] = method
+        outcome = place.influence("--overwrite")
+        assert outcome.code == 0, outcome.err
+        assert "in nats (uncalibrated), if the training example were removed" in outcome.out
+        assert "Largest changes, predicted\n" in outcome.out
+        assert "predicted, at no minimum" in outcome.out
+        assert "weights are at a minimum" not in outcome.err
+        removals = place.manifest()["influence"]["check"]["removals"]
+        assert len(removals) >= 3
+        assert all(each["found"] is None for each in removals)
+    place.section["check"] = "never"
+    assert "Largest changes" not in place.influence("--overwrite").out
+
+
+@pytest.mark.long
+def test_removals_without_a_step_that_lowers_the_loss_are_not_reported(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convex(place)
+    monkeypatch.setattr("psgrad.engine.influence.continued._HALVINGS", 0)
+    outcome = place.influence()
+    assert "no removal was tried by training on: no step lowers the training loss" in outcome.err
+    assert "predicted and found" not in outcome.out
+    assert place.manifest()["influence"]["check"] is None
+
+
+@pytest.mark.sweep
+def test_scores_beyond_the_loss_of_a_query_are_marked(place: InfluenceWorkplace) -> None:
+    """A loss of zero or more falls by no more than it is."""
+    place.section["method"] = {"name": "influence", "damping": 1e-9}
+    outcome = place.influence("--top", "4")
+    ranked = pd.read_parquet(place.folder / "out" / "scores.parquet")
+    losses = pd.read_parquet(place.folder / "out" / "queries.parquet").set_index("index")["measurement"]
+    limit = ranked["query_index"].map({**losses.to_dict(), -1: losses.mean()})
+    assert ranked["beyond_loss"].tolist() == (ranked["score"] < -limit).tolist()
+    assert ranked["beyond_loss"].any()
+    assert not ranked["beyond_loss"].all()
+    assert (
+        f"{int(ranked['beyond_loss'].sum())} of {len(ranked)} ranked scores predict that a query's loss falls"
+        " by more than it is" in outcome.err
+    )
+    assert "and is no amount" in outcome.out
+    place.section["measurement"] = "margin"
+    assert "beyond_loss" not in place.ranked("--overwrite")
+
+
+@pytest.mark.sweep
+def test_self_influence_by_solves_follows_its_predicted_time(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_solves = {"name": "influence", "solver": "conjugate_gradient", "relative_damping": 1.0}
+    place.section["method"] = by_solves
+    place.section["check"] = "never"
+
+    def run(wanted: str) -> tuple[str, pd.DataFrame]:
+        place.section["self_influence"] = wanted
+        outcome = place.influence("--overwrite")
+        assert outcome.code == 0, outcome.err
+        return outcome.err, pd.read_parquet(place.folder / "out" / "self_influence.parquet")
+
+    heard, table = run("auto")  # 24 solves take no time
+    assert "self-influence takes" not in heard
+    own = table["self_influence"]
+    monkeypatch.setattr("psgrad.commands.influence._SELF_SECONDS", 0.0)
+    heard, table = run("auto")
+    assert "self-influence takes a solve for each of the 24 training examples, predicted to take" in heard
+    assert "and is left out; solver: exact or dual" in heard
+    assert "self_influence" not in table
+    heard, table = run("always")
+    assert "predicted to take" in heard
+    assert "self_influence: never leaves it out" in heard
+    np.testing.assert_allclose(table["self_influence"], own, rtol=1e-4)
+    place.section["method"] = {**by_solves, "solver": "exact"}
+    np.testing.assert_allclose(run("auto")[1]["self_influence"], own, rtol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.every(3)
+@pytest.mark.parametrize(
+    "method",
+    ["influence", "ekfac", "datainf", "trak", "gradient_dot", {"name": "influence", "solver": "dual"}],
+)
+def test_phases_that_last_have_progress(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch, method: str | dict[str, str]
+) -> None:
+    """Where no phase may be silent, each that passes over rows names itself, the pass and the row."""
+    monkeypatch.setattr("psgrad.commands.run_progress._SECONDS_OF_SILENCE", 0.0)
+    monkeypatch.setattr("psgrad.commands.run_progress._SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("psgrad.cli.progress.PLAIN_INTERVAL_S", 0.0)
+    place.section["method"] = method
+    heard = place.influence("--overwrite").err
+    assert "screening: pass 1, row 0 of 24" in heard
+    assert re.search(r"(fit|scores): pass 1, row \d+ of 24", heard)
+
+
+@pytest.mark.sweep
+def test_solve_of_queries_tells_its_predicted_time(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.section["method"] = {"name": "influence", "solver": "conjugate_gradient"}
+    assert "predicted to take" not in place.influence("--overwrite").err
+    monkeypatch.setattr("psgrad.engine.influence.solvers.solver_costs.TOLD_SECONDS", 0.0)
+    heard = place.influence("--overwrite").err
+    assert re.search(r"scores of \d+ queries take about \d+ products with the curvature", heard)
+    assert "influence.method.curvature: fisher" in heard
+
+
+@pytest.mark.long
+def test_inner_products_of_rows_tell_their_predicted_time(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.section["method"] = {"name": "influence", "solver": "dual"}
+    assert "predicted to take" not in place.influence("--overwrite").err
+    monkeypatch.setattr("psgrad.engine.influence.inverses.TOLD_SECONDS", 0.0)
+    heard = place.influence("--overwrite").err
+    assert re.search(r"inner products of \d+ rows of the curvature are predicted to take \d+ seconds", heard)
+    assert "influence.method.name: ekfac" in heard
+
+
+LARGE_OUTPUT = """\
+def Model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 150))
+"""
+OWN_LOSS = "def loss(output, target):\n    return (output - target).square().mean()\n"
+
+
+@pytest.mark.sweep
+def test_large_output_names_cheaper_methods_that_run(
+    place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is named must work for this model and loss, for which no labels can be drawn."""
+    monkeypatch.setattr("psgrad.engine.influence.solvers.solver_costs.TOLD_SECONDS", 0.0)
+    monkeypatch.setattr("psgrad.commands.influence._SELF_SECONDS", 0.0)
+    place.use_model(LARGE_OUTPUT)
+    place.use_loss(OWN_LOSS)
+    place.section.update(method="influence", check="never")
+    outcome = place.influence("--overwrite")
+    assert outcome.code == 0, outcome.err
+    assert "curvature: fisher, or influence.method: {name: ekfac, fisher: empirical}, is much" in outcome.err
+    assert "and is left out; curvature: fisher has it for the price of scores" in outcome.err
+    assert "exact" not in outcome.err
+    plain = pd.read_parquet(place.folder / "out" / "scores.parquet")["score"]
+    for method in ({"name": "influence", "curvature": "fisher"}, {"name": "ekfac", "fisher": "empirical"}):
+        place.section["method"] = method
+        assert place.influence("--overwrite").code == 0
+    place.section["method"] = {"name": "influence", "preconditioner": "ekfac"}
+    np.testing.assert_allclose(place.ranked("--overwrite")["score"], plain, rtol=1e-3)

@@ -1,0 +1,235 @@
+"""Questions about several rows at once: groups, contrasts, the largest score over queries, removal
+curves; against numpy on all scores, and against retrained models.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tests.commands.test_influence_evaluation import DECAY, EvaluationWorkplace
+from tests.influence_workplace import QUERIES, InfluenceWorkplace
+from tests.workplace import ROWS
+
+GROUPS = np.array([f"doc-{row % 5}" for row in range(ROWS)])
+
+
+@pytest.fixture
+def place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> EvaluationWorkplace:
+    found = EvaluationWorkplace(tmp_path, monkeypatch, capfd)
+    found.start()
+    found.save(doc=GROUPS)
+    monkeypatch.setattr("psgrad.commands.influence_evaluate.evaluation_plots", lambda result: [])
+    return found
+
+
+def table(place: InfluenceWorkplace, name: str, output: str = "out") -> pd.DataFrame:
+    return pd.read_parquet(place.folder / output / f"{name}.parquet")
+
+
+def ran(place: InfluenceWorkplace, *options: str) -> str:
+    outcome = place.influence("--no-report", *options)
+    assert outcome.code == 0, outcome.err
+    return outcome.out
+
+
+# -- groups --------------------------------------------------------------------------------------------------
+
+
+def test_influence_groups_sum_the_scores_of_their_rows(place: EvaluationWorkplace) -> None:
+    place.section["groups"] = "doc"
+    out = ran(place)
+    products, found = place.products(), table(place, "groups")
+    for group, rows in found.groupby("group"):
+        own = products[group == GROUPS].sum(0)
+        for row in rows.itertuples():
+            wanted = own.mean() if row.query_index == -1 else own[row.query_index]
+            assert row.score == pytest.approx(wanted, rel=1e-6)
+            assert row.rows == (group == GROUPS).sum()
+    assert set(found[found["query_index"] == -1]["group"]) == set(GROUPS)
+    assert "Groups that help most" in out
+    assert "doc-1" in out
+
+
+def test_influence_groups_unknown_column(place: EvaluationWorkplace) -> None:
+    place.section["groups"] = "dok"
+    place.influence().refused(2, "dok")
+
+
+@pytest.mark.long
+def test_influence_groups_in_parts_are_those_of_one_run(place: EvaluationWorkplace) -> None:
+    place.section.update({"groups": "doc", "over_queries": "max"})
+    ran(place)
+    one = {name: table(place, name) for name in ("groups", "scores", "queries")}
+    place.config["output"] = "parts"
+    for part in ("1/2", "2/2"):
+        assert place.influence("--part", part).code == 0
+    assert place.command("merge", "parts", "--no-report").code == 0
+    for name, whole in one.items():
+        pd.testing.assert_frame_equal(table(place, name, "parts"), whole)
+
+
+# -- removal curves ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sweep
+def test_evaluate_curve_is_what_numpy_retrains(place: EvaluationWorkplace) -> None:
+    place.section["method"] = {"name": "influence", "weight_decay": DECAY, "curvature": "hessian"}
+    found = place.evaluated("curve", "--remove", "5%", "--remove", "6")["curve"]
+    assert [entry["removed"] for entry in found["curve"]] == [1, 6, 1, 6]
+    ran(place, "--matrix", "--overwrite")
+    from safetensors.numpy import load_file
+
+    overall = load_file(place.folder / "out" / "matrix.safetensors")["scores"].mean(1)
+    whole = place.losses(place.minimum)
+    for entry in found["curve"]:
+        order = np.argsort(-overall if entry["side"] == "helpful" else overall, kind="stable")
+        rises = place.retrained(np.sort(order[entry["removed"] :])) - whole
+        assert entry["rise"] == pytest.approx(rises.mean(), abs=1e-8)
+        assert entry["predicted"] == pytest.approx(overall[order[: entry["removed"]]].sum(), rel=1e-6)
+    drawn = found["methods"]["random"]["curve"]
+    random = np.random.default_rng([0, 8, 1])
+    sets = [np.sort(random.choice(ROWS, ROWS - 1, replace=False)) for _ in range(2)]
+    rises = [place.retrained(rows).mean() - whole.mean() for rows in sets]
+    assert drawn[0]["rise"] == pytest.approx(np.mean(rises), abs=1e-8)
+    assert drawn[0]["rise"] == drawn[2]["rise"]
+    assert drawn[0]["predicted"] is None
+
+
+@pytest.mark.long
+def test_evaluate_curve_of_a_method_that_only_ranks_predicts_nothing(place: EvaluationWorkplace) -> None:
+    found = place.evaluated("curve", "--remove", "2")["curve"]
+    assert {entry["predicted"] for entry in found["curve"]} == {None}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--remove", "1%"], "--remove was given without --evaluate curve"),
+        (["--evaluate", "curve", "--remove", "some"], "'some' is no amount of rows"),
+        (["--evaluate", "curve", "--remove", "100%"], "expected a share above 0% and below 100%"),
+        (["--evaluate", "curve", "--remove", "0"], "'0' is no number of rows"),
+        (["--evaluate", "curve", "--remove", "24"], "asks for 24 rows, and there are 24"),
+    ],
+)
+def test_evaluate_curve_amounts_that_cannot_be(
+    place: EvaluationWorkplace, options: list[str], words: str
+) -> None:
+    place.influence(*options).refused(2, words)
+
+
+# -- contrasts, the largest over queries --------------------------------------------------------------------
+
+
+def test_influence_contrast_is_the_difference_of_two_columns(place: EvaluationWorkplace) -> None:
+    place.section["contrast"] = [["query-3", "query-1"]]
+    assert "query-3 minus query-1" in ran(place, "--top", "4")
+    products, found = place.products(), table(place, "contrasts")
+    difference = products[:, 3] - products[:, 1]
+    helps = found[found["rank"] > 0]
+    assert helps["train_index"].tolist() == np.argsort(-difference)[:4].tolist()
+    np.testing.assert_allclose(found["score"], difference[found["train_index"]], rtol=1e-6)
+    np.testing.assert_allclose(found["score_second"], products[found["train_index"], 1], rtol=1e-6)
+
+
+def test_influence_contrast_of_queries_that_are_not_there(place: EvaluationWorkplace) -> None:
+    place.section["contrast"] = [["query-3", "query-9"]]
+    place.influence().refused(2, "influence.contrast names 'query-9'", "did you mean query-")
+    place.section["contrast"] = [["query-3", "query-3"]]
+    place.influence().refused(2, "compares the query 'query-3' with itself")
+    place.section["contrast"] = []
+    place.influence().refused(2, "contrast is an empty list")
+
+
+def test_influence_over_queries_max_is_the_score_of_largest_size(place: EvaluationWorkplace) -> None:
+    place.section["over_queries"] = "max"
+    ran(place)
+    products = place.products()
+    largest = products[np.arange(ROWS), np.abs(products).argmax(1)]
+    np.testing.assert_allclose(table(place, "self_influence")["overall"], largest, rtol=1e-6)
+
+
+# -- what to do next -----------------------------------------------------------------------------------------
+
+
+def test_influence_harmful_rows_are_a_list_with_predicted_changes(place: EvaluationWorkplace) -> None:
+    ran(place)
+    overall = place.products().mean(1)
+    found = pd.read_csv(place.folder / "out" / "harmful.csv")
+    order = np.argsort(overall)
+    order = order[overall[order] < 0]
+    assert found["index"].tolist() == order.tolist()
+    np.testing.assert_allclose(found["predicted_change"], np.cumsum(overall[order]), rtol=1e-5)
+
+
+@pytest.mark.sweep
+def test_influence_page_ends_in_a_next_step_with_measured_trust(place: EvaluationWorkplace) -> None:
+    place.section["groups"] = "doc"
+
+    def page(*options: str) -> str:
+        outcome = place.influence(*options)
+        assert outcome.code == 0, outcome.err
+        text = (place.folder / "out" / "report.html").read_text()
+        return text[text.rindex("What to do next") :]
+
+    first = page()
+    assert "How far to trust that was not measured" in first
+    assert "--evaluate curve --remove" in first
+    assert "harmful.csv" in first
+    curve: Any = place.evaluated("curve", "--remove", "3")["curve"]
+    rise = next(entry for entry in curve["curve"] if entry["side"] == "harmful")["rise"]
+    second = page("--overwrite")
+    assert f"without the 3 rows that hurt most, retrained models changed by {rise:+#.3g}" in second
+    plots = {path.name for path in (place.folder / "out" / "plots").iterdir()}
+    assert {"scores_by_class.png", "scores_by_group.png"} <= plots
+    place.section["measurement"] = "margin"  # of which nothing was measured
+    assert "was not measured" in page("--overwrite")
+
+
+def test_influence_answers_are_in_the_json(place: EvaluationWorkplace) -> None:
+    place.section.update({"groups": "doc", "contrast": [["query-0", "query-1"]]})
+    content = json.loads(ran(place, "--json"))
+    assert {row["group"] for row in content["groups"]} == set(GROUPS)
+    assert content["contrasts"][0]["first"] == "query-0"
+
+
+# -- memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "named"),
+    [
+        ({"groups": "doc"}, (), "influence.groups need"),
+        ({"contrast": [["query-0", "query-1"]]}, (), "influence.contrast need"),
+        ({"groups": "doc"}, ("--matrix",), "influence.groups, --matrix need"),
+    ],
+)
+def test_influence_all_scores_beyond_memory(
+    place: EvaluationWorkplace,
+    monkeypatch: pytest.MonkeyPatch,
+    section: dict[str, object],
+    options: tuple[str, ...],
+    named: str,
+) -> None:
+    """One copy of the scores fits, and four do not."""
+    place.section.update(section)
+    free = 8 * ROWS * QUERIES * 2
+    monkeypatch.setattr("psgrad.commands.influence_questions.free_host_memory", lambda: free)
+    outcome = place.influence("--no-report", *options)
+    outcome.refused(
+        3, f"all {ROWS} x {QUERIES} scores take", named, f"ask about {QUERIES // 2} of the queries"
+    )
+
+
+def test_influence_without_questions_needs_no_room_for_all_scores(
+    place: EvaluationWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psgrad.commands.influence_questions.free_host_memory", lambda: 0)
+    ran(place)

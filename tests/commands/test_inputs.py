@@ -1,0 +1,177 @@
+"""Runs on data as people have them: images of which one is broken, weights, names of classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from PIL import Image
+from safetensors.numpy import save_file
+
+from psgrad.data.sources.table_samples import TableSamples
+from psgrad.engine.measures.passes import SecondPass
+from psgrad.engine.privacy.step import PrivateTraining
+from tests.workplace import Workplace
+
+IMAGES = """
+def Model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 2))
+"""
+
+
+@pytest.fixture
+def images(workplace: Workplace) -> Workplace:
+    generator = np.random.default_rng(0)
+    for row in range(12):
+        path = workplace.folder / "images" / ("cat" if row % 2 else "dog") / f"{row:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(path)
+    workplace.use_model(IMAGES)
+    workplace.config["data"] = {"images": "images", "id": "file_name"}
+    return workplace
+
+
+@pytest.mark.long
+def test_analyze_an_image_folder(images: Workplace) -> None:
+    images.succeeded()
+    samples = images.samples()
+    assert samples["target"].tolist() == [0] * 6 + [1] * 6
+    assert (samples["status"] == "ok").all()
+
+
+@pytest.mark.long
+def test_analyze_goes_on_at_a_broken_image(images: Workplace) -> None:
+    images.succeeded()
+    before = images.samples()
+    path = images.folder / "images" / "dog" / "04.png"
+    path.write_bytes(path.read_bytes()[:90])
+    outcome = images.succeeded("--overwrite")
+    samples = images.samples()
+    broken = samples["id"] == "dog/04.png"
+    assert samples["status"].tolist() == ["nonfinite" if each else "ok" for each in broken]
+    np.testing.assert_allclose(samples["grad_norm"][~broken], before["grad_norm"][~broken], rtol=1e-5)
+    assert "row 8 is not finite: the image " in outcome.err
+    assert "dog/04.png in row 8 can't be read: " in outcome.err
+
+
+@pytest.mark.long
+def test_influence_refuses_a_broken_image(images: Workplace) -> None:
+    path = images.folder / "images" / "dog" / "04.png"
+    path.write_bytes(path.read_bytes()[:90])
+    images.config["influence"] = {"queries": {"rows": [0]}}
+    images.analyze()  # writes the config
+    outcome = images.command("influence", "config.yaml", "--overwrite")
+    outcome.refused(3, "dog/04.png in row 8 can't be read")
+
+
+def _after(change: Callable[[], None], run: Callable[..., Any]) -> Callable[..., Any]:
+    """The second pass, after a change."""
+
+    def changed(self: SecondPass, *arguments: Any) -> Any:
+        change()
+        return run(self, *arguments)
+
+    return changed
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "safetensors", "csv"])
+def test_a_file_that_is_changed_between_passes(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    path = workplace.folder / f"data.{suffix}"
+    frame = pd.DataFrame({"a": workplace.arrays["x"][:, 0], "y": workplace.arrays["y"]})
+    arrays = {name: frame[name].to_numpy(copy=True) for name in frame}
+    write = {
+        "parquet": lambda: frame.to_parquet(path),
+        "safetensors": lambda: save_file(arrays, path),
+        "csv": lambda: frame.to_csv(path, index=False),
+    }[suffix]
+    write()
+    workplace.use_model("def Model():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Linear(1, 3))\n")
+    workplace.config["data"] = {"path": path.name, "inputs": ["a"], "target": "y"}
+    workplace.config["analyze"] = {"measures": ["cosine_to_mean"]}
+    monkeypatch.setattr(SecondPass, "run", _after(write, SecondPass.run))
+    outcome = workplace.analyze("--no-report")
+    if suffix == "csv":  # its rows are in a copy
+        assert outcome.code == 0, outcome.err
+        return
+    outcome.refused(3, f"data.{suffix} was changed while the run read it", "go on with --resume")
+    assert workplace.manifest()["state"] == "failed"
+    monkeypatch.undo()
+    monkeypatch.chdir(workplace.folder)
+    assert workplace.analyze("--no-report", "--resume").code == 0  # it holds the same rows
+
+
+@pytest.mark.parametrize("command", ["index", "dp-step"])
+def test_a_file_that_is_changed_while_other_commands_read_it(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """The rows that were read since are in no result."""
+    path = workplace.folder / "data.parquet"
+    frame = pd.DataFrame({"a": workplace.arrays["x"][:, 0], "y": workplace.arrays["y"]})
+    frame.to_parquet(path)
+    workplace.use_model("def Model():\n    torch.manual_seed(0)\n    return nn.Sequential(nn.Linear(1, 3))\n")
+    workplace.config["data"] = {"path": path.name, "inputs": ["a"], "target": "y"}
+    workplace.config["engine"] = {"chunk_size": 4, "verify": 0}
+    workplace.config["influence"] = {"index": {"path": "index", "rows_per_shard": 8, "dimension": 4}}
+    workplace.config["privacy"] = {
+        "steps": 1,
+        "delta": 1e-5,
+        "expected_batch_size": 12,
+        "sampling": {"scheme": "poisson", "sample_rate": 0.5},
+        "clipping": {"norm": 1.0},
+        "noise": {"multiplier": 1.0},
+        "optimizer": {"name": "SGD", "kwargs": {"lr": 0.1}},
+    }
+    (workplace.folder / "config.yaml").write_text(yaml.safe_dump(workplace.config))
+    arguments = ["influence", "index"] if command == "index" else ["dp-step"]
+    kind: Any = TableSamples if command == "index" else PrivateTraining
+    name = "read" if command == "index" else "clipped"
+    original, calls = getattr(kind, name), 0
+
+    def changing(self: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == (6 if command == "index" else 1):
+            frame.assign(y=0).to_parquet(path)
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(kind, name, changing)
+    outcome = workplace.command(*arguments, "config.yaml")
+    outcome.refused(3, "data.parquet was changed while the run read it")
+    if command == "index":
+        assert len(list((workplace.folder / "index").rglob("gradients*"))) == 1
+    else:
+        assert len((workplace.folder / "out/public/ledger.jsonl").read_text().splitlines()) == 1  # its header
+
+
+@pytest.mark.long
+def test_weights_multiply_losses_and_gradients(workplace: Workplace, tmp_path: Path) -> None:
+    weights = np.linspace(0, 3, len(workplace.arrays["y"])).astype(np.float32)
+    workplace.save(w=weights)
+    workplace.succeeded()
+    before = workplace.samples()
+    workplace.config["data"]["weight"] = "w"
+    workplace.succeeded("--overwrite")
+    after = workplace.samples()
+    np.testing.assert_allclose(after["loss"], weights * before["loss"], rtol=1e-5)
+    np.testing.assert_allclose(after["grad_norm"], weights * before["grad_norm"], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.long
+def test_names_of_classes_are_in_the_manifest_and_the_report(workplace: Workplace) -> None:
+    x, y = workplace.arrays["x"], workplace.arrays["y"]
+    frame = pd.DataFrame({f"x{place}": x[:, place] for place in range(x.shape[1])})
+    frame.assign(y=np.array(["emu", "cat", "dog"])[y]).to_csv(workplace.folder / "data.csv", index=False)
+    workplace.config["data"] = {"path": "data.csv", "inputs": list(frame), "target": "y"}
+    workplace.succeeded()
+    manifest = workplace.manifest()
+    assert "y: labels in sorted order: 0 cat, 1 dog, 2 emu" in manifest["data"]["notes"]
+    assert manifest["config"]["data"]["class_names"] == ["cat", "dog", "emu"]
+    assert workplace.samples()["target"].tolist() == [[2, 0, 1][label] for label in y]

@@ -1,0 +1,168 @@
+"""`psgrad analyze --part K/N` and `psgrad merge`, against the same run in one piece."""
+
+from __future__ import annotations
+
+import random
+import shutil
+
+import pytest
+
+from psgrad.commands.analyze_tables import StoredPass
+from tests.commands.same_runs import assert_same_runs
+from tests.workplace import Workplace
+
+CHUNK = 5
+GATHERING = ["noise_scale", "signal_to_noise", "relative_norm", "covariance_spectrum", "ntk"]
+TWICE = ["cosine_to_mean", "cosine_to_class_mean", "loo_mean_change"]
+PASSES = ["hessian_trace", "gradient_x_input"]
+
+
+@pytest.fixture
+def place(workplace: Workplace) -> Workplace:
+    workplace.config["engine"] = {"chunk_size": CHUNK}
+    workplace.config["analyze"] = {
+        "measures": [{"name": "covariance_spectrum", "exact_up_to": 0}, "relative_norm"]
+    }
+    return workplace
+
+
+def part(place: Workplace, number: int, count: int, *options: str) -> str:
+    outcome = place.succeeded("--part", f"{number}/{count}", "--output", "parts", *options)
+    return outcome.err
+
+
+def merged(place: Workplace) -> None:
+    outcome = place.command("merge", "parts", "--no-report")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.splitlines()[-1].endswith("parts")
+
+
+@pytest.mark.long
+@pytest.mark.every(3)
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_parts_in_any_order_equal_one_run(place: Workplace, count: int) -> None:
+    order = list(range(1, count + 1))
+    random.Random(count).shuffle(order)
+    for number in order:
+        part(place, number, count)
+    merged(place)
+    place.succeeded("--no-report")
+    assert_same_runs(place.folder / "out", place.folder / "parts")
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(300)
+def test_more_parts_than_chunks_equal_one_run(place: Workplace) -> None:
+    for number in range(1, 65):
+        part(place, number, 64)
+    merged(place)
+    place.succeeded("--no-report")
+    assert_same_runs(place.folder / "out", place.folder / "parts")
+
+
+@pytest.mark.sweep
+def test_parts_of_measures_that_look_twice_run_again(place: Workplace) -> None:
+    place.config["analyze"]["measures"] = [*GATHERING, *TWICE, *PASSES]
+    assert "14 samples of other parts are missing; run this part again" in part(place, 1, 2)
+    part(place, 2, 2)  # all rows are there by then
+    incomplete = place.command("merge", "parts", "--no-report")
+    assert incomplete.code == 3
+    assert "10 rows of the pass samples-again are missing: 0 to 9" in incomplete.err
+    assert "missing; run" not in part(place, 1, 2)
+    merged(place)
+    place.succeeded("--no-report")
+    assert_same_runs(place.folder / "out", place.folder / "parts")
+
+
+@pytest.mark.long
+def test_parts_that_were_made_in_folders_of_their_own_equal_one_run(place: Workplace) -> None:
+    """On machines without shared storage: one folder is merged, and gets the parts of the others."""
+    part(place, 1, 2)
+    place.succeeded("--part", "2/2", "--output", "elsewhere")
+    name = "parts/samples/part-2-of-2"
+    shutil.copytree(place.folder / "elsewhere" / name, place.folder / "parts" / name)
+    merged(place)
+    place.succeeded("--no-report")
+    assert_same_runs(place.folder / "out", place.folder / "parts")
+
+
+@pytest.mark.long
+def test_merge_names_a_missing_part(place: Workplace) -> None:
+    part(place, 1, 3)
+    part(place, 3, 3)
+    outcome = place.command("merge", "parts")
+    outcome.refused(3, "rows of the pass samples are missing: 5 to 14", "run that part again")
+    part(place, 2, 3)
+    merged(place)
+
+
+@pytest.mark.long
+def test_part_run_twice_counts_once(place: Workplace) -> None:
+    part(place, 1, 2)
+    part(place, 1, 2)
+    part(place, 2, 2)
+    merged(place)
+    place.succeeded("--no-report")
+    assert_same_runs(place.folder / "out", place.folder / "parts")
+
+
+def test_parts_of_another_number_of_parts_refused(place: Workplace) -> None:
+    part(place, 1, 2)
+    place.refused(2, "number of parts: was 2, is 3", options=("--part", "2/3", "--output", "parts"))
+
+
+def test_part_of_another_model_refused(place: Workplace) -> None:
+    part(place, 1, 2)
+    place.config["model"] = {"factory": "model.py:mlp", "kwargs": {"hidden": 6}}
+    place.refused(2, "rows of two runs can't be mixed", options=("--part", "2/2", "--output", "parts"))
+
+
+def test_files_of_another_run_refused(place: Workplace) -> None:
+    """They have the shape of the right ones."""
+    part(place, 2, 2)
+    shutil.copytree(place.folder / "parts", place.folder / "first")
+    shutil.rmtree(place.folder / "parts")
+    place.config["loss"] = {"name": "cross_entropy", "label_smoothing": 0.1}
+    part(place, 1, 2)
+    other = "parts/samples/part-2-of-2"
+    shutil.copytree(place.folder / "first" / other, place.folder / "parts" / other)
+    place.command("merge", "parts").refused(3, "part-2-of-2/00000.parquet is of another run")
+
+
+@pytest.mark.long
+def test_rows_that_are_there_twice_refused(place: Workplace) -> None:
+    part(place, 1, 2)
+    part(place, 2, 2)
+    folder = place.folder / "parts/parts/samples"
+    shutil.copytree(folder / "part-2-of-2", folder / "part-3-of-2")
+    place.command("merge", "parts").refused(3, "the rows 10 to 23 of the pass samples are there twice")
+
+
+def test_rows_that_no_part_has_make_no_table(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where the run has taken them for finished."""
+    part(place, 1, 2)
+    monkeypatch.setattr(StoredPass, "missing", lambda self: [])
+    place.command("merge", "parts").refused(3, "the rows 10 to 23 of the pass samples are missing")
+    assert not (place.folder / "parts/samples.parquet").exists()
+
+
+def test_part_after_the_merge_refused(place: Workplace) -> None:
+    part(place, 1, 1)
+    merged(place)
+    place.refused(2, "are merged already", options=("--part", "1/1", "--output", "parts"))
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "3", "a/b", "1/0", "-1/2", "1/2/3"])
+def test_part_that_is_none_refused(place: Workplace, text: str) -> None:
+    place.refused(2, f"--part {text}", "K/N", options=("--part", text))
+
+
+def test_merge_of_a_run_in_one_piece_refused(place: Workplace) -> None:
+    place.succeeded("--no-report")
+    place.command("merge", "out").refused(2, "is not the folder of a run in parts")
+    place.command("merge", "nothing").refused(2, "is not the folder of a run in parts")
+
+
+def test_part_into_the_folder_of_a_whole_run_refused(place: Workplace) -> None:
+    place.succeeded("--no-report")
+    place.refused(2, "number of parts: was None, is 2", options=("--part", "1/2"))

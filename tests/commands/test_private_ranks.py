@@ -1,0 +1,542 @@
+"""`psgrad dp-step` by several ranks: the numbers of one process, each record summed once, and a ledger that
+never lags what was learned, whichever rank dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from psgrad.commands import private_ranks, private_steps
+from psgrad.engine.execution import rank_tensors
+from psgrad.engine.execution.process_group import RankGroup
+from psgrad.engine.privacy import rank_steps
+from psgrad.engine.privacy.coins import Coins
+from psgrad.engine.privacy.rank_steps import LeadingRank
+from psgrad.engine.privacy.snapshot import Snapshot
+from psgrad.engine.privacy.step import PrivateTraining
+from psgrad.errors import EXIT_RUNTIME, EXIT_TERMINATED, DataError
+from psgrad.run import Ledger, PrivateRunFolder
+from psgrad.run.ledger_lines import has_begun
+from psgrad.run.private_runs import WARNING
+from tests.commands.test_processes import alive, wait_for_ranks
+from tests.forked_ranks import EndedRank, Plant, die, hasty, run_ranks
+from tests.private_workplace import EXACT, PrivateWorkplace, leave_out_slow_parts
+from tests.workplace import Workplace
+
+SEEDED = ("--insecure-deterministic", "--set", "privacy.noise.seed=5")
+
+
+@pytest.fixture
+def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
+    """A run in float64 without figures and the slow accountant; the dead are noticed at once."""
+    leave_out_slow_parts(monkeypatch)
+    hasty(monkeypatch)
+    return PrivateWorkplace(workplace)
+
+
+def ranks(
+    private: PrivateWorkplace, size: int, *options: str, plant: Plant = lambda rank: None
+) -> list[EndedRank]:
+    (private.folder / "config.yaml").write_text(yaml.safe_dump(private.config))
+    return run_ranks(private.folder, size, "dp-step", "config.yaml", *options, plant=plant)
+
+
+def succeeded(
+    private: PrivateWorkplace, size: int, *options: str, plant: Plant = lambda rank: None
+) -> list[EndedRank]:
+    ended = ranks(private, size, *options, plant=plant)
+    assert [rank.code for rank in ended] == [0] * size, [rank.err for rank in ended]
+    return ended
+
+
+def released(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights and the last noisy sum."""
+    sums = load_file(folder / "public" / "noisy_sum.safetensors")
+    weights = load_file(folder / "public" / "model.safetensors")
+    return {f"sum {name}": value for name, value in sums.items()} | weights
+
+
+def assert_released_alike(one: Path, other: Path, bound: float) -> None:
+    first, second = released(one), released(other)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        apart = float((second[name] - value).abs().max())
+        assert apart <= bound, f"{name} differs by {apart}"
+
+
+# -- the numbers of one process ------------------------------------------------------------------------------
+
+UNITS = {"unit": {"column": "user", "combine": "mean"}, "expected_batch_size": 5}
+FEW = {"sampling": {"scheme": "poisson", "sample_rate": 0.04}, "expected_batch_size": 1}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (2, {}),
+        pytest.param(3, {}, marks=pytest.mark.sweep),
+        pytest.param(4, {}, marks=pytest.mark.sweep),
+        pytest.param(2, UNITS, marks=pytest.mark.sweep, id="units"),
+        pytest.param(3, FEW, marks=pytest.mark.sweep, id="empty shares"),
+    ],
+)
+def test_dp_step_of_ranks_equals_one_process(
+    private: PrivateWorkplace, size: int, changes: dict[str, Any]
+) -> None:
+    """Without noise every mistake in a sum shows, and weights differ by rounding alone."""
+    private.workplace.save(user=np.arange(24) // 5)
+    private.privacy.update({**EXACT, "optimizer": {"name": "Adam", "kwargs": {"lr": 0.1}}, **changes})
+    ended = succeeded(private, size, "--steps", "4", "--output", "several", *SEEDED)
+    assert ended[0].out.startswith("privacy spent")
+    assert [(rank.out, rank.err) for rank in ended[1:]] == [("", "")] * (size - 1)
+    private.succeeded("--steps", "4", "--output", "one", *SEEDED)
+    assert_released_alike(private.folder / "one", private.folder / "several", 1e-12)
+    steps = [
+        pd.read_parquet(private.folder / run / "private/NOT_PRIVATE_steps.parquet")
+        for run in ("one", "several")
+    ]
+    pd.testing.assert_frame_equal(*steps, rtol=1e-12)
+    lines = (private.folder / "several/logs/rank-1.log").read_text().splitlines()
+    assert lines[0].startswith(f"rank 1 of {size} on ")
+    assert lines[1:] == ["step 1", "step 2", "step 3", "step 4"]
+    facts = manifest(private.folder / "several")["ranks"]
+    each = facts["each"]
+    assert 0 < facts["balance"] <= 1
+    assert sum(rank["records"] for rank in each) == steps[0]["batch_size"].sum()
+    assert all(rank["host"] and rank["seconds"] >= 0 for rank in each)
+
+
+@pytest.mark.sweep
+def test_noise_of_ranks_is_the_one_of_rank_0(private: PrivateWorkplace) -> None:
+    """With the same seed the noisy sum is that of one process, to a step of the grid that both are rounded
+    to. An adaptive bound follows the norms of all ranks.
+    """
+    adaptive = {"quantile": 0.5, "learning_rate": 0.3, "count_noise_multiplier": 5.0}
+    private.privacy.update({"clipping": {"norm": 0.5, "adaptive": adaptive}})
+    succeeded(private, 2, "--steps", "1", "--output", "two", *SEEDED)
+    private.succeeded("--steps", "1", "--output", "one", *SEEDED)
+    (line,) = private_ledger(private.folder / "one")
+    sums = [load_file(private.folder / run / "public/noisy_sum.safetensors") for run in ("one", "two")]
+    for name, value in sums[0].items():
+        assert (sums[1][name] - value).abs().max() <= line["noise_grid"]
+    assert line["noise_grid"] < line["noise_std"] / 2000
+    bounds = [checkpoint(private.folder / run).metadata["bound"] for run in ("one", "two")]
+    assert bounds[0] == bounds[1] != 0.5
+
+
+@pytest.mark.sweep
+def test_one_record_more_moves_the_sum_of_ranks_by_at_most_the_bound(private: PrivateWorkplace) -> None:
+    """A record that comes gives all that follow it to other ranks."""
+    private.config["engine"]["dtype"] = "float32"
+    private.privacy.update(EXACT)
+    arrays = dict(private.workplace.arrays)
+    succeeded(private, 2, "--output", "all")
+    for row in (0, 13):
+        private.workplace.save(**{name: np.delete(array, row, 0) for name, array in arrays.items()})
+        private.privacy["expected_batch_size"] = 23
+        succeeded(private, 2, "--output", f"without-{row}")
+        sums = [
+            load_file(private.folder / run / "public/noisy_sum.safetensors")
+            for run in ("all", f"without-{row}")
+        ]
+        apart = sum(float((sums[1][name] - value).square().sum()) for name, value in sums[0].items()) ** 0.5
+        assert 0.4999 < apart <= 0.5
+
+
+DROPOUT = """
+class Model(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 30), nn.Dropout(0.5), nn.Linear(30, 3))
+"""
+
+
+@pytest.mark.sweep
+def test_coins_of_ranks_follow_from_secrets_that_are_in_no_file(
+    private: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a seed two runs are alike; without one each rank has a secret of its own."""
+    private.workplace.use_model(DROPOUT)
+    private.config["model"] |= {"mode": "train"}
+    private.privacy.update(EXACT)
+    begin = Coins.begin
+
+    def noted(self: Coins, *place: int) -> None:
+        begin(self, *place)
+        (private.folder / f"key-{place[-1]}").write_bytes(self._key)
+
+    def plant(rank: int) -> None:
+        monkeypatch.setattr(Coins, "begin", noted)
+
+    for name in ("two", "again"):
+        succeeded(private, 2, "--steps", "2", "--output", name, *SEEDED, plant=plant)
+    assert_released_alike(private.folder / "two", private.folder / "again", 1e-12)
+    succeeded(private, 2, "--steps", "2", "--output", "secret", plant=plant)
+    keys = [(private.folder / f"key-{rank}").read_bytes() for rank in range(2)]
+    assert keys[0] != keys[1]
+    for file in (path for path in (private.folder / "secret").rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        assert all(key not in content and key.hex().encode() not in content for key in keys)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_config_of_digits_by_ranks_equals_one_process(private: PrivateWorkplace, count: int) -> None:
+    """Its factory draws the weights, in float32: sums differ by rounding, and after noise by a step of the
+    grid.
+    """
+    config = str(Path(__file__).parents[2] / "configs" / "digits-dp.yaml")
+    for size in (1, count):
+        output = private.folder / f"by-{size}"
+        options = ("--steps", "3", "--output", str(output), *SEEDED)
+        ended = run_ranks(private.folder, size, "dp-step", config, *options)
+        assert [rank.code for rank in ended] == [0] * size, [rank.err for rank in ended]
+    lines = private_ledger(private.folder / "by-1")
+    one, several = (released(private.folder / f"by-{size}") for size in (1, count))
+    for name, value in one.items():
+        bound = lines[-1]["noise_grid"] if name.startswith("sum ") else 1e-6
+        assert (several[name] - value).abs().max() <= bound, name
+
+
+def test_messages_of_a_rank_are_private_and_wait_for_the_folder(tmp_path: Path) -> None:
+    """They may say how many records a rank has."""
+    folder = PrivateRunFolder(tmp_path / "out")
+    messages = private_ranks._Messages(folder, 3)
+    messages("memory ran out with 17 records")
+    assert not folder.path.exists()
+    PrivateRunFolder.create(folder.path)
+    messages.begin()
+    messages("8 records at a time")
+    lines = (folder.path / "private/NOT_PRIVATE_rank-3.log").read_text().splitlines()
+    assert lines == [WARNING, "memory ran out with 17 records", "8 records at a time"]
+
+
+# -- mistakes ------------------------------------------------------------------------------------------------
+
+
+def of_rank_1(change: Callable[[np.ndarray], np.ndarray], says: bool) -> Plant:
+    """Rank 1 sums other records than it was given, and says so, or not."""
+
+    def plant(rank: int) -> None:
+        computed = rank_steps._computed
+
+        def other(own: Any, mine: np.ndarray, *about: Any) -> Any:
+            found = computed(own, change(mine), *about)
+            if not says:
+                honest = computed(own, mine, *about)
+                found = replace(found, columns=honest.columns)
+            return found
+
+        if rank == 1:
+            rank_steps._computed = other
+
+    return plant
+
+
+def noisy_rank(rank: int) -> None:
+    computed = rank_steps._computed
+
+    def noisy(*arguments: Any) -> Any:
+        found = computed(*arguments)
+        return replace(found, sums={name: value + 0.01 for name, value in found.sums.items()})
+
+    if rank == 1:
+        rank_steps._computed = noisy
+
+
+def one_more(mine: np.ndarray) -> np.ndarray:
+    return np.append(mine, mine[-1] - 1)  # of rank 0, which has the records of even numbers
+
+
+def others(mine: np.ndarray) -> np.ndarray:
+    return (mine + 1) % 24
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "plant",
+    [
+        pytest.param(of_rank_1(one_more, says=False), id="another rank's record too"),
+        pytest.param(of_rank_1(others, says=False), id="another batch", marks=pytest.mark.sweep),
+        pytest.param(noisy_rank, id="noise of its own"),
+    ],
+)
+def test_mistake_in_a_share_is_seen_in_the_numbers(private: PrivateWorkplace, plant: Plant) -> None:
+    private.privacy.update(EXACT | {"optimizer": {"name": "SGD", "kwargs": {"lr": 0.1}}})
+    succeeded(private, 2, "--output", "two", *SEEDED, plant=plant)
+    private.succeeded("--output", "one", *SEEDED)
+    with pytest.raises(AssertionError, match="differs by"):
+        assert_released_alike(private.folder / "one", private.folder / "two", 1e-12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "change",
+    [
+        one_more,
+        pytest.param(others, marks=pytest.mark.sweep),
+        pytest.param(lambda mine: mine[1:], marks=pytest.mark.sweep),
+    ],
+)
+def test_rank_that_sums_other_records_than_given_stops_the_step(
+    private: PrivateWorkplace, change: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    ended = ranks(private, 2, plant=of_rank_1(change, says=True))
+    assert [rank.code for rank in ended] == [EXIT_RUNTIME] * 2
+    assert "rank 1 has not summed the records of step 1 that it was given" in ended[0].err
+    assert "Traceback" not in ended[0].err
+    assert ended[1].err == ""
+    assert private.ledger("step") == []
+
+
+@pytest.mark.long
+def test_rank_with_another_dataset_is_refused_before_anything_is_made(private: PrivateWorkplace) -> None:
+    (private.folder / "config.yaml").write_text(yaml.safe_dump(private.config))
+    other = private.folder / "other"
+    other.mkdir()
+    for name in ("config.yaml", "model.py", "model.safetensors"):
+        shutil.copy(private.folder / name, other / name)
+    x = private.workplace.arrays["x"].copy()
+    x[3, 0] += 1
+    np.savez(other / "data.npz", **{**private.workplace.arrays, "x": x})
+    ended = ranks(private, 2, plant=lambda rank: os.chdir(other) if rank else None)
+    assert [rank.code for rank in ended] == [EXIT_RUNTIME] * 2
+    assert "has loaded another dataset than rank 0" in ended[1].err
+    assert "error: rank 1" in ended[1].err
+    assert ended[0].err == ""  # the rank that fails first prints
+    assert not private.run_folder.exists()
+
+
+# -- deaths --------------------------------------------------------------------------------------------------
+
+
+def dying(rank: int, owner: Any, name: str, at: int, after: bool) -> Plant:
+    """The rank dies at call number `at` of a function, before or after it."""
+
+    def plant(own: int) -> None:
+        original, calls = getattr(owner, name), 0
+
+        def dies(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == at and not after:
+                die()
+            result = original(*arguments, **options)
+            if calls == at:
+                die()
+            return result
+
+        if own == rank:
+            setattr(owner, name, dies)
+
+    return plant
+
+
+def noting_what_is_learned(folder: Path, plant: Plant) -> Plant:
+    """Each rank but the first writes how many steps' noise is in the weights that it has."""
+
+    def noting(rank: int) -> None:
+        broadcast = RankGroup.broadcast
+
+        def noted(self: RankGroup, name: str, arrays: Any) -> Any:
+            message = broadcast(self, name, arrays)
+            if rank and "step" in message:
+                (folder / f"learned-{rank}").write_text(str(int(message["step"])))
+            return message
+
+        RankGroup.broadcast = noted
+        plant(rank)
+
+    return noting
+
+
+# In step 2 of 4: (rank, function, its call, whether it returns first, paid steps, lost steps).
+MOMENTS = {
+    "rank 0 before the ledger": (0, private_steps.PrivateRun, "pay", 2, False, 1),
+    "rank 0 after the ledger": (0, private_steps.PrivateRun, "pay", 2, True, 2),
+    "rank 0 before the update": (0, PrivateTraining, "update", 2, False, 2),
+    "rank 0 before it sends weights": (0, LeadingRank, "_send", 2, False, 1),
+    "rank 0 while it sends weights": (0, rank_tensors.dist, "send", 8, True, 1),
+    "rank 0 while it receives": (0, rank_tensors.dist, "recv", 5, True, 1),
+    "rank 1 before its share": (1, rank_steps, "_computed", 2, False, 1),
+    "rank 1 after its share": (1, rank_steps, "_computed", 2, True, 1),
+    "rank 1 while it sends its share": (1, rank_tensors.dist, "send", 5, True, 1),
+    "rank 1 while it loads": (1, private_ranks, "private_hashes", 1, False, 0),
+}
+BY_DEFAULT = {"rank 0 before the ledger", "rank 0 after the ledger", "rank 1 while it sends its share"}
+
+
+@pytest.mark.long
+@pytest.mark.every(3)
+@pytest.mark.parametrize(
+    "moment",
+    [each if each in BY_DEFAULT else pytest.param(each, marks=pytest.mark.sweep) for each in MOMENTS],
+)
+def test_rank_dies_and_the_ledger_has_what_was_learned(private: PrivateWorkplace, moment: str) -> None:
+    rank, owner, name, at, after, paid = MOMENTS[moment]
+    plant = noting_what_is_learned(private.folder, dying(rank, owner, name, at, after))
+    ended = ranks(private, 2, "--steps", "4", plant=plant)
+    assert ended[rank].code == -signal.SIGKILL
+    other = ended[1 - rank]
+    assert other.code == EXIT_RUNTIME, other.err
+    assert other.seconds - ended[rank].seconds < 30
+    assert f"rank {rank}" in other.err
+    assert "Traceback" not in other.err
+    learned = private.folder / "learned-1"
+    if moment == "rank 1 while it loads":
+        assert not private.run_folder.exists()
+        return
+    assert int(learned.read_text() or 0) <= len(private.ledger("step")) == paid
+    # goes on with three ranks, or one
+    size = 3 if rank else 1
+    succeeded(private, size, "--resume", "--steps", "2")
+    assert len(private.ledger("step")) == paid + 2
+    if rank:  # rank 0 saved what was paid for
+        assert private.ledger("resume")[0]["checkpoint_step"] == paid
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(10))
+def test_rank_dies_at_any_time(private: PrivateWorkplace, seed: int) -> None:
+    """A rank dies, and one of those that resume; from when it is in the store, where others see it."""
+    private.privacy.update({"steps": 1000, "noise": {"multiplier": 9.0}})
+    random_source = random.Random(seed)
+    for _ in range(2):
+        size = random_source.choice([2, 3])
+        victim, delay = random_source.randrange(size), random_source.random()
+        (private.folder / "learned-1").unlink(missing_ok=True)
+        before = paid(private)
+
+        def plant(rank: int, victim: int = victim, delay: float = delay) -> None:
+            meets = RankGroup.__init__
+
+            def met(self: RankGroup, *arguments: Any) -> None:
+                meets(self, *arguments)
+                threading.Timer(delay, die).start()
+
+            if rank == victim:
+                RankGroup.__init__ = met
+
+        noting = noting_what_is_learned(private.folder, plant)
+        ended = ranks(private, size, "--steps", "all", going_on(private), plant=noting)
+        assert ended[victim].code == -signal.SIGKILL, ended[victim].err
+        others = [rank for rank in range(size) if rank != victim]
+        told = "\n".join(rank.err for rank in ended)  # with the threads of a rank that hangs, uncut
+        assert [ended[rank].code for rank in others] == [EXIT_RUNTIME] * (size - 1), told
+        assert max(ended[rank].seconds for rank in others) - ended[victim].seconds < 30
+        learned = private.folder / "learned-1"
+        last = learned.read_text() if learned.exists() else ""  # empty where it died while it wrote
+        assert paid(private) >= max(before, int(last or 0))
+    before = paid(private)
+    succeeded(private, 2, going_on(private), "--steps", "3")
+    assert paid(private) == before + 3
+
+
+@pytest.mark.long
+def test_error_of_a_rank_stops_the_step_unpaid(private: PrivateWorkplace) -> None:
+    def plant(rank: int) -> None:
+        def fails(*arguments: Any) -> Any:
+            raise DataError("the disk of this machine is gone")
+
+        if rank == 1:
+            rank_steps._computed = fails
+
+    ended = ranks(private, 2, plant=plant)
+    assert [rank.code for rank in ended] == [EXIT_RUNTIME] * 2
+    assert ended[1].err.startswith("error: the disk of this machine is gone")
+    assert "error" not in ended[0].err  # the rank that failed first prints it
+    assert private.ledger("step") == []
+    assert "rank 1 failed: the disk" in manifest(private.run_folder)["error"]
+
+
+@pytest.mark.long
+def test_signal_to_all_ranks_ends_them_after_the_step(private: PrivateWorkplace) -> None:
+    def plant(rank: int) -> None:
+        computed = rank_steps._computed
+
+        def signalled(own: Any, mine: Any, step: int, *about: Any) -> Any:
+            if step == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return computed(own, mine, step, *about)
+
+        rank_steps._computed = signalled
+
+    ended = ranks(private, 2, "--steps", "all", plant=plant)
+    assert [rank.code for rank in ended] == [EXIT_TERMINATED] * 2, ended
+    assert len(private.ledger("step")) == checkpoint(private.run_folder).metadata["step"] == 2
+
+
+# -- the launcher --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_process_of_the_launcher_ends_all(private: PrivateWorkplace, victim: int) -> None:
+    private.privacy["steps"] = 100_000
+    private.privacy["noise"] = {"multiplier": 50.0}
+    (private.folder / "config.yaml").write_text(yaml.safe_dump(private.config))
+    begin = [sys.executable, "-m", "psgrad", "dp-step", "config.yaml", "--processes", "2"]
+    launcher = subprocess.Popen([*begin, "--steps", "all"], stderr=subprocess.PIPE, text=True)
+    pids = wait_for_ranks(launcher, private.run_folder / "public/ledger.jsonl")
+    time.sleep(1)
+    os.kill(pids[victim], signal.SIGKILL)
+    began = time.monotonic()
+    _, words = launcher.communicate(timeout=150)
+    assert time.monotonic() - began < 30
+    assert launcher.returncode == EXIT_RUNTIME
+    assert f"rank {victim}" in words
+    assert "Traceback" not in words
+    assert not any(alive(pid) for pid in pids)
+    paid = len(private.ledger("step"))
+    again = subprocess.run(
+        [*begin, "--steps", "3", "--resume"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert again.returncode == 0, again.stderr
+    assert len(private.ledger("step")) == paid + 3
+
+
+# -- helpers -------------------------------------------------------------------------------------------------
+
+
+def paid(private: PrivateWorkplace) -> int:
+    """How many steps the ledger has; none where there is no ledger yet."""
+    return len(private.ledger("step")) if has_begun(private.run_folder / "public/ledger.jsonl") else 0
+
+
+def going_on(private: PrivateWorkplace) -> str:
+    """The option for the folder of a run that was killed, perhaps before its ledger was begun."""
+    return "--resume" if has_begun(private.run_folder / "public/ledger.jsonl") else "--overwrite"
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "private/NOT_PRIVATE_manifest.json").read_bytes())
+    return content
+
+
+def checkpoint(folder: Path) -> Snapshot:
+    return Snapshot.from_bytes((folder / "checkpoint.safetensors").read_bytes())
+
+
+def private_ledger(folder: Path) -> list[dict[str, Any]]:
+    return Ledger.read(folder / "public" / "ledger.jsonl").steps

@@ -1,0 +1,151 @@
+"""When, by which command and from which commit a run was made: what manifest.json and the page say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from psgrad.commands.run_manifest import command_line, revision_of
+from psgrad.reports.sections import facts_of, made_words
+from psgrad.run.results.manifest import RunManifest, read_manifest
+from tests.private_workplace import PrivateWorkplace
+from tests.reports.frames import MANIFEST
+from tests.workplace import Workplace
+
+
+def git(folder: Path, *words: str) -> str:
+    settings = ["-c", "user.name=n", "-c", "user.email=e", "-c", "init.defaultBranch=main"]
+    return subprocess.run(
+        ["git", *settings, *words], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with a commit, and a hook and a monitor that leave a mark when they run."""
+    folder = tmp_path / "repository"
+    (folder / "configs").mkdir(parents=True)
+    git(folder, "init")
+    (folder / "file").write_text("x")
+    git(folder, "add", ".")
+    git(folder, "commit", "-m", "first")
+    git(folder, "config", "core.fsmonitor", f"touch {tmp_path / 'ran'}; false")
+    return folder
+
+
+def test_the_revision_is_the_commit_that_is_checked_out_and_nothing_of_the_repository_runs(
+    repository: Path,
+) -> None:
+    expected = git(repository, "rev-parse", "HEAD")
+    (repository.parent / "ran").unlink(missing_ok=True)
+    assert revision_of(repository / "configs") == expected
+    git(repository, "pack-refs", "--all")
+    assert revision_of(repository) == expected
+    git(repository, "checkout", "--detach")
+    (repository.parent / "ran").unlink(missing_ok=True)
+    assert revision_of(repository) == expected
+    assert not (repository.parent / "ran").exists()
+
+
+def test_a_worktree_has_a_revision_of_its_own(repository: Path) -> None:
+    git(repository, "worktree", "add", "../other", "-b", "other")
+    (repository.parent / "other" / "file").write_text("y")
+    git(repository.parent / "other", "commit", "-am", "second")
+    assert revision_of(repository.parent / "other") == git(repository.parent / "other", "rev-parse", "HEAD")
+    assert (
+        revision_of(repository)
+        == git(repository, "rev-parse", "HEAD")
+        != revision_of(repository.parent / "other")
+    )
+
+
+@pytest.mark.parametrize("head", ["", "ref: refs/heads/none", "garbage", "\x00", "ref: ../../../etc/passwd"])
+def test_a_damaged_or_empty_repository_has_no_revision(tmp_path: Path, head: str) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "HEAD").write_text(head)
+    assert revision_of(tmp_path) is None
+
+
+def test_only_psgrads_own_command_line_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for program in ("/usr/bin/psgrad", "/lib/psgrad/__main__.py", "psgrad.exe"):
+        monkeypatch.setattr(sys, "argv", [program, "analyze", "my config.yaml", "--set", "a.b=c d"])
+        assert command_line() == "psgrad analyze 'my config.yaml' --set 'a.b=c d'"
+    monkeypatch.setattr(sys, "argv", ["train.py", "--token", "secret"])
+    assert command_line() is None
+    monkeypatch.setattr(sys, "argv", [])
+    assert command_line() is None
+
+
+@pytest.mark.long
+def test_the_manifest_and_the_page_say_when_how_and_from_where(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["psgrad", "analyze", "config.yaml"])
+    workplace.succeeded()
+    folder = workplace.folder / workplace.config["output"]
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    created, finished = (datetime.fromisoformat(manifest[key]) for key in ("created", "finished"))
+    assert created.tzinfo is not None
+    assert created <= finished <= created + timedelta(minutes=30)
+    assert abs(datetime.now(UTC) - finished) < timedelta(minutes=30)
+    assert manifest["command_line"] == "psgrad analyze config.yaml"
+    page = (folder / "report.html").read_text()
+    assert f"Made {manifest['created'].replace('T', ' ').replace('+00:00', ' UTC')} by psgrad" in page
+    assert "psgrad analyze config.yaml" in page
+
+
+@pytest.mark.long
+def test_a_run_that_is_gone_on_with_keeps_the_time_it_began(
+    private_workplace: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = (f"2026-01-0{day}T00:00:00+00:00" for day in range(1, 10))
+    monkeypatch.setattr("psgrad.commands.run_manifest.now", lambda: next(times))
+    for options in ((), ("--resume",)):
+        private_workplace.succeeded(*options)
+        manifest = json.loads(
+            (private_workplace.run_folder / "private" / "NOT_PRIVATE_manifest.json").read_bytes()
+        )
+        assert manifest["created"] == "2026-01-01T00:00:00+00:00"
+
+
+@pytest.mark.long
+def test_what_is_public_names_no_path_command_or_commit(
+    private_workplace: PrivateWorkplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["psgrad", "dp-step", "/home/somebody/secret/config.yaml"])
+    private_workplace.succeeded()
+    public = [
+        private_workplace.run_folder / "manifest.json",
+        *(private_workplace.run_folder / "public").iterdir(),
+    ]
+    for path in public:
+        assert b"somebody" not in path.read_bytes(), path
+        assert str(private_workplace.folder).encode() not in path.read_bytes(), path
+    assert not {"created", "command_line", "revision"} & set(json.loads(public[0].read_bytes()))
+
+
+@pytest.fixture
+def private_workplace(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
+    monkeypatch.setattr(
+        "psgrad.commands.private_steps.write_plots", lambda result, public, private, unit: None
+    )
+    monkeypatch.setattr("psgrad.commands.private_steps.pld_curve", lambda events, delta: [])
+    return PrivateWorkplace(workplace)
+
+
+def test_runs_of_older_versions_have_pages_without_these_lines() -> None:
+    assert made_words(read_manifest({})) == ""
+    names = [name for name, _ in facts_of(read_manifest(MANIFEST), Path("out"))]
+    assert "Command" not in names
+    assert "Revision" not in names
+    made = RunManifest().content()
+    assert [key for key in made if key in ("created", "command_line", "revision")] == [
+        "created",
+        "command_line",
+        "revision",
+    ]

@@ -1,0 +1,158 @@
+"""What of a sample's input reaches a report: the values of a table's row, and the words of ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from psgrad.config import DataConfig
+from psgrad.data.previews import MAX_VALUES, input_of, values_of, vocabulary_of
+from psgrad.data.rows import Block, Samples
+from psgrad.data.sources.datasets import DatasetSamples
+from psgrad.errors import DataError
+from psgrad.run import RunFolder
+from psgrad.run.finished import load_run
+from psgrad.run.results import MeasureResult
+from tests.workplace import Workplace
+
+
+class Ids(torch.utils.data.Dataset[Any]):
+    """Sentences as ids."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([5, 6 + row, 0]), 0
+
+
+class WithTokens(Ids):
+    def tokens(self, ids: list[int]) -> list[str]:
+        return [{0: "[PAD]", 5: "good", 6: "film", 7: "book"}[each] for each in ids]
+
+
+class WithTokenizer(Ids):
+    class tokenizer:
+        @staticmethod
+        def decode(ids: list[int]) -> str:
+            return " ".join(f"w{each}" for each in ids)
+
+
+class OneShort(Ids):
+    def tokens(self, ids: list[int]) -> list[str]:
+        return [str(each) for each in ids[1:]]
+
+
+class Failing(Ids):
+    def tokens(self, ids: list[int]) -> list[str]:
+        raise KeyError(ids[0])
+
+
+def samples_of(dataset: Ids) -> DatasetSamples:
+    return DatasetSamples(dataset, DataConfig(factory="here:dataset"))
+
+
+MAPPED = MeasureResult(
+    "gradient_x_input",
+    "t",
+    "f",
+    "u",
+    arrays={"rows": np.arange(2), "ids_0": np.array([[5, 6, 0], [5, 7, 0]])},
+)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (Ids(), {}),
+        (WithTokens(), {0: "[PAD]", 5: "good", 6: "film", 7: "book"}),
+        (WithTokenizer(), {n: f"w{n}" for n in (0, 5, 6, 7)}),
+    ],
+)
+def test_a_dataset_or_its_tokenizer_tells_the_words_of_ids(dataset: Ids, words: dict[int, str]) -> None:
+    assert vocabulary_of(samples_of(dataset), [MAPPED]) == words
+    assert vocabulary_of(samples_of(dataset), []) == {}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [(OneShort(), "returned 3 texts for 4 ids"), (Failing(), "tokens(ids) of the dataset of")],
+)
+def test_a_vocabulary_that_fails_is_reported_as_the_datasets(dataset: Ids, words: str) -> None:
+    with pytest.raises(DataError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        vocabulary_of(samples_of(dataset), [MAPPED])
+
+
+class Rows(Samples):
+    """One row of these inputs."""
+
+    def __init__(self, names: list[str], *inputs: Any) -> None:
+        super().__init__(np.array(["row"]), None, "")
+        self.names, self.block = names, Block(tuple(torch.as_tensor(x)[None] for x in inputs), None)
+
+    def read(self, start: int, stop: int) -> Block:
+        return self.block
+
+    def input_names(self) -> list[str]:
+        return self.names
+
+
+@pytest.mark.parametrize(
+    ("samples", "values"),
+    [
+        (Rows(["age", "hours"], [39.0, 40.5]), (("age", 39.0), ("hours", 40.5))),
+        (Rows(["age", "kind"], 39.0, 2), (("age", 39.0), ("kind", 2))),
+        (Rows(["features"], [1.0, 2.0]), (("features[0]", 1.0), ("features[1]", 2.0))),
+        (Rows(["ids"], [3, 17, 22]), (("ids", "3 17 22"),)),
+        (Rows([], [1.5]), (("input 0[0]", 1.5),)),
+        (Rows(["a", "table"], 1.0, [[1.0, 2.0, 3.0]]), ()),
+    ],
+)
+def test_the_values_of_a_row_have_the_names_of_their_columns(
+    samples: Rows, values: tuple[tuple[str, Any], ...]
+) -> None:
+    found = input_of(samples, 0)
+    assert found.values == values
+    assert found.image is None
+    assert found.text is None
+
+
+def test_values_of_long_rows_are_bounded() -> None:
+    assert len(values_of((torch.zeros(1, 5000),), ["x"])) == MAX_VALUES
+    ((_, words),) = values_of((torch.zeros(1, 5000, dtype=torch.int64),), ["x"])
+    assert str(words).endswith("0 and 4,800 more")
+
+
+@pytest.mark.sweep
+def test_the_page_of_a_table_shows_its_rows_and_a_report_made_again_is_the_same(workplace: Workplace) -> None:
+    workplace.succeeded()
+    folder = workplace.folder / "out"
+    page = (folder / "report.html").read_bytes()
+    run = load_run(folder)
+    assert run.top_inputs[0].values
+    name, value = run.top_inputs[0].values[0]
+    assert f">{name}<".encode() in page
+    assert f">{value:.7g}<".encode() in page
+    assert b">None<" not in page  # what is not known is left out
+    workplace.command("report", "out")
+    assert (folder / "report.html").read_bytes() == page
+
+
+@pytest.mark.long
+def test_values_and_words_come_back_from_the_folder(workplace: Workplace) -> None:
+    workplace.succeeded()
+    RunFolder(workplace.folder / "out").write_inputs(
+        load_run(workplace.folder / "out").top_inputs, {0: "[PAD]", 5: "good"}
+    )
+    assert load_run(workplace.folder / "out").vocabulary == {0: "[PAD]", 5: "good"}
+
+
+@pytest.mark.long
+def test_no_value_is_kept_where_inputs_are_left_out(workplace: Workplace) -> None:
+    workplace.config["report"] = {"include_inputs": False}
+    workplace.succeeded()
+    assert not (workplace.folder / "out" / "inputs").exists()
+    assert b'id="values"' not in (workplace.folder / "out" / "report.html").read_bytes()

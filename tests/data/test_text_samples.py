@@ -1,0 +1,107 @@
+"""Samples of texts: blocks, tokens that are kept, fingerprints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from psgrad.config import DataConfig
+from psgrad.data.reader import digests
+from psgrad.data.rows import Samples
+from psgrad.data.sources.load import load_data
+from psgrad.data.tasks.language_models import CausalLM
+from psgrad.data.text_samples import BLOCK
+from psgrad.errors import ConfigError, DataError
+from tests.hugging_face import TEXTS, tiny_tokenizer
+from tests.text_tasks import refusal_of, samples_of
+
+ROWS = [{"t": f"{TEXTS[place % 4]} {place}", "w": place / 4} for place in range(BLOCK + 20)]
+
+
+def made(folder: Path, **options: object) -> Samples:
+    return samples_of(folder, "causal-lm", ROWS, kind="gpt", text="t", **options)
+
+
+def test_rows_are_the_same_read_in_any_parts(tmp_path: Path) -> None:
+    samples = made(tmp_path)
+    whole = samples.read(0, len(ROWS))
+    rows = np.array([BLOCK + 3, 1, BLOCK - 1, 1])
+    for part, places in ((samples.take(rows), rows), (samples.read(BLOCK - 2, BLOCK + 2), None)):
+        expected = whole.at(np.arange(BLOCK - 2, BLOCK + 2) if places is None else places)
+        assert all(torch.equal(a, b) for a, b in zip(part.inputs, expected.inputs, strict=True))
+        assert part.target is not None
+        assert expected.target is not None
+        assert torch.equal(part.target, expected.target)
+        assert part.lengths is not None
+        assert expected.lengths is not None
+        assert torch.equal(part.lengths, expected.lengths)
+    assert torch.equal(made(tmp_path).take(rows).inputs[0], whole.at(rows).inputs[0])  # without whole blocks
+
+
+def test_digest_of_a_row_leaves_padding_out(tmp_path: Path) -> None:
+    samples = made(tmp_path)
+    alone = [digests(samples.read(row, row + 1))[0] for row in range(4)]
+    assert digests(samples.read(0, 4)) == alone
+    assert len(set(alone)) == 4
+
+
+def test_tokens_are_kept_with_a_run_and_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    first = made(tmp_path, kept=run / "parts").read(0, len(ROWS))
+    assert not (run / "parts").exists()  # the run has not begun
+    (run / "manifest.json").write_text("{}")
+    made(tmp_path, kept=run / "parts").read(0, len(ROWS))
+    assert len(list((run / "parts").glob("*/*.arrow"))) == 2
+    monkeypatch.setattr(CausalLM, "encode", None)
+    again = made(tmp_path, kept=run / "parts").read(0, len(ROWS))
+    assert torch.equal(first.inputs[0], again.inputs[0])
+    with pytest.raises(TypeError):
+        made(tmp_path, kept=run / "parts", max_length=40).read(0, 1)
+
+
+def test_kept_tokens_that_are_damaged_are_made_again(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    first = made(tmp_path, kept=tmp_path / "parts").read(0, 3)
+    for file in (tmp_path / "parts").glob("*/*.arrow"):
+        file.write_bytes(file.read_bytes()[:100])
+    assert torch.equal(made(tmp_path, kept=tmp_path / "parts").read(0, 3).inputs[0], first.inputs[0])
+
+
+def test_fingerprint_covers_files_tokenizer_template_and_options(tmp_path: Path) -> None:
+    found = {made(tmp_path).fingerprint, made(tmp_path, max_length=30).fingerprint}
+    found.add(made(tmp_path, max_length=30, truncation="left").fingerprint)
+    assert made(tmp_path).fingerprint in found
+    tiny_tokenizer(tmp_path / "model", kind="gpt", chat_template="{{ messages }}")
+    found.add(made(tmp_path).fingerprint)
+    tiny_tokenizer(tmp_path / "model", ["other words"], kind="gpt")
+    found.add(made(tmp_path).fingerprint)
+    found.add(samples_of(tmp_path, "causal-lm", ROWS[:-1], text="t").fingerprint)
+    assert len(found) == 6
+
+
+def test_text_of_rows_and_of_tokens(tmp_path: Path) -> None:
+    samples = made(tmp_path)
+    assert samples.describe(2) == ROWS[2]["t"]
+    assert "".join(samples.pieces(samples.read(2, 3).inputs[0][0].tolist()) or []) == ROWS[2]["t"]
+    assert samples.pieces([-100]) == [""]
+    assert samples.input_names() == ["input_ids", "attention_mask"]
+
+
+def test_weights_of_rows_are_the_last_input(tmp_path: Path) -> None:
+    samples = made(tmp_path, weight="w")
+    assert samples.weighted
+    assert samples.read(4, 6).inputs[-1].tolist() == [1.0, 1.25]
+    rows = [{"t": "the cat", "w": -1.0}]
+    said = refusal_of(DataError, tmp_path, "causal-lm", rows, text="t", weight="w")
+    assert "the weight 'w' is -1 in row 0" in said
+
+
+def test_text_needs_a_pretrained_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the model is not a pretrained one"):
+        load_data(DataConfig(path=Path("rows.jsonl"), text="t"), tmp_path)

@@ -1,0 +1,273 @@
+"""Adapters: read from peft's folders, they give peft's own outputs, and only their parameters are
+differentiated.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from psgrad.config import ModelConfig
+from psgrad.engine.gradients import per_sample_gradients
+from psgrad.engine.transforms import functional_call
+from psgrad.errors import CheckpointError, ConfigError, ModelError, PsgradError
+from psgrad.models.factory import LoadedModel, load_model
+from tests.hugging_face import tiny_model
+
+peft = pytest.importorskip("peft", reason="the extra hugging-face is not installed")
+
+CAUSAL = {"task_type": "CAUSAL_LM"}
+KINDS: dict[str, Any] = {
+    "lora": lambda: peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"], **CAUSAL),
+    "rslora": lambda: peft.LoraConfig(r=3, use_rslora=True, target_modules=["down_proj"], **CAUSAL),
+    "embedding": lambda: peft.LoraConfig(r=3, target_modules=["embed_tokens", "q_proj"], **CAUSAL),
+    "dora": lambda: peft.LoraConfig(r=3, use_dora=True, target_modules=["q_proj", "v_proj"], **CAUSAL),
+    "ia3": lambda: peft.IA3Config(
+        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], **CAUSAL
+    ),
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, **CAUSAL),
+}
+
+
+def make_adapter(folder: Path, base: Path, settings: Any, seed: int = 0, task: str = "causal-lm") -> Any:
+    """An adapter of the model in `base` with random weights, written by peft; the model with it in."""
+    import transformers
+
+    kinds = {
+        "causal-lm": "AutoModelForCausalLM",
+        "sequence-classification": "AutoModelForSequenceClassification",
+    }
+    model = getattr(transformers, kinds[task]).from_pretrained(base)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        adapted = peft.get_peft_model(model, settings)
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data = torch.randn_like(parameter) / 4
+    adapted.save_pretrained(folder)
+    return adapted.eval()
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    tiny_model("causal-lm", tmp_path / "base")
+    return tmp_path / "base"
+
+
+def load(base: Path, adapter: Any, trainable: list[str] | None = None, **options: Any) -> LoadedModel:
+    content = {"pretrained": base.name, "task": "causal-lm", "adapter": adapter, **options}
+    return load_model(ModelConfig.model_validate(content), base.parent, trainable)
+
+
+def refusal(kind: type[PsgradError], base: Path, adapter: Any, **options: Any) -> str:
+    with pytest.raises(kind) as caught:
+        load(base, adapter, **options)
+    return str(caught.value)
+
+
+IDS = torch.randint(7, 300, (3, 9), generator=torch.Generator().manual_seed(0))
+
+
+def trained(loaded: LoadedModel) -> list[str]:
+    return [name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_has_the_outputs_and_gradients_of_peft(kind: str, base: Path) -> None:
+    expected = make_adapter(base.parent / "adapter", base, KINDS[kind]())
+    loaded = load(base, "adapter")
+
+    assert loaded.pick is not None
+    found = loaded.pick(loaded.model(input_ids=IDS))
+    assert found.shape == (3, 9, 400)
+    assert torch.equal(found, expected(input_ids=IDS).logits[:, -9:])
+    own = {name for name, parameter in expected.named_parameters() if parameter.requires_grad}
+    assert set(trained(loaded)) == own
+
+    def loss(params: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        logits = loaded.pick(functional_call(loaded.model, params, (), {"input_ids": ids[None]}))  # type: ignore
+        return torch.nn.functional.cross_entropy(logits[0, :-1], ids[1:])
+
+    params = {name: p.detach() for name, p in loaded.model.named_parameters() if p.requires_grad}
+    gradients = per_sample_gradients(loss, params, IDS).materialise()
+    for row, ids in enumerate(IDS):
+        logits = expected(input_ids=ids[None]).logits[0, -9:]
+        value = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
+        named = {name: p for name, p in expected.named_parameters() if p.requires_grad}
+        oracle = torch.autograd.grad(value, list(named.values()), materialize_grads=True)
+        for name, gradient in zip(named, oracle, strict=True):
+            torch.testing.assert_close(gradients[name][row], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_the_notes_and_the_origin(base: Path) -> None:
+    make_adapter(base.parent / "adapter", base, KINDS["lora"]())
+    loaded = load(base, "adapter")
+    assert loaded.notes == [
+        "the adapter adapter (LoRA, rank 3, alpha 6) lies on top of base, not merged into it",
+        "336 parameters of the adapters require a gradient, and no others",
+    ]
+    assert loaded.origin.adapters == ["adapter (LoRA, rank 3, alpha 6)"]
+    assert loaded.sha256 != load_model(ModelConfig(pretrained="base", task="causal-lm"), base.parent).sha256
+
+
+def test_trainable_says_more(base: Path) -> None:
+    make_adapter(base.parent / "adapter", base, KINDS["lora"]())
+    loaded = load(base, "adapter", trainable=["*lora_A*", "*norm.weight"])
+    assert all("lora_A" in name or name.endswith("norm.weight") for name in trained(loaded))
+    assert any(name.endswith("norm.weight") for name in trained(loaded))
+
+
+def test_several_adapters_add_up(base: Path) -> None:
+    both: Any = make_adapter(base.parent / "one", base, KINDS["lora"]())
+    make_adapter(base.parent / "two", base, KINDS["rslora"](), seed=1)
+    both.load_adapter(base.parent / "two", "two")
+    both.base_model.set_adapter(["default", "two"])
+    loaded = load(base, ["one", "two"])
+
+    assert torch.equal(loaded.model(input_ids=IDS).logits, both.eval()(input_ids=IDS).logits)
+    assert {name.rpartition("lora_")[2] for name in trained(loaded)} == {
+        "A.one.weight",
+        "B.one.weight",
+        "A.two.weight",
+        "B.two.weight",
+    }
+
+
+def test_adapters_that_do_not_add_up(base: Path) -> None:
+    make_adapter(base.parent / "one", base, KINDS["lora"]())
+    make_adapter(base.parent / "two", base, KINDS["ia3"]())
+    with pytest.raises(PsgradError):
+        load(base, ["one", "two"])
+
+
+def test_modules_to_save_are_read_and_differentiated(tmp_path: Path) -> None:
+    tiny_model("sequence-classification", tmp_path / "base")
+    settings = peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+    expected = make_adapter(tmp_path / "adapter", tmp_path / "base", settings, task="sequence-classification")
+    loaded = load(tmp_path / "base", "adapter", task="sequence-classification")
+
+    assert torch.equal(loaded.model(input_ids=IDS).logits, expected(input_ids=IDS).logits)
+    assert any("classifier.modules_to_save" in name for name in trained(loaded))
+    assert not any("original_module" in name for name in trained(loaded))
+
+
+def test_a_new_adapter(base: Path) -> None:
+    plain = load_model(ModelConfig(pretrained="base", task="causal-lm"), base.parent)
+    one, same, other = (
+        load(base, {"create": "lora", "rank": 2, "target": ["q_proj"], "seed": seed}) for seed in (0, 0, 1)
+    )
+    assert torch.equal(one.model(input_ids=IDS).logits, plain.model(input_ids=IDS).logits)
+    assert len(trained(one)) == 4
+    named = [dict(each.model.named_parameters()) for each in (one, same, other)]
+    name = next(name for name in trained(one) if "lora_A" in name)
+    assert torch.equal(named[0][name], named[1][name])
+    assert not torch.equal(named[0][name], named[2][name])
+    assert one.notes == [
+        "a new (LoRA, rank 2, alpha 2, seed 0) adapter, not merged: its 128 parameters require a gradient,"
+        " and no others"
+    ]
+
+
+def test_a_new_adapter_of_no_layer(base: Path) -> None:
+    said = refusal(ConfigError, base, {"create": "lora", "target": ["query"]})
+    assert "a new LoRA adapter can't be put in" in said
+    assert "ends of names of layers such as down_proj, embed_tokens" in said
+
+
+# -- The base model ------------------------------------------------------------------------------------------
+
+
+def rename_base(adapter: Path, name: str) -> None:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": name}))
+
+
+def test_an_adapter_of_a_base_with_other_weights(base: Path) -> None:
+    tiny_model("causal-lm", base.parent / "other", seed=1)
+    make_adapter(base.parent / "adapter", base.parent / "other", KINDS["lora"]())
+    said = refusal(ConfigError, base, "adapter")
+    assert f"was made for another base model, {base.parent / 'other'}" in said
+
+
+def test_an_adapter_of_a_copy_of_the_base(base: Path) -> None:
+    shutil.copytree(base, base.parent / "copy")
+    make_adapter(base.parent / "adapter", base.parent / "copy", KINDS["lora"]())
+    assert len(load(base, "adapter").notes) == 2
+
+
+def test_an_adapter_whose_base_is_not_here(base: Path) -> None:
+    make_adapter(base.parent / "adapter", base, KINDS["lora"]())
+    rename_base(base.parent / "adapter", "someone/large")
+    (note,) = load(base, "adapter").notes[:1]
+    assert note.endswith("names someone/large as its base, and shapes alone tell that base is that")
+
+
+def test_an_adapter_of_a_base_of_another_size(base: Path) -> None:
+    tiny_model("causal-lm", base.parent / "wide", hidden_size=32)
+    make_adapter(base.parent / "adapter", base.parent / "wide", KINDS["lora"]())
+    rename_base(base.parent / "adapter", "base")
+    assert "does not fit the model: size mismatch" in refusal(CheckpointError, base, "adapter")
+
+
+@pytest.mark.parametrize(("layers", "words"), [(1, "missing"), (3, "without a place")])
+def test_an_adapter_of_a_base_of_another_depth(layers: int, words: str, base: Path) -> None:
+    tiny_model("causal-lm", base.parent / "deep", num_hidden_layers=layers)
+    make_adapter(base.parent / "adapter", base.parent / "deep", KINDS["lora"]())
+    rename_base(base.parent / "adapter", "base")
+    said = refusal(CheckpointError, base, "adapter")
+    assert "does not fit the model: 4 " + words in said
+
+
+def test_an_adapter_of_another_architecture(base: Path) -> None:
+    tiny_model("causal-lm", base.parent / "gpt2", architecture="gpt2")
+    make_adapter(base.parent / "adapter", base.parent / "gpt2", peft.LoraConfig(target_modules=["c_attn"]))
+    rename_base(base.parent / "adapter", "base")
+    assert "does not fit the model: Target modules" in refusal(CheckpointError, base, "adapter")
+
+
+# -- Folders -------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_without_an_adapter(base: Path) -> None:
+    assert "it holds a whole model: name it in model.pretrained" in refusal(ConfigError, base, "base")
+
+
+def test_an_adapter_without_weights(base: Path) -> None:
+    make_adapter(base.parent / "adapter", base, KINDS["lora"]())
+    (base.parent / "adapter" / "adapter_model.safetensors").unlink()
+    assert "has no weights" in refusal(CheckpointError, base, "adapter")
+
+
+def test_a_truncated_adapter(base: Path) -> None:
+    make_adapter(base.parent / "adapter", base, KINDS["lora"]())
+    file = base.parent / "adapter" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    assert "is damaged" in refusal(CheckpointError, base, "adapter")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"peft_type": 3}'])
+def test_damaged_settings(content: str, base: Path) -> None:
+    make_adapter(base.parent / "adapter", base, KINDS["lora"]())
+    (base.parent / "adapter" / "adapter_config.json").write_text(content)
+    assert "adapter_config.json" in refusal(CheckpointError, base, "adapter")
+
+
+def test_a_kind_that_peft_does_not_know(base: Path) -> None:
+    make_adapter(base.parent / "adapter", base, KINDS["lora"]())
+    (base.parent / "adapter" / "adapter_config.json").write_text('{"peft_type": "OF_THE_FUTURE"}')
+    assert "peft can't put the adapter" in refusal(ModelError, base, "adapter")
+
+
+def test_the_base_is_read_in_the_wanted_type_and_the_adapter_is_not(base: Path) -> None:
+    make_adapter(base.parent / "adapter", base, KINDS["lora"]())
+    types = {
+        name: parameter.dtype
+        for name, parameter in load(base, "adapter", dtype="bfloat16").model.named_parameters()
+    }
+    assert {types[name] for name in types if "lora" not in name} == {torch.bfloat16}
+    assert {types[name] for name in types if "lora" in name} == {torch.float32}

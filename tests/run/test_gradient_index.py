@@ -1,0 +1,453 @@
+"""The index on the disk: what is written is whole, a kill loses a shard at most, and no index is taken for
+another.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from psgrad.errors import OutputError, OutputExistsError
+from psgrad.run import durable_files
+from psgrad.run.gradient_index import GradientIndex
+from tests.crashes import Tell, in_a_child, kill_and_resume, points_of
+
+DESCRIPTION: dict[str, Any] = {
+    "rows": 5,
+    "rows_per_shard": 2,
+    "checkpoints": 2,
+    "projection": "sparse",
+    "dtype": "float32",
+    "parameters": {"weight": [3, 2], "bias": [3]},
+    "fingerprint": {"data": "d" * 64, "checkpoints": ["a" * 64, "b" * 64]},
+}
+
+
+def arrays(checkpoint: int, rows: range) -> dict[str, np.ndarray]:
+    result = np.array(rows, dtype=np.float32) + 100 * checkpoint
+    return {"rows": np.stack([result, -result], 1), "loss": result.astype(np.float64)}
+
+
+def fill(index: GradientIndex, tell: Tell = lambda told: None) -> None:
+    for checkpoint, shard in index.unwritten():
+        tell([checkpoint, shard])
+        index.write(
+            checkpoint,
+            shard,
+            {"rows": np.array([5])} if shard is None else arrays(checkpoint, index.shards[shard]),
+        )
+
+
+def all_rows(index: GradientIndex, checkpoint: int) -> np.ndarray:
+    return np.concatenate([result["rows"] for _, result in index.blocks(checkpoint, 100)])
+
+
+# -- Kills ---------------------------------------------------------------------------------------------------
+
+
+SMALL = {**DESCRIPTION, "rows": 3, "checkpoints": 1}
+
+
+def go(path: Path, tell: Tell) -> None:
+    fill(GradientIndex.resume(path / "index", SMALL), tell)
+
+
+def check(path: Path, told: list[Any], finished: bool) -> None:
+    if finished:
+        np.testing.assert_array_equal(
+            all_rows(GradientIndex.open(path / "index"), 0), arrays(0, range(3))["rows"]
+        )
+        assert not list((path / "index").rglob("*.tmp"))
+        assert len(told) - len({tuple(each) for each in told}) <= 1, "a finished shard was computed again"
+    else:
+        # it may have died between the last file and its own end
+        partial = len(list((path / "index").rglob("*.safetensors"))) < 3
+        with pytest.raises(OutputError, match=r"half built|there is no index") if partial else nullcontext():
+            GradientIndex.open(path / "index")
+
+
+@pytest.mark.sweep
+def test_gradient_index_killed_at_every_operation(tmp_path: Path) -> None:
+    points = points_of(go, tmp_path / "undisturbed")
+    for at in range(1, points + 1):
+        assert kill_and_resume(go, check, tmp_path / str(at), [at]) == 1
+
+
+@pytest.mark.long
+def test_gradient_index_killed_repeatedly(tmp_path: Path) -> None:
+    def is_right_in_the_end(path: Path, told: list[Any], finished: bool) -> None:
+        if finished:
+            np.testing.assert_array_equal(
+                all_rows(GradientIndex.open(path / "index"), 0), arrays(0, range(3))["rows"]
+            )
+
+    assert kill_and_resume(go, is_right_in_the_end, tmp_path, [7] * 20) >= 3
+
+
+@pytest.mark.long
+def test_gradient_index_kill_check_finds_write_in_place(tmp_path: Path) -> None:
+    class InPlace(GradientIndex):
+        def write(self, checkpoint: int, shard: int | None, found: Any) -> None:
+            target = self.file(checkpoint, shard)
+            other = tmp_path / "elsewhere"
+            GradientIndex(other, self.description).write(checkpoint, shard, found)
+            durable_files.make_folder(target.parent)
+            with target.open("wb", buffering=0) as file:
+                durable_files.write_all(
+                    file.fileno(), GradientIndex(other, self.description).file(checkpoint, shard).read_bytes()
+                )
+
+    def wrong(path: Path, tell: Tell) -> None:
+        fill(InPlace.resume(path / "index", SMALL), tell)
+
+    points = points_of(wrong, tmp_path / "undisturbed")
+
+    def all_kills() -> None:
+        for at in range(1, points + 1):
+            kill_and_resume(wrong, check, tmp_path / str(at), [at])
+
+    with pytest.raises((AssertionError, OutputError), match="can't be read"):
+        all_kills()
+
+
+# -- Updates -------------------------------------------------------------------------------------------------
+
+
+def rows_of(numbers: list[int]) -> dict[str, np.ndarray]:
+    return {"rows": np.array(numbers, np.float32)[:, None], "digest": np.array(numbers)}
+
+
+def follow(
+    path: Path, wanted: list[int], tell: Tell = lambda told: None, per_shard: int = 2
+) -> GradientIndex:
+    """The index of rows with these numbers, which was built, or is updated where there is one."""
+    description = {**SMALL, "rows": len(wanted), "fingerprint": {"data": str(wanted)}}
+    description["rows_per_shard"] = per_shard
+    if GradientIndex.begun(path) is None or GradientIndex.begun(path).unwritten():  # type: ignore[union-attr]
+        index, new = GradientIndex.resume(path, description), wanted
+    else:
+        current = GradientIndex.open(path)
+        there = dict(zip(all_of(current, "digest"), current.layout.places(), strict=True))
+        places = np.array([there.get(number, -1) for number in wanted])
+        index = GradientIndex.update(current, description, places)
+        new = [number for number, place in zip(wanted, places, strict=True) if place < 0]
+    for checkpoint, shard in index.unwritten():
+        tell([index.layout.updates, shard])
+        start = index.new_rows.start
+        rows = range(0) if shard is None else index.shards[shard]
+        index.write(
+            checkpoint,
+            shard,
+            {"rows": np.array([len(wanted)])}
+            if shard is None
+            else rows_of([new[row - start] for row in rows]),
+        )
+    if index.layout.updates:
+        index.finish_update()
+    return index
+
+
+def all_of(index: GradientIndex, name: str, most: int = 100) -> list[int]:
+    return [int(x) for _, block in index.blocks(0, most, [name]) for x in block[name].reshape(-1)]
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=9, unique=True), min_size=1, max_size=4),
+    st.integers(1, 5),
+)
+@example([[0, 1, 2, 3], [0, 2, 1, 3]], 5)
+def test_gradient_index_follows_any_rows(
+    tmp_path_factory: pytest.TempPathFactory, versions: list[list[int]], most: int
+) -> None:
+    path = tmp_path_factory.mktemp("index")
+    written: list[Any] = []
+    for wanted in versions:
+        follow(path, wanted, written.append, per_shard=4)
+        index = GradientIndex.open(path)
+        assert all_of(index, "rows", most) == wanted
+        starts = [start for start, _ in index.blocks(0, most)]
+        sizes = [len(block["rows"]) for _, block in index.blocks(0, most)]
+        assert starts == np.cumsum([0, *sizes])[:-1].tolist()
+        shared = [list(index.blocks(0, most, None, first, 2)) for first in (0, 1)]
+        assert sorted(start for each in shared for start, _ in each) == starts
+        assert index.read(0, None)["rows"].tolist() == [len(wanted)]
+    shards = [each for each in written if each[1] is not None]
+    assert len(shards) == len(GradientIndex.open(path).shards), "a row that was there was written again"
+
+
+@pytest.mark.sweep
+def test_gradient_index_update_killed_at_every_operation(tmp_path: Path) -> None:
+    # Rows are kept, deleted and added. Until it is finished, the index answers as before.
+    before, after = [1, 2, 3], [3, 1, 4]
+
+    def go(path: Path, tell: Tell) -> None:
+        follow(path, after, tell)
+
+    def check(path: Path, told: list[Any], finished: bool) -> None:
+        found = all_of(GradientIndex.open(path), "rows")
+        assert found == after if finished else found in (before, after)
+        if finished:
+            assert not list(path.rglob("*.tmp"))
+            assert not (path / "index.next.json").exists()
+            assert len(told) - len({tuple(each) for each in told}) <= 1, "a finished shard was computed again"
+
+    follow(tmp_path / "undisturbed", before)
+    points = points_of(go, tmp_path / "undisturbed")
+    assert points >= 20
+    for at in range(1, points + 1):
+        follow(tmp_path / str(at), before)
+        assert kill_and_resume(go, check, tmp_path / str(at), [at]) == 1
+
+
+def test_gradient_index_update_given_up_for_another(tmp_path: Path) -> None:
+    follow(tmp_path, [1, 2, 3])
+    in_a_child(lambda tell: follow(tmp_path, [1, 7, 8, 9, 10], tell) and None, 15)
+    assert all_of(GradientIndex.open(tmp_path), "rows") == [1, 2, 3]
+    assert len(GradientIndex.begun(tmp_path, update=True).unwritten()) == 2  # type: ignore[union-attr]
+    follow(tmp_path, [2, 5, 6])
+    assert all_of(GradientIndex.open(tmp_path), "rows") == [2, 5, 6]
+    follow(tmp_path, [6])
+    assert all_of(GradientIndex.open(tmp_path), "rows") == [6]
+    names = {file.name for file in tmp_path.rglob("*.safetensors")}
+    assert "sums-001.safetensors" in names  # for who has it open; the next update removes it
+    assert "sums.safetensors" not in names
+
+
+def test_gradient_index_lost_shard_of_an_update(tmp_path: Path) -> None:
+    follow(tmp_path, [1, 2, 3])
+    follow(tmp_path, [1, 3, 4])
+    GradientIndex.open(tmp_path).file(0, 0).unlink()
+    for action in (lambda: GradientIndex.open(tmp_path), lambda: follow_on(tmp_path)):
+        with pytest.raises(OutputError, match="a file was deleted") as refusal:
+            action()
+        assert "psgrad influence index CONFIG --overwrite" in str(refusal.value)
+
+
+def follow_on(path: Path) -> GradientIndex:
+    index = GradientIndex.begun(path)
+    assert index is not None
+    return GradientIndex.resume(path, index.description)
+
+
+def test_gradient_index_overwrite_ends_an_update(tmp_path: Path) -> None:
+    follow(tmp_path, [1, 2, 3])
+    in_a_child(lambda tell: follow(tmp_path, [1, 7, 8, 9, 10], tell) and None, 15)
+    fill(GradientIndex.create(tmp_path, SMALL, overwrite=True))
+    assert GradientIndex.begun(tmp_path, update=True) is None
+    assert GradientIndex.open(tmp_path).layout.updates == 0
+
+
+# -- Reading -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7])
+def test_gradient_index_blocks_in_order(tmp_path: Path, most: int) -> None:
+    index = GradientIndex.create(tmp_path, DESCRIPTION)
+    fill(index)
+    starts, result = zip(
+        *[(start, block["rows"]) for start, block in GradientIndex.open(tmp_path).blocks(1, most)],
+        strict=True,
+    )
+    np.testing.assert_array_equal(np.concatenate(result), arrays(1, range(5))["rows"])
+    assert list(starts) == [start for rows in index.shards for start in range(rows.start, rows.stop, most)]
+    assert max(map(len, result)) <= most
+    assert {name for _, block in index.blocks(1, most, ["loss"]) for name in block} == {"loss"}
+
+
+def test_gradient_index_dtypes(tmp_path: Path) -> None:
+    index = GradientIndex.create(tmp_path, {**DESCRIPTION, "rows": 2, "checkpoints": 1})
+    given = {
+        name: np.arange(4, dtype=name).reshape(2, 2)
+        for name in ("float64", "float32", "float16", "uint16", "int16")
+    }
+    index.write(0, 0, given | {"columns": np.arange(6.0).reshape(2, 3).T})  # not contiguous
+    result = index.read(0, 0)
+    np.testing.assert_array_equal(result.pop("columns"), np.arange(6.0).reshape(2, 3).T)
+    assert {name: array.dtype.name for name, array in result.items()} == {name: name for name in given}
+
+
+# -- Refusals ------------------------------------------------------------------------------------------------
+
+
+def test_gradient_index_unfinished_refused(tmp_path: Path) -> None:
+    index = GradientIndex.create(tmp_path, DESCRIPTION)
+    index.write(0, 0, arrays(0, index.shards[0]))
+    index.write(0, 2, arrays(0, index.shards[2]))
+    words = f"the index {tmp_path} is half built: 2 of 8 files are written"
+    with pytest.raises(OutputError, match=re.escape(words)) as caught:
+        GradientIndex.open(tmp_path)
+    assert "psgrad influence index CONFIG --resume" in str(caught.value)
+    assert index.unwritten()[:2] == [(0, 1), (0, None)]
+
+
+def test_gradient_index_missing(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="there is no index in"):
+        GradientIndex.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"fingerprint": {"data": "e" * 64}}, "fingerprint.data differs"),
+        ({"fingerprint": {"checkpoints": ["a" * 64, "c" * 64]}}, "fingerprint.checkpoints differs"),
+        ({"parameters": {"weight": [3, 4], "bias": [3]}}, "parameters.weight differs"),
+        ({"dtype": "float16", "projection": "none"}, "dtype, projection differ"),
+        ({"seed": 3}, "seed differs"),
+    ],
+)
+def test_gradient_index_of_another_run_refused(tmp_path: Path, changed: dict[str, Any], named: str) -> None:
+    fill(GradientIndex.create(tmp_path, DESCRIPTION))
+    index = GradientIndex.open(tmp_path)
+    with pytest.raises(OutputError, match=re.escape(f"the index {tmp_path} is of something else: {named}")):
+        index.require(changed)
+    with pytest.raises(OutputError, match="is of something else"):
+        GradientIndex.resume(tmp_path, {**DESCRIPTION, **changed})
+    index.require({"fingerprint": {"data": "d" * 64}})
+    index.require(DESCRIPTION | {"fingerprint": {"checkpoints": ("a" * 64, "b" * 64)}})  # JSON has no tuples
+
+
+def test_gradient_index_resume_shows_differences(tmp_path: Path) -> None:
+    index = GradientIndex.create(tmp_path, DESCRIPTION)
+    with pytest.raises(OutputError, match="dtype: float16; the index has float32"):
+        index.require({"dtype": "float16"})
+
+
+def test_gradient_index_create_over_other_folder_refused(tmp_path: Path) -> None:
+    fill(GradientIndex.create(tmp_path / "index", DESCRIPTION))
+    with pytest.raises(OutputExistsError, match="holds an index"):
+        GradientIndex.create(tmp_path / "index", DESCRIPTION)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "index.json").write_text(json.dumps({"rows": 3}))
+    for overwrite in (False, True):
+        with pytest.raises(OutputExistsError, match="does not hold an index"):
+            GradientIndex.create(tmp_path / "other", DESCRIPTION, overwrite=overwrite)
+    with pytest.raises(OutputError, match="can't be read: it is no index's"):
+        GradientIndex.resume(tmp_path / "other", DESCRIPTION)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputExistsError, match="is a file"):
+        GradientIndex.create(tmp_path / "file", DESCRIPTION)
+
+
+def test_gradient_index_overwrite(tmp_path: Path) -> None:
+    fill(GradientIndex.create(tmp_path, DESCRIPTION))
+    (tmp_path / "checkpoint-000" / "notes.txt").write_text("a stranger's")
+    index = GradientIndex.create(tmp_path, DESCRIPTION, overwrite=True)
+    assert len(index.unwritten()) == 8
+    assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["index.json", "notes.txt"]
+
+
+def test_gradient_index_damaged_shard_refused(tmp_path: Path) -> None:
+    for name, dtype in (("one", "float32"), ("two", "float16")):
+        fill(GradientIndex.create(tmp_path / name, {**DESCRIPTION, "dtype": dtype}))
+    first, second = (
+        tmp_path / name / "checkpoint-001" / "gradients-00001.safetensors" for name in ("one", "two")
+    )
+    whole = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(OutputError, match=r"gradients-00001.safetensors is of another index"):
+        GradientIndex.open(tmp_path / "one")
+    first.write_bytes(whole[:-3])
+    with pytest.raises(OutputError, match=r"gradients-00001.safetensors can't be read"):
+        GradientIndex.open(tmp_path / "one")
+    first.write_bytes(whole)
+    GradientIndex.open(tmp_path / "one")
+
+
+def test_gradient_index_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = GradientIndex.create(tmp_path, DESCRIPTION)
+
+    def full(descriptor: int, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(durable_files, "write_all", full)
+        with pytest.raises(OutputError, match="No space left on device") as caught:
+            index.write(0, 0, arrays(0, index.shards[0]))
+    assert "free some space, then psgrad influence index CONFIG --resume" in str(caught.value)
+    assert len(index.unwritten()) == 8
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_gradient_index_other_format_refused(tmp_path: Path) -> None:
+    GradientIndex.create(tmp_path, DESCRIPTION)
+    content = json.loads((tmp_path / "index.json").read_text())
+    (tmp_path / "index.json").write_text(json.dumps({**content, "format": 99}))
+    with pytest.raises(OutputError, match="of another format"):
+        GradientIndex.open(tmp_path)
+
+
+def test_gradient_index_killed_process(tmp_path: Path) -> None:
+    GradientIndex.create(tmp_path, DESCRIPTION)
+    ended = in_a_child(lambda tell: fill(GradientIndex.resume(tmp_path, DESCRIPTION), tell), 12)
+    assert ended.killed
+    left = GradientIndex.resume(tmp_path, DESCRIPTION).unwritten()
+    assert 0 < len(left) < 8
+    assert left[0] == tuple(ended.told[-1])
+
+
+def test_gradient_index_flipped_bit(tmp_path: Path) -> None:
+    index = GradientIndex.create(tmp_path / "index", DESCRIPTION)
+    fill(index)
+    path = index.file(1, 0)
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1  # among the numbers, which stand at the end
+    path.write_bytes(data)
+    with pytest.raises(
+        OutputError, match=r"gradients-00000\.safetensors holds other numbers than were written"
+    ) as refusal:
+        GradientIndex.open(tmp_path / "index")
+    assert "delete it, then psgrad influence index CONFIG --resume" in str(refusal.value)
+
+
+# -- Some of the rows ----------------------------------------------------------------------------------------
+
+
+def updated_index(path: Path) -> GradientIndex:
+    """An index of eight rows, of which four were written first; rows 1 and 4 of these are gone."""
+    current = GradientIndex.create(path, {**DESCRIPTION, "checkpoints": 1})
+    fill(current)
+    places = np.array([3, -1, 0, -1, -1, 2])
+    updated = GradientIndex.update(current, {**DESCRIPTION, "checkpoints": 1, "rows": 6}, places)
+    fill(updated)
+    updated.finish_update()
+    return GradientIndex.open(path)
+
+
+def test_index_chosen_rows_are_those_of_a_scan(tmp_path: Path) -> None:
+    index = updated_index(tmp_path / "index")
+    whole = all_rows(index, 0)
+    assert whole[:, 0].tolist() == [3, 5, 0, 6, 7, 2]
+    for chosen in ([0], [5], [1, 3, 4], [0, 2, 5], [0, 1, 2, 3, 4, 5]):
+        for most in (1, 2, 9):
+            found, done = [], 0
+            for before, each in index.chosen(0, np.array(chosen), most):
+                assert before == done
+                assert len(each["rows"]) <= most
+                found.append(each["rows"])
+                done += len(each["rows"])
+            np.testing.assert_array_equal(np.concatenate(found), whole[chosen])
+    assert list(index.chosen(0, np.array([], np.int64), 3)) == []
+
+
+def test_index_identity_of_rows_follows_their_numbers(tmp_path: Path) -> None:
+    index = GradientIndex.create(tmp_path / "one", DESCRIPTION)
+    fill(index)
+    same = GradientIndex.create(tmp_path / "two", DESCRIPTION)
+    fill(same)
+    known = index.identity_of_rows(0)
+    assert same.identity_of_rows(0) == known != index.identity_of_rows(1)
+    rows = index.read(0, 1)
+    same.write(0, 1, rows | {"loss": rows["loss"] + 1})
+    assert same.identity_of_rows(0) != known
+    other = GradientIndex.create(tmp_path / "three", {**DESCRIPTION, "dtype": "float64"})
+    fill(other)
+    assert other.identity_of_rows(0) != known
