@@ -4,8 +4,8 @@
     python -m tools.planted_errors clipping csv     # those whose description has one of the words
 
 Prints for each error whether a test failed. A line of code that is not there any more is reported, too: then
-planted_errors.yaml has to follow the code. Leaves with 1 unless every error turned a test red. To be run before
-tests are removed and after it: as many have to be red.
+planted_errors.yaml has to follow the code. Leaves with 1 unless every error turned a test red. To be run
+before tests are removed and after it: as many have to be red.
 """
 
 from __future__ import annotations
