@@ -13,15 +13,20 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from psgrad.config.checkpoint_lists import listed_paths
 from psgrad.config.data import DataConfig
+from psgrad.config.plugin_names import Group
 from psgrad.config.values import ConfigSection, FilePath, Finite, NamedSection, ParameterPatterns, first_twice
 
 
 class MeasureConfig(NamedSection):
     """A measure by name, a file of `psgrad/engine/measures/builtin` or `module:Class`, with its options."""
 
+    group: ClassVar[Group] = "measures"
+
 
 class DetectorConfig(NamedSection):
     """A detector of outliers among projected gradients, by name, with its options."""
+
+    group: ClassVar[Group] = "detectors"
 
 
 class ReferenceConfig(ConfigSection):
@@ -98,7 +103,9 @@ class AnalyzeConfig(ConfigSection):
     """What is computed besides norm, loss and prediction; docs/reference/measures.md lists the measures."""
     trainable: ParameterPatterns = None
     """Patterns of parameter names whose gradients are measured; null for all trainable ones."""
-    checkpoints: Annotated[list[FilePath] | None, BeforeValidator(listed_paths)] = None
+    checkpoints: Annotated[
+        list[FilePath] | None, BeforeValidator(listed_paths, json_schema_input_type=str | list[str] | None)
+    ] = None
     """Checkpoints of one training run, in order, for the measures that follow samples through training; a
     pattern such as run/checkpoint-* is those that match, in order of their steps.
     """
