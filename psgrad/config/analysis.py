@@ -131,21 +131,22 @@ class AnalyzeConfig(ConfigSection):
 class GateConfig(ConfigSection):
     """What a run may hold and still pass: `psgrad check`, and `psgrad analyze --check`."""
 
+    not_taken: ClassVar[Mapping[str, str]] = {
+        "new_only": "leave it out: findings of gate.baseline are not counted"
+    }
+
     max_outliers: Annotated[int, Field(ge=0)] | None = None
     """The largest number of outliers that passes; null for any number."""
     max_fraction: Annotated[Finite, Field(ge=0, le=1)] | None = None
     """The largest share of outliers that passes; null for any share."""
     nonfinite: Literal["error", "warning", "ignore"] = "error"
     """The level of a loss or gradient that is NaN or infinite."""
-    new_only: bool = False
-    """Count only what is not in the baseline."""
     baseline: FilePath | None = None
     """Findings that are not counted: a file of `psgrad baseline save`, relative to this config."""
     ignore: FilePath | None = None
     """Findings that a person has accepted, each with a reason: a YAML file, relative to this config."""
 
-    @model_validator(mode="after")
-    def _new_to_what(self) -> GateConfig:
-        if self.new_only and self.baseline is None:
-            raise ValueError("new_only counts what is not in the baseline, and gate.baseline names none")
-        return self
+    @property
+    def new_only(self) -> bool:
+        """Whether only findings count that are not in the baseline."""
+        return self.baseline is not None

@@ -5,6 +5,7 @@ command shares besides model and data: loss, engine, report.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -84,14 +85,17 @@ class LossConfig(NamedSection):
 class EngineConfig(ConfigSection):
     """How the gradients are computed."""
 
+    not_taken: ClassVar[Mapping[str, str]] = {
+        "tokens_per_chunk": "set engine.memory, which bounds rows of any length",
+        "compile": "set engine.capture: inductor",
+    }
+
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
     chunk_size: Annotated[_ChunkSize, BeforeValidator(_chunk_size, json_schema_input_type=_ChunkSize)] = (
         "auto"
     )
     """Rows computed together; auto fits them to the memory."""
-    tokens_per_chunk: Annotated[int, Field(ge=1)] | None = None
-    """Positions computed together at most, where rows differ in length; null for what fits the memory."""
     memory: Annotated[
         int | Literal["auto"],
         BeforeValidator(_memory, json_schema_input_type=Annotated[int, Field(ge=_LEAST_MEMORY)] | str),
@@ -121,11 +125,10 @@ class EngineConfig(ConfigSection):
     """
     verify: Annotated[int, Field(ge=0)] = 3
     """Rows whose gradient is checked against a plain one-sample gradient; 0 for none."""
-    capture: Literal["auto", "off"] = "auto"
-    """Whether a chunk's kernels are recorded once and replayed; off for models that change from row to row.
+    capture: Literal["auto", "off", "inductor"] = "auto"
+    """Whether a chunk's kernels are recorded once and replayed: off for models that change from row to row;
+    inductor compiles what was recorded.
     """
-    compile: Literal["none", "inductor"] = "none"
-    """Whether the recorded program is compiled."""
 
     @model_validator(mode="after")
     def _memory_sizes_automatic_chunks(self) -> EngineConfig:
@@ -134,12 +137,6 @@ class EngineConfig(ConfigSection):
                 f"memory says how large an automatic chunk may get, and chunk_size is {self.chunk_size}; set"
                 " one of the two"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _what_is_compiled_is_captured(self) -> EngineConfig:
-        if self.compile != "none" and self.capture == "off":
-            raise ValueError(f"compile: {self.compile} compiles what was recorded, and capture is off")
         return self
 
 

@@ -138,7 +138,7 @@ def test_validate_says_that_a_gate_can_not_be_decided(workplace: Workplace) -> N
 
 
 def test_validate_reads_the_baseline_of_the_gate(workplace: Workplace) -> None:
-    workplace.config["gate"] = {"baseline": "baseline.json", "new_only": True}
+    workplace.config["gate"] = {"baseline": "baseline.json"}
     outcome = validated(workplace)
     assert outcome.code == 0
     assert "there is no baseline baseline.json yet" in outcome.err

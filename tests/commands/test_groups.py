@@ -42,7 +42,7 @@ def losses(place: Workplace) -> torch.Tensor:
     return nn.functional.cross_entropy(place.model.double()(x), y, reduction="none").detach()
 
 
-@pytest.mark.parametrize("engine", [{}, {"chunk_size": 3}, {"tokens_per_chunk": 4}], ids=str)
+@pytest.mark.parametrize("engine", [{}, {"chunk_size": 3}], ids=str)
 def test_norm_and_loss_of_a_group_are_those_of_the_sum(place: Workplace, engine: dict[str, int]) -> None:
     place.config["engine"] |= engine
     place.succeeded("--no-report")
