@@ -129,26 +129,30 @@ def _look_at_output(output: Path, found: Validation) -> None:
 
 def _look_at_stored(config: Config, found: Validation) -> int | None:
     """Read baselines, ignore lists and the reference run. Returns the number of samples of that run."""
-    from psgrad.quality.findings import read_ignore_list
-    from psgrad.quality.gates import read_baseline
-    from psgrad.run.finished import finished_manifest
-    from psgrad.run.results.manifest import read_manifest
-
     gate, reference = config.gate, config.analyze.outliers.reference
+    baselines = {"gate.baseline": gate.baseline}
     if gate.baseline is not None and not (config.base / gate.baseline).exists():
+        del baselines["gate.baseline"]
         found.notes.append(
             f"there is no baseline {config.base / gate.baseline} yet: all findings will be new"
         )
-    elif gate.baseline is not None:
-        with found.problems_at("gate.baseline"):
-            read_baseline(config.base / gate.baseline)
+    if reference is not None:
+        baselines["analyze.outliers.reference.baseline"] = reference.baseline
+    for where, path in baselines.items():
+        if path is not None:
+            from psgrad.quality.gates import read_baseline
+
+            with found.problems_at(where):
+                read_baseline(config.base / path)
     if gate.ignore is not None:
+        from psgrad.quality.findings import read_ignore_list
+
         with found.problems_at("gate.ignore"):
             read_ignore_list(config.base / gate.ignore)
-    if reference is not None and reference.baseline is not None:
-        with found.problems_at("analyze.outliers.reference.baseline"):
-            read_baseline(config.base / reference.baseline)
     if reference is not None and reference.run is not None:
+        from psgrad.run.finished import finished_manifest
+        from psgrad.run.results.manifest import read_manifest
+
         with found.problems_at("analyze.outliers.reference.run"):
             return read_manifest(finished_manifest(config.base / reference.run)).counts.samples
     return None
