@@ -137,7 +137,7 @@ def _look_at_stored(config: Config, found: Validation) -> int | None:
             f"there is no baseline {config.base / gate.baseline} yet: all findings will be new"
         )
     if reference is not None:
-        baselines["analyze.outliers.reference.baseline"] = reference.baseline
+        baselines["analyze.outliers.reference"] = reference.baseline
     for where, path in baselines.items():
         if path is not None:
             from psgrad.quality.gates import read_baseline
@@ -153,7 +153,7 @@ def _look_at_stored(config: Config, found: Validation) -> int | None:
         from psgrad.run.finished import finished_manifest
         from psgrad.run.results.manifest import read_manifest
 
-        with found.problems_at("analyze.outliers.reference.run"):
+        with found.problems_at("analyze.outliers.reference"):
             return read_manifest(finished_manifest(config.base / reference.run)).counts.samples
     return None
 
