@@ -85,6 +85,7 @@ def validate(path: Path, settings: list[str] | None = None, *, say: Say = lambda
     if found.problems:
         return found
 
+    from psgrad.commands.completion import completed_for_analyze
     from psgrad.commands.setup import set_up
     from psgrad.user_code import importing_beside
 
@@ -92,7 +93,7 @@ def validate(path: Path, settings: list[str] | None = None, *, say: Say = lambda
     if found.problems:
         return found
     with found.problems_at(""), importing_beside(config.base):
-        run = set_up(config)
+        run = set_up(completed_for_analyze(config))
         parameters = run.objective.params.values()
         numbers = sum(parameter.numel() for parameter in parameters)
         found.facts["model"] = (
