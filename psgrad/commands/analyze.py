@@ -19,6 +19,7 @@ from psgrad.commands.analyze_tables import (
 from psgrad.commands.analyze_verdict import Judging
 from psgrad.commands.check import GateFiles, check_samples, gate_files
 from psgrad.commands.class_names import label_facts_of
+from psgrad.commands.completion import completed_for_analyze
 from psgrad.commands.measure_setup import measures_of, prepare, require_mergeable
 from psgrad.commands.residence import Ranks
 from psgrad.commands.run_identity import (
@@ -126,7 +127,7 @@ def prepared(
     The process that leads, or is alone, reads all rows that code makes now, and keeps them.
     """
     processes = OneProcess() if processes is None else processes
-    config = config if sample else _streamed_to(config, limit)
+    config = completed_for_analyze(config if sample else _streamed_to(config, limit))
     measures = measures_of(config)
     run = set_up(config, config.output / SHARDS, Ranks.of(processes))
     in_dataset, count = len(run.samples), limited(len(run.samples), limit)

@@ -109,7 +109,7 @@ def other_code(workplace: Workplace) -> None:
         (lambda w: w.config["model"].update(kwargs={"hidden": 5}), "model.kwargs.hidden: was None, is 5"),
         (
             lambda w: w.config.update(loss={"name": "cross_entropy", "label_smoothing": 0.1}),
-            "loss.label_smoothing: was 0.0, is 0.1",
+            "loss.label_smoothing: was None, is 0.1",
         ),
         (lambda w: w.config["engine"].update(dtype="float64"), "engine.dtype: was 'float32', is 'float64'"),
         (

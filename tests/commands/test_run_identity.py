@@ -104,9 +104,7 @@ def test_reference_refuses_other_weights_and_tells_other_code(
 ) -> None:
     analyze(place.read(output="known"))
     save_baseline(place.folder / "known", output=place.folder / "known.json")
-    place.config["analyze"]["outliers"] = {
-        "reference": {kind: {"run": "known", "baseline": "known.json"}[kind]}
-    }
+    place.config["analyze"]["outliers"] = {"reference": {"run": "known", "baseline": "known.json"}[kind]}
     place.settle()
     for name, change in ((name, CHANGES[name]) for name in names):
         if change.part in ("weights", "config"):
