@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from psgrad.cli.command import Panel, command
 from psgrad.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,14 +32,13 @@ class OpsFormat(StrEnum):
     markdown = "markdown"
 
 
-@command(Panel.INSIDE, 2)
 def ops(
     pattern: Pattern = None,
     style: Annotated[
         OpsFormat, typer.Option("--format", help="How the table is written.")
     ] = OpsFormat.terminal,
 ) -> None:
-    """List PyTorch's operators, and how each is differentiated and batched.
+    """List PyTorch's operators, and the rule of each.
 
     "own rule" and "constant" (zero derivative): psgrad has a rule for the operator. "decomposed": it runs as
     a program of other operators, and is refused by name if one of those is. An in-place operator runs as the

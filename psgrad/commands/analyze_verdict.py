@@ -17,7 +17,7 @@ from psgrad.commands.run_identity import hashes_of, measure_specs
 from psgrad.commands.run_progress import read_ahead
 from psgrad.commands.setup import Setup
 from psgrad.config import Config, nearest
-from psgrad.config.plugin_options import own_plugins
+from psgrad.config.plugin_names import OWN
 from psgrad.data.derived import DrawnSamples
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.measures.measure import Measure
@@ -137,7 +137,7 @@ class Judging:
         unsaid = [
             measure
             for measure in self._measures
-            if not measure.meanings and measure.name not in own_plugins("measures")
+            if not measure.meanings and measure.name not in OWN["measures"]
         ]
         if (
             outliers.score not in known

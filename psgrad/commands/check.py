@@ -83,7 +83,7 @@ def check(folder: Path, *, settings: Sequence[str] = (), baseline: Path | None =
     gate, base = _gate_of(run, settings)
     if baseline is not None:
         read_baseline(baseline)  # a file that the user named must exist
-        gate = gate.model_copy(update={"baseline": baseline.absolute(), "new_only": True})
+        gate = gate.model_copy(update={"baseline": baseline.absolute()})
     found = _check(_samples(folder, run), manifest, str(folder), gate_files(gate, base))
     try:
         write_check(RunFolder(folder), found)

@@ -205,7 +205,7 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
     hashes = hashes_of(run)
     model = {
         "frozen dtype" if key == "dtype" else key: value
-        for key, value in config.model.decisive().items()
+        for key, value in config.model.model_dump(mode="json").items()
         if key != "checkpoint"
     }
     fingerprint: dict[str, Any] = {
@@ -220,7 +220,7 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
         "checkpoints": [hashes["weights"], *(sha256_at(config, number) for number in range(1, count))],
         **{key: hashes[key] for key in ("modules", "code", "packages")},
         **model,
-        "loss": config.loss.decisive(),
+        "loss": config.loss.model_dump(mode="json"),
         CLASSES: run.config.data.class_names,
         "dtype": run.config.engine.dtype,
     }

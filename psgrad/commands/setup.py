@@ -119,11 +119,10 @@ class Setup(Loaded):
             "supply": self.supply,
             "recompute": self.recompute,
             "scales_losses": self.autocast == torch.float16,
-            "tokens": engine.tokens_per_chunk,
             "model_size": ModelSize.of(self.model),
             "randomness": self.randomness,
-            "capture": engine.capture,
-            "compile": engine.compile,
+            "capture": "off" if engine.capture == "off" else "auto",
+            "compile": "inductor" if engine.capture == "inductor" else "none",
             "counts": self.counts,
             "say": say,
         }

@@ -13,15 +13,20 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from psgrad.config.checkpoint_lists import listed_paths
 from psgrad.config.data import DataConfig
+from psgrad.config.plugin_names import Group
 from psgrad.config.values import ConfigSection, FilePath, Finite, NamedSection, ParameterPatterns, first_twice
 
 
 class MeasureConfig(NamedSection):
     """A measure by name, a file of `psgrad/engine/measures/builtin` or `module:Class`, with its options."""
 
+    group: ClassVar[Group] = "measures"
+
 
 class DetectorConfig(NamedSection):
     """A detector of outliers among projected gradients, by name, with its options."""
+
+    group: ClassVar[Group] = "detectors"
 
 
 class ReferenceConfig(ConfigSection):
@@ -98,7 +103,9 @@ class AnalyzeConfig(ConfigSection):
     """What is computed besides norm, loss and prediction; docs/reference/measures.md lists the measures."""
     trainable: ParameterPatterns = None
     """Patterns of parameter names whose gradients are measured; null for all trainable ones."""
-    checkpoints: Annotated[list[FilePath] | None, BeforeValidator(listed_paths)] = None
+    checkpoints: Annotated[
+        list[FilePath] | None, BeforeValidator(listed_paths, json_schema_input_type=str | list[str] | None)
+    ] = None
     """Checkpoints of one training run, in order, for the measures that follow samples through training; a
     pattern such as run/checkpoint-* is those that match, in order of their steps.
     """
@@ -124,21 +131,22 @@ class AnalyzeConfig(ConfigSection):
 class GateConfig(ConfigSection):
     """What a run may hold and still pass: `psgrad check`, and `psgrad analyze --check`."""
 
+    not_taken: ClassVar[Mapping[str, str]] = {
+        "new_only": "leave it out: findings of gate.baseline are not counted"
+    }
+
     max_outliers: Annotated[int, Field(ge=0)] | None = None
     """The largest number of outliers that passes; null for any number."""
     max_fraction: Annotated[Finite, Field(ge=0, le=1)] | None = None
     """The largest share of outliers that passes; null for any share."""
     nonfinite: Literal["error", "warning", "ignore"] = "error"
     """The level of a loss or gradient that is NaN or infinite."""
-    new_only: bool = False
-    """Count only what is not in the baseline."""
     baseline: FilePath | None = None
     """Findings that are not counted: a file of `psgrad baseline save`, relative to this config."""
     ignore: FilePath | None = None
     """Findings that a person has accepted, each with a reason: a YAML file, relative to this config."""
 
-    @model_validator(mode="after")
-    def _new_to_what(self) -> GateConfig:
-        if self.new_only and self.baseline is None:
-            raise ValueError("new_only counts what is not in the baseline, and gate.baseline names none")
-        return self
+    @property
+    def new_only(self) -> bool:
+        """Whether only findings count that are not in the baseline."""
+        return self.baseline is not None

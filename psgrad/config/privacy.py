@@ -111,6 +111,8 @@ class PrivacyConfig(ConfigSection):
         "max_physical_batch_size": "set engine.chunk_size or engine.memory, which don't change the numbers",
     }
 
+    filled_in: ClassVar[tuple[str, ...]] = ("relation", "steps", "expected_batch_size")
+
     epochs: Annotated[Finite, Field(gt=0)] | None = None
     """In place of steps: steps = epochs / sample_rate, rounded up."""
     batch_size: Annotated[int, Field(ge=1)] | None = None

@@ -16,8 +16,9 @@ from pydantic_core import ErrorDetails
 from psgrad.config.analysis import GateConfig
 from psgrad.config.config import Config
 from psgrad.config.model import FOLDERS, MADE
-from psgrad.config.values import ConfigSection, described, did_you_mean, nearest, sections_in
+from psgrad.config.values import ConfigSection, described, meaning, sections_in
 from psgrad.errors import ConfigError
+from psgrad.wording import did_you_mean, nearest
 from psgrad.yaml12 import KeyPath, parse
 
 _MAX_BYTES = 1 << 20
@@ -266,8 +267,8 @@ def _unknown_key(path: KeyPath) -> str:
 
 
 def _missing_key(path: KeyPath) -> str:
-    description = " ".join((_section_at(path[:-1]).model_fields[str(path[-1])].description or "").split())
-    return f"missing; it is required: {description[:1].lower()}{description[1:].rstrip('.')}"
+    words = meaning(_section_at(path[:-1]).model_fields[str(path[-1])])
+    return f"missing; it is required: {words[:1].lower()}{words[1:].rstrip('.')}"
 
 
 def _section_at(path: KeyPath) -> type[ConfigSection]:

@@ -298,7 +298,7 @@ def test_analyze_of_numbers_has_the_agreement_alone_and_a_regression_none() -> N
     assert "labels" not in summary(analyze(section, model=model, overwrite=True))
 
 
-def test_validate_deep_says_the_agreement_and_another_order(tmp_path: Path) -> None:
+def test_validate_says_the_agreement_and_another_order(tmp_path: Path) -> None:
     rows().to_csv("batch.csv", index=False)
     (tmp_path / "model.py").write_text(
         "import torch\n\n\ndef build():\n    model = torch.nn.Linear(3, 3)\n"
@@ -306,12 +306,12 @@ def test_validate_deep_says_the_agreement_and_another_order(tmp_path: Path) -> N
     )
     section = {"version": 1, **config("batch.csv"), "model": {"factory": "model.py:build"}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(section))
-    found = psgrad.validate("config.yaml", deep=True)
+    found = psgrad.validate("config.yaml")
     assert found.problems == []
     assert found.facts["labels"] == "0 churn, 1 stay, 2 upgrade; the model agrees with 0% of 60 labels"
     assert any("in another order: 0 stay, 1 upgrade, 2 churn" in note for note in found.notes)
     rows(59, without="churn").to_csv("batch.csv", index=False)
-    (problem,) = psgrad.validate("config.yaml", deep=True).problems
+    (problem,) = psgrad.validate("config.yaml").problems
     assert "upgrade (29 rows), stay (30 rows)" in str(problem.error)
 
 

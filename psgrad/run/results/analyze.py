@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,24 +172,3 @@ def rows_where(frame: pd.DataFrame, condition: str, option: str) -> np.ndarray[A
             expected="a comparison of a column with a value, such as loss > 2",
         )
     return found.to_numpy(bool)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The progress of one phase of a run: `done` of `total` units (total 0: not known).
-
-    `message` is a line to show; with a total of 0 there is only the message, and the present phase goes on.
-    `unit` is what is counted, `detail` a number that is shown beside the count, or, with a total of
-    0, in its place.
-    """
-
-    done: int
-    total: int
-    phase: str
-    message: str | None = None
-    unit: str = "sample"
-    detail: str = ""
-
-
-Say = Callable[[Progress], None]
-"""Shows how far a run has come."""
