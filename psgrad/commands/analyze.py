@@ -25,10 +25,8 @@ from psgrad.commands.residence import Ranks
 from psgrad.commands.run_identity import (
     NAMES,
     NUMBER_OF_PARTS,
-    digest,
     identity,
     measure_specs,
-    names_of,
     reopen,
     require_judged_alike,
     require_same_on_ranks,
@@ -47,6 +45,7 @@ from psgrad.quality.gates import share_of
 from psgrad.run import RunFolder
 from psgrad.run.finished import load_run
 from psgrad.run.folders import SHARDS
+from psgrad.run.identity import digest
 from psgrad.run.input_files import require_unchanged
 from psgrad.run.results import (
     AnalyzeResult,
@@ -154,7 +153,7 @@ def prepared(
 def new_folder(output: Path, run: Setup, overwrite: bool) -> RunFolder:
     """The folder of a run that begins."""
     folder = RunFolder.create(output, overwrite)
-    folder.write_json(NAMES, names_of(run))
+    folder.write_json(NAMES, run.identity.names)
     return folder
 
 

@@ -13,7 +13,7 @@ from psgrad.commands.analyze_passes import Measured, Passes
 from psgrad.commands.analyze_tables import about_rows, content_of_made
 from psgrad.commands.class_names import errors_about
 from psgrad.commands.measure_setup import PROJECTED, measures_of, prepare
-from psgrad.commands.run_identity import hashes_of, measure_specs
+from psgrad.commands.run_identity import measure_specs
 from psgrad.commands.run_progress import read_ahead
 from psgrad.commands.setup import Setup
 from psgrad.config import Config, nearest
@@ -282,5 +282,5 @@ def _described(run: Setup) -> RunManifest:
     return RunManifest(
         config=run.config.model_dump(mode="json"),
         model=ModelFacts(sha256=run.loaded.sha256, trainable=trainable),
-        hashes=hashes_of(run, measure_specs(run.config)),
+        hashes=run.hashes(measure_specs(run.config)),
     )

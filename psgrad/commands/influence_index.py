@@ -19,7 +19,6 @@ import torch
 from psgrad.commands.completion import completed_for_influence
 from psgrad.commands.influence_checkpoints import first_run, run_at, sha256_at
 from psgrad.commands.influence_queries import chosen_rows
-from psgrad.commands.run_identity import hashes_of
 from psgrad.commands.run_manifest import RankReport, rank_facts
 from psgrad.commands.run_progress import LOADING, Clock, read_ahead
 from psgrad.commands.setup import Setup
@@ -202,7 +201,7 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
     wanted = require_index(config)
     spec = IndexSpec(**wanted.model_dump(exclude={"path"}))
     count = len(config.influence.checkpoints or [None])
-    hashes = hashes_of(run)
+    hashes = run.hashes()
     model = {
         "frozen dtype" if key == "dtype" else key: value
         for key, value in config.model.model_dump(mode="json").items()

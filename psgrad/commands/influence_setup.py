@@ -23,7 +23,7 @@ from psgrad.commands.influence_queries import (
     contrasted_rows,
     queries_of,
 )
-from psgrad.commands.run_identity import digest, flattened, identity, require_same_on_ranks
+from psgrad.commands.run_identity import identity, require_same_on_ranks
 from psgrad.commands.run_progress import read_ahead
 from psgrad.commands.setup import Setup, same_weights
 from psgrad.config import Config, MethodConfig, is_callable_spec
@@ -38,6 +38,7 @@ from psgrad.engine.measures.builtin.outputs import summary_for
 from psgrad.errors import ConfigError, InfluenceError, PsgradError
 from psgrad.models.run_checkpoints import adam_state, second_moments
 from psgrad.plugins import METHODS, configured
+from psgrad.run.identity import digest, flattened
 from psgrad.run.results import Say
 from psgrad.user_code import describe_failure
 

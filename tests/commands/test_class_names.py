@@ -323,7 +323,7 @@ def test_resume_with_the_classes_in_another_order_is_refused(tmp_path: Path) -> 
     section = {**config("batch.csv", data={"class_names": list(NAMES)}), "model": model}
     psgrad.analyze(section, report=False)
     section["data"]["class_names"] = list(NAMES[::-1])
-    with pytest.raises(ConfigError, match=r"data\.class_names: was \['stay', 'upgrade', 'churn'\]"):
+    with pytest.raises(ConfigError, match=r'data\.class_names was \["stay", "upgrade", "churn"\]'):
         psgrad.analyze(section, resume=True, report=False)
 
 
