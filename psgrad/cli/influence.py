@@ -31,7 +31,6 @@ from psgrad.cli.options import (
 )
 from psgrad.cli.processes import ProcessesOption, in_a_group, require_free, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
-from psgrad.errors import ConfigError
 
 if TYPE_CHECKING:
     from psgrad.run.results import InfluenceResult
@@ -41,7 +40,6 @@ class EvaluationKind(StrEnum):
     loo = "loo"
     lds = "lds"
     removal = "removal"
-    curve = "curve"
 
 
 Top = Annotated[
@@ -73,18 +71,9 @@ Evaluate = Annotated[
     typer.Option(
         "--evaluate",
         help=(
-            "Do not rank, but retrain and compare: without one example (loo), on subsets (lds), without"
-            " each query's strongest proponents (removal), or without the rows that help or hurt all queries"
-            " most (curve)."
+            "Do not rank, but retrain and compare: without one example (loo), on subsets (lds), or"
+            " without each query's strongest proponents (removal)."
         ),
-    ),
-]
-Remove = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--remove",
-        metavar="AMOUNT",
-        help="Of --evaluate curve: how many rows are left out, such as 1% or 20. May be repeated.",
     ),
 ]
 QueriesPart = Annotated[
@@ -137,7 +126,6 @@ def influence(
     matrix: Matrix = False,
     report: Report = True,
     evaluate: Evaluate = None,
-    remove: Remove = None,
     output: Output = None,
     settings: Settings = None,
     overwrite: Overwrite = False,
@@ -158,14 +146,7 @@ def influence(
     style = "json" if as_json else "terminal"
     chosen = {"ids": ids, "where": where, "wrong": wrong or None, "worst": worst}
     settings = [*(settings or ()), *_settings("influence.queries", chosen)]
-    settings += _settings("influence.evaluate", {"remove": remove})
     settings += _settings("influence", {"method": None if method is None else {"name": method}, "top": top})
-    if remove and evaluate is not EvaluationKind.curve:
-        raise ConfigError(
-            "--remove was given without --evaluate curve",
-            expected="--evaluate curve, which leaves rows out and trains again",
-            next_step="add it: nothing else removes rows",
-        )
     excluded = {"--processes": processes > 1, "--overwrite": overwrite}
     require_part_alone(part, "influence", {**excluded, "--evaluate": evaluate is not None})
     if evaluate is not None:
