@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +20,6 @@ from psgrad.errors import OutputError, OutputExistsError
 from psgrad.run import durable_files, index_files
 from psgrad.run.folder_lock import FolderLock
 from psgrad.run.index_files import Arrays
-from psgrad.wording import shorten_middle
 
 DESCRIPTION = "index.json"
 _SHARDS = "shards"  # of index.json
@@ -27,7 +27,8 @@ FORMAT = 3
 _MARK = "psgrad influence index"
 _RESUME = "psgrad influence index CONFIG --resume"
 _OVERWRITE = "build the index again: psgrad influence index CONFIG --overwrite"
-_SHOWN = 6
+# The files of an index, and those of a process that was killed while it wrote one.
+_OWN = ("*.safetensors", "*.faiss", ".*.safetensors.*.tmp", ".*.faiss.*.tmp")
 _SECONDS_TO_MAKE_FOLDER = 60.0  # a part that begins does so within this time, and others wait for it
 
 
@@ -70,12 +71,12 @@ class GradientIndex:
     def __init__(
         self, path: Path, description: Mapping[str, Any], stored: Sequence[Shard] | None = None
     ) -> None:
-        self.path, self.description = path, _as_stored(description)
+        self.path, self.description = path, index_files.as_stored(description)
         self._stored = _new_shards(self.description, 0) if stored is None else list(stored)
         self._places = [shard.kept() for shard in self._stored]
         ends = np.cumsum([0, *map(len, self._places)]).tolist()
-        self.shards = [range(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
-        self._id = _digest({**self.description, _SHARDS: [asdict(each) for each in self._stored]})
+        self.shards = [range(start, stop) for start, stop in pairwise(ends)]
+        self._id = index_files.description_digest(self._content())
         self._lock: FolderLock | None = None  # of one that is written
 
     # -- folders ---------------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ class GradientIndex:
             out = places[gone[(gone >= rows.start) & (gone < rows.stop)] - rows.start]
             stored.append(replace(shard, deleted=tuple(sorted({*shard.deleted, *out.tolist()}))))
         index = type(self)(
-            self.path, description, [*stored, *_new_shards(_as_stored(description), len(kept))]
+            self.path, description, [*stored, *_new_shards(index_files.as_stored(description), len(kept))]
         )
         index._lock = FolderLock(self.path)
         try:
@@ -228,33 +229,15 @@ class GradientIndex:
 
     def _write_description(self) -> None:
         head = {"tool": _MARK, "format": FORMAT, "version": __version__}
-        content = head | self.description | {_SHARDS: [asdict(each) for each in self._stored]}
-        target = self.path / DESCRIPTION
-        durable_files.write_atomically(target, json.dumps(content, indent=2, ensure_ascii=False).encode())
+        content = json.dumps(head | self._content(), indent=2, ensure_ascii=False)
+        durable_files.write_atomically(self.path / DESCRIPTION, content.encode())
 
-    def differences(self, expected: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-        """(name, expected, found) of each value of a description that differs here."""
-        return list(_differences(_as_stored(expected), self.description, ""))
+    def _content(self) -> dict[str, Any]:
+        return {**self.description, _SHARDS: [asdict(each) for each in self._stored]}
 
     def require(self, expected: Mapping[str, Any]) -> None:
         """Raises OutputError, naming what differs, unless the description has all these values."""
-        different = self.differences(expected)
-        if different:
-            more = f", and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
-            names = ", ".join(name for name, _, _ in different[:_SHOWN])
-            first, wanted, actual = different[0]
-            only_data = {name for name, _, _ in different} <= {"rows", "fingerprint.data"}
-            follow = "let it follow its data: psgrad influence index CONFIG --update; or " * only_data
-            raise OutputError(
-                f"the index {self.path} is of something else: {names}{more}"
-                f" differ{'s' if len(different) == 1 else ''}",
-                expected=f"{first}: {_shortened(wanted)}; the index has {_shortened(actual)}",
-                cause="model, data or settings were changed since it was built",
-                next_step=(
-                    f"{follow}put them back, or build an index of its own in another folder"
-                    " (influence.index.path), or with --overwrite"
-                ),
-            )
+        index_files.require_same(self.path, index_files.as_stored(expected), self.description)
 
     # -- shards ----------------------------------------------------------------------------------------------
 
@@ -307,9 +290,10 @@ class GradientIndex:
             starts = range(0, len(rows), most)
             own = [start for number, start in enumerate(starts, place) if number % step == first]
             place += len(starts)
+            mapped = self._mapped(checkpoint, shard, names) if own else {}
             for start in own:
-                some = self._places[shard][start : start + most]
-                yield rows.start + start, self._some(checkpoint, shard, some, names)
+                some = index_files.as_slice(self._places[shard][start : start + most])
+                yield rows.start + start, {name: array[some] for name, array in mapped.items()}
 
     def chosen(self, checkpoint: int, rows: np.ndarray, most: int) -> Iterator[tuple[int, Arrays]]:
         """Some rows of a checkpoint, at most `most` at a time: (how many came before, arrays).
@@ -318,18 +302,17 @@ class GradientIndex:
         """
         for shard, own in enumerate(self.shards):
             first, last = np.searchsorted(rows, (own.start, own.stop)).tolist()
+            mapped = self._mapped(checkpoint, shard, None) if first < last else {}
             for start in range(first, last, most):
                 some = self._places[shard][rows[start : min(start + most, last)] - own.start]
-                yield start, self._some(checkpoint, shard, some, None)
+                yield start, {name: array[some] for name, array in mapped.items()}
 
-    def _some(self, checkpoint: int, shard: int, places: np.ndarray, names: Sequence[str] | None) -> Arrays:
-        """Some rows of a shard's file."""
+    def _mapped(self, checkpoint: int, shard: int, names: Sequence[str] | None) -> Arrays:
+        """The arrays of a shard's file, of some names only, without copies."""
         with self._opened(checkpoint, shard) as file:
-            stored = file.keys()  # a file can't be iterated over itself
+            stored = list(file.keys())
         wanted = [name for name in stored if names is None or name in names]
-        some = index_files.as_slice(places)
-        mapped = index_files.mapped(self.file(checkpoint, shard), wanted)
-        return {name: array[some] for name, array in mapped.items()}
+        return index_files.mapped(self.file(checkpoint, shard), wanted)
 
     def identity_of_rows(self, checkpoint: int) -> str:
         """A hash of what the rows of a checkpoint are of, and of their numbers, by the hashes in their
@@ -360,7 +343,7 @@ class GradientIndex:
     def _remove_files(self) -> None:
         """Remove the files of an earlier index, and those of a killed process."""
         for folder in self.path.glob("checkpoint-*"):
-            for path in [*folder.glob("*.safetensors"), *folder.glob(".*.safetensors.*.tmp")]:
+            for path in [each for kind in _OWN for each in folder.glob(kind)]:
                 path.unlink()
             if not any(folder.iterdir()):
                 folder.rmdir()
@@ -371,31 +354,8 @@ class GradientIndex:
 def _new_shards(description: Mapping[str, Any], first: int) -> list[Shard]:
     """The shards of the rows from `first` on."""
     rows, most = int(description["rows"]), int(description["rows_per_shard"])
-    seal = _digest(description)
+    seal = index_files.description_digest(description)
     return [Shard(min(most, rows - start), seal) for start in range(first, rows, most)]
-
-
-def _as_stored(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The description as JSON gives it back."""
-    content: dict[str, Any] = json.loads(json.dumps(description, default=str))
-    return content
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _differences(expected: Any, actual: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    """(name, expected, found) of each value that differs, mappings followed by their keys."""
-    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
-        for key, value in expected.items():
-            yield from _differences(value, actual.get(key), f"{name}.{key}" if name else str(key))
-    elif expected != actual:
-        yield name, expected, actual
-
-
-def _shortened(value: Any) -> str:
-    return shorten_middle(value, 32) if isinstance(value, str) else shorten_middle(str(value), 80)
 
 
 def _only_leftovers(path: Path) -> bool:

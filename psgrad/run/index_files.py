@@ -1,11 +1,11 @@
-"""The files of an index: arrays in safetensors, each with the seal of the index that it is of, and the hash of
-its own numbers.
+"""The files of an index: arrays in safetensors, each with the seal of the index that it is of, and the hash
+of its own numbers; and in what two descriptions differ.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from mmap import ACCESS_COPY, mmap
 from pathlib import Path
@@ -17,9 +17,7 @@ from safetensors.numpy import save
 
 from psgrad.errors import OutputError
 from psgrad.run import durable_files
-
-Array = np.ndarray[Any, Any]
-
+from psgrad.wording import shorten_middle
 
 SEAL = "psgrad"  # of a file's metadata: which index or rows it is of, and the hash of its numbers
 # Numbers of a file by the names that safetensors has for them.
@@ -30,6 +28,7 @@ _DTYPES = {
 }
 
 Arrays = dict[str, np.ndarray]
+_SHOWN = 6  # names of what differs
 
 
 def write(target: Path, arrays: Mapping[str, np.ndarray], seal: str, next_step: str) -> None:
@@ -120,3 +119,48 @@ def digest_of(arrays: Arrays) -> str:
         digest.update(name.encode())
         digest.update(np.ascontiguousarray(arrays[name]).data if arrays[name].size else b"")
     return digest.hexdigest()
+
+
+def as_stored(description: Mapping[str, Any]) -> dict[str, Any]:
+    """The description as JSON gives it back."""
+    content: dict[str, Any] = json.loads(json.dumps(description, default=str))
+    return content
+
+
+def description_digest(content: Mapping[str, Any]) -> str:
+    """The SHA-256 of plain values."""
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def require_same(path: Path, expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
+    """Raises OutputError, naming what differs, unless the description of an index has all expected values."""
+    different = list(_differences(expected, actual, ""))
+    if not different:
+        return
+    more = f", and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+    names = ", ".join(name for name, _, _ in different[:_SHOWN])
+    first, wanted, found = different[0]
+    only_data = {name for name, _, _ in different} <= {"rows", "fingerprint.data"}
+    follow = "let it follow its data: psgrad influence index CONFIG --update; or " * only_data
+    raise OutputError(
+        f"the index {path} is of something else: {names}{more} differ{'s' if len(different) == 1 else ''}",
+        expected=f"{first}: {_shortened(wanted)}; the index has {_shortened(found)}",
+        cause="model, data or settings were changed since it was built",
+        next_step=(
+            f"{follow}put them back, or build an index of its own in another folder"
+            " (influence.index.path), or with --overwrite"
+        ),
+    )
+
+
+def _differences(expected: Any, actual: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    """(name, expected, found) of each value that differs, mappings followed by their keys."""
+    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
+        for key, value in expected.items():
+            yield from _differences(value, actual.get(key), f"{name}.{key}" if name else str(key))
+    elif expected != actual:
+        yield name, expected, actual
+
+
+def _shortened(value: Any) -> str:
+    return shorten_middle(value, 32) if isinstance(value, str) else shorten_middle(str(value), 80)
