@@ -106,8 +106,8 @@ UpdateIndex = Annotated[
     typer.Option(
         "--update",
         help=(
-            "Let a finished index follow its data: compute the rows that are new, and leave out those that"
-            " are gone. An update that was interrupted is continued."
+            "Let a finished index follow its data: compute the rows that are new, behind the others, and"
+            " leave out those that are gone."
         ),
     ),
 ]
