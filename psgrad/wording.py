@@ -122,6 +122,18 @@ def printable(text: str, keep: str = "") -> str:
     )
 
 
+def duration(seconds: float, whole: bool = False) -> str:
+    """Seconds with a unit that suits them: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 5 min. whole: 0 s, 5 s."""
+    if whole:
+        seconds = round(seconds)
+    elif seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def correlation(value: float | None) -> str:
     """Four decimals, never rounded away from zero: 0.99996 is not shown as 1, which stands for exactly the
     same order; a dash where there is none.

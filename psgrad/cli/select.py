@@ -37,7 +37,7 @@ ToFile = Annotated[
     typer.Option(
         "--output",
         metavar="FILE",
-        help="The new file: rows of tables as .csv, .jsonl or .parquet like the dataset; ids as .txt.",
+        help="The new file: rows of tables as .csv, .jsonl or .parquet; ids as .txt.",
         show_default=False,
     ),
 ]
@@ -68,8 +68,8 @@ def select(
     """Write the rows of a run's dataset that are chosen by columns of the run into a new file.
 
     The run is one of analyze or influence. Rows of tables are copied with all their columns; of arrays,
-    archives, images and code the ids and indices are written (.txt, .csv, .jsonl, .parquet). Files that were
-    changed after the run are refused. Prints the path of the new file.
+    archives, images and code the ids and indices are written. Files that were changed after the run are
+    refused. Prints the path of the new file.
     """
     from psgrad.commands.select import Choice
     from psgrad.commands.select import select as run_select

@@ -284,11 +284,10 @@ def judged_before(config: Config, folder: RunFolder, gate: GateFiles) -> Analyze
     found = load_run(folder.path)
     require_judged_alike(folder.path, found.manifest, config)
     asked = config.model_dump(mode="json")["gate"]
-    if found.manifest["config"].get("gate") != asked:  # psgrad check reads it there
-        found = replace(
-            found, manifest={**found.manifest, "config": {**found.manifest["config"], "gate": asked}}
-        )
-        folder.write_manifest(found.manifest)
+    if found.manifest.setting("gate") != asked:  # psgrad check reads it there
+        manifest = replace(found.manifest, config={**found.manifest.config, "gate": asked})
+        found = replace(found, manifest=manifest)
+        folder.write_manifest(manifest.content())
     return replace(found, check=check_samples(found.samples, found.manifest, folder, gate))
 
 

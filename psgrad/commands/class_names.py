@@ -19,7 +19,7 @@ from psgrad.quality.label_agreement import label_facts
 from psgrad.quality.references import CLASSES, measured_as
 from psgrad.run.finished import finished_manifest
 from psgrad.run.gradient_index import GradientIndex
-from psgrad.run.results.manifest import LabelFacts, read_manifest
+from psgrad.run.results.manifest import LabelFacts
 from psgrad.wording import first_of
 
 _SHOWN = 20
@@ -36,7 +36,7 @@ def with_names_of_reference(config: Config) -> Config:
     if source.baseline is not None:
         stored = (read_baseline(config.base / source.baseline).reference or {}).get("measured_as", {})
     else:
-        stored = measured_as(read_manifest(finished_manifest(config.base / str(source.run))))
+        stored = measured_as(finished_manifest(config.base / str(source.run)))
     return _with_names(config, stored.get(CLASSES))
 
 

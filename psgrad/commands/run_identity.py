@@ -25,6 +25,7 @@ from psgrad.engine.execution.ranks import Processes
 from psgrad.errors import ConfigError, DistributedError
 from psgrad.run.code_identity import CodeIdentity, code_identity
 from psgrad.run.folders import RunFolder, manifest_of
+from psgrad.run.results.manifest import RunManifest
 from psgrad.wording import short_repr
 
 NAMES = "identity.json"
@@ -207,14 +208,13 @@ def _parts_that_differ(path: Path, now: Mapping[str, Mapping[str, str]]) -> dict
         return {}
 
 
-def require_judged_alike(path: Path, manifest: dict[str, Any], config: Config) -> None:
+def require_judged_alike(path: Path, manifest: RunManifest, config: Config) -> None:
     """Raises ConfigError, with the difference, where the finished run in a folder was judged by other rules
     than this config has.
     """
     dumped = config.model_dump(mode="json")["analyze"]
     then, now = (
-        {key: each.get(key) for key in _OF_VERDICT}
-        for each in (manifest.get("config", {}).get("analyze", {}), dumped)
+        {key: each.get(key) for key in _OF_VERDICT} for each in (manifest.setting("analyze") or {}, dumped)
     )
     changed = _changes(flattened(then, "analyze"), flattened(now, "analyze"))
     if changed:

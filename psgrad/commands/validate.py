@@ -212,10 +212,9 @@ class _Checks:
             self._baseline(f"{where}.baseline", reference.baseline)
         if reference.run is not None:
             from psgrad.run.finished import finished_manifest
-            from psgrad.run.results.manifest import read_manifest
 
             with self.found.problems_at(f"{where}.run"):
-                manifest = read_manifest(finished_manifest(self.base / reference.run))
+                manifest = finished_manifest(self.base / reference.run)
                 self.trusted = manifest.counts.samples
 
     def _baseline(self, where: str, path: Path) -> None:

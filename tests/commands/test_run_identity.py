@@ -114,10 +114,10 @@ def test_reference_refuses_other_weights_and_tells_other_code(
             assert "can't be compared" in said, name
         elif change.part != "data":  # a reference is of other data
             change.apply(place)
-            caveats = analyze(place.read(), overwrite=True).manifest["outliers"]["caveats"]
+            caveats = analyze(place.read(), overwrite=True).manifest.judged.caveats
             assert any("was measured with other code" in each for each in caveats), f"{name}: {caveats}"
             place.restore()
-    caveats = analyze(place.read(), overwrite=True).manifest["outliers"]["caveats"]
+    caveats = analyze(place.read(), overwrite=True).manifest.judged.caveats
     assert not any("code" in each or "hash" in each for each in caveats)
 
 
