@@ -23,7 +23,7 @@ from psgrad.errors import PsgradError
 if TYPE_CHECKING:
     from psgrad.commands.report import WrittenReport
     from psgrad.commands.select import Selection
-    from psgrad.commands.validation import Validation
+    from psgrad.commands.validate import Validation
     from psgrad.config import EvaluationKind
     from psgrad.engine.gradients import per_sample_gradients as per_sample_gradients
     from psgrad.engine.privacy.loop import make_private as make_private
@@ -103,11 +103,11 @@ def load_config(config: AnyConfig, settings: Sequence[str] = ()) -> Config:
     return config_from(config, settings) if isinstance(config, Mapping) else _load(Path(config), settings)
 
 
-def validate(config: AnyPath, settings: Sequence[str] = (), *, deep: bool = False) -> Validation:
+def validate(config: AnyPath, settings: Sequence[str] = ()) -> Validation:
     """Everything that is wrong with a config file and the files that it names; `psgrad validate`."""
     from psgrad.commands.validate import validate as found
 
-    return found(Path(config), settings, deep=deep)
+    return found(Path(config), list(settings))
 
 
 def analyze(

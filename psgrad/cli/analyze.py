@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psgrad.cli.check import show_check
-from psgrad.cli.command import Panel, command
 from psgrad.cli.options import (
     AsJson,
     ConfigPath,
@@ -20,11 +19,10 @@ from psgrad.cli.options import (
     Verbose,
     part_of,
     read_config,
-    require_one_of,
-    require_part_alone,
+    require_alone,
     say_computed,
 )
-from psgrad.cli.processes import ProcessesOption, require_free, shared_run
+from psgrad.cli.processes import ProcessesOption, require_free, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
 from psgrad.errors import EXIT_OK
 
@@ -78,7 +76,6 @@ Quiet = Annotated[
 ]
 
 
-@command(Panel.QUALITY, 1)
 def analyze(
     config: ConfigPath,
     limit: Limit = None,
@@ -96,15 +93,18 @@ def analyze(
     part: Part = None,
     shown: ProgressOption = ProgressStyle.auto,
 ) -> None:
-    """Compute the gradient of each sample, rank the samples, find outliers, and compute the measures of the
-    config.
+    """Measure each sample by its gradient, and find outliers.
 
     Prints the top of the ranking, then the path of the run folder with the whole table, the measures, the
     plots and report.html. psgrad validate lists the mistakes of a config faster.
     """
-    require_one_of(quiet and verbose, "--quiet", "--verbose")
-    require_one_of(resume and overwrite, "--resume", "--overwrite")
-    require_part_alone(part, "analyze", {"--processes": processes > 1, "--overwrite": overwrite})
+    if quiet:
+        require_alone("--quiet", {"--verbose": verbose})
+    if resume:
+        require_alone("--resume", {"--overwrite": overwrite})
+    if part is not None:
+        require_alone("--part", {"--processes": processes > 1, "--overwrite": overwrite})
+        require_one("analyze --part")
     resolved = read_config(config, settings, output)
     style = ProgressStyle.none if quiet else shown
     if part is not None:

@@ -81,7 +81,7 @@ def check(folder: Path, *, settings: Sequence[str] = (), baseline: Path | None =
     gate, base = _gate_of(run, settings)
     if baseline is not None:
         read_baseline(baseline)  # a file that the user named must exist
-        gate = gate.model_copy(update={"baseline": baseline.absolute(), "new_only": True})
+        gate = gate.model_copy(update={"baseline": baseline.absolute()})
     found = _check(_samples(folder, run), run, str(folder), gate_files(gate, base))
     try:
         write_check(RunFolder(folder), found)
@@ -196,7 +196,7 @@ def _located(
     lines: dict[int, int] = {}
     if path.suffix.lower() == ".csv" and len(ordered):
         rows = samples["index"].to_numpy(int)[ordered["row"].to_numpy(int)]
-        from psgrad.data.sources.file_hashes import files_sha256  # which is needed for these files alone
+        from psgrad.run.identity import files_sha256  # which is needed for these files alone
 
         try:
             if files_sha256([path]) == run.data.fingerprint:

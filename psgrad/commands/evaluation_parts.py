@@ -18,7 +18,6 @@ from torch import nn
 
 from psgrad.commands.influence_checkpoints import fresh_models
 from psgrad.commands.influence_setup import InfluenceSetup, method_from
-from psgrad.commands.run_identity import code_of
 from psgrad.config import Config, EvaluationConfig
 from psgrad.engine.execution.examples import Examples
 from psgrad.engine.execution.objective import Forward
@@ -250,7 +249,7 @@ def fingerprint(setup: InfluenceSetup, rows: LoadedRows) -> str:
         "measurement": influence.measurement.model_dump(mode="json"),
         "train": influence.evaluate.train.model_dump(mode="json", exclude={"together"}),
         "engine": config.engine.dtype,
-        "code": {spec: dict(each.files) for spec, each in code_of(setup.run, named).items()},
+        "code": setup.run.hashes(named)["code"],
         "rows": rows.digest(),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

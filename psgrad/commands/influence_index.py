@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from psgrad.commands.class_names import with_names_of_index
+from psgrad.commands.completion import completed_for_influence
 from psgrad.commands.influence_checkpoints import first_run, run_at, sha256_at
-from psgrad.commands.run_identity import hashes_of
 from psgrad.commands.run_manifest import RankReport, rank_facts
 from psgrad.commands.run_progress import LOADING, Clock, read_ahead
 from psgrad.commands.setup import Setup
@@ -60,7 +59,7 @@ def influence_index(
     Shards that are finished by then stay, and `resume` goes on behind them.
     """
     wanted = require_index(config)
-    config = config if overwrite else with_names_of_index(config)
+    config = config if overwrite else completed_for_influence(config, lambda _: None)
     processes = OneProcess() if processes is None else processes
     clock = Clock()
     progress(LOADING)
@@ -200,10 +199,10 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
     wanted = require_index(config)
     spec = IndexSpec(**wanted.model_dump(exclude={"path"}))
     count = len(config.influence.checkpoints or [None])
-    hashes = hashes_of(run)
+    hashes = run.hashes()
     model = {
         "frozen dtype" if key == "dtype" else key: value
-        for key, value in config.model.decisive().items()
+        for key, value in config.model.model_dump(mode="json").items()
         if key != "checkpoint"
     }
     fingerprint: dict[str, Any] = {
@@ -218,7 +217,7 @@ def described_index(config: Config, run: Setup) -> dict[str, Any]:
         "checkpoints": [hashes["weights"], *(sha256_at(config, number) for number in range(1, count))],
         **{key: hashes[key] for key in ("modules", "code", "packages")},
         **model,
-        "loss": config.loss.decisive(),
+        "loss": config.loss.model_dump(mode="json"),
         CLASSES: run.config.data.class_names,
         "dtype": run.config.engine.dtype,
     }

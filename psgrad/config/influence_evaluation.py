@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from psgrad.config.plugin_names import Group
 from psgrad.config.values import CallableSpec, ConfigSection, FilePath, Finite, NamedSection
 
 
@@ -16,6 +17,8 @@ class MethodConfig(NamedSection):
     """A method by name, a file of `psgrad/engine/influence/methods` or `module:Class`, with its options. A
     bare string is the name; options without a name are those of `influence`.
     """
+
+    group: ClassVar[Group] = "methods"
 
     name: str = "influence"
     """A known method, or module:Class; the other keys are its options."""
