@@ -172,7 +172,7 @@ def test_an_index_has_the_options_of_the_engine_and_its_defaults() -> None:
         ),
         (
             "queries={target: y}",
-            "neither path, dataset, images, factory nor rows, ids, where, wrong, worst says what",
+            "neither path, dataset, images, factory nor rows, ids, where, worst says what",
         ),
         ("evaluate={ks: []}", "influence.evaluate.ks: got an empty list, expected at least 1 of them"),
         ("queries.rows=[]", "rows is an empty list; name at least one row"),
