@@ -21,15 +21,11 @@ import torch
 from psgrad import __version__
 from psgrad.commands.run_progress import Clock
 from psgrad.commands.setup import Setup
-from psgrad.config import Config
-from psgrad.data.image_files import folder_rows
-from psgrad.data.sources.library_datasets import library_dataset, library_hashes
-from psgrad.data.sources.source import data_files
+from psgrad.data.sources.selection import hashes_of_files
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.engine.gradients.machine import device_name
 from psgrad.run.folders import RunFolder
-from psgrad.run.input_files import sha256_of
 from psgrad.run.results.manifest import DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
 from psgrad.run.run import Run, now
 from psgrad.user_code import module_of
@@ -119,7 +115,10 @@ def describe_run(
             origin=loaded.origin,
         ),
         data=DataFacts(
-            config.data.source, run.samples.fingerprint, _hashes_of_files(config), list(run.samples.notes)
+            config.data.source,
+            run.samples.fingerprint,
+            hashes_of_files(config.data, config.base, config.allow_download),
+            list(run.samples.notes),
         ),
         hashes=run.hashes(specs),
         engine=EngineFacts(
@@ -142,19 +141,6 @@ def describe_run(
             )
         ),
     )
-
-
-def _hashes_of_files(config: Config) -> list[str] | None:
-    """The hash of each file of the dataset, of a folder of images that of its listing; None where the
-    dataset is not in files. Of a dataset of the datasets library that of the columns that are named.
-    """
-    if config.data.dataset is not None and not config.data.streaming:
-        return library_hashes(config.data, library_dataset(config.data, config.base, config.allow_download))
-    if config.data.images is not None:
-        return [folder_rows(config.data, config.base).fingerprint]
-    if config.data.path is None:
-        return None
-    return [sha256_of(path) for path in data_files(config.data, config.base)]
 
 
 RunningManifest = Run[OneProcess]
