@@ -220,7 +220,6 @@ class Judging:
         )
         passes = Passes(
             setting,
-            setting.examples.stream,
             every,
             about_rows(trusted),
             folder,

@@ -163,7 +163,7 @@ def dp_step(
             try:
                 with run.saved_if_ended():
                     for left in reversed(range(asked)):
-                        with without_interrupts(processes.hurry):  # Ctrl-C waits for the end of a step
+                        with without_interrupts():  # Ctrl-C waits for the end of a step
                             run.before_step()
                             drawn = training.draw()
                             clipped = training.clipped(drawn)

@@ -84,7 +84,7 @@ def evaluate_influence(
             )
     if not processes.leads:
         setup, _ = without_nonfinite(setup, None, say)
-        processes.agreed(processes.step("the folder"), list)
+        processes.agreed("the folder", list)
         _EVALUATIONS[kind](evaluation_of(setup, RunFolder(path), progress))
         rank_facts_of_steps(processes, "evaluation.")
         return None
@@ -95,7 +95,7 @@ def evaluate_influence(
     folder = RunFolder.create(path, overwrite)
     manifest = replace(describe_run("influence-evaluation", setup.run, check), influence=described(setup))
     with running_manifest(folder, manifest, clock) as running:
-        processes.agreed(processes.step("the folder"), list)
+        processes.agreed("the folder", list)
         with clock("evaluation"):
             evaluation = evaluation_of(setup, folder, progress)
             found = _EVALUATIONS[kind](evaluation)

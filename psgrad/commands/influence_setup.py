@@ -144,8 +144,7 @@ class InfluenceSetup:
 
     def agreed_seconds(self, own: float) -> float:
         """The time that the first process took for something, for choices that all make alike."""
-        name = self.processes.step("time")
-        return self.processes.agreed(name, lambda: [round(own * 1e6)])[0] / 1e6
+        return self.processes.agreed("time", lambda: [round(own * 1e6)])[0] / 1e6
 
 
 # Up to this number of scores, 32 MiB, are kept even where no question of the config needs them.

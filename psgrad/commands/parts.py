@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 from safetensors.numpy import load_file
 
-from psgrad.commands.analyze import analyze, new_folder, prepared
+from psgrad.commands.analyze import analyze, load_analysis, new_folder
 from psgrad.commands.influence import (
     Scored,
     finished,
@@ -71,14 +71,14 @@ def measure_part(
 
     A part that is run again goes on where it ended. Raises PsgradError.
     """
-    start = prepared(config, limit, sample, progress)
-    require_mergeable(start.every)
+    analysis = load_analysis(config, limit, sample, progress, OneProcess())
+    require_mergeable(analysis.every)
     size = config.engine.chunk_size
-    rows = len(start.setting)
+    rows = len(analysis.setting)
     part = RowPart.of(number, count, rows, size if isinstance(size, int) else 1)
-    folder = shared_folder(config.output, start.run, start.manifest(start.identity(count)))
+    folder = shared_folder(config.output, analysis.run, analysis.manifest(analysis.identity(count)))
     progress(Progress(0, 0, "samples", f"rows {part.rows.start:,} to {part.rows.stop - 1:,} of {rows:,}"))
-    start.measure(folder, progress, part, str(folder.manifest().get("run")))
+    analysis.measure(folder, progress, part)
     return folder.path
 
 

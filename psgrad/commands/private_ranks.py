@@ -138,7 +138,7 @@ def follow(
         messages.begin()
 
     follower = FollowingRank(processes, setup.clipping, setup.source, begin, take, told)
-    with without_interrupts(processes.hurry):  # rank 0 decides when to end: else a step would lose its share
+    with without_interrupts():  # rank 0 decides when to end: else a step would lose its share
         follower.serve()
     return setup, found
 

@@ -110,7 +110,7 @@ _OF_ANALYZE = ("measures", "checkpoints", "seed", "trainable")
 # The keys of analyze that decide which of the finished rows are outliers.
 _OF_VERDICT = ("outliers", "review_fraction")
 # Keys that change no number, such as how much is checked and how much memory there is.
-_FREE = ("verify", "memory", "stream_rows")
+_FREE = ("verify", "memory", "stream_rows", "process_timeout")
 
 # Lines of an identity: see psgrad.commands.run_identity.flat.
 _WEIGHTS, _MODULES = "model (its weights)", "model (its modules)"
@@ -280,8 +280,7 @@ def require_same_on_ranks(what: str, found: Mapping[str, Any], processes: Proces
     if processes.size == 1:
         return
     own = json.dumps(found, default=str)
-    of_first = bytes(processes.agreed(f"same {what}", lambda: list(own.encode())))
-    first, here = json.loads(of_first), json.loads(own)
+    first, here = json.loads(processes.texts(f"same {what}", own)[0]), json.loads(own)
     others = [name for name in {**first, **here} if first.get(name) != here.get(name)]
     if not others:
         return

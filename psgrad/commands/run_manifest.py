@@ -133,7 +133,6 @@ def describe_run(
             config.engine.dtype,
             torch.get_num_threads(),
             None if run.supply is None else run.residence.where,
-            run.residence.shard_ranks if run.residence.shard_ranks > 1 else None,
             run.recompute.modules if run.recompute is not None and run.recompute.on else None,
         ),
         self_check=(

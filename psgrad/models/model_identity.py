@@ -25,9 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from psgrad.engine.execution.stored import Stored
-from psgrad.engine.execution.weight_sources import InFile
 from psgrad.run.code_identity import is_installed
-from psgrad.run.host_files import json_made_once
 from psgrad.user_code import without_digest
 
 _DIGITS = 32
@@ -94,7 +92,7 @@ def identify(model: nn.Module) -> ModelIdentity:
     current processors, where it is twice as fast as BLAKE2.
     """
     walk = _ModelWalk(model)
-    digests = _digests_on_this_host(walk.tensors)
+    digests = _digests(walk.tensors)
     modules = {
         name: hashlib.sha256("\n".join(lines).encode("utf-8", "backslashreplace")).hexdigest()
         for name, lines in walk.lines.items()
@@ -104,27 +102,6 @@ def identify(model: nn.Module) -> ModelIdentity:
         {name: digest[:_DIGITS] for name, digest in modules.items()},
         tuple(sorted(walk.sources)),
     )
-
-
-def _digests_on_this_host(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """name -> the digest of each tensor. Those that lie in files are read by one process of this host."""
-    in_files = {
-        name: each
-        for name, each in tensors.items()
-        if isinstance(each, Stored) and isinstance(each.source, InFile)
-    }
-    others = {name: each for name, each in tensors.items() if name not in in_files}
-    content = "\n".join(f"{name} {_place_in_file(each)}" for name, each in in_files.items())
-    found: dict[str, str] = json_made_once(f"digests of {content}", lambda: _digests(in_files))
-    return _digests(others) | found
-
-
-def _place_in_file(tensor: Stored) -> str:
-    """Which numbers of which file a tensor has, in words."""
-    source, seen = tensor.source, tensor.view_of_source
-    assert isinstance(source, InFile)
-    place = (source.offset, seen.storage_offset(), tuple(seen.shape), seen.stride(), seen.dtype, tensor.dtype)
-    return f"{source.file.path} {source.file.stamp} {place}"
 
 
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:

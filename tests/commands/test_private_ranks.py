@@ -38,7 +38,7 @@ from psgrad.run import Ledger, PrivateRunFolder
 from psgrad.run.ledger_lines import has_begun
 from psgrad.run.private_runs import WARNING
 from tests.commands.test_processes import alive, wait_for_ranks
-from tests.forked_ranks import EndedRank, Plant, die, hasty, run_ranks
+from tests.forked_ranks import EndedRank, Plant, die, run_ranks
 from tests.private_workplace import EXACT, PrivateWorkplace, leave_out_slow_parts
 from tests.workplace import Workplace
 
@@ -49,7 +49,6 @@ SEEDED = ("--insecure-deterministic", "--set", "privacy.noise.seed=5")
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
     """A run in float64 without figures and the slow accountant; the dead are noticed at once."""
     leave_out_slow_parts(monkeypatch)
-    hasty(monkeypatch)
     return PrivateWorkplace(workplace)
 
 
