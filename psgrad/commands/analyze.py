@@ -19,20 +19,18 @@ from psgrad.commands.analyze_tables import (
 from psgrad.commands.analyze_verdict import Judging
 from psgrad.commands.check import GateFiles, check_samples, gate_files
 from psgrad.commands.class_names import label_facts_of
+from psgrad.commands.completion import completed_for_analyze
 from psgrad.commands.measure_setup import measures_of, prepare, require_mergeable
 from psgrad.commands.run_identity import (
     NAMES,
     NUMBER_OF_PARTS,
-    digest,
     identity,
     measure_specs,
-    names_of,
     reopen,
     require_judged_alike,
     require_same_on_ranks,
 )
 from psgrad.commands.run_manifest import describe_run, running_manifest
-from psgrad.commands.run_progress import LOADING, Clock, read_ahead
 from psgrad.commands.setup import Setup, set_up
 from psgrad.config import Config
 from psgrad.data.previews import vocabulary_of
@@ -46,7 +44,9 @@ from psgrad.quality.references import Reference
 from psgrad.run import RunFolder
 from psgrad.run.finished import load_run
 from psgrad.run.folders import SHARDS
+from psgrad.run.identity import digest
 from psgrad.run.input_files import require_unchanged
+from psgrad.run.progress import LOADING, Clock, read_ahead
 from psgrad.run.results import AnalyzeResult, Progress, Say
 from psgrad.run.results.manifest import Counts, EngineFacts, RunManifest
 from psgrad.user_code import with_code_beside
@@ -255,7 +255,7 @@ def load_analysis(
 
     The process that leads, or is alone, reads all rows that code makes now, and keeps them.
     """
-    config = config if sample else _streamed_to(config, limit)
+    config = completed_for_analyze(config if sample else _streamed_to(config, limit))
     measures = measures_of(config)
     run = set_up(config, config.output / SHARDS, processes)
     in_dataset, count = len(run.samples), limited(len(run.samples), limit)
@@ -286,7 +286,7 @@ def load_analysis(
 def new_folder(output: Path, run: Setup, overwrite: bool) -> RunFolder:
     """The folder of a run that begins."""
     folder = RunFolder.create(output, overwrite)
-    folder.write_json(NAMES, names_of(run))
+    folder.write_json(NAMES, run.identity.names)
     return folder
 
 
@@ -315,11 +315,10 @@ def _judged_before(config: Config, folder: RunFolder, gate: GateFiles) -> Analyz
     found = load_run(folder.path)
     require_judged_alike(folder.path, found.manifest, config)
     asked = config.model_dump(mode="json")["gate"]
-    if found.manifest["config"].get("gate") != asked:  # psgrad check reads it there
-        found = replace(
-            found, manifest={**found.manifest, "config": {**found.manifest["config"], "gate": asked}}
-        )
-        folder.write_manifest(found.manifest)
+    if found.manifest.setting("gate") != asked:  # psgrad check reads it there
+        manifest = replace(found.manifest, config={**found.manifest.config, "gate": asked})
+        found = replace(found, manifest=manifest)
+        folder.write_manifest(manifest.content())
     return replace(found, check=check_samples(found.samples, found.manifest, folder, gate))
 
 

@@ -18,7 +18,6 @@ import torch
 from psgrad.commands.analyze_tables import About, Content, StoredPass, split_columns
 from psgrad.commands.measure_setup import joined_columns
 from psgrad.commands.run_manifest import RankReport, rank_facts
-from psgrad.commands.run_progress import without_interrupts
 from psgrad.engine.execution.chunk_measure import Columns
 from psgrad.engine.execution.ranks import Processes, in_chunks, overlap
 from psgrad.engine.execution.streaming import Stream
@@ -26,6 +25,7 @@ from psgrad.engine.measures.measure import Arrays, Gathered, Measure, OwnPass, S
 from psgrad.engine.measures.passes import SecondPass
 from psgrad.errors import DistributedError, MeasureError
 from psgrad.run import RunFolder
+from psgrad.run.progress import without_interrupts
 from psgrad.run.results import Progress, Say
 from psgrad.run.shards import FinishedShards, Shards
 
@@ -258,8 +258,7 @@ class Passes:
     # -- several processes -----------------------------------------------------------------------------------
 
     def _require_same_rows(self, mine: Sequence[range]) -> None:
-        """Raises DistributedError where a process has other rows than the first one, where code makes them.
-        """
+        """Raises DistributedError where a process has other rows than the first one, where code makes them."""
         if self.content is None or self.processes.size == 1:
             return
         own = [[rows.start, rows.stop, self.content(rows)] for rows in mine]

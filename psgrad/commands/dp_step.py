@@ -30,7 +30,6 @@ from psgrad.commands.private_setup import (
 from psgrad.commands.private_statement import ledger_header
 from psgrad.commands.private_steps import PrivateRun
 from psgrad.commands.run_manifest import describe_run, running_manifest
-from psgrad.commands.run_progress import Clock, without_interrupts
 from psgrad.config import Config, PrivacyConfig
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.privacy.accounting import part_of
@@ -40,7 +39,8 @@ from psgrad.engine.privacy.step import PrivateTraining, make_optimizer
 from psgrad.errors import ConfigError
 from psgrad.reports.words import count
 from psgrad.run import Ledger, PrivateRunFolder
-from psgrad.run.ledger_lines import require_same
+from psgrad.run.ledger_lines import require_same_run
+from psgrad.run.progress import Clock, without_interrupts
 from psgrad.run.results import DPStepResult, Progress, Say
 from psgrad.user_code import with_code_beside
 
@@ -132,7 +132,7 @@ def dp_step(
         if snapshot is not None:
             setup = with_bound_of(setup, snapshot)
             snapshot.restore(tensors_of(setup.run.model), optimizer, str(folder.checkpoint))
-        require_same(before.header, header, f"the ledger {folder.ledger}")
+        require_same_run(before.header, header, f"the ledger {folder.ledger}")
         require_same_code(folder, was, hashes)
         manifest = replace(manifest, hashes=was)
     own = {"run": hashes["run"], "weights_sha256": hashes["weights"], "budget": budget and budget.identity}

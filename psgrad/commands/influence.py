@@ -42,7 +42,6 @@ from psgrad.commands.run_manifest import (
     rank_facts_of_steps,
     running_manifest,
 )
-from psgrad.commands.run_progress import LOADING, Clock, PassProgress
 from psgrad.config import Config
 from psgrad.data.previews import input_of
 from psgrad.engine.execution.output_rows import LARGEST_OUTPUT, output_size
@@ -55,6 +54,7 @@ from psgrad.reports.words import duration
 from psgrad.run import RunFolder
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.input_files import require_unchanged
+from psgrad.run.progress import LOADING, Clock, PassProgress
 from psgrad.run.results import InfluenceResult, Say
 from psgrad.run.results.influence import (
     SIGN,
@@ -100,7 +100,7 @@ def influence(
     progress(LOADING)
     with clock("load"):
         setup, store = loaded(config, warnings, progress, processes)
-    setup = setup.watched(PassProgress(clock, progress, processes))
+    setup = setup.watched(PassProgress(clock, progress, processes.size))
     if not processes.leads:
         with clock("screening"):
             finite = without_nonfinite(setup, store, warnings)
@@ -358,7 +358,7 @@ def self_influence(
     return joined_self(setup.method, found, setup.run.config.influence.average).numpy()
 
 
-def _result(scored: Scored, facts: dict[str, Any], folder: RunFolder, warnings: list[str]) -> InfluenceResult:
+def _result(scored: Scored, facts: RunManifest, folder: RunFolder, warnings: list[str]) -> InfluenceResult:
     setup, rankings, queries = scored.setup, scored.rankings, scored.queries
     config, samples = setup.run.config, setup.run.samples
     first, examples = shown_rows(
@@ -372,8 +372,8 @@ def _result(scored: Scored, facts: dict[str, Any], folder: RunFolder, warnings: 
         manifest=facts,
         folder=folder.path,
         method=setup.method.name,
-        unit=facts["influence"]["unit"],
-        predicts_removal=facts["influence"]["predicts_removal"],
+        unit=facts.influence.unit or "",
+        predicts_removal=bool(facts.influence.predicts_removal),
         measurement=setup.measurement.name,
         shown=rankings.shown,
         query_inputs={row: input_of(setup.query_reader.samples, row) for row in first} if seen else {},

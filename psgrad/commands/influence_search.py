@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from psgrad.commands.influence_setup import InfluenceSetup
-from psgrad.commands.run_progress import Clock
 from psgrad.config import Config, IndexSearchConfig
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.free_memory import free_host_memory
@@ -24,6 +23,7 @@ from psgrad.engine.influence.method import Fitted
 from psgrad.errors import ConfigError, InfluenceError
 from psgrad.reports.words import amount
 from psgrad.run.gradient_index import GradientIndex
+from psgrad.run.progress import Clock
 from psgrad.run.results import Progress, Say
 from psgrad.run.row_lists import RowLists, require_faiss
 

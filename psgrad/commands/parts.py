@@ -35,9 +35,8 @@ from psgrad.commands.influence_search import require_searchable
 from psgrad.commands.influence_setup import InfluenceSetup, identity_at_first, identity_of_asked
 from psgrad.commands.influence_tables import Warnings, with_agreement, with_overall, without_nonfinite
 from psgrad.commands.measure_setup import require_mergeable
-from psgrad.commands.run_identity import NUMBER_OF_PARTS, digest, reopen
+from psgrad.commands.run_identity import NUMBER_OF_PARTS, reopen
 from psgrad.commands.run_manifest import running_manifest
-from psgrad.commands.run_progress import LOADING, Clock, PassProgress
 from psgrad.commands.setup import Setup
 from psgrad.config import Config
 from psgrad.config.reading import config_from
@@ -46,7 +45,9 @@ from psgrad.engine.influence.ranking import joined_over
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
 from psgrad.run import RunFolder
 from psgrad.run.folders import SHARDS, manifest_of, packed
+from psgrad.run.identity import digest
 from psgrad.run.input_files import require_unchanged
+from psgrad.run.progress import LOADING, Clock, PassProgress
 from psgrad.run.results import AnalyzeResult, InfluenceResult, Progress, Say
 from psgrad.run.results.manifest import RunManifest, read_manifest
 from psgrad.run.shards import part_of_another_run
@@ -188,7 +189,7 @@ def influence_part(
             "influence.level: token: the parts of a run store scores of samples",
             next_step="leave --part out, or set influence.level: sample",
         )
-    setup = setup.watched(PassProgress(clock, progress, setup.processes))
+    setup = setup.watched(PassProgress(clock, progress, 1))
     now = _identity(setup, count, matrix)
     manifest = replace(manifest_for(setup), identity=now, run=digest(now))
     folder = shared_folder(config.output, setup.run, manifest)

@@ -11,7 +11,6 @@ from psgrad.config.values import require_regular
 from psgrad.errors import ConfigError, DataError, PsgradError
 
 _LFS_POINTER = b"version https://git-lfs"
-_HASH_BLOCK = 1 << 20
 
 
 def require_file(path: Path, what: str, unusable: type[PsgradError]) -> Path:
@@ -78,8 +77,5 @@ def require_unchanged(stamps: Iterable[Stamp]) -> None:
 
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_HASH_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -81,7 +81,7 @@ def refused(place: InfluenceWorkplace, plant: Plant, *words: str, size: int = 2)
 
 
 def killed_in(name: str, victim: int, monkeypatch: pytest.MonkeyPatch) -> Plant:
-    """The death of a rank when it has stored its first shard of a pass; of an index where that is its name."""
+    """The death of a rank when it has stored its first shard of a pass, or of an index."""
 
     def plant(rank: int) -> None:
         if rank != victim:

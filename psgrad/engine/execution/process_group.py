@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -42,7 +41,6 @@ class RankGroup:
     def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
         self.rank, self.size, self.leads, self.seconds = rank, size, rank == 0, seconds
         self._store = store
-        self._rows = Counter[str]()
         self._computing = False  # in `together`
         self._computed = self._waited = 0.0  # seconds
 
@@ -85,10 +83,6 @@ class RankGroup:
     def my_rows(self, name: str, chunks: Sequence[range]) -> list[range]:
         first, last = (len(chunks) * each // self.size for each in (self.rank, self.rank + 1))
         return joined(chunks[first:last])
-
-    def progress(self, name: str, rows: int) -> int:
-        self._rows[name] += rows
-        return self._rows[name]
 
     def meet(self, what: str) -> None:
         self.gathered(what, {})
@@ -173,8 +167,7 @@ class RankGroup:
             step *= 2
 
     def _send_on(self, what: str, state: Callable[[], Arrays]) -> None:
-        """Send what this rank and its sources have gathered to the rank that merges it; rank 0 sends nothing.
-        """
+        """Send what this rank and its sources have gathered to the rank that merges it; rank 0 sends nothing."""
         if self.leads:
             return
         arrays, receiver = state(), self.rank & (self.rank - 1)  # without its lowest bit
@@ -220,8 +213,7 @@ class RankGroup:
         return torch.tensor(list(json.dumps([what, facts]).encode()), dtype=torch.uint8, device="cpu")
 
     def _require_between_passes(self, what: str) -> None:
-        """Raises DistributedError in a share of a pass: ranks have other rows, and would send other messages.
-        """
+        """Raises DistributedError in a share of a pass: ranks have other rows, and would send other messages."""
         if self._computing:
             raise DistributedError(
                 f"a rank is about to share {what} while it computes its share of a pass",

@@ -8,7 +8,6 @@ pass.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
@@ -44,9 +43,6 @@ class Processes(Protocol):
         """This process's share of these chunks of the pass `name`, in order; those that follow each other in
         one range.
         """
-
-    def progress(self, name: str, rows: int) -> int:
-        """Add `rows` finished rows; returns how many this process has finished under this name."""
 
     def meet(self, what: str) -> None:
         """Wait for all processes."""
@@ -93,18 +89,11 @@ class OneProcess:
     backend: str | None = None
     parts: int | None = None
 
-    def __init__(self) -> None:
-        self._done = Counter[str]()
-
     def part_of(self, rank: int) -> str:
         return ""
 
     def my_rows(self, name: str, chunks: Sequence[range]) -> list[range]:
         return joined(chunks)
-
-    def progress(self, name: str, rows: int) -> int:
-        self._done[name] += rows
-        return self._done[name]
 
     def meet(self, what: str) -> None:
         pass
@@ -146,7 +135,6 @@ class RowPart(OneProcess):
     leads = False
 
     def __init__(self, number: int, count: int, rows: range) -> None:
-        super().__init__()
         self.number, self.parts, self.rows = number, count, rows
 
     @classmethod
@@ -169,7 +157,6 @@ class MergingParts(OneProcess):
     """A process that merges what the parts of a run have computed, and computes no row itself."""
 
     def __init__(self, count: int) -> None:
-        super().__init__()
         self.parts = count
 
     def my_rows(self, name: str, chunks: Sequence[range]) -> list[range]:

@@ -34,9 +34,6 @@ class ThreadRank:
     def my_rows(self, name: str, chunks: Sequence[range]) -> list[range]:
         return joined(chunks[self.rank :: self.size])
 
-    def progress(self, name: str, rows: int) -> int:
-        return rows
-
     def meet(self, what: str) -> None:
         self._exchanged(what, None)
 
