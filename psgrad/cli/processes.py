@@ -191,7 +191,6 @@ def joined(folder: Path) -> Iterator[Processes | None]:
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a rank says in its own words what was lost
     from psgrad.engine.execution.process_group import RankGroup
-    from psgrad.engine.execution.rank_pieces import RankPieces
     from psgrad.run.host_files import shared_on_host
 
     group = RankGroup.join(_STARTED_BY if "TORCHELASTIC_RUN_ID" in os.environ else None)
@@ -201,7 +200,6 @@ def joined(folder: Path) -> Iterator[Processes | None]:
             str(run),
             removes=os.environ.get("LOCAL_RANK", "0") == "0",
             waiting=group.heartbeats.waiting,
-            pieces=RankPieces(group.heartbeats),
         ):
             try:
                 yield group

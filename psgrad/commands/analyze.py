@@ -45,7 +45,6 @@ from psgrad.errors import ConfigError, DistributedError
 from psgrad.quality.gates import share_of
 from psgrad.run import RunFolder
 from psgrad.run.finished import load_run
-from psgrad.run.folders import SHARDS
 from psgrad.run.input_files import require_unchanged
 from psgrad.run.results import (
     AnalyzeResult,
@@ -126,9 +125,8 @@ def prepared(
     The process that leads, or is alone, reads all rows that code makes now, and keeps them.
     """
     processes = OneProcess() if processes is None else processes
-    config = config if sample else _streamed_to(config, limit)
     measures = measures_of(config)
-    run = set_up(config, config.output / SHARDS, Ranks.of(processes))
+    run = set_up(config, Ranks.of(processes))
     in_dataset, count = len(run.samples), limited(len(run.samples), limit)
     if sample:
         if limit is None:
@@ -305,11 +303,3 @@ def limited(count: int, limit: int | float | None) -> int:
             expected="a number of samples (at least 1), or a fraction of them between 0 and 1",
         )
     return min(count, int(limit) if whole else max(1, math.floor(share_of(limit, count))))
-
-
-def _streamed_to(config: Config, limit: int | float | None) -> Config:
-    """The config with no more rows of a stream than are measured."""
-    if limit is None or not float(limit).is_integer() or limit < 1:
-        return config
-    rows = min(config.data.stream_rows, int(limit))
-    return config.model_copy(update={"data": config.data.model_copy(update={"stream_rows": rows})})

@@ -199,7 +199,7 @@ def _located(
     lines: dict[int, int] = {}
     if path.suffix.lower() == ".csv" and len(ordered):
         rows = samples["index"].to_numpy(int)[ordered["row"].to_numpy(int)]
-        from psgrad.data.sources.file_hashes import files_sha256  # which is needed for these files alone
+        from psgrad.run.input_files import files_sha256  # which is needed for these files alone
 
         try:
             if files_sha256([path]) == run.data.fingerprint:

@@ -110,7 +110,10 @@ _OF_ANALYZE = ("measures", "checkpoints", "seed", "trainable")
 # The keys of analyze that decide which of the finished rows are outliers.
 _OF_VERDICT = ("outliers", "review_fraction")
 # Keys that change no number, such as how much is checked and how much memory there is.
-_FREE = ("verify", "memory", "stream_rows")
+_FREE = (
+    "verify",
+    "memory",
+)
 
 # Lines of an identity: see psgrad.commands.run_identity.flat.
 _WEIGHTS, _MODULES = "model (its weights)", "model (its modules)"

@@ -25,13 +25,13 @@ from psgrad.commands.run_progress import Clock
 from psgrad.commands.setup import Setup
 from psgrad.config import Config
 from psgrad.data.image_files import folder_rows
-from psgrad.data.sources.file_hashes import file_hashes
 from psgrad.data.sources.library_datasets import library_dataset, library_hashes
 from psgrad.data.sources.source import data_files
 from psgrad.engine.execution.ranks import Processes
 from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.engine.gradients.machine import device_name
 from psgrad.run.folders import RunFolder
+from psgrad.run.input_files import sha256_of
 from psgrad.run.results.manifest import DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
 from psgrad.user_code import module_of
 
@@ -154,13 +154,13 @@ def _hashes_of_files(config: Config) -> list[str] | None:
     """The hash of each file of the dataset, of a folder of images that of its listing; None where the
     dataset is not in files. Of a dataset of the datasets library that of the columns that are named.
     """
-    if config.data.dataset is not None and not config.data.streaming:
+    if config.data.dataset is not None:
         return library_hashes(config.data, library_dataset(config.data, config.base, config.allow_download))
     if config.data.images is not None:
         return [folder_rows(config.data, config.base).fingerprint]
     if config.data.path is None:
         return None
-    return file_hashes(data_files(config.data, config.base))
+    return [sha256_of(file) for file in data_files(config.data, config.base)]
 
 
 class RunningManifest:

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from psgrad.config import DataConfig
 from psgrad.data.image_files import folder_rows
-from psgrad.data.sources.file_hashes import file_hashes
 from psgrad.data.sources.library_datasets import library_dataset, library_hashes
 from psgrad.data.sources.selection import (
     ROW_SUFFIXES,
@@ -31,6 +30,7 @@ from psgrad.data.sources.source import data_files
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
 from psgrad.run.durable_files import write_atomically
 from psgrad.run.finished import finished_manifest, require_there
+from psgrad.run.input_files import sha256_of
 from psgrad.run.results.analyze import rows_where
 
 # The table with a row a sample, of each command that has one.
@@ -188,10 +188,10 @@ def _unchanged(run: Path, manifest: dict[str, Any], data: DataConfig, base: Path
         )
     if data.images is not None:
         now = [folder_rows(data, base).fingerprint]
-    elif data.dataset is not None and not data.streaming:
+    elif data.dataset is not None:
         now = library_hashes(data, library_dataset(data, base))
     elif data.path is not None:
-        now = file_hashes(files)
+        now = [sha256_of(file) for file in files]
     else:
         return files  # code makes the rows: nothing is read again
     if now != (manifest.get("data") or {}).get("files"):

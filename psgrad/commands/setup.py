@@ -136,13 +136,13 @@ class Setup(Loaded):
         return self_check(self.objective, stream, len(self.samples), self.config.engine.verify)
 
 
-def set_up(config: Config, kept: Path | None = None, ranks: Ranks | None = None) -> Setup:
+def set_up(config: Config, ranks: Ranks | None = None) -> Setup:
     """Load all that a config names, and make the parts of a run of it; see `load`. Classes without names in
     the config have those of a stored reference.
     """
     config = with_names_of_reference(config)
     trained = Trained(config.analyze.trainable, "analyze.trainable")
-    return setup_of(load(config, trained=trained, kept=kept, ranks=ranks))
+    return setup_of(load(config, trained=trained, ranks=ranks))
 
 
 def setup_of(parts: Loaded, targets_later: bool = False) -> Setup:

@@ -1,5 +1,4 @@
-"""Files that the processes of a run make once on each host, and all of them read: tables of formats that
-have to be converted, and weights. And work that all processes divide: hashes of large datasets.
+"""Files that the processes of a run make once on each host, and all of them read: weights.
 
 They lie in a folder of the temporary folder that no other user can open, and are named by what they are made
 of. The first process that needs one makes it; the others wait for it.
@@ -17,12 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
-
-Arrays = dict[str, npt.NDArray[Any]]
+from typing import Any
 
 _POLL = 0.02  # seconds between two looks for a file that another process makes
 
@@ -30,44 +24,28 @@ Waiting = Callable[[str], Callable[[], None]]
 """(what is waited for) to a function that is called again and again meanwhile, and raises to end the wait."""
 
 
-class Pieces(Protocol):
-    """Divides work among the processes of a run; see `in_pieces`.
-
-    wanted: how many pieces work is best divided into: a few for each process, so that a slow one does not
-    hold up the others.
-    """
-
-    wanted: int
-
-    def __call__(self, name: str, count: int, make: Callable[[int], bytes]) -> Iterator[bytes]: ...
-
-
 # The folder of the run whose processes share files; None for a process alone.
 _folder: Path | None = None
 _waiting: Waiting = lambda what: lambda: None
-_pieces: Pieces | None = None
 
 
 @contextmanager
-def shared_on_host(
-    run: str, removes: bool, waiting: Waiting = lambda what: lambda: None, pieces: Pieces | None = None
-) -> Iterator[None]:
-    """Inside, `made_once` shares files with the other processes of this host that name the same run, and
-    `in_pieces` divides work among the processes of all hosts.
+def shared_on_host(run: str, removes: bool, waiting: Waiting = lambda what: lambda: None) -> Iterator[None]:
+    """Inside, `made_once` shares files with the other processes of this host that name the same run.
 
     run: a name that no other run has, nor the same run when it is started again. removes: whether this
     process removes the folder at its end. Processes that still read its files go on. waiting: for another
-    process of this host. pieces: divides work; without it each process does all of it.
+    process of this host.
     """
-    global _folder, _waiting, _pieces
+    global _folder, _waiting
     folder = Path(tempfile.gettempdir()) / f"psgrad-{hashlib.sha256(run.encode()).hexdigest()[:24]}"
-    _folder, _waiting, _pieces = folder if _is_own(folder) else None, waiting, pieces
+    _folder, _waiting = folder if _is_own(folder) else None, waiting
     try:
         yield
     finally:
         if removes and _folder is not None:
             shutil.rmtree(_folder, ignore_errors=True)
-        _folder = _pieces = None
+        _folder = None
 
 
 def _is_own(folder: Path) -> bool:
@@ -84,28 +62,6 @@ def _is_own(folder: Path) -> bool:
 def is_shared() -> bool:
     """Whether there are other processes to share with."""
     return _folder is not None
-
-
-def is_divided() -> bool:
-    """Whether there are other processes, of any host, to divide work with."""
-    return _pieces is not None
-
-
-def pieces_wanted() -> int:
-    """How many pieces work is best divided into; one where it is not divided."""
-    return 1 if _pieces is None else _pieces.wanted
-
-
-def in_pieces(content: str, count: int, make: Callable[[int], bytes]) -> Iterator[bytes]:
-    """The pieces 0, ..., count - 1 in order, each made by one process of the run, of whichever host. Where
-    work is not divided, each is made when it is asked for.
-
-    A process that comes here late finds them made, and one that does not come holds up nobody. content: what
-    they are, in words; the same on all hosts. make: a piece, by its number.
-    """
-    if _pieces is None:
-        return map(make, range(count))
-    return _pieces(hashlib.sha256(content.encode()).hexdigest(), count, make)
 
 
 def made_once(content: str, make: Callable[[Path], None]) -> Path | None:
@@ -145,21 +101,6 @@ def made_once(content: str, make: Callable[[Path], None]) -> Path | None:
         finally:
             lock.unlink(missing_ok=True)
     return target
-
-
-def arrays_made_once(content: str, make: Callable[[], Arrays]) -> Arrays:
-    """The arrays that `make` returns, in one process of this host; see `made_once`."""
-
-    def save(target: Path) -> None:
-        made: dict[str, Any] = {**make()}
-        with target.open("wb") as file:
-            np.savez(file, **made)
-
-    file = made_once(content, save)
-    if file is None:
-        return make()
-    with np.load(file, allow_pickle=False) as found:
-        return dict(found)
 
 
 def json_made_once(content: str, make: Callable[[], Any]) -> Any:

@@ -23,6 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from psgrad.data.sources.file_hashes import file_hashes as hashes_of
+from psgrad.data.sources.source_rows import TableRows, pieces_of
 
 from psgrad.cli.processes import joined
 from psgrad.config import DataConfig
@@ -30,9 +32,7 @@ from psgrad.config.config import LossConfig
 from psgrad.data import image_samples
 from psgrad.data.loss import resolve_loss
 from psgrad.data.sources import file_hashes, source_rows, table_samples
-from psgrad.data.sources.file_hashes import file_hashes as hashes_of
 from psgrad.data.sources.load import load_data, open_rows
-from psgrad.data.sources.source_rows import TableRows, pieces_of
 from psgrad.engine.execution.rank_pieces import RankPieces
 from psgrad.errors import PsgradError
 from tests.commands.test_rows_read_by_ranks import bytes_read
