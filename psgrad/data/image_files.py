@@ -23,7 +23,7 @@ from psgrad.data.sources.source import source_for
 from psgrad.data.sources.table_rows import TableRows
 from psgrad.errors import ConfigError, DataError, UnreadableRow
 from psgrad.models.hub import library
-from psgrad.run.input_files import files_sha256
+from psgrad.run.identity import files_sha256
 from psgrad.wording import first_line, first_of
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ of. The first process that needs one makes it; the others wait for it.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import stat
@@ -101,16 +100,6 @@ def made_once(content: str, make: Callable[[Path], None]) -> Path | None:
         finally:
             lock.unlink(missing_ok=True)
     return target
-
-
-def json_made_once(content: str, make: Callable[[], Any]) -> Any:
-    """What `make` returns, which JSON can hold, in one process of this host; see `made_once`."""
-
-    def save(target: Path) -> None:
-        target.write_text(json.dumps(make()), encoding="utf-8")
-
-    file = made_once(content, save)
-    return make() if file is None else json.loads(file.read_text(encoding="utf-8"))
 
 
 def remove_when_all_have(file: Path) -> None:

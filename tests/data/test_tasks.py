@@ -282,7 +282,7 @@ SQUAD = {"q": "who sat?", "c": "the cat sat on the mat"}
             {"t": "half an emoji \ud83d"},
             {"text": "t"},
             DataError,
-            "'t' holds half of a character in",
+            "'t' holds half of a character",
         ),
         (
             "multiple-choice",

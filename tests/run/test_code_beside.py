@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from psgrad.errors import ConfigError
-from psgrad.run.code_identity import code_identity
+from psgrad.run.identity import code_identity
 from psgrad.user_code import call_factory, importing_beside, resolve
 from tests.workplace import Workplace
 

@@ -1,4 +1,4 @@
-"""Files that the processes of a run make once on a host: hashes, and tables of converted formats."""
+"""Files that the processes of a run make once on a host."""
 
 from __future__ import annotations
 
@@ -10,24 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from psgrad.config import DataConfig
-from psgrad.data.sources.formats.json import JSONL
-from psgrad.data.sources.load import load_data, open_rows
 from psgrad.errors import DataError
-from psgrad.run import host_files, input_files
 from psgrad.run.host_files import made_once, shared_on_host
-from psgrad.run.input_files import sha256_of
-
-FORMATS = {
-    "rows.csv": "a,b\n1,x\n2,y\n3.5,z\n",
-    "rows.tsv": "a\tb\n1\tx\n2\ty\n3.5\tz\n",
-    "rows.jsonl": '{"a": 1, "b": "x"}\n\n{"a": 2, "b": "y"}\n{"a": 3.5, "b": "z"}\n',
-    "rows.json": '[{"a": 1, "b": "x"}, {"a": 2, "b": "y"}, {"a": 3.5, "b": "z"}]',
-}
 
 
 @pytest.fixture
@@ -113,87 +99,3 @@ def test_a_folder_that_others_can_open_is_not_shared(tmp_path: Path, monkeypatch
     folder.chmod(0o755)
     with shared_on_host("a run", removes=True):
         assert made_once("content", lambda target: target.touch()) is None
-
-
-def test_a_large_file_is_hashed_once_and_again_when_it_has_changed(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hashed = []
-    original = input_files._sha256_of
-    monkeypatch.setattr(input_files, "_sha256_of", lambda path: hashed.append(path) or original(path))
-    large, small = tmp_path / "large", tmp_path / "small"
-    large.write_bytes(bytes(3 << 20))
-    small.write_bytes(b"small")
-    assert sha256_of(large) == sha256_of(large) == original(large)
-    assert hashed == [large]
-    large.write_bytes(bytes(3 << 20) + b"more")
-    assert sha256_of(large) == original(large)
-    assert hashed == [large, large]
-    assert sha256_of(small) == sha256_of(small) == original(small)
-    assert hashed == [large, large, small, small]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_file_is_converted_once_and_its_rows_are_the_same(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    (tmp_path / name).write_text(FORMATS[name])
-    config = DataConfig(path=name, inputs="a", target="b")
-    alone = open_rows(config, tmp_path)
-    request.getfixturevalue("shared")
-    first = open_rows(config, tmp_path)
-
-    def again(self: Any, *arguments: Any) -> None:
-        raise AssertionError("the file was converted again")
-
-    monkeypatch.setattr(JSONL, "rows", again)
-    monkeypatch.setattr("psgrad.data.sources.formats.csv.CSV.rows", again)
-    monkeypatch.setattr("psgrad.data.sources.formats.json.JSON.rows", again)
-    second = open_rows(config, tmp_path)
-    for rows in (first, second):
-        assert rows.schema == alone.schema
-        assert rows.read(0, 3) == alone.read(0, 3)
-        assert rows.take(np.array([2, 0])) == alone.take(np.array([2, 0]))
-        assert [rows.place(row) for row in range(3)] == [alone.place(row) for row in range(3)]
-        assert rows.fingerprint == alone.fingerprint
-    assert host_files._folder is not None
-
-
-def test_arrays_are_read_into_memory_once_and_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    x, y = np.arange(12.0).reshape(4, 3), np.array(["a", "b", "a", "c"])
-    np.savez(tmp_path / "rows.npz", x=x, y=y, uid=np.array(["r0", "r1", "r2", "r3"]))
-    config = DataConfig(path="rows.npz", inputs="x", target="y", id="uid")
-    alone = load_data(config, tmp_path)
-    request.getfixturevalue("shared")
-    first = load_data(config, tmp_path)
-
-    def again(self: Any, *arguments: Any) -> None:
-        raise AssertionError("the file was read again")
-
-    monkeypatch.setattr("psgrad.data.sources.formats.arrays.NPZ.arrays", again)
-    second = load_data(config, tmp_path)
-    for samples in (first, second):
-        block, expected = samples.read(0, 4), alone.read(0, 4)
-        assert torch.equal(block.inputs[0], expected.inputs[0])
-        assert block.target is not None
-        assert expected.target is not None
-        assert torch.equal(block.target, expected.target)
-        assert samples.ids.tolist() == ["r0", "r1", "r2", "r3"]
-        assert samples.fingerprint == alone.fingerprint
-        block.inputs[0].add_(1)  # of this process alone
-    assert torch.equal(load_data(config, tmp_path).read(0, 4).inputs[0], alone.read(0, 4).inputs[0])
-
-
-def test_arrays_half_written_by_a_process_that_has_died_are_written_anew(
-    shared: Path, tmp_path: Path
-) -> None:
-    np.savez(tmp_path / "rows.npz", x=np.ones((4, 3)), y=np.arange(4))
-    config = DataConfig(path="rows.npz", inputs="x", target="y")
-    load_data(config, tmp_path)
-    (made,) = (each for each in shared.iterdir() if each.is_dir())
-    made.rename(made.with_suffix(".new"))
-    assert torch.equal(
-        load_data(config, tmp_path).read(0, 4).inputs[0], torch.ones(4, 3, dtype=torch.float64)
-    )

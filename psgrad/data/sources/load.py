@@ -29,7 +29,8 @@ from psgrad.data.targets import Labels
 from psgrad.data.tasks.classification import HeadLabels
 from psgrad.errors import ConfigError
 from psgrad.models.pretrained import Pretrained
-from psgrad.run.input_files import Stamp, files_sha256, require_unchanged
+from psgrad.run.identity import files_sha256
+from psgrad.run.input_files import Stamp, require_unchanged
 
 
 def open_rows(
