@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
+
+import pandas as pd
 
 from psgrad.commands.analyze_passes import Measured, Passes
 from psgrad.commands.analyze_tables import (
@@ -30,7 +32,7 @@ from psgrad.commands.run_identity import (
     require_judged_alike,
     require_same_on_ranks,
 )
-from psgrad.commands.run_manifest import describe_run, running_manifest
+from psgrad.commands.run_manifest import describe_run
 from psgrad.commands.setup import Setup, set_up
 from psgrad.config import Config
 from psgrad.data.previews import vocabulary_of
@@ -43,12 +45,12 @@ from psgrad.quality.judging import Judged
 from psgrad.quality.references import Reference
 from psgrad.run import RunFolder
 from psgrad.run.finished import load_run
-from psgrad.run.folders import SHARDS
 from psgrad.run.identity import digest
 from psgrad.run.input_files import require_unchanged
-from psgrad.run.progress import LOADING, Clock, read_ahead
-from psgrad.run.results import AnalyzeResult, Progress, Say
-from psgrad.run.results.manifest import Counts, EngineFacts, RunManifest
+from psgrad.run.progress import read_ahead
+from psgrad.run.results import AnalyzeResult, MeasureResult, Say, TopSample
+from psgrad.run.results.manifest import Counts, RunManifest
+from psgrad.run.run import Run
 from psgrad.user_code import with_code_beside
 from psgrad.wording import listed_names
 
@@ -87,43 +89,44 @@ def analyze(
     is finished by then stays in the run folder.
     """
     processes = OneProcess() if processes is None else processes
-    if not resume and processes.leads:
-        RunFolder.require_free(config.output, overwrite)
-    clock = Clock()
-    progress(LOADING)
-    with clock("load"):
+    run = Run[Processes].open(config.output, processes, progress, overwrite=overwrite, resume=resume)
+    with run.clock("load"):
         gate = gate_files(config.gate, config.base)
-        analysis = load_analysis(config, limit, sample, progress, processes)
+        analysis = load_analysis(config, limit, sample, run)
     if not processes.leads:
-        _follow(analysis, progress, processes)
+        _follow(analysis, run)
         return None
     now = analysis.identity(processes.parts)
-    folder = reopen(config.output, now, analysis.run) if resume else None
-    if folder is not None and folder.finished:
+    earlier = reopen(config.output, now, analysis.setup) if resume else None
+    if earlier is not None and earlier.finished:
         processes.texts(_BEGUN, "")
-        return _judged_before(config, folder, gate)
-    with clock("self-check"):
+        return _judged_before(config, earlier, gate)
+    with run.clock("self-check"):
         manifest = analysis.manifest(now)
-    folder = folder or new_folder(config.output, analysis.run, overwrite or resume)
-    with running_manifest(folder, manifest, clock) as running:
-        with clock("gradients"):
-            processes.texts(_BEGUN, str(running.manifest.run))
-            measured, reference = analysis.measure(folder, progress, processes)
+    with run.begin(manifest, earlier):
+        folder = run.folder
+        folder.write_json(NAMES, analysis.setup.identity.names)
+        with run.clock("gradients"):
+            processes.texts(_BEGUN, str(run.manifest.run))
+            measured, reference = analysis.measure(run)
             assert measured is not None, "the process that leads has what all have measured"
-            require_unchanged(analysis.run.samples.stamps)
-        with clock("tables"):
+            require_unchanged(analysis.setup.samples.stamps)
+        with run.clock("tables"):
             judged = analysis.judging.judge(measured, reference)
-            result = analysis.result(measured, judged, folder)
-            folder.finish_samples(result.samples)
-            folder.write_table("parameters.parquet", result.parameters)
-            folder.write_measures(result.measures)
-        analysis.say_what_to_know(progress)
-        said = analysis.facts(measured, judged, running.manifest.engine, processes)
-        facts = running.add(**said, timings=clock.seconds)
-        verdict = check_samples(result.samples, facts, folder, gate)
-        result = replace(result, manifest=facts, check=verdict)
-        with clock("report"):
-            folder.write_inputs(result.top_inputs, result.vocabulary, result.special_tokens)
+            parameters, measures = analysis.tables(measured)
+            folder.finish_samples(judged.frame)
+            folder.write_table("parameters.parquet", parameters)
+            folder.write_measures(measures)
+        analysis.say_what_to_know(run)
+        facts = run.add(**analysis.facts(measured, judged, run))
+        verdict = check_samples(judged.frame, facts, folder, gate)
+        inputs, words, special = analysis.shown(judged, measures)
+        names = analysis.setup.config.data.class_names
+        result = AnalyzeResult(
+            judged.frame, parameters, facts, folder.path, inputs, names, measures, verdict, words, special
+        )
+        with run.clock("report"):
+            folder.write_inputs(inputs, words, special)
             if report:
                 from psgrad.reports.analyze_page import write_report  # which is all that needs matplotlib
 
@@ -139,7 +142,7 @@ class Analysis:
     setting, every: of the measures. in_dataset: rows of the whole dataset. limit, sample: as for `analyze`.
     """
 
-    run: Setup
+    setup: Setup
     setting: Setting
     every: list[Measure]
     judging: Judging
@@ -157,14 +160,14 @@ class Analysis:
         """
         drawn = {"rows are drawn at random": True} if self.sample else {}
         in_parts = {NUMBER_OF_PARTS: parts} if parts is not None else {}
-        rows = identity(self.run, len(self.setting), all_rows=all_rows)
+        rows = identity(self.setup, len(self.setting), all_rows=all_rows)
         return rows | self.judging.identity(all_rows) | drawn | in_parts
 
     def require_same_on(self, processes: Processes) -> None:
         """Raises DistributedError where a process has loaded something else than the first one, by all that
         is known without reading rows, and some of the rows that code makes.
         """
-        content = content_of_made(self.run.samples)
+        content = content_of_made(self.setup.samples)
         rows = spread_rows(len(self.setting), _COMPARED_ROWS)
         some = {} if content is None else {f"data (a sample of {len(rows)} rows)": content(rows)}
         require_same_on_ranks("run", self.identity(all_rows=False) | some, processes)
@@ -174,137 +177,118 @@ class Analysis:
 
         Raises SelfCheckError.
         """
-        config, check = self.run.config, self.run.self_check(self.setting.examples.stream)
+        config, check = self.setup.config, self.setup.self_check(self.setting.examples.stream)
         seed = config.analyze.seed if self.sample else None
-        about = describe_run("analyze", self.run, check, measure_specs(config))
+        about = describe_run("analyze", self.setup, check, measure_specs(config))
         return replace(about, identity=now, run=digest(now), limit=self.limit, sampled_by=seed)
 
-    def measure(
-        self, folder: RunFolder, progress: Say, processes: Processes
-    ) -> tuple[Measured | None, Reference | None]:
-        """(what was measured, the trusted samples with their scores); None for a process that does not lead,
-        and of a part of a run.
+    def measure(self, run: Run[Processes]) -> tuple[Measured | None, Reference | None]:
+        """(what was measured, the trusted samples with their scores), in a run whose folder is there; None
+        for a process that does not lead, and of a part of a run.
         """
-        about, content = about_rows(self.run), content_of_made(self.run.samples)
+        folder, processes = run.folder, run.processes
+        about, content = about_rows(self.setup), content_of_made(self.setup.samples)
         begun_as = str(folder.manifest().get("run"))
-        passes = Passes(
-            self.setting, self.every, about, folder, progress, processes, begun_as, content=content
-        )
-        measured = passes.run()
+        measured = Passes(
+            self.setting, self.every, about, folder, run.progress, processes, begun_as, content=content
+        ).run()
         if processes.parts is not None and not processes.leads:
             return None, None
         # The reference of a run in parts is measured where they are merged.
         by = OneProcess() if processes.parts is not None else processes
-        return measured, self.judging.reference(folder, progress, by, begun_as)
+        return measured, self.judging.reference(folder, run.progress, by, begun_as)
 
-    def result(self, measured: Measured, judged: Judged, folder: RunFolder) -> AnalyzeResult:
-        """The result without its manifest and the verdict of the gate."""
-        run, config, frame = self.run, self.run.config, judged.frame
+    def tables(self, measured: Measured) -> tuple[pd.DataFrame, dict[str, MeasureResult]]:
+        """(the table of parameters, the results of the measures by name)."""
         measures = {
-            each.name: result_of(each, measured.gathered[each.name], run.criterion.unit)
+            each.name: result_of(each, measured.gathered[each.name], self.setup.criterion.unit)
             for each in self.every
             if each.name
         }
-        shows = config.report.include_inputs
-        count = max(_PICTURES, config.analyze.top)
-        words = vocabulary_of(run.samples, measures.values()) if shows else {}
-        return AnalyzeResult(
-            frame,
-            parameter_table(self.norms, run.objective.params),
-            {},
-            folder.path,
-            top_inputs(run.samples, frame, count, measures) if shows else [],
-            config.data.class_names,
-            measures,
-            vocabulary=words,
-            special_tokens=run.samples.special_tokens() if words else frozenset[int](),
-        )
+        return parameter_table(self.norms, self.setup.objective.params), measures
 
-    def facts(
-        self, measured: Measured, judged: Judged, engine: EngineFacts, processes: Processes
-    ) -> dict[str, Any]:
-        """What the manifest says of the finished passes, by the names of its parts. engine: what it said of
-        the engine before them.
+    def shown(
+        self, judged: Judged, measures: dict[str, MeasureResult]
+    ) -> tuple[list[TopSample], dict[int, str], frozenset[int]]:
+        """(the inputs of the first ranks, the text of each id in maps of attribution, those ids that are part
+        of no text); all empty where the config leaves inputs out.
         """
-        run, frame = self.run, judged.frame
-        stream, size = self.setting.examples.stream, processes.parts or processes.size
+        samples, config = self.setup.samples, self.setup.config
+        if not config.report.include_inputs:
+            return [], {}, frozenset()
+        inputs = top_inputs(samples, judged.frame, max(_PICTURES, config.analyze.top), measures)
+        words = vocabulary_of(samples, measures.values())
+        return inputs, words, samples.special_tokens() if words else frozenset()
+
+    def facts(self, measured: Measured, judged: Judged, run: Run[Processes]) -> dict[str, Any]:
+        """What the manifest says of the finished passes, by the names of its parts."""
+        setup, frame, size = self.setup, judged.frame, run.processes.parts or run.processes.size
         return {
             "outliers": judged.facts,
-            "labels": label_facts_of(run.criterion, frame, run.config.data.class_names),
-            "engine": engine_facts(engine, stream, self.norms, size),
+            "labels": label_facts_of(setup.criterion, frame, setup.config.data.class_names),
+            "engine": engine_facts(run.manifest.engine, self.setting.examples.stream, self.norms, size),
             "counts": Counts(len(frame), int((frame["status"] == "nonfinite").sum()), self.in_dataset),
             "ranks": measured.ranks,
         }
 
-    def say_what_to_know(self, progress: Say) -> None:
+    def say_what_to_know(self, run: Run[Processes]) -> None:
         """Name rows that could not be read, and parameters whose gradients take more time and memory."""
-        for row, reason in sorted(self.run.reader.unreadable.items())[:_UNREADABLE_SHOWN]:
-            progress(Progress(0, 0, "samples", f"row {row} is not finite: {reason}"))
+        for row, reason in sorted(self.setup.reader.unreadable.items())[:_UNREADABLE_SHOWN]:
+            run.say("samples", f"row {row} is not finite: {reason}")
         if self.norms.unfactored:
-            message = (
-                "materialised sample by sample, which takes more time and memory: the gradients of"
-                f" {listed_names(self.norms.unfactored)}"
+            names = listed_names(self.norms.unfactored)
+            run.say(
+                "samples",
+                f"materialised sample by sample, which takes more time and memory: the gradients of {names}",
             )
-            progress(Progress(0, 0, "samples", message))
 
 
-def load_analysis(
-    config: Config, limit: int | float | None, sample: bool, progress: Say, processes: Processes
-) -> Analysis:
+def load_analysis(config: Config, limit: int | float | None, sample: bool, run: Run[Processes]) -> Analysis:
     """Load what a config names. Raises PsgradError for everything that can be wrong with it.
 
     The process that leads, or is alone, reads all rows that code makes now, and keeps them.
     """
-    config = completed_for_analyze(config if sample else _streamed_to(config, limit))
+    processes, progress = run.processes, run.progress
+    config = completed_for_analyze(config)
     measures = measures_of(config)
-    run = set_up(config, config.output / SHARDS, processes)
-    in_dataset, count = len(run.samples), limited(len(run.samples), limit)
+    setup = set_up(config, processes)
+    in_dataset, count = len(setup.samples), limited(len(setup.samples), limit)
     if sample:
         if limit is None:
             raise ConfigError(
                 "--sample was given without --limit",
                 expected="both: how many rows are drawn, such as --limit 0.1 --sample",
             )
-        read_ahead(run.samples, 0, progress)  # ids, where rows hold them
-        run = run.with_drawn_rows(count, config.analyze.seed)
+        read_ahead(setup.samples, 0, progress)  # ids, where rows hold them
+        setup = setup.with_drawn_rows(count, config.analyze.seed)
     if processes.leads:
-        read_ahead(run.samples, count, progress)
-    run = run.with_rows_described()
-    setting, every = prepare(
-        run, measures, count, lambda message: progress(Progress(0, 0, "samples", message))
-    )
-    judging = Judging(run, measures)
+        read_ahead(setup.samples, count, progress)
+    setup = setup.with_rows_described()
+    setting, every = prepare(setup, measures, count, partial(run.say, "samples"))
+    judging = Judging(setup, measures)
     if processes.leads:
         judging.read_ahead(progress)
-    analysis = Analysis(run, setting, every, judging, in_dataset, limit, sample)
+    analysis = Analysis(setup, setting, every, judging, in_dataset, limit, sample)
     if processes.size > 1:
         require_mergeable(every)
         analysis.require_same_on(processes)
     return analysis
 
 
-def new_folder(output: Path, run: Setup, overwrite: bool) -> RunFolder:
-    """The folder of a run that begins."""
-    folder = RunFolder.create(output, overwrite)
-    folder.write_json(NAMES, run.identity.names)
-    return folder
-
-
-def _follow(analysis: Analysis, progress: Say, processes: Processes) -> None:
+def _follow(analysis: Analysis, run: Run[Processes]) -> None:
     """The part of a process that does not lead: its share of the passes, in the folder that the first process
     has made. Raises DistributedError where it does not see that folder.
     """
-    begun_as = processes.texts(_BEGUN, "")[0]
+    begun_as = run.processes.texts(_BEGUN, "")[0]
     if not begun_as:  # the run in the folder is finished
         return
-    folder = RunFolder(analysis.run.config.output)
-    if folder.manifest().get("run") != begun_as:
+    if run.folder.manifest().get("run") != begun_as:
         raise DistributedError(
-            f"rank {processes.rank} does not see the run folder {folder.path} that rank 0 has made",
-            expected="an output folder on storage that all machines share",
-            next_step="choose such an --output; or run --part K/N on each machine, and collect the parts",
+            f"rank {run.processes.rank} does not see the run folder {run.path} that rank 0 has made",
+            next_step="choose an --output on storage that all machines share; or run --part K/N on each"
+            " machine, and collect the parts",
         )
-    analysis.measure(folder, progress, processes)
+    analysis.measure(run)
 
 
 def _judged_before(config: Config, folder: RunFolder, gate: GateFiles) -> AnalyzeResult:
@@ -335,11 +319,3 @@ def limited(count: int, limit: int | float | None) -> int:
             expected="a number of samples (at least 1), or a fraction of them between 0 and 1",
         )
     return min(count, int(limit) if whole else max(1, math.floor(share_of(limit, count))))
-
-
-def _streamed_to(config: Config, limit: int | float | None) -> Config:
-    """The config with no more rows of a stream than are measured."""
-    if limit is None or not float(limit).is_integer() or limit < 1:
-        return config
-    rows = min(config.data.stream_rows, int(limit))
-    return config.model_copy(update={"data": config.data.model_copy(update={"stream_rows": rows})})

@@ -258,8 +258,7 @@ class Passes:
     # -- several processes -----------------------------------------------------------------------------------
 
     def _require_same_rows(self, mine: Sequence[range]) -> None:
-        """Raises DistributedError where a process has other rows than the first one, where code makes them.
-        """
+        """Raises DistributedError where code makes other rows in a process than in the first one."""
         if self.content is None or self.processes.size == 1:
             return
         own = [[rows.start, rows.stop, self.content(rows)] for rows in mine]

@@ -187,7 +187,6 @@ def load(
     *,
     trained: Trained,
     unit: str | None = None,
-    kept: Path | None = None,
     updates: bool = False,
     processes: Processes | None = None,
 ) -> Loaded:
@@ -196,7 +195,6 @@ def load(
     Args:
         trained: the parameters that are differentiated.
         unit: the column of the data that says whom each row belongs to.
-        kept: the folder of a run that keeps the tokens of texts.
         updates: whether the run writes to the parameters that are trained.
         processes: those that run it; None for this one alone.
 
@@ -232,7 +230,7 @@ def load(
         recompute.add(model)
     criterion = resolve_loss(config.loss, config.base)
     _require_loss_of_the_head(loaded, criterion)
-    samples = samples_of(config.data, config, loaded, criterion, unit, kept)
+    samples = samples_of(config.data, config, loaded, criterion, unit)
     if config.data.class_names is None and samples.class_names is not None:
         named = config.data.model_copy(update={"class_names": list(samples.class_names)})
         config = config.model_copy(update={"data": named})
@@ -320,7 +318,6 @@ def samples_of(
     loaded: LoadedModel,
     criterion: Criterion,
     unit: str | None = None,
-    kept: Path | None = None,
 ) -> Samples:
     """The dataset as `load_data` has it for a config's model and loss, with the columns that the loss takes;
     of groups where data.group names them.
@@ -334,7 +331,6 @@ def samples_of(
             config.base,
             column,
             loaded.pretrained,
-            kept,
             criterion=criterion,
             trained_on=images,
             allow_download=config.allow_download,

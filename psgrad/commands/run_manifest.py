@@ -152,7 +152,7 @@ def _hashes_of_files(config: Config) -> list[str] | None:
     """The hash of each file of the dataset, of a folder of images that of its listing; None where the
     dataset is not in files. Of a dataset of the datasets library that of the columns that are named.
     """
-    if config.data.dataset is not None and not config.data.streaming:
+    if config.data.dataset is not None:
         return library_hashes(config.data, library_dataset(config.data, config.base, config.allow_download))
     if config.data.images is not None:
         return [folder_rows(config.data, config.base).fingerprint]

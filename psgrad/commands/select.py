@@ -189,7 +189,7 @@ def _unchanged(run: Path, manifest: RunManifest, data: DataConfig, base: Path) -
         )
     if data.images is not None:
         now = [folder_rows(data, base).fingerprint]
-    elif data.dataset is not None and not data.streaming:
+    elif data.dataset is not None:
         now = library_hashes(data, library_dataset(data, base))
     elif data.path is not None:
         now = [sha256_of(file) for file in files]

@@ -133,10 +133,10 @@ class Setup(Loaded):
         return self_check(self.objective, stream, len(self.samples), self.config.engine.verify)
 
 
-def set_up(config: Config, kept: Path | None = None, processes: Processes | None = None) -> Setup:
+def set_up(config: Config, processes: Processes | None = None) -> Setup:
     """Load all that a config names, and make the parts of a run of it; see `load`."""
     trained = Trained(config.analyze.trainable, "analyze.trainable")
-    return setup_of(load(config, trained=trained, kept=kept, processes=processes))
+    return setup_of(load(config, trained=trained, processes=processes))
 
 
 def setup_of(parts: Loaded, targets_later: bool = False) -> Setup:

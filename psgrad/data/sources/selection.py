@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 
 from psgrad.config import DataConfig
 from psgrad.config.data import data_format
-from psgrad.data.sources.arrow_columns import errors_of_damage
-from psgrad.data.sources.file_checks import lines_of, open_text, text_lines
+from psgrad.data.sources.arrow_types import errors_of_damage
 from psgrad.data.sources.formats.csv import long_cells
 from psgrad.data.sources.library_datasets import library_dataset
 from psgrad.data.sources.source import data_files
+from psgrad.data.sources.text_files import lines_of, open_text, text_lines
 from psgrad.errors import DataError
 
 Record = dict[str, Any]
@@ -34,7 +34,7 @@ def has_whole_rows(data: DataConfig) -> bool:
     """Whether rows can be read with all columns: of tables, not of arrays, archives, images and code."""
     if data.path is not None:
         return data_format(data.paths[0]) in (*_ARROW, *_TEXT)
-    return data.dataset is not None and not data.streaming
+    return data.dataset is not None
 
 
 class RowFilter:

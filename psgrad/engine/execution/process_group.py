@@ -167,8 +167,7 @@ class RankGroup:
             step *= 2
 
     def _send_on(self, what: str, state: Callable[[], Arrays]) -> None:
-        """Send what this rank and its sources have gathered to the rank that merges it; rank 0 sends nothing.
-        """
+        """Send what this rank and its sources have gathered to the rank that merges it."""
         if self.leads:
             return
         arrays, receiver = state(), self.rank & (self.rank - 1)  # without its lowest bit
@@ -214,8 +213,7 @@ class RankGroup:
         return torch.tensor(list(json.dumps([what, facts]).encode()), dtype=torch.uint8, device="cpu")
 
     def _require_between_passes(self, what: str) -> None:
-        """Raises DistributedError in a share of a pass: ranks have other rows, and would send other messages.
-        """
+        """Raises DistributedError in a share of a pass, where ranks have other rows and messages."""
         if self._computing:
             raise DistributedError(
                 f"a rank is about to share {what} while it computes its share of a pass",
