@@ -18,7 +18,6 @@ import torch
 from psgrad.commands.completion import completed_for_influence
 from psgrad.commands.influence_checkpoints import first_run, run_at, sha256_at
 from psgrad.commands.run_manifest import RankReport, rank_facts
-from psgrad.commands.run_progress import LOADING, Clock, read_ahead
 from psgrad.commands.setup import Setup
 from psgrad.config import Config, IndexConfig
 from psgrad.data.reader import CheckedReader
@@ -33,6 +32,7 @@ from psgrad.quality.references import CLASSES
 from psgrad.run import RunFolder
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.index_files import as_stored
+from psgrad.run.progress import LOADING, Clock, read_ahead
 from psgrad.run.results import IndexResult, Progress, Say
 from psgrad.user_code import with_code_beside
 

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from psgrad import __version__
-from psgrad.commands.run_progress import Clock
 from psgrad.commands.setup import Setup
 from psgrad.data.sources.selection import hashes_of_files
 from psgrad.engine.execution.ranks import OneProcess, Processes
 from psgrad.engine.execution.self_check import SelfCheck
 from psgrad.engine.gradients.machine import device_name
 from psgrad.run.folders import RunFolder
+from psgrad.run.progress import Clock
 from psgrad.run.results.manifest import DataFacts, EngineFacts, ModelFacts, RunManifest, SelfCheckFacts
 from psgrad.run.run import Run, now
 from psgrad.user_code import module_of
@@ -126,7 +126,6 @@ def describe_run(
             config.engine.dtype,
             torch.get_num_threads(),
             None if run.supply is None else run.residence.where,
-            run.residence.shard_ranks if run.residence.shard_ranks > 1 else None,
             run.recompute.modules if run.recompute is not None and run.recompute.on else None,
         ),
         self_check=(

@@ -196,17 +196,15 @@ class DataFacts:
 @dataclass(frozen=True)
 class EngineFacts:
     """The device and settings of the computation; from chunk_size on what is known after the passes.
-    parameters: where weights live, if not on the device. shard_ranks: of how many ranks each keeps a part of
-    a weight, where they are sharded. recomputed: the modules that ran again in the backward pass. chunks: how
-    many the first process computed. chunks_replayed, replayed_by: how many of these a program computed, and
-    of which kind. not_replayed: why not more.
+    parameters: where weights live, if not on the device. recomputed: the modules that ran again in the
+    backward pass. chunks: how many the first process computed. chunks_replayed, replayed_by: how many of
+    these a program computed, and of which kind. not_replayed: why not more.
     """
 
     device: str | None = None
     dtype: str | None = None
     threads: int | None = None
     parameters: str | None = None
-    shard_ranks: int | None = None
     recomputed: list[str] | None = None
     processes: int | None = None
     chunk_size: int | None = None
