@@ -271,6 +271,8 @@ class Passes:
                         " a generator of its own, or the order in which rows are read; or run one process",
                     )
 
+        self.processes.meet("rows are compared")  # before one of them is stored
+
     def _agree_on_chunk_size(self, measures: Sequence[Measure]) -> None:
         """Let all processes take as many rows at a time as the first one does."""
         if self.processes.size == 1:

@@ -98,9 +98,8 @@ def test_the_scripts_of_the_guide_run(workplace: Workplace, monkeypatch: pytest.
     workplace.refused(2, "", options=("--part", "0/1"))  # which writes the config
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     slurm = {"SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": "7"}
-    script(workplace, "analyze.sbatch", OMP_NUM_THREADS="3", **slurm)
+    script(workplace, "analyze.sbatch", **slurm)
     assert_same_runs(workplace.folder / "out", workplace.folder / "together")
-    assert workplace.manifest("together")["engine"]["threads"] == 3
     workplace.config["output"] = "parts"
     workplace.refused(2, "", options=("--part", "0/1"))
     for part in ("2", "1"):
