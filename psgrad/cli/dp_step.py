@@ -84,7 +84,7 @@ def dp_step(
         require_free(resolved.output, overwrite)
     from psgrad.commands.dp_step import dp_step as run_dp_step
 
-    with shared_run(processes, shown, resolved.output, private=True) as (group, progress):
+    with shared_run(processes, shown, resolved) as (group, progress):
         result = run_dp_step(
             resolved,
             steps=steps,

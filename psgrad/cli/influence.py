@@ -152,7 +152,7 @@ def influence(
         from psgrad.commands.influence_evaluate import evaluate_influence as run_evaluate_influence
         from psgrad.reports.evaluation import write_evaluation
 
-        with shared_run(processes, shown, folder) as (group, progress):
+        with shared_run(processes, shown, resolved) as (group, progress):
             evaluation = run_evaluate_influence(
                 resolved,
                 evaluate.value,
@@ -177,7 +177,7 @@ def influence(
     require_free(resolved.output, overwrite)
     from psgrad.commands.influence import influence as run_influence
 
-    with shared_run(processes, shown, resolved.output) as (group, progress):
+    with shared_run(processes, shown, resolved) as (group, progress):
         result = run_influence(
             resolved,
             overwrite=overwrite,
@@ -224,7 +224,7 @@ def influence_index(
     from psgrad.commands.influence_index import influence_index as run_influence_index
     from psgrad.reports.influence_terminal import index_summary
 
-    with shared_run(processes, shown, folder) as (group, progress):
+    with shared_run(processes, shown, resolved) as (group, progress):
         result = run_influence_index(
             resolved,
             resume=resume,

@@ -62,7 +62,7 @@ def evaluate_influence(
         setup = set_up_influence(config, say, progress, processes)
     if not processes.leads:
         setup, _ = without_nonfinite(setup, None, say)
-        processes.agreed(processes.step("the folder"), list)
+        processes.agreed("the folder", list)
         EVALUATIONS[kind](evaluation_of(setup, run.folder, progress))
         rank_facts_of_steps(processes, "evaluation.")
         return None
@@ -72,7 +72,7 @@ def evaluate_influence(
         setup, _ = without_nonfinite(setup, None, say)
     manifest = replace(describe_run("influence-evaluation", setup.run, check), influence=described(setup))
     with run.begin(manifest):
-        processes.agreed(processes.step("the folder"), list)
+        processes.agreed("the folder", list)
         with run.clock("evaluation"):
             evaluation = evaluation_of(setup, run.folder, progress)
             found = EVALUATIONS[kind](evaluation)

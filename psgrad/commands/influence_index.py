@@ -18,7 +18,6 @@ import torch
 from psgrad.commands.completion import completed_for_influence
 from psgrad.commands.influence_checkpoints import first_run, run_at, sha256_at
 from psgrad.commands.run_manifest import RankReport, rank_facts
-from psgrad.commands.run_progress import LOADING, Clock, read_ahead
 from psgrad.commands.setup import Setup
 from psgrad.config import Config, IndexConfig
 from psgrad.data.reader import CheckedReader
@@ -33,6 +32,7 @@ from psgrad.quality.references import CLASSES
 from psgrad.run import RunFolder
 from psgrad.run.gradient_index import GradientIndex
 from psgrad.run.index_files import as_stored
+from psgrad.run.progress import LOADING, Clock, read_ahead
 from psgrad.run.results import IndexResult, Progress, Say
 from psgrad.user_code import with_code_beside
 
@@ -75,8 +75,12 @@ def influence_index(
         store = GradientIndex.join(wanted.path, description)
         processes = RowPart.of(*part, len(store.shards), 1)
     else:
-        if processes.leads:
-            store = _begun(wanted.path, description, run, resume, overwrite, update, say)
+        if processes.leads and update:
+            store = updated(GradientIndex.open(wanted.path), description, run, say)
+        elif processes.leads and resume:
+            store = GradientIndex.resume(wanted.path, description)
+        elif processes.leads:
+            store = GradientIndex.create(wanted.path, description, overwrite)
         processes.agreed("index.begun", list)
         if not processes.leads:  # the first rank has made the folder by then
             store = _made_by_first(wanted.path, description, processes)
@@ -104,22 +108,6 @@ def influence_index(
     if ranks is not None:
         folder.write_json("logs/ranks.json", ranks)
     return replace(result_of(store, clock), ranks=ranks, engine=engine)
-
-
-def _begun(
-    path: Path,
-    description: dict[str, Any],
-    run: Setup,
-    resume: bool,
-    overwrite: bool,
-    update: bool,
-    say: Callable[[str], None],
-) -> GradientIndex:
-    if update:
-        return updated(GradientIndex.open(path), description, run, say)
-    if resume:
-        return GradientIndex.resume(path, description)
-    return GradientIndex.create(path, description, overwrite)
 
 
 def _made_by_first(path: Path, description: dict[str, Any], processes: Processes) -> GradientIndex:

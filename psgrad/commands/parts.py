@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 from safetensors.numpy import load_file
 
-from psgrad.commands.analyze import analyze, new_folder, prepared
+from psgrad.commands.analyze import analyze, load_analysis
 from psgrad.commands.influence import (
     Scored,
     finished,
@@ -35,18 +35,18 @@ from psgrad.commands.influence_search import require_searchable
 from psgrad.commands.influence_setup import InfluenceSetup, identity_at_first, identity_of_asked
 from psgrad.commands.influence_tables import Warnings, with_agreement, with_overall, without_nonfinite
 from psgrad.commands.measure_setup import require_mergeable
-from psgrad.commands.run_identity import NUMBER_OF_PARTS, reopen
-from psgrad.commands.run_progress import LOADING
+from psgrad.commands.run_identity import NAMES, NUMBER_OF_PARTS, reopen
 from psgrad.commands.setup import Setup
 from psgrad.config import Config
 from psgrad.config.reading import config_from
-from psgrad.engine.execution.ranks import MergingParts, OneProcess, RowPart
+from psgrad.engine.execution.ranks import MergingParts, OneProcess, Processes, RowPart
 from psgrad.engine.influence.ranking import joined_over
 from psgrad.errors import ConfigError, DataError, OutputError, OutputExistsError
 from psgrad.run import RunFolder
 from psgrad.run.folders import SHARDS, manifest_of, packed
 from psgrad.run.identity import digest
 from psgrad.run.input_files import require_unchanged
+from psgrad.run.progress import LOADING
 from psgrad.run.results import AnalyzeResult, InfluenceResult, Progress, Say
 from psgrad.run.results.manifest import RunManifest, read_manifest
 from psgrad.run.run import Run
@@ -72,15 +72,17 @@ def measure_part(
 
     A part that is run again goes on where it ended. Raises PsgradError.
     """
-    start = prepared(config, limit, sample, progress)
-    require_mergeable(start.every)
+    run = Run[Processes](config.output, OneProcess(), progress)
+    analysis = load_analysis(config, limit, sample, run)
+    require_mergeable(analysis.every)
     size = config.engine.chunk_size
-    rows = len(start.setting)
+    rows = len(analysis.setting)
     part = RowPart.of(number, count, rows, size if isinstance(size, int) else 1)
-    folder = shared_folder(config.output, start.run, start.manifest(start.identity(count)))
+    run = Run[Processes](config.output, part, progress)
+    run.folder = shared_folder(config.output, analysis.setup, analysis.manifest(analysis.identity(count)))
     progress(Progress(0, 0, "samples", f"rows {part.rows.start:,} to {part.rows.stop - 1:,} of {rows:,}"))
-    start.measure(folder, progress, part, str(folder.manifest().get("run")))
-    return folder.path
+    analysis.measure(run)
+    return run.path
 
 
 def merge(output: Path, *, report: bool = True, progress: Say = lambda _: None) -> AnalyzeResult:
@@ -135,7 +137,8 @@ def shared_folder(output: Path, run: Setup, manifest: RunManifest) -> RunFolder:
         return _existing_folder(output, run, manifest)
     except OSError as error:
         raise OutputError(f"the output folder {output} can't be made: {error.strerror or error}") from error
-    folder = new_folder(output, run, overwrite=False)
+    folder = RunFolder.create(output)
+    folder.write_json(NAMES, run.identity.names)
     folder.write_manifest(replace(manifest, state="running").content())
     return folder
 

@@ -19,7 +19,6 @@ from psgrad.commands.private_resume import private_hashes
 from psgrad.commands.private_setup import PrivateSetup, set_up_privately
 from psgrad.commands.private_statement import ledger_header, software
 from psgrad.commands.run_manifest import facts_of_all
-from psgrad.commands.run_progress import without_interrupts
 from psgrad.config import Config
 from psgrad.engine.execution.ranks import Arrays, Processes
 from psgrad.engine.execution.stored import as_stored
@@ -28,6 +27,7 @@ from psgrad.engine.privacy.snapshot import tensors_of
 from psgrad.errors import DistributedError
 from psgrad.run import PrivateRunFolder
 from psgrad.run.private_runs import WARNING
+from psgrad.run.progress import without_interrupts
 from psgrad.run.results import Progress, Say
 
 _LOADED, _AGREED = "loaded", "agreed"  # where ranks meet
@@ -138,7 +138,7 @@ def follow(
         messages.begin()
 
     follower = FollowingRank(processes, setup.clipping, setup.source, begin, take, told)
-    with without_interrupts(processes.hurry):  # rank 0 decides when to end: else a step would lose its share
+    with without_interrupts():  # rank 0 decides when to end: else a step would lose its share
         follower.serve()
     return setup, found
 

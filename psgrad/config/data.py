@@ -91,6 +91,7 @@ def _data_paths(value: object) -> object:
 
 
 _IN_ORDER = "rows are read in the order of the dataset; a private run draws its batches by privacy.sampling"
+_STREAMS = "streams are not read; save the rows that you want with datasets' save_to_disk, or name data.split"
 # Keys that mean nothing without one of others.
 _READ_WITH = {
     ("tokenizer", "max_length", "truncation", "masked", "seed"): ("text", "prompt", "messages"),
@@ -110,6 +111,8 @@ class DataConfig(ConfigSection):
             "rows that are computed together are engine.chunk_size; a private run draws its batches by"
             " privacy.sampling"
         ),
+        "streaming": _STREAMS,
+        "stream_rows": _STREAMS,
         "user": "the column of a private run's users is privacy.unit.column",
     }
 
@@ -125,10 +128,6 @@ class DataConfig(ConfigSection):
     """The configuration of `dataset`, where it has several."""
     split: str | None = None
     """The split of `dataset`, such as train or train[:10%]."""
-    streaming: bool = False
-    """Whether a `dataset` by hub id is streamed: its first rows are copied, and no more is downloaded."""
-    stream_rows: Annotated[int, Field(ge=1)] = 100_000
-    """Of rows that are streamed: how many are copied to the disk at most, the first ones."""
     images: FilePath | None = None
     """In place of a path: a folder of images, a folder for each class, or with a metadata file."""
     inputs: Annotated[str | list[str] | dict[str, str | LengthOf] | None, BeforeValidator(_inputs)] = None
@@ -223,8 +222,8 @@ class DataConfig(ConfigSection):
         """Raises ValueError where no column is named for the inputs, or for keys that nothing reads."""
         if self.factory is None and self.kwargs:
             raise ValueError("kwargs are the arguments of a factory; a path takes none")
-        if self.dataset is None and (self.config is not None or self.split is not None or self.streaming):
-            raise ValueError("config, split and streaming belong to dataset, and there is none")
+        if self.dataset is None and (self.config is not None or self.split is not None):
+            raise ValueError("config and split belong to dataset, and there is none")
         made_of = ("inputs", "text", "prompt", "messages", "image")
         if self.factory is None and self.images is None and not any(getattr(self, name) for name in made_of):
             raise ValueError(

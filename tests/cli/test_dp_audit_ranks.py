@@ -15,7 +15,7 @@ from psgrad.engine.privacy import rank_steps
 from psgrad.engine.privacy.clipping import Clipping
 from psgrad.errors import DataError
 from tests.cli.test_dp_audit import _drawn_alike, private
-from tests.forked_ranks import EndedRank, Plant, hasty, run_ranks
+from tests.forked_ranks import EndedRank, Plant, run_ranks
 from tests.workplace import Workplace
 
 __all__ = ["_drawn_alike", "private"]
@@ -87,7 +87,6 @@ def test_audit_of_ranks_finds_the_mistake_of_one(private: Workplace, rank: int) 
 @pytest.mark.long
 def test_audit_ends_where_a_rank_fails(private: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that can't compute its share is named; nothing is judged."""
-    hasty(monkeypatch)
 
     def plant(own: int) -> None:
         def fails(*arguments: Any) -> Any:

@@ -26,7 +26,7 @@ import yaml
 from safetensors.torch import load_file
 
 from psgrad.commands import private_ranks, private_steps
-from psgrad.engine.execution import rank_tensors
+from psgrad.engine.execution import process_group
 from psgrad.engine.execution.process_group import RankGroup
 from psgrad.engine.privacy import rank_steps
 from psgrad.engine.privacy.coins import Coins
@@ -38,7 +38,7 @@ from psgrad.run import Ledger, PrivateRunFolder
 from psgrad.run.ledger_lines import has_begun
 from psgrad.run.private_runs import WARNING
 from tests.commands.test_processes import alive, wait_for_ranks
-from tests.forked_ranks import EndedRank, Plant, die, hasty, run_ranks
+from tests.forked_ranks import EndedRank, Plant, die, run_ranks
 from tests.private_workplace import EXACT, PrivateWorkplace, leave_out_slow_parts
 from tests.workplace import Workplace
 
@@ -49,7 +49,6 @@ SEEDED = ("--insecure-deterministic", "--set", "privacy.noise.seed=5")
 def private(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> PrivateWorkplace:
     """A run in float64 without figures and the slow accountant; the dead are noticed at once."""
     leave_out_slow_parts(monkeypatch)
-    hasty(monkeypatch)
     return PrivateWorkplace(workplace)
 
 
@@ -375,11 +374,11 @@ MOMENTS = {
     "rank 0 after the ledger": (0, private_steps.PrivateRun, "pay", 2, True, 2),
     "rank 0 before the update": (0, PrivateTraining, "update", 2, False, 2),
     "rank 0 before it sends weights": (0, LeadingRank, "_send", 2, False, 1),
-    "rank 0 while it sends weights": (0, rank_tensors.dist, "send", 8, True, 1),
-    "rank 0 while it receives": (0, rank_tensors.dist, "recv", 5, True, 1),
+    "rank 0 while it sends weights": (0, process_group.dist, "send", 8, True, 1),
+    "rank 0 while it receives": (0, process_group.dist, "recv", 5, True, 1),
     "rank 1 before its share": (1, rank_steps, "_computed", 2, False, 1),
     "rank 1 after its share": (1, rank_steps, "_computed", 2, True, 1),
-    "rank 1 while it sends its share": (1, rank_tensors.dist, "send", 5, True, 1),
+    "rank 1 while it sends its share": (1, process_group.dist, "send", 5, True, 1),
     "rank 1 while it loads": (1, private_ranks, "private_hashes", 1, False, 0),
 }
 BY_DEFAULT = {"rank 0 before the ledger", "rank 0 after the ledger", "rank 1 while it sends its share"}
