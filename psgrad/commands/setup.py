@@ -34,7 +34,7 @@ from psgrad.engine.execution.streaming import Stream
 from psgrad.engine.measures.builtin.outputs import summary_for
 from psgrad.engine.measures.measure import CheckpointModel
 from psgrad.errors import CheckpointError, ConfigError
-from psgrad.models.checkpoint_headers import require_checkpoint
+from psgrad.models.checkpoint_files import require_checkpoint
 from psgrad.models.factory import checkpoint_hash
 
 Loss = Callable[..., Any]

@@ -160,7 +160,7 @@ def _make_plugins(config: Config, found: Validation) -> None:
     """
     from psgrad.commands.influence_setup import method_from
     from psgrad.commands.measure_setup import measures_of
-    from psgrad.models.checkpoint_headers import require_checkpoint
+    from psgrad.models.checkpoint_files import require_checkpoint
     from psgrad.quality.detector import detector_from
     from psgrad.run.row_lists import require_faiss
     from psgrad.user_code import resolve

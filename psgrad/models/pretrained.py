@@ -20,13 +20,12 @@ from psgrad.models.checkpoints import load_into
 from psgrad.models.hub import LocalFolder, library, located, quiet
 from psgrad.models.in_files import built_without_memory, plain_tensors, tensors_in_files
 from psgrad.models.model_folders import (
-    config_of,
     precision_of_weights,
+    require_head,
     require_model_folder,
     saved_as,
     weights_file,
 )
-from psgrad.models.pretrained_checks import require_head
 from psgrad.models.quantised import quantisation, store_weights
 from psgrad.wording import did_you_mean, first_line, first_of
 
@@ -115,7 +114,7 @@ def load_pretrained(
     notes = _checked(report, config, location.folder)
     if fewer_bits:
         notes.append(store_weights(model))
-    require_head(config, location.folder, {**config_of(location.folder), **config.kwargs})
+    require_head(config, location.folder)
     notes += [location.downloaded] if location.downloaded else []
     if config.trust_remote_code:
         notes.append(f"trust_remote_code is on: Python code in {config.pretrained} was allowed to run")

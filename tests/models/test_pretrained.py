@@ -178,7 +178,7 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     assert "has no config.json" in refusal(ConfigError, tmp_path / "model")
     tiny_model("causal-lm", tmp_path / "model" / "checkpoint-4")
-    assert "it holds folders of models: checkpoint-4" in refusal(ConfigError, tmp_path / "model")
+    assert "name one of the folders of models in it: checkpoint-4" in refusal(ConfigError, tmp_path / "model")
 
 
 def test_the_folder_of_an_adapter_alone(tmp_path: Path) -> None:
