@@ -168,9 +168,8 @@ def show_result(
 
 def _say(result: AnalyzeResult, verbose: bool) -> None:
     from psgrad.reports.analyze_terminal import summary
-    from psgrad.run.results.manifest import read_manifest
 
-    run = read_manifest(result.manifest)
+    run = result.manifest
     if run.partial:
         which = f"{run.counts.samples:,} of {run.counts.in_dataset:,} samples"
         seed = run.sampled_by
@@ -178,4 +177,4 @@ def _say(result: AnalyzeResult, verbose: bool) -> None:
         typer.echo(f"PARTIAL: {which}", err=True)
     typer.echo(summary(result), err=True)
     if verbose:
-        say_computed(result.manifest)
+        say_computed(result.manifest.content())

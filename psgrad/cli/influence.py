@@ -184,7 +184,7 @@ def influence(
             )
         if evaluation is not None:  # on the first rank
             if verbose:
-                say_computed(evaluation.manifest)
+                say_computed(evaluation.manifest.content())
             write_evaluation(evaluation, style, sys.stdout)
         return
     resolved = read_config(config, settings, output)
@@ -209,7 +209,7 @@ def influence(
         )
     if result is not None:  # on the first rank
         if verbose:
-            say_computed(result.manifest)
+            say_computed(result.manifest.content())
         show_scores(result, resolved.influence.top, style)
 
 

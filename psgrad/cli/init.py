@@ -26,7 +26,9 @@ class ExampleKind(StrEnum):
     text = "text"
 
 
-Folder = Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder to write to.", show_default=False)]
+Folder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Folder to write to (the current one).", show_default=False)
+]
 KindOption = Annotated[
     ExampleKind | None, typer.Option("--kind", help="Write an example, of samples of this kind (image).")
 ]

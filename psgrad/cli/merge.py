@@ -58,11 +58,11 @@ def merge(
         with progress_display(style) as progress:
             scores = merge_influence(output, report=report, progress=progress)
         if verbose:
-            say_computed(scores.manifest)
-        show_scores(scores, scores.manifest["config"]["influence"]["top"], "json" if as_json else "terminal")
+            say_computed(scores.manifest.content())
+        show_scores(scores, scores.manifest.setting("influence", "top"), "json" if as_json else "terminal")
         return
     from psgrad.commands.parts import merge as run_merge
 
     with progress_display(style) as progress:
         result = run_merge(output, report=report, progress=progress)
-    show_result(result, result.manifest["config"]["analyze"]["top"], check, as_json, quiet, verbose)
+    show_result(result, result.manifest.setting("analyze", "top"), check, as_json, quiet, verbose)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
 import typer
 
-from psgrad.cli.options import ConfigPath, Settings, read_config
+from psgrad.cli.options import AsJson, ConfigPath, Settings, read_config
 
 
 def plan(
     config: ConfigPath,
     settings: Settings = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object in place of the table.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict time and memory of analyze.
 

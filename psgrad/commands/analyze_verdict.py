@@ -36,7 +36,7 @@ from psgrad.quality.references import (
 from psgrad.run import RunFolder
 from psgrad.run.finished import finished_manifest, load_run
 from psgrad.run.results import SAMPLE_COLUMNS, Progress, Say
-from psgrad.run.results.manifest import ModelFacts, RunManifest, read_manifest
+from psgrad.run.results.manifest import ModelFacts, RunManifest
 
 _PREFIX = "reference-"
 _REFERENCE = "the reference"  # whose rows a message is about
@@ -183,9 +183,7 @@ class Judging:
         else:
             path = base / str(source.run)
             manifest = finished_manifest(path)
-            caveats = require_comparable(
-                ours, measured_as(read_manifest(manifest)), outliers.score, str(source.run)
-            )
+            caveats = require_comparable(ours, measured_as(manifest), outliers.score, str(source.run))
             finished = load_run(path)
             rows = (
                 finished.measures[PROJECTED].arrays.get(PROJECTED) if PROJECTED in finished.measures else None

@@ -112,7 +112,7 @@ def evaluate_influence(
             points=found.points,
             curves=found.curves,
             notes=[*evaluation.notes, *dict.fromkeys(messages)],
-            manifest=running.manifest.content(),
+            manifest=running.manifest,
         )
         facts = running.add(evaluation=evaluation_content(result), timings=clock.seconds)
         result = replace(result, manifest=facts)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from psgrad.commands.class_names import with_names_of_index
+from psgrad.commands.completion import completed_for_influence
 from psgrad.commands.influence_checkpoints import first_run, run_at, sha256_at
 from psgrad.commands.influence_queries import chosen_rows
 from psgrad.commands.run_manifest import RankReport, rank_facts
@@ -61,7 +61,7 @@ def influence_index(
     before until an update is finished.
     """
     wanted = require_index(config)
-    config = config if overwrite else with_names_of_index(config)
+    config = config if overwrite else completed_for_influence(config, lambda _: None)
     processes = OneProcess() if processes is None else processes
     clock = Clock()
     progress(LOADING)

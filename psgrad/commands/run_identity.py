@@ -27,6 +27,7 @@ from psgrad.run.identity import (
     require_same,
     settings_of,
 )
+from psgrad.run.results.manifest import RunManifest
 from psgrad.wording import short_repr
 
 NAMES = "identity.json"
@@ -110,14 +111,14 @@ def _parts_that_differ(path: Path, then: Mapping[str, Any], now: Mapping[str, An
     return f" ({'; '.join(words)})" if words else ""
 
 
-def require_judged_alike(path: Path, manifest: dict[str, Any], config: Config) -> None:
+def require_judged_alike(path: Path, manifest: RunManifest, config: Config) -> None:
     """Raises ConfigError, with the difference, where the finished run in a folder was judged by other rules
     than this config has.
     """
     then, now = (
         {f"analyze.{key}": each.get(key) for key in _OF_VERDICT}
         for each in (
-            manifest.get("config", {}).get("analyze", {}),
+            manifest.setting("analyze") or {},
             config.model_dump(mode="json")["analyze"],
         )
     )

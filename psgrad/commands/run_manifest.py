@@ -168,10 +168,10 @@ class RunningManifest:
     def __init__(self, manifest: RunManifest) -> None:
         self.manifest = manifest
 
-    def add(self, **parts: Any) -> dict[str, Any]:
-        """Say these parts of the manifest, too; returns what the file will hold."""
+    def add(self, **parts: Any) -> RunManifest:
+        """Say these parts of the manifest, too; returns it."""
         self.manifest = replace(self.manifest, **parts)
-        return self.manifest.content()
+        return self.manifest
 
 
 @contextmanager

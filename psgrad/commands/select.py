@@ -32,6 +32,7 @@ from psgrad.run.durable_files import write_atomically
 from psgrad.run.finished import finished_manifest, require_there
 from psgrad.run.input_files import sha256_of
 from psgrad.run.results.analyze import rows_where
+from psgrad.run.results.manifest import RunManifest
 
 # The table with a row a sample, of each command that has one.
 _TABLES = ("samples.parquet", "self_influence.parquet")
@@ -84,7 +85,7 @@ def select(
     frame = _samples(run)
     reasons = _reasons(frame, choice)
     chosen = reasons.isna().to_numpy()
-    count = int((manifest.get("counts") or {}).get("in_dataset") or len(frame))
+    count = manifest.counts.in_dataset or len(frame)
     rows: Rows = _places(frame[chosen], data)
     if has_whole_rows(data) and output.suffix.lower() in ROW_SUFFIXES:
         rows = _copied(data, base, frame[chosen], count)
@@ -164,17 +165,17 @@ def _samples(run: Path) -> pd.DataFrame:
 # -- where the rows are --------------------------------------------------------------------------------------
 
 
-def _dataset(run: Path, manifest: dict[str, Any]) -> tuple[DataConfig, Path]:
+def _dataset(run: Path, manifest: RunManifest) -> tuple[DataConfig, Path]:
     """(the dataset of a run, what its paths are relative to). Raises DataError."""
     try:
-        data = DataConfig.model_validate((manifest.get("config") or {}).get("data"), strict=False)
+        data = DataConfig.model_validate(manifest.setting("data"), strict=False)
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
         raise DataError(f"the dataset of the run in {run} is not known: {reason}") from error
-    return data, Path(str(manifest.get("config_folder") or "."))
+    return data, Path(manifest.config_folder)
 
 
-def _unchanged(run: Path, manifest: dict[str, Any], data: DataConfig, base: Path) -> list[Path]:
+def _unchanged(run: Path, manifest: RunManifest, data: DataConfig, base: Path) -> list[Path]:
     """The files of a run's dataset. Raises DataError where they are not as they were."""
     files = [] if data.path is None else data_files(data, base)
     files += [] if data.images is None else [base / data.images]
@@ -194,7 +195,7 @@ def _unchanged(run: Path, manifest: dict[str, Any], data: DataConfig, base: Path
         now = [sha256_of(file) for file in files]
     else:
         return files  # code makes the rows: nothing is read again
-    if now != (manifest.get("data") or {}).get("files"):
+    if now != manifest.data.files:
         raise DataError(
             f"the files of the dataset, {', '.join(map(str, files[:3])) or data.source}, are not those of the"
             f" run in {run}",

@@ -85,6 +85,7 @@ def validate(path: Path, settings: list[str] | None = None, *, say: Say = lambda
     if found.problems:
         return found
 
+    from psgrad.commands.completion import completed_for_analyze
     from psgrad.commands.setup import set_up
     from psgrad.user_code import importing_beside
 
@@ -92,7 +93,7 @@ def validate(path: Path, settings: list[str] | None = None, *, say: Say = lambda
     if found.problems:
         return found
     with found.problems_at(""), importing_beside(config.base):
-        run = set_up(config)
+        run = set_up(completed_for_analyze(config))
         parameters = run.objective.params.values()
         numbers = sum(parameter.numel() for parameter in parameters)
         found.facts["model"] = (
@@ -129,28 +130,31 @@ def _look_at_output(output: Path, found: Validation) -> None:
 
 def _look_at_stored(config: Config, found: Validation) -> int | None:
     """Read baselines, ignore lists and the reference run. Returns the number of samples of that run."""
-    from psgrad.quality.findings import read_ignore_list
-    from psgrad.quality.gates import read_baseline
-    from psgrad.run.finished import finished_manifest
-    from psgrad.run.results.manifest import read_manifest
-
     gate, reference = config.gate, config.analyze.outliers.reference
+    baselines = {"gate.baseline": gate.baseline}
     if gate.baseline is not None and not (config.base / gate.baseline).exists():
+        del baselines["gate.baseline"]
         found.notes.append(
             f"there is no baseline {config.base / gate.baseline} yet: all findings will be new"
         )
-    elif gate.baseline is not None:
-        with found.problems_at("gate.baseline"):
-            read_baseline(config.base / gate.baseline)
+    if reference is not None:
+        baselines["analyze.outliers.reference"] = reference.baseline
+    for where, path in baselines.items():
+        if path is not None:
+            from psgrad.quality.gates import read_baseline
+
+            with found.problems_at(where):
+                read_baseline(config.base / path)
     if gate.ignore is not None:
+        from psgrad.quality.findings import read_ignore_list
+
         with found.problems_at("gate.ignore"):
             read_ignore_list(config.base / gate.ignore)
-    if reference is not None and reference.baseline is not None:
-        with found.problems_at("analyze.outliers.reference.baseline"):
-            read_baseline(config.base / reference.baseline)
     if reference is not None and reference.run is not None:
-        with found.problems_at("analyze.outliers.reference.run"):
-            return read_manifest(finished_manifest(config.base / reference.run)).counts.samples
+        from psgrad.run.finished import finished_manifest
+
+        with found.problems_at("analyze.outliers.reference"):
+            return finished_manifest(config.base / reference.run).counts.samples
     return None
 
 

@@ -7,6 +7,7 @@ The options of a measure are its own, and checked where the measure is known: se
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -30,30 +31,33 @@ class DetectorConfig(NamedSection):
 
 
 class ReferenceConfig(ConfigSection):
-    """Samples that are trusted, against which others are judged. A bare string is the path of a baseline (a
-    .json file) or of a run folder.
-    """
+    """Samples that are trusted, against which others are judged. A bare string is `stored`."""
 
-    bare: ClassVar[str] = "run"
+    bare: ClassVar[str] = "stored"
+    not_taken: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("baseline", "run"), "set stored, which takes a baseline and a run folder alike"
+    )
 
-    baseline: FilePath | None = None
-    """A saved baseline, a .json file, relative to this config."""
-    run: FilePath | None = None
-    """The folder of a finished run, relative to this config."""
+    stored: FilePath | None = None
+    """A saved baseline, a .json file, or the folder of a finished run, relative to this config."""
     data: DataConfig | None = None
     """A trusted dataset; keys that are left out are those of the config's data."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _file_is_a_baseline(cls, value: object) -> object:
-        return {"baseline": value} if isinstance(value, str) and value.endswith(".json") else value
+    @property
+    def baseline(self) -> Path | None:
+        """The saved baseline, where it is one."""
+        return self.stored if self.stored is not None and self.stored.suffix == ".json" else None
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of a finished run, where it is one."""
+        return None if self.baseline is not None else self.stored
 
     @model_validator(mode="after")
     def _one_source(self) -> ReferenceConfig:
-        given = [name for name in ("baseline", "run", "data") if getattr(self, name) is not None]
-        if len(given) != 1:
+        if (self.stored is None) == (self.data is None):
             raise ValueError(
-                "give exactly one of baseline (a file), run (a run folder) and data (a trusted dataset)"
+                "give exactly one of stored (a baseline, or a run folder) and data (a trusted dataset)"
             )
         return self
 

@@ -25,7 +25,6 @@ from psgrad.reports.evaluation import method_name, ordered
 from psgrad.reports.ticks import count_axis, log_axis
 from psgrad.reports.words import brief
 from psgrad.run.results.influence import HEADLINE, RANDOM, EvaluationResult
-from psgrad.run.results.manifest import read_manifest
 
 _AXES = {
     "lds": "linear datamodeling score (mean rank correlation over the queries)",
@@ -86,7 +85,7 @@ def predicted_and_actual(result: EvaluationResult) -> Plot:
     """A point a removal and query, the line through all points, and the diagonal where scores predict
     amounts.
     """
-    influence = read_manifest(result.manifest).influence
+    influence = result.manifest.influence
     predicts, unit = influence.predicts_removal is not False, influence.unit
     figure, axes = figure_with_axes(4.6)
     points = result.points

@@ -27,7 +27,6 @@ from psgrad.reports.words import (
 from psgrad.run.results import ALL_INDEX, InfluenceResult
 from psgrad.run.results.influence import harmful_rows
 from psgrad.run.results.influence_details import Array, TokenPair, TokenText
-from psgrad.run.results.manifest import read_manifest
 from psgrad.wording import listed_names
 
 # Parameters that are named.
@@ -49,7 +48,7 @@ def coverage_words(rows: list[dict[str, Any]]) -> str:
 
 def coverage_sections(result: InfluenceResult) -> Iterator[Section]:
     """The section, where a run has said which parameters it covers."""
-    rows = read_manifest(result.manifest).influence.coverage
+    rows = result.manifest.influence.coverage
     if not rows:
         return
     parts: list[Part] = [Text(brief(coverage_words(rows), 2 * FACT_LIMIT))]

@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from psgrad.errors import DataError
-from psgrad.run.folders import MEASURES, RunFolder, file_name, manifest_of
+from psgrad.run.folders import MANIFEST, MEASURES, RunFolder, file_name, manifest_of
 from psgrad.run.results import AnalyzeResult, CheckResult, MeasureResult, TopSample
 from psgrad.run.results.check import check_content
 from psgrad.run.results.findings import finding_content
-from psgrad.run.results.manifest import read, read_manifest
+from psgrad.run.results.manifest import RunManifest, read, read_manifest
 from psgrad.wording import first_line
 
 FINDINGS = "findings.jsonl"
@@ -122,7 +122,7 @@ def load_run(folder: Path) -> AnalyzeResult:
         manifest,
         folder,
         _inputs(folder),
-        manifest.get("config", {}).get("data", {}).get("class_names"),
+        manifest.setting("data", "class_names"),
         measures,
         read_check(folder),
         {int(number): text for number, text in _json(folder / "inputs" / "vocabulary.json", {}).items()},
@@ -130,28 +130,27 @@ def load_run(folder: Path) -> AnalyzeResult:
     )
 
 
-def finished_manifest(folder: Path, commands: Sequence[str] = ("analyze",)) -> dict[str, Any]:
+def finished_manifest(folder: Path, commands: Sequence[str] = ("analyze",)) -> RunManifest:
     """The manifest of a finished run of one of these commands. Raises DataError."""
-    manifest = manifest_of(folder)
-    if manifest is None:
+    content = manifest_of(folder)
+    if content is None:
         raise DataError(
             f"{folder} holds no run of psgrad",
             expected="the folder of a finished psgrad analyze: its `output`",
             cause="another folder was meant, or the run has not begun",
         )
-    if manifest.get("command") not in commands:
+    manifest = read_manifest(content, folder / MANIFEST)
+    if manifest.command not in commands:
         raise DataError(
-            f"the run in {folder} is one of psgrad {manifest.get('command')}",
+            f"the run in {folder} is one of psgrad {manifest.command}",
             expected=f"a run of psgrad {' or '.join(commands)}",
         )
-    if manifest.get("state") != "finished":
+    if manifest.state != "finished":
         raise DataError(
-            f"the run in {folder} is not finished: its state is {manifest.get('state')}",
+            f"the run in {folder} is not finished: its state is {manifest.state}",
             expected="a finished run",
             next_step="psgrad analyze CONFIG --resume goes on with it",
         )
-    if not isinstance(read_manifest(manifest).setting("data") or {}, dict):
-        raise _unreadable(folder / "manifest.json", ValueError("config.data holds no keys and values"))
     return manifest
 
 

@@ -6,7 +6,7 @@ which is kept true to what has happened.
         ...
     with run.begin(manifest):
         ...
-        facts = run.add(counts=...)
+        manifest = run.add(counts=...)
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ class Run(Generic[P]):
         finally:
             self.folder.let_go()
 
-    def add(self, **parts: Any) -> dict[str, Any]:
-        """Add these parts to the manifest, and the seconds of the phases; returns what the file will hold."""
+    def add(self, **parts: Any) -> RunManifest:
+        """Add these parts to the manifest, and the seconds of the phases; returns it."""
         self.manifest = replace(self.manifest, timings=dict(self.clock.seconds), **parts)
-        return self.manifest.content()
+        return self.manifest
 
     def write_manifest(self, state: str = "running") -> None:
         """Write the manifest as it is now. Raises OutputError."""

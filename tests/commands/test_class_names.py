@@ -123,7 +123,7 @@ def test_a_stored_reference_numbers_a_file_without_one_of_its_classes(kind: str)
     batch.to_csv("batch.csv", index=False)
     analyze(config("trusted.csv", "known", data={"class_names": list(NAMES)}))
     psgrad.save_baseline("known", "known.json")
-    reference = {kind: {"run": "known", "baseline": "known.json"}[kind]}
+    reference = {"run": "known", "baseline": "known.json"}[kind]
     outliers = {"reference": reference, "fdr": 0.2}
     found = analyze(config("batch.csv", analyze={"outliers": outliers}))
     np.testing.assert_allclose(found.samples["loss"], losses(batch), rtol=1e-3)
@@ -134,7 +134,7 @@ def test_a_stored_reference_numbers_a_file_without_one_of_its_classes(kind: str)
 def test_a_stored_reference_with_the_classes_in_another_order_is_refused() -> None:
     rows().to_csv("trusted.csv", index=False)
     analyze(config("trusted.csv", "known"))
-    outliers = {"reference": {"run": "known"}}
+    outliers = {"reference": "known"}
     section = config("trusted.csv", data={"class_names": list(NAMES)}, analyze={"outliers": outliers})
     said = refused(ConfigError, section)
     assert "classes: ['churn', 'stay', 'upgrade'] in the reference" in said

@@ -750,8 +750,8 @@ def test_phases_that_last_have_progress(
     place: InfluenceWorkplace, monkeypatch: pytest.MonkeyPatch, method: str | dict[str, str]
 ) -> None:
     """Where no phase may be silent, each that passes over rows names itself, the pass and the row."""
-    monkeypatch.setattr("psgrad.commands.run_progress._SECONDS_OF_SILENCE", 0.0)
-    monkeypatch.setattr("psgrad.commands.run_progress._SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("psgrad.run.progress._SECONDS_OF_SILENCE", 0.0)
+    monkeypatch.setattr("psgrad.run.progress._SECONDS_BETWEEN", 0.0)
     monkeypatch.setattr("psgrad.cli.progress.PLAIN_INTERVAL_S", 0.0)
     place.section["method"] = method
     heard = place.influence("--overwrite").err

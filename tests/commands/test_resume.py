@@ -24,6 +24,7 @@ from psgrad.commands.check import check
 from psgrad.config import load_config
 from psgrad.errors import ConfigError, OutputExistsError
 from psgrad.run.results import AnalyzeResult, Progress
+from psgrad.run.results.manifest import Counts
 from tests.workplace import ROWS, Workplace
 
 
@@ -173,8 +174,8 @@ def test_a_run_of_another_command_is_reported(quick: Workplace) -> None:
 def test_a_limit_takes_the_first_rows(quick: Workplace, limit: float, rows: int) -> None:
     result = run(quick, limit=limit)
     assert result.samples["id"].tolist() == quick.arrays["uid"][:rows].tolist()
-    assert result.manifest["counts"] == {"samples": rows, "nonfinite": 0, "in_dataset": ROWS}
-    assert result.manifest.get("limit") == limit
+    assert result.manifest.counts == Counts(rows, 0, ROWS)
+    assert result.manifest.limit == limit
 
 
 @pytest.mark.parametrize("limit", [0, -3, 1.5, float("nan"), float("inf")])

@@ -93,9 +93,7 @@ def test_reference_refuses_other_weights_and_tells_other_code(
 ) -> None:
     analyze(place.read(output="known"))
     save_baseline(place.folder / "known", output=place.folder / "known.json")
-    place.config["analyze"]["outliers"] = {
-        "reference": {kind: {"run": "known", "baseline": "known.json"}[kind]}
-    }
+    place.config["analyze"]["outliers"] = {"reference": {"run": "known", "baseline": "known.json"}[kind]}
     place.settle()
     for name, change in ((name, CHANGES[name]) for name in names):
         if change.part in ("weights", "config"):
@@ -103,10 +101,10 @@ def test_reference_refuses_other_weights_and_tells_other_code(
             assert "can't be compared" in said, name
         elif change.part != "data":  # a reference is of other data
             change.apply(place)
-            caveats = analyze(place.read(), overwrite=True).manifest["outliers"]["caveats"]
+            caveats = analyze(place.read(), overwrite=True).manifest.judged.caveats
             assert any("was measured with other code" in each for each in caveats), f"{name}: {caveats}"
             place.restore()
-    caveats = analyze(place.read(), overwrite=True).manifest["outliers"]["caveats"]
+    caveats = analyze(place.read(), overwrite=True).manifest.judged.caveats
     assert not any("code" in each or "hash" in each for each in caveats)
 
 

@@ -13,6 +13,7 @@ import pandas as pd
 from psgrad.config.values import names_in_condition
 from psgrad.errors import ConfigError
 from psgrad.run.results.check import CheckResult
+from psgrad.run.results.manifest import RunManifest
 from psgrad.wording import ShortRepr, first_line
 
 
@@ -109,12 +110,12 @@ class AnalyzeResult(ShortRepr):
     maps of attribution, if the dataset has one; `special_tokens` are those of them that are no part of a
     text.
 
-    `manifest` is what manifest.json holds; `psgrad.run.results.manifest.read_manifest` gives it typed.
+    `manifest` is what manifest.json holds.
     """
 
     samples: pd.DataFrame
     parameters: pd.DataFrame
-    manifest: dict[str, Any]
+    manifest: RunManifest
     folder: Path
     top_inputs: list[TopSample] = field(default_factory=list)
     class_names: list[str] | None = None

@@ -14,6 +14,7 @@ import pandas as pd
 
 from psgrad.run.results.analyze import TopSample, disagrees
 from psgrad.run.results.influence_details import QuestionTables, TokenPair
+from psgrad.run.results.manifest import RunManifest
 from psgrad.wording import ShortRepr
 
 Array = np.ndarray[Any, Any]
@@ -167,14 +168,13 @@ class InfluenceResult(ShortRepr):
     fit (damping, residual, iterations, spectrum), for each checkpoint; `warnings` are for people. `questions`
     has the answers about groups and contrasts. `evaluations` has what earlier evaluations of the
     same scores found, kind -> its part of evaluation.json. `tokens` has the ranked pairs of the
-    shown queries token by token, with `level: token`. `manifest` is what manifest.json holds: see
-    `psgrad.run.results.manifest`.
+    shown queries token by token, with `level: token`. `manifest` is what manifest.json holds.
     """
 
     scores: pd.DataFrame
     queries: pd.DataFrame
     training: pd.DataFrame
-    manifest: dict[str, Any]
+    manifest: RunManifest
     folder: Path
     method: str
     unit: str
@@ -356,7 +356,7 @@ class EvaluationResult(ShortRepr):
     points: pd.DataFrame = field(default_factory=pd.DataFrame)
     curves: dict[str, dict[float, float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    manifest: dict[str, Any] = field(default_factory=dict)
+    manifest: RunManifest = field(default_factory=RunManifest)
 
 
 def evaluation_content(result: EvaluationResult) -> dict[str, Any]:

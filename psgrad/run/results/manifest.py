@@ -384,9 +384,9 @@ class RunManifest:
 _PARTS = ("influence", "counts", "timings")
 
 
-def read_manifest(content: Mapping[str, Any]) -> RunManifest:
+def read_manifest(content: Mapping[str, Any], file: Path | str = "manifest.json") -> RunManifest:
     """The content of manifest.json as typed values. Raises DataError for values of other types."""
-    return read(RunManifest, content)
+    return read(RunManifest, content, str(file))
 
 
 T = TypeVar("T")

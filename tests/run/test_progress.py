@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from psgrad.commands import run_progress
-from psgrad.commands.run_progress import Clock, PassProgress
 from psgrad.engine.execution.ranks import OneProcess
+from psgrad.run import progress as run_progress
+from psgrad.run.progress import Clock, PassProgress
 from psgrad.run.results import Progress
 
 
