@@ -235,38 +235,32 @@ def _read(
     dtype: torch.dtype,
     more: Mapping[str, Any],
 ) -> tuple[Any, Mapping[str, Any]]:
-    """(the model, transformers' report about its keys). `auto` is sdpa where the model has it. more:
-    arguments of from_pretrained.
+    """(the model, transformers' report about its keys). `auto` is sdpa where the model has it, as
+    transformers chooses. more: arguments of from_pretrained.
     """
-    tried = ["sdpa", "eager"] if config.attention == "auto" else [config.attention]
-    for attention in tried:
-        try:
-            return kind.from_pretrained(  # type: ignore[no-any-return]
-                folder,
-                config=settings,
-                dtype=dtype,
-                attn_implementation=attention,
-                local_files_only=True,
-                trust_remote_code=config.trust_remote_code,
-                output_loading_info=True,
-                **more,
-            )
-        except Exception as error:
-            if "attention" in str(error).lower() and isinstance(error, ValueError | ImportError):
-                if attention != tried[-1]:
-                    continue
-                raise ConfigError(
-                    f"model.attention is {attention}, and {first_line(error)}",
-                    next_step="leave it out, or set model.attention: eager",
-                ) from error
-            if "size mismatch" in str(error) or "mismatched" in str(error):
-                raise _misfit(folder, error, config) from error
-            raise ModelError(
-                f"transformers can't load {folder}: {type(error).__name__}: {first_line(error)}",
-                cause="damaged files, or a library that this model needs and that is not installed",
-                next_step="load it with transformers alone to see more",
+    try:
+        return kind.from_pretrained(  # type: ignore[no-any-return]
+            folder,
+            config=settings,
+            dtype=dtype,
+            attn_implementation=None if config.attention == "auto" else config.attention,
+            local_files_only=True,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+            **more,
+        )
+    except Exception as error:
+        if "attention" in str(error).lower() and isinstance(error, ValueError | ImportError):
+            raise ConfigError(
+                f"model.attention is {config.attention}, and {first_line(error)}",
+                next_step="leave it out, or set model.attention: eager",
             ) from error
-    raise AssertionError
+        if "size mismatch" in str(error) or "mismatched" in str(error):
+            raise _misfit(folder, error, config) from error
+        raise ModelError(
+            f"transformers can't load {folder}: {type(error).__name__}: {first_line(error)}",
+            next_step="load it with transformers alone to see more",
+        ) from error
 
 
 def _misfit(folder: Path, error: Exception, config: ModelConfig) -> CheckpointError:
