@@ -253,8 +253,8 @@ def evaluate_influence(
     progress: Say = lambda _: None,
     **objects: Unpack[Live],
 ) -> EvaluationResult:
-    """Retrain, and see whether the scores are true; `psgrad influence --evaluate`. kind: 'lds', 'loo',
-    'removal' or 'curve'.
+    """Retrain, and see whether the scores are true; `psgrad influence --evaluate`. kind: 'lds', 'loo' or
+    'removal'.
     """
     from psgrad.commands.influence_evaluate import evaluate_influence as run_evaluate_influence
 

@@ -27,7 +27,6 @@ from psgrad.cli.options import (
 )
 from psgrad.cli.processes import ProcessesOption, in_a_group, require_free, require_one, shared_run
 from psgrad.cli.progress import ProgressOption, ProgressStyle, progress_display
-from psgrad.errors import ConfigError
 
 if TYPE_CHECKING:
     from psgrad.run.results import InfluenceResult
@@ -37,7 +36,6 @@ class EvaluationKind(StrEnum):
     loo = "loo"
     lds = "lds"
     removal = "removal"
-    curve = "curve"
 
 
 Top = Annotated[
@@ -67,18 +65,9 @@ Evaluate = Annotated[
     typer.Option(
         "--evaluate",
         help=(
-            "Do not rank, but retrain and compare: without one example (loo), on subsets (lds), without"
-            " each query's strongest proponents (removal), or without the rows that help or hurt all queries"
-            " most (curve)."
+            "Do not rank, but retrain and compare: without one example (loo), on subsets (lds), or"
+            " without each query's strongest proponents (removal)."
         ),
-    ),
-]
-Remove = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--remove",
-        metavar="AMOUNT",
-        help="Of --evaluate curve: how many rows are left out, such as 1% or 20. May be repeated.",
     ),
 ]
 QueriesPart = Annotated[
@@ -111,8 +100,8 @@ UpdateIndex = Annotated[
     typer.Option(
         "--update",
         help=(
-            "Let a finished index follow its data: compute the rows that are new, and leave out those that"
-            " are gone. An update that was interrupted is continued."
+            "Let a finished index follow its data: compute the rows that are new, behind the others, and"
+            " leave out those that are gone."
         ),
     ),
 ]
@@ -130,7 +119,6 @@ def influence(
     matrix: Matrix = False,
     report: Report = True,
     evaluate: Evaluate = None,
-    remove: Remove = None,
     output: Output = None,
     settings: Settings = None,
     overwrite: Overwrite = False,
@@ -152,14 +140,7 @@ def influence(
     style = "json" if as_json else "terminal"
     chosen = {"ids": ids, "where": where, "wrong": wrong or None, "worst": worst}
     settings = [*(settings or ()), *_settings("influence.queries", chosen)]
-    settings += _settings("influence.evaluate", {"remove": remove})
     settings += _settings("influence", {"method": None if method is None else {"name": method}, "top": top})
-    if remove and evaluate is not EvaluationKind.curve:
-        raise ConfigError(
-            "--remove was given without --evaluate curve",
-            expected="--evaluate curve, which leaves rows out and trains again",
-            next_step="add it: nothing else removes rows",
-        )
     if part is not None:
         given = {"--overwrite": overwrite, "--evaluate": evaluate is not None}
         require_alone("--part", {"--processes": processes > 1, **given})

@@ -32,7 +32,7 @@ from psgrad.engine.influence.evaluation.retraining import (
 )
 from psgrad.engine.influence.evaluation.statistics import CheckpointExamples
 from psgrad.engine.influence.method import Fitted, Method
-from psgrad.engine.influence.ranking import Average, Normalize, is_relative
+from psgrad.engine.influence.ranking import Average, Normalize
 from psgrad.engine.transforms.private_torch import tree_leaves
 from psgrad.models.training_functions import resolve_training
 from psgrad.reports.words import duration
@@ -125,13 +125,6 @@ class EvaluationParts:
         """How scores of several checkpoints are averaged."""
         return self.setup.run.config.influence.average
 
-    def predicts_removal(self, name: str) -> bool:
-        """Whether sums of the scores with this name in tables predict a change of the measurement."""
-        if name not in self.methods or not self.methods[name].predicts_removal:
-            return False
-        several = is_relative(self.methods[name], len(self.setup.views), self.average)
-        return not several and (name != self.main or self.normalize is None)
-
     def places(self) -> list[CheckpointExamples]:
         """The training examples as the model of each checkpoint sees them."""
         return [(view.training, view.checkpoint) for view in self.setup.views]
@@ -168,7 +161,7 @@ class EvaluationParts:
                 told = True
                 said = (
                     f"the other {len(jobs) - done:,} models are predicted to take {duration(predicted)};"
-                    " seeds, subsets, removals, ks, explained and remove under influence.evaluate"
+                    " seeds, subsets, removals, ks and explained under influence.evaluate"
                     " decide how many there are; an interrupted evaluation goes on from its finished models"
                 )
                 self.progress(Progress(0, 0, "evaluation", said))
