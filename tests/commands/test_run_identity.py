@@ -17,7 +17,7 @@ from psgrad.commands.dp_step import dp_step
 from psgrad.commands.influence import influence
 from psgrad.commands.influence_index import influence_index
 from psgrad.engine.privacy.accounting import Epsilon
-from psgrad.errors import ConfigError, OutputError, PsgradError
+from psgrad.errors import ConfigError, PsgradError
 from psgrad.run.results import DPStepResult, Progress
 from tests.identity_workplace import CHANGES, Change, IdentityWorkplace
 from tests.private_workplace import PRIVACY
@@ -147,10 +147,6 @@ def test_index_open_and_resume_refuse_every_change(place: IdentityWorkplace) -> 
             assert "is of something else: fingerprint." in said, f"{name}: {said}"
     influence(place.read(), report=False)
     influence_index(place.read(), resume=True)
-    description = place.folder / "index" / "index.json"
-    description.write_text(description.read_text().replace('"format": 2', '"format": 1'))
-    with pytest.raises(OutputError, match="of another format than 2"):
-        influence(place.read(), report=False, overwrite=True)
 
 
 @pytest.mark.sweep
