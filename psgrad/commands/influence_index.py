@@ -172,11 +172,7 @@ def open_index(config: Config, run: Setup) -> GradientIndex:
     model, data or settings.
     """
     store = GradientIndex.open(require_index(config).path)
-    expected = described_index(config, run)
-    ours, theirs = expected["fingerprint"], store.description.get("fingerprint", {})
-    for now, then in ((ours, theirs), (ours["loss"], theirs.get("loss", {}))):
-        now |= dict.fromkeys(then.keys() - now.keys())  # what it was built with, and is at its default now
-    store.require(expected)
+    store.require(described_index(config, run))
     rows = sorted({place * len(run.samples) // _COMPARED for place in range(_COMPARED)})
     require_losses(store, run, rows, StoredRows(store, 0).losses_and_square_norms()[0][rows])
     return store
@@ -243,11 +239,9 @@ def updated(
     again. Raises OutputError for an index of another model or of other settings, and one whose losses are
     others.
     """
-    same = {name: value for name, value in description.items() if name not in ("rows", "fingerprint")}
-    same["fingerprint"] = {
-        name: value for name, value in description["fingerprint"].items() if name != "data"
-    }
-    current.require(same)
+    same = {name: value for name, value in description.items() if name != "rows"}
+    data = current.description["fingerprint"]["data"]
+    current.require(same | {"fingerprint": description["fingerprint"] | {"data": data}})
     n = len(run.samples)
     for start in range(0, n, _READ):
         run.reader(start, min(start + _READ, n))

@@ -190,7 +190,7 @@ def _make_plugins(config: Config, found: Validation) -> None:
         with found.problems_at(where):
             resolve(spec, base)
     for path in [*(analyze.checkpoints or []), *(each.path for each in influence.checkpoints or [])]:
-        from psgrad.models.checkpoint_headers import require_checkpoint
+        from psgrad.models.checkpoint_files import require_checkpoint
 
         with found.problems_at("checkpoints"):
             require_checkpoint(base / path)

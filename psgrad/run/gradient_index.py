@@ -237,7 +237,7 @@ class GradientIndex:
 
     def require(self, expected: Mapping[str, Any]) -> None:
         """Raises OutputError, naming what differs, unless the description has all these values."""
-        index_files.require_same(self.path, index_files.as_stored(expected), self.description)
+        index_files.require_same_index(self.path, expected, self.description)
 
     # -- shards ----------------------------------------------------------------------------------------------
 

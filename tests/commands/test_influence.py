@@ -321,7 +321,7 @@ def test_an_index_of_another_model_is_refused(place: InfluenceWorkplace) -> None
     place.save_checkpoint("model.safetensors", 9)
     place.influence().refused(
         3,
-        "the index index is of something else: fingerprint.checkpoints differs",
+        "the index index is of something else: fingerprint.checkpoints was",
         "build an index of its own",
     )
     assert not (place.folder / "out").exists()
