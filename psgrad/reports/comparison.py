@@ -5,21 +5,18 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
 from psgrad.reports.ci_text import clean, code, plain
-from psgrad.reports.drawing import DARK, DASHES, QUIET, REST, Plot, figure_with_axes, say_empty
+from psgrad.reports.figures import DARK, DASHES, QUIET, REST, Plot, figure_with_axes, say_empty, styled
 from psgrad.reports.outliers import score_words
-from psgrad.reports.sections import Facts, Page, Section, Text, image, render
+from psgrad.reports.page import render_template
 from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.terminal import print_table, write_json
-from psgrad.reports.ticks import log_axis
 from psgrad.reports.words import MISSING, count, identifier, number, percentile
 from psgrad.run.results.findings import Comparison
 from psgrad.wording import correlation
@@ -59,10 +56,10 @@ def tables(result: Comparison) -> list[Table]:
         rows = result.changes[result.changes["change"] == change].to_dict("records")
         if rows:
             caption = f"{title} ({len(rows):,} of {result.counts[change]:,})"
-            found.append(table(change, caption, _CHANGES, rows, tall=False))
+            found.append(table(change, caption, _CHANGES, rows))
     if len(result.groups):
         rows = result.groups.to_dict("records")
-        found.append(table("groups", "Groups, the least alike first", _GROUPS, rows, tall=False))
+        found.append(table("groups", "Groups, the least alike first", _GROUPS, rows))
     return found
 
 
@@ -178,6 +175,7 @@ _HEADLINE = {
 }
 
 
+@styled
 def draw_comparison(result: Comparison) -> Plot:
     """Each common sample's score in B against that in A; on the line nothing has changed."""
     a, b = (result.common[column].to_numpy(float) for column in ("score_a", "score_b"))
@@ -189,17 +187,23 @@ def draw_comparison(result: Comparison) -> Plot:
         low, high = min(a.min(), b.min()), max(a.max(), b.max())
         axes.plot([low, high], [low, high], color=QUIET, linewidth=0.9, linestyle=DASHES, zorder=1)
         if len(a) <= MAX_POINTS:
-            axes.scatter(a, b, s=9, color=REST, alpha=0.6, linewidths=0, zorder=2)
+            axes.scatter(a, b, s=9, color=REST, alpha=0.6, linewidths=0, zorder=2, rasterized=True)
         else:
             edges = np.geomspace(low, high, _BINS) if log else np.linspace(low, high, _BINS)
             colours = LinearSegmentedColormap.from_list("", [REST + "55", DARK])
             binned = np.histogram2d(a, b, bins=[edges, edges])[0].T
             drawn = axes.pcolormesh(
-                edges, edges, np.where(binned > 0, binned, np.nan), norm=LogNorm(), cmap=colours, zorder=2
+                edges,
+                edges,
+                np.where(binned > 0, binned, np.nan),
+                norm=LogNorm(),
+                cmap=colours,
+                zorder=2,
+                rasterized=True,
             )
             figure.colorbar(drawn, ax=axes, label="samples per bin (log scale)")
         if log:
-            log_axis(axes, "x", "y")
+            axes.set(xscale="log", yscale="log")
         scale = " (log scale)" if log else ""
         axes.set_xlabel(f"{score_words(clean(result.score))} in A{scale}", parse_math=False)
         axes.set_ylabel(f"{score_words(clean(result.score))} in B{scale}", parse_math=False)
@@ -207,26 +211,23 @@ def draw_comparison(result: Comparison) -> Plot:
         f"{count(len(a))} that are in both runs and have a score in both. On the line nothing has changed. "
     )
     alt = f"{clean(result.score)} in run B against run A; {sentences(result)[1]}."
-    return Plot("comparison", "Score in B against A", caption, figure, vector=False, alt=alt)
+    return Plot("comparison", "Score in B against A", caption, figure, alt=alt)
 
 
 def render_page(result: Comparison) -> str:
     """The comparison as HTML."""
-    plot, (a, b) = draw_comparison(result), (clean(result.a), clean(result.b))
-    warnings = [Text(Markup("<b>Warning:</b> {}").format(clean(each))) for each in result.warnings]
-    figures = [(f"{result.counts[key]:,}", words) for key, words in _HEADLINE.items()]
-    facts = Facts([("Run A", a), ("Run B", b), ("Score", score_words(clean(result.score)))])
-    return render(
-        Page(
-            title="Two runs compared",
-            what=Markup("<bdi>{}</bdi> (A) and <bdi>{}</bdi> (B)").format(a, b),
-            private="Scores tell about single samples.",
-            headline=[(correlation(result.spearman), "rank correlation (Spearman)"), *figures],
-            sections=[
-                Section("In short", [*map(Text, sentences(result)), *warnings]),
-                Section(plot.title, [replace(image(plot), title="")]),
-                *(Section(each.caption, [each]) for each in tables(result)),
-                Section("This run", [facts]),
-            ],
-        )
+    return render_template(
+        "comparison.html",
+        title="Two runs compared",
+        a=clean(result.a),
+        b=clean(result.b),
+        score=score_words(clean(result.score)),
+        headline=[
+            (correlation(result.spearman), "rank correlation (Spearman)"),
+            *((f"{result.counts[key]:,}", words) for key, words in _HEADLINE.items()),
+        ],
+        sentences=sentences(result),
+        warnings=[clean(each) for each in result.warnings],
+        plot=draw_comparison(result),
+        tables=tables(result),
     )

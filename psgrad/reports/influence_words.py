@@ -10,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 
-from psgrad.reports.tables import Table, TableColumn, table
 from psgrad.reports.words import FACT_LIMIT, MISSING, brief, cell, identifier, label, number, percent
 from psgrad.run.results import (
     ALL_INDEX,
@@ -19,15 +18,12 @@ from psgrad.run.results import (
     InfluenceResult,
     TopSample,
     disagrees,
-    has_classes,
     pairs_of,
     shown_queries,
 )
 from psgrad.run.results.manifest import UNKNOWN_UNIT
 
 UNIT_LIMIT = 260
-
-DIFFERS_NOTE = "Bold: the model's prediction is another class than the label."
 
 BEYOND = "!"
 BEYOND_NOTE = (
@@ -65,11 +61,6 @@ class Example:
     differs: bool
     input: TopSample | None
     stability: str = ""
-
-
-def differs_note(result: InfluenceResult) -> str:
-    """What bold means; empty where there are no classes."""
-    return DIFFERS_NOTE if has_classes(result.training) else ""
 
 
 def signed(score: float) -> str:
@@ -168,31 +159,6 @@ def damping_words(result: InfluenceResult) -> str:
         f"damping: {relative} mean eigenvalue{'s' if relative != '1' else ''} of the curvature,"
         f" {facts['damping_because']}; correlations: {curve}"
     )
-
-
-def check_table(result: InfluenceResult) -> Table:
-    """The removals that were checked: the training example, on what, the change that is predicted, and the
-    one that was found, as far as one was.
-    """
-    check = result.check
-    assert check is not None
-    whole = "predicted" if check.at_minimum else "predicted, at no minimum"
-    columns = [
-        TableColumn("without", lambda each: identifier(each.train_id), key="id"),
-        TableColumn(
-            "change of",
-            lambda each: "itself" if each.query_index is None else identifier(each.query_id),
-            key="id",
-        ),
-        TableColumn(whole, lambda each: signed(each.predicted), True),
-    ]
-    if check.at_minimum and check.share < 1:
-        part = f"for {check.share:.3g} of a step"
-        columns.append(TableColumn(part, lambda each: signed(check.share * each.predicted), True))
-    if check.at_minimum:
-        columns.append(TableColumn("found", lambda each: signed(each.found), True))
-    title = "Largest changes, predicted and found" if check.at_minimum else "Largest changes, predicted"
-    return table("", title, columns, check.removals)
 
 
 def examples(result: InfluenceResult, query_index: int, k: int) -> tuple[list[Example], list[Example]]:

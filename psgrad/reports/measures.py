@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
-from psgrad.reports.drawing import Plot
-from psgrad.reports.sections import Facts, Fold, Meanings, Part, Section, Subtitle, Text, image
-from psgrad.reports.tables import Table, TableColumn, Writer, table
+from psgrad.reports.figures import Plot
+from psgrad.reports.page import data_uri
+from psgrad.reports.tables import Pairs, Table, TableColumn, Writer, table
 from psgrad.reports.words import FACT_LIMIT, brief, cell, key_of, label, listed, number, words_of
 from psgrad.run.results import AnalyzeResult, MeasureResult
 from psgrad.wording import listed_names
@@ -23,44 +24,51 @@ ABOUT_LIMIT = 600  # letters: a source has several papers, a warning two paths
 CLASS_COLUMNS = ("class", "other_class")  # of measures' tables: classes by their numbers
 
 
+@dataclass(frozen=True)
+class MeasureSection:
+    """What the page says of a measure. about: its formula, unit and source. numbers: of the whole dataset.
+    columns: with the meanings of those that it brought. figures: each with its data URI. left_out: figures
+    that would make the page too large.
+    """
+
+    anchor: str
+    title: str
+    about: Pairs
+    numbers: Pairs
+    columns: Sequence[TableColumn]
+    figures: Sequence[tuple[Plot, str]]
+    left_out: Sequence[Plot]
+    tables: Sequence[Table]
+
+
 def measure_sections(
     result: AnalyzeResult, plots: Mapping[str, Sequence[Plot]], room: int
-) -> Iterator[Section]:
+) -> Iterator[MeasureSection]:
     """A section for each of the first MAX_MEASURES measures; figures are left out once all together take more
     than `room` characters.
     """
     for place, measure in enumerate(list(result.measures.values())[:MAX_MEASURES]):
-        figures: list[Part] = []
-        left_out = []
+        figures, left_out = [], []
         for plot in plots.get(measure.name, ()):
-            figure = image(plot)
-            if len(figure.source) <= room:
-                figures.append(figure)
-                room -= len(figure.source)
+            source = data_uri("image/svg+xml", plot.svg())
+            if len(source) <= room:
+                figures.append((plot, source))
+                room -= len(source)
             else:
-                left_out.append(f"plots/{plot.name}.png")
-        if left_out:
-            words = f"Not on this page, to keep it small, but beside it: {', '.join(left_out)}."
-            figures.append(Text(words, "quiet"))
-        tables = [Fold(each.caption, [each]) for each in measure_tables(place, measure, result.class_names)]
-        title = brief(measure.title or measure.name, 100)
-        parts = [*about_parts(measure), *figures, *tables]
-        yield Section(title, parts, f"measure-{place}", title)
-
-
-def about_parts(measure: MeasureResult) -> Iterator[Part]:
-    """A measure's description, its numbers for the whole dataset, and the meaning of its columns."""
-    about = [("Formula", measure.formula), ("Unit", measure.unit), ("Source", measure.source)]
-    yield Facts([(name, brief(str(value), ABOUT_LIMIT)) for name, value in about if value])
-    if numbers := flat_words(measure.numbers, ABOUT_LIMIT)[:MAX_NUMBERS]:
-        yield Subtitle("Of the whole dataset")
-        yield Facts(numbers)
-    if measure.meanings:
-        yield Meanings(
-            [
+                left_out.append(plot)
+        about = [("Formula", measure.formula), ("Unit", measure.unit), ("Source", measure.source)]
+        yield MeasureSection(
+            anchor=f"measure-{place}",
+            title=brief(measure.title or measure.name, 100),
+            about=[(name, brief(str(value), ABOUT_LIMIT)) for name, value in about if value],
+            numbers=flat_words(measure.numbers, ABOUT_LIMIT)[:MAX_NUMBERS],
+            columns=[
                 TableColumn(words_of(column), meaning=brief(meaning, FACT_LIMIT))
                 for column, meaning in measure.meanings.items()
-            ]
+            ],
+            figures=figures,
+            left_out=left_out,
+            tables=measure_tables(place, measure, result.class_names),
         )
 
 
