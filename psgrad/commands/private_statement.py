@@ -58,7 +58,6 @@ def ledger_header(setup: PrivateSetup, base: float) -> dict[str, Any]:
         "noise_multiplier": base,
         "schedule": schedule_of(privacy).describe(),
         "mechanism": MECHANISM,
-        "generator": privacy.noise.generator,
         "seed": privacy.noise.seed,
         "relation": privacy.relation,
         "unit": unit_in_words(privacy),

@@ -267,10 +267,7 @@ class PrivateRun:
                 " write that step's, and noise is not drawn twice for a step that was paid for"
             )
         if not self.training.generator.secure:
-            notes.append(
-                f"the noise comes from {self.training.generator.name}, which is not cryptographic: the ledger"
-                " says so"
-            )
+            notes.append(f"the noise comes from {self.training.generator.name}: the ledger says so")
         broken = [
             name
             for name, parameter in self.setup.parameters.items()

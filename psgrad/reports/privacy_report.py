@@ -111,7 +111,6 @@ def pitfalls(step: dict[str, Any]) -> list[dict[str, Any]]:
         ("mixed examples", CRITICAL, False, "no operator mixes records"),
         ("several runs on the data", CRITICAL, budget is None, runs),
         ("stopping early", CRITICAL, early, taken),
-        ("predictable generator", THEORETICAL, "aes" not in step["generator"].lower(), step["generator"]),
         ("floating point", THEORETICAL, unrounded, "what is released is on a public grid"),
         (
             "rounding",

@@ -448,13 +448,6 @@ def test_a_seed_is_reported_everywhere(private: PrivateWorkplace) -> None:
     assert "seed" in outcome.out
 
 
-def test_the_fast_generator_is_reported(private: PrivateWorkplace) -> None:
-    private.privacy["noise"]["generator"] = "torch"
-    outcome = private.succeeded()
-    assert private.ledger("step")[0]["generator"] == "torch"
-    assert "not cryptographic" in outcome.err
-
-
 def test_private_diagnostics_only_when_asked_for(private: PrivateWorkplace) -> None:
     assert "median norm" not in private.succeeded().err
     assert "median norm" in private.succeeded("--resume", "--show-private").err

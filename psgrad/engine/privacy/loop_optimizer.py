@@ -131,7 +131,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         and for a delta that loss distributions are not exact to.
         """
         multipliers = [(event.noise_multiplier, 1) for event in self.events]
-        require_tail(multipliers, delta, self._training.generator.reach)
+        require_tail(multipliers, delta)
         found = epsilon_pld([(event, 1) for event in self.events], delta)
         if found.value is None:
             raise ConfigError(f"there is no epsilon for these steps: {found.why_not}")

@@ -184,24 +184,6 @@ class DPPlanResult(ShortRepr):
 
 
 @dataclass(frozen=True)
-class AuditBound:
-    """The lower bound on epsilon by one method.
-
-    Attributes:
-        method: which one, in words.
-        epsilon: the largest that it refutes, at the audit's delta.
-        noise: the largest possible noise, as a share of the declared one; None for a method without a
-            mechanism, infinite if it refutes nothing.
-        evidence: what was counted, in words.
-    """
-
-    method: str
-    epsilon: float
-    noise: float | None
-    evidence: str
-
-
-@dataclass(frozen=True)
 class NoiseAudit:
     """The results of the check of what is drawn: how many numbers of noise, their standard deviation over the
     declared one, question -> p-value, and alarms.
@@ -246,10 +228,11 @@ class DPAuditResult(ShortRepr):
         accounted: the epsilon that is accounted for these steps, None if there is none; by which accountant:
             `accountant`.
         delta, confidence, steps, canaries: the settings of the audit.
-        guesses, right: of the attack that needs no assumption: how many coins it guessed, how many rightly.
-        declared: whether the guesses are possible under the declared guarantee.
+        declared: whether what was counted is possible under the declared guarantee.
+        noise_at_most: the largest possible noise, as a share of the declared one; infinite where nothing is
+            refuted, None where no noise is declared.
+        evidence: what was counted, in words.
         reach: the norm of a clipped canary, as a share of the most that a record can have.
-        bounds: epsilon by each method.
         noise: the results of the noise check.
         pairs: neighbours; none if only canaries took part.
         untested: what the audit did not look at, and may be wrong still.
@@ -266,11 +249,10 @@ class DPAuditResult(ShortRepr):
     confidence: float
     steps: int
     canaries: int
-    guesses: int
-    right: int
     declared: bool
+    noise_at_most: float | None
+    evidence: str
     reach: float
-    bounds: list[AuditBound]
     noise: NoiseAudit
     pairs: list[NeighbourPair]
     untested: list[str]
@@ -296,8 +278,7 @@ class DPAuditResult(ShortRepr):
 
     def _excess(self) -> str:
         accounted = "none" if self.accounted is None else f"{self.accounted:.4g}"
-        least = min((bound.noise for bound in self.bounds if bound.noise is not None), default=1.0)
-        noise = f", at most {least:.0%} of the declared noise" if least < 1 else ""
+        noise = f", at most {self.noise_at_most:.0%} of the declared noise"
         return f"epsilon is at least {self.epsilon:.4g}, accounted {accounted}{noise}"
 
     @property

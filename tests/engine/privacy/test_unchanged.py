@@ -120,7 +120,7 @@ def paid(model: nn.Module, loss: Any = F.cross_entropy, write: Any = None) -> li
             Clipping.flat(objective.params, 1.0),
             Noise(1.0),
             "add_or_remove_one",
-            make_generator("aes"),
+            make_generator(),
             pay=lambda: steps.append("paid"),
         )
     except PsgradError as error:

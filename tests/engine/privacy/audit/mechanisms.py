@@ -17,6 +17,7 @@ from psgrad.engine.privacy.generators import Generator, make_generator
 from psgrad.engine.privacy.noise import Noise
 from psgrad.engine.privacy.records import Relation
 from psgrad.engine.privacy.sampling import Sampling
+from tests.engine.privacy.planted import normals
 
 PARAMETERS = {
     "first.weight": torch.zeros(80, 60),
@@ -53,7 +54,7 @@ class SameNoise(Noise):
         std = self.standard_deviation(clipping.sensitivity(relation))
 
         def noisy(value: Tensor) -> Tensor:
-            return value + std * make_generator("torch", seed=3).normal((value.numel(),)).reshape(value.shape)
+            return value + std * normals(make_generator(seed=3), *value.shape)
 
         return {name: noisy(value) for name, value in sums.items()}
 
@@ -90,7 +91,7 @@ class Game:
             lambda _: self.noise(self.multiplier),  # type: ignore[arg-type]
             self.sampling,
             self.relation,
-            self.generator or (lambda: make_generator("torch", seed=self.seed, position=next(made))),
+            self.generator or (lambda: make_generator(seed=self.seed, position=next(made))),
             self.adaptive,
             expected_batch_size=100.0,
         )
