@@ -152,7 +152,7 @@ def test_noise_multiplier_whose_tail_ends_too_early_is_refused(private: PrivateW
     private.refused(
         2,
         "the noise multiplier is 0.005: a record may move the sum by 200 standard deviations",
-        "set a larger privacy.noise.multiplier, or generator: aes",
+        "set a larger privacy.noise.multiplier",
     )
     assert not (private.run_folder / "public").exists()
 
